@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deployments.cli.serving.processes import descendants, leftovers, read, table
+from tests.deployments.cli.test_cli import stopped
 from tests.deployments.on_ray.live import ROOT
 from tests.faults.test_terminate import ready, served
 from tests.test_docs import run
@@ -100,18 +101,7 @@ def test_the_next_server_ends_what_a_killed_one_left(tmp_path: Path) -> None:
         assert all(item.pid in known or read(item.pid) is None for item in left), known
         code, output, _ = manta("serve", str(tmp_path / "none.gguf"), "--address", "local")
         assert code == 2, output
-        config = tmp_path / "manta.yaml"
-        with subprocess.Popen(
-            [sys.executable, "-m", "deployments.cli.main", "serve", str(config), "--address=local"],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as second:
-            assert second.stdout is not None
-            line = next(line for line in second.stdout if "Starting Ray" in line or "error" in line)
-            second.terminate()
-            rest = second.stdout.read()
-        assert "Starting Ray" in line and second.returncode == 0, line + rest
+        # The next one, which is stopped itself while it starts.
+        stopped(tmp_path / "manta.yaml", port, "Starting Ray", signal.SIGTERM, 1)
         assert not [pid for pid in ours if read(pid) is not None]
         assert not ready(port)

@@ -815,27 +815,10 @@ def metrics_told(pids: Sequence[int]) -> list[int]:
     return collected
 
 
-@pytest.mark.slow
-@pytest.mark.serve
-@pytest.mark.parametrize(
-    ("until", "number", "times"),
-    [
-        ("Starting Ray", signal.SIGTERM, 1),
-        ("Starting the replicas", signal.SIGINT, 2),
-        pytest.param("Serving", signal.SIGINT, 1, marks=pytest.mark.smoke),
-        pytest.param("Serving", signal.SIGINT, 2, marks=pytest.mark.long),
-    ],
-)
-def test_a_stop_leaves_nothing_behind(until: str, number: int, times: int, tmp_path: Path) -> None:
-    """An orphaned engine or proxy holds the port and the GPU until somebody finds it. The signals
-    go to the whole group, as a terminal's and a supervisor's do: Ray ended first, and left workers.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def stopped(config: Path, port: int, until: str, number: int, times: int) -> None:
+    """Start a server, send its process group a signal so many times a second after the line that
+    says `until`, and check that it ends without a word and leaves nothing behind."""
     command = [sys.executable, "-m", "deployments.cli.main", "serve"]
-    model = str(tiny_model(tmp_path / "tiny"))
-    config = tmp_path / "manta.yaml"
-    config.write_text(json.dumps({"model": model, "engine": {"load_format": "dummy"}}))
     process = subprocess.Popen(
         [*command, str(config), "--port", str(port), "--address", "local"],
         cwd=ROOT,
@@ -866,3 +849,26 @@ def test_a_stop_leaves_nothing_behind(until: str, number: int, times: int, tmp_p
         assert ports.why_not_bindable("127.0.0.1", port) is None
     finally:
         end_server(process)
+
+
+@pytest.mark.slow
+@pytest.mark.serve
+@pytest.mark.parametrize(
+    ("until", "number", "times"),
+    [
+        # SIGTERM at "Starting Ray": tests/faults/test_node_lost.py.
+        ("Starting the replicas", signal.SIGINT, 2),
+        pytest.param("Serving", signal.SIGINT, 1, marks=pytest.mark.smoke),
+        pytest.param("Serving", signal.SIGINT, 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_stop_leaves_nothing_behind(until: str, number: int, times: int, tmp_path: Path) -> None:
+    """An orphaned engine or proxy holds the port and the GPU until somebody finds it. The signals
+    go to the whole group, as a terminal's and a supervisor's do: Ray ended first, and left workers.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    model = str(tiny_model(tmp_path / "tiny"))
+    config = tmp_path / "manta.yaml"
+    config.write_text(json.dumps({"model": model, "engine": {"load_format": "dummy"}}))
+    stopped(config, port, until, number, times)
