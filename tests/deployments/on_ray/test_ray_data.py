@@ -23,12 +23,6 @@ pytest.importorskip("pandas")
 JOINS = re.compile(
     r'^ray\.init\(address="auto",.* runtime_env=\{"env_vars": loop\}\)\n', re.MULTILINE
 )
-# Else each row is a block with tasks of its own, and each core has a worker that runs some.
-FEW_BLOCKS = """
-import ray.data
-context = ray.data.DataContext.get_current()
-context.read_op_min_num_blocks = context.min_parallelism = 2
-"""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +52,7 @@ def joined(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         endpoint, _ = examples("ray-data.md")
         line = JOINS.search(endpoint)
         assert line
-        started.run(endpoint[: line.end()] + FEW_BLOCKS)
+        started.run(endpoint[: line.end()])
         yield started
 
 
@@ -79,7 +73,8 @@ def no_core(cluster: Cluster) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("where", "shown"),
     [
-        ("docs", "'prompt': '99 and 99 are', 'text': '"),
+        # It differs from the other by its prompts.
+        pytest.param("docs", "'prompt': '99 and 99 are', 'text': '", marks=pytest.mark.nightly),
         ("examples", "100 answers, 0 errors"),
     ],
 )
@@ -93,6 +88,7 @@ def test_programs_ask_an_endpoint(job: Job, no_core: None, where: str, shown: st
     assert joined == 1 and shown in job.run(program)
 
 
+@pytest.mark.nightly  # test_the_engine_processor looks at more than the page's program
 def test_a_program_runs_engines_of_its_own(job: Job, tmp_path: Path) -> None:
     """An example that ends in a traceback."""
     _, engines = examples("ray-data.md")
