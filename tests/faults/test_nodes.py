@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from loadtest.chaos.server_processes import _table
-from tests.deployments.on_ray.serve_cluster import Cluster, free_port, tiny_model
+from tests.deployments.on_ray.serve_cluster import tiny_model
 from tests.faults.clients import Said
 from tests.faults.cluster import Broken, deployed
+from tests.faults.ray_nodes import NodesCluster
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -45,12 +46,12 @@ POOLS = {
 
 @dataclass
 class Nodes:
-    cluster: Any
+    cluster: NodesCluster
     broken: Broken
     spot: Any  # the node that has both replicas of the pool
 
     def add_node(self) -> Any:
-        return self.cluster.add_node(num_cpus=1, resources={"spot": 1}, **COMMON)
+        return self.cluster.add(num_cpus=1, resources={"spot": 1})
 
     def processes(self) -> list[int]:
         """The raylet of the spot node and all below it: workers, replicas, engines."""
@@ -61,52 +62,16 @@ class Nodes:
         return collected
 
 
-COMMON = {
-    "object_store_memory": 80 * 2**20,
-    "include_dashboard": False,
-}
-
-
-def head() -> Any:
-    """A cluster of one node. Ray forks this process, in which earlier tests have left threads, and
-    once a child hung before it had become the server that it was to be: it is ended, and once more.
-    """
-    from ray.cluster_utils import Cluster as RayCluster
-
-    args = {"num_cpus": 8, "resources": {"stays": 1}, **COMMON}
-    try:
-        return RayCluster(initialize_head=True, head_node_args=args)
-    except RuntimeError as error:
-        if "Timed out waiting for file" not in str(error):
-            raise
-        table = _table()
-        for process in table.values():
-            if process.parent == os.getpid() and process.title == table[os.getpid()].title:
-                process.send(signal.SIGKILL)
-        return RayCluster(initialize_head=True, head_node_args=args)
-
-
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    import ray
-    from ray import serve
-
-    cluster = head()
-    try:
-        spot = cluster.add_node(num_cpus=1, resources={"spot": 1}, **COMMON)
-        ray.init(address=cluster.address, log_to_driver=False)
-        port = free_port()
-        # One port, one machine: only the head node can have the proxy.
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-        router = {"replicas": 1, "num_cpus": 2}
-        where = Cluster(cluster.address, port)
-        with deployed(where, model, replicas=3, routers=1, pools=POOLS, router=router) as broken:
-            yield Nodes(cluster, broken, spot)
-        serve.shutdown()
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+def nodes(shared_nodes: NodesCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    spot = shared_nodes.add(num_cpus=1, resources={"spot": 1})
+    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    router = {"replicas": 1, "num_cpus": 2}
+    with deployed(
+        shared_nodes.where, model, replicas=3, routers=1, pools=POOLS, router=router
+    ) as broken:
+        yield Nodes(shared_nodes, broken, spot)
+    shared_nodes.remove_all()
 
 
 async def run_there(broken: Broken, test: str) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -176,7 +141,7 @@ def test_a_node_is_lost(nodes: Nodes, how: str) -> None:
     try:
         gap = asyncio.run(case())
     finally:  # the tests after it need a node
-        nodes.cluster.remove_node(nodes.spot, allow_graceful=False)
+        nodes.cluster.remove(nodes.spot)
         nodes.spot = nodes.add_node()
     print(f"node lost ({how}): longest gap {gap:.2f} s")
     assert gap < (4.0 if how == "silent" else 2.0)
@@ -220,7 +185,7 @@ def test_a_node_gets_notice(nodes: Nodes) -> None:
         over = asyncio.Event()
         work = asyncio.create_task(load(over, right))
         await asyncio.sleep(1)
-        gcs = GcsClient(address=nodes.cluster.address)
+        gcs = GcsClient(address=nodes.cluster.where.address)
         # Long enough for two starts on any machine: what happens at it is test_update.py's.
         deadline = int(time.time() * 1000) + 60_000
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

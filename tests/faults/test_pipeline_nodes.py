@@ -14,11 +14,10 @@ import pytest
 
 from engine import LLM, SamplingParams
 from loadtest.chaos.server_processes import ServerProcess
-from tests.deployments.on_ray.serve_cluster import Cluster, free_port
 from tests.engine.process.test_process import running, wait_until
 from tests.faults.agents import agent_model
 from tests.faults.cluster import Broken, deployed
-from tests.faults.test_nodes import COMMON, head
+from tests.faults.ray_nodes import NodesCluster
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,32 +37,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def broken(model: Path) -> Iterator[Broken]:
-    import ray
-    from ray import serve
-
-    cluster = head()
-    try:
-        cluster.add_node(num_cpus=2, **COMMON)
-        ray.init(address=cluster.address, log_to_driver=False)
-        port = free_port()
-        # One port, one machine: only the head node can have the proxy.
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        with deployed(
-            Cluster(cluster.address, port),
-            model,
-            None,
-            replicas=2,
-            routers=1,
-            router={"replicas": 1, "num_cpus": 0},
-            pools={"cpu": {"replicas": 2, "num_cpus": 1.0}},
-            engine={**ENGINE, "pipeline_parallel": 2, "pipeline_nodes": 2},
-        ) as server:
-            yield server
-        serve.shutdown()
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+def broken(shared_nodes: NodesCluster, model: Path) -> Iterator[Broken]:
+    shared_nodes.add(num_cpus=2)
+    with deployed(
+        shared_nodes.where,
+        model,
+        None,
+        replicas=2,
+        routers=1,
+        router={"replicas": 1, "num_cpus": 0},
+        pools={"cpu": {"replicas": 2, "num_cpus": 1.0}},
+        engine={**ENGINE, "pipeline_parallel": 2, "pipeline_nodes": 2},
+    ) as server:
+        yield server
+    shared_nodes.remove_all()
 
 
 def connections_of(pid: int) -> set[frozenset[str]]:
