@@ -5,6 +5,7 @@ activations. Later layers read what the rounded layers before them compute, as t
 serve.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
@@ -40,10 +41,12 @@ class Inputs(NamedTuple):
 
     matrices: their names in the model.
     hessian: float32 [in, in], the sum of x x^T over inputs x; zeros where no token came.
+    tokens: the number of inputs x.
     """
 
     matrices: tuple[str, ...]
     hessian: Tensor
+    tokens: int
 
 
 # Rounds the matrices of Inputs; returns the rounded values by name, for the layers after them.
@@ -138,6 +141,7 @@ class _Observer(Dense):
         self.watches = False
         self._names: dict[int, tuple[str, ...]] = {}  # id of a state -> its matrices
         self._sums: dict[int, Tensor] = {}
+        self._tokens: Counter[int] = Counter()
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
         return 0
@@ -176,11 +180,12 @@ class _Observer(Dense):
         if total is None:
             total = self._sums[id(state)] = torch.zeros(x.shape[1], x.shape[1])
         total.addmm_(x.t(), x)
+        self._tokens[id(state)] += len(x)
 
     def taken(self) -> Iterator[Inputs]:
         """Return the sums since the last call, each of which is freed after its turn."""
         for key in list(self._sums):
-            yield Inputs(self._names[key], self._sums.pop(key))
+            yield Inputs(self._names[key], self._sums.pop(key), self._tokens.pop(key))
 
 
 class _Run:
