@@ -77,7 +77,9 @@ def test_the_alerts_ask_for_what_we_export() -> None:
     assert set(group) == {"name", "rules"} and len(group["rules"]) > 5
     labels = {"model_name", "le", "code", "route", "status"}
     labels |= {"application", "pool", "direction", "deployment"}
+    page = (ROOT / "docs" / "operators.md").read_text()
     for rule in group["rules"]:
+        assert f"`{rule['alert']}`" in page, rule["alert"]
         assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}, rule
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"].keys() == {"summary", "description"}
