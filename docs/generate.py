@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -43,6 +43,7 @@ from kernels.experts.candidates import (
 from kernels.gemm.packed.candidates import FIXED_LINEAR, PACKED_LINEAR
 from kernels.kv.format import FORMATS as KV_FORMATS
 from kernels.packed import E2M1, Format
+from kernels.reference import Kernels as ReferenceKernels
 
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
@@ -272,6 +273,14 @@ end, `manta plan` and `manta doctor` read the same tuples (`kernels/candidates.p
 kernel serves what the row names. "Tokens" is how many it takes, of a step or of one request in it.
 "Fuses" is what else of the call it computes.
 """
+OPERATIONS_HEAD = """## Operations
+
+A step is made of these operations. `kernels/reference.py` has each in plain torch, with shapes,
+units and errors; it is the oracle of its kernels.
+
+| operation | |
+| --- | --- |
+"""
 # Compute capabilities: T4, A100, L40, H100, B200.
 CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
 WEIGHTS = {
@@ -320,7 +329,19 @@ def render_kernels() -> str:
             head, rows = head[:-1], [row[:-1] for row in rows]
         lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
         parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
+    parts.append(OPERATIONS_HEAD + "\n".join(_operations()) + "\n")
     return "\n".join(parts)
+
+
+def _operations() -> Iterator[str]:
+    """Yield a row for each operation: its name, its arguments, its docstring's first sentence."""
+    for name, method in vars(ReferenceKernels).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            arguments = ", ".join(list(inspect.signature(method).parameters)[1:])
+            text = inspect.getdoc(method)
+            assert text is not None, f"{name} has no docstring"
+            first = " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
+            yield f"| `{name}({arguments})` | {first} |"
 
 
 def _kernel_row(kernel: Candidate[Any], forms: Mapping[str, Any]) -> list[str]:

@@ -112,6 +112,7 @@ class Kernels:
         return silu(gate_up[:, :size]).mul_(gate_up[:, size:])
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """Multiply gelu(first half), by its approximation with tanh, by the second half."""
         size = gate_up.shape[-1] // 2
         return gelu(gate_up[:, :size], approximate="tanh").mul_(gate_up[:, size:])
 
@@ -121,6 +122,7 @@ class Kernels:
         return gelu(gate_up[:, :size]).mul_(gate_up[:, size:])
 
     def relu_mul(self, gate_up: Tensor) -> Tensor:
+        """Multiply relu(first half) by the second half."""
         size = gate_up.shape[-1] // 2
         return relu(gate_up[:, :size]).mul_(gate_up[:, size:])
 
