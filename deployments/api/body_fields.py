@@ -1,6 +1,7 @@
 """Typed reading of a JSON object's fields; deployments/api/fields/ lists the fields.
 
-Nothing is dropped silently: a field is used, or named in x-ignored-fields, or refused.
+A field is used, or named in x-ignored-fields, or refused. Only `cache_control` inside a block is
+dropped unnamed: it is a hint for the prefix cache, which needs none.
 """
 
 import itertools
