@@ -29,6 +29,7 @@ import torch
 
 from engine import factory
 from engine.config.engine_config import EngineConfig
+from engine.factory import runner as factory_runner
 from engine.messages import EngineRequest
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
@@ -85,7 +86,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         max_num_seqs=args.streams,
         prefix_caching=False,
     )
-    factory.shares_folder = lambda name: folder
+    factory_runner.shares_folder = lambda name: folder
     core, _ = factory.build(config)
     growth, (pool,) = core._growth, core.scheduler.memory.pools
     assert growth is not None and isinstance(core._runner, ModelRunner)

@@ -19,6 +19,7 @@ from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.caches.host_copies import Copies, CpuCopies, HostSlots, host_copies
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.state_cache import StateCache
+from engine.runner.memory import host_kv_bytes
 from engine.scheduling.core import EngineCore
 from engine.scheduling.memory.worth import Worth
 from tests.engine.models.test_programs import DEEPSEEK, QWEN, SHAPES
@@ -210,6 +211,6 @@ def test_a_copy_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_config_takes_a_share_or_bytes(tmp_path: Path) -> None:
     """Bug: a share is read as bytes, so that the tier holds nothing."""
     config = EngineConfig(model=str(tmp_path), host_kv_bytes=0.5)
-    assert factory.host_kv_bytes(config, 100) == 50
+    assert host_kv_bytes(config, 100) == 50
     config = EngineConfig(model=str(tmp_path), host_kv_bytes=7)
-    assert factory.host_kv_bytes(config, 100) == 7
+    assert host_kv_bytes(config, 100) == 7

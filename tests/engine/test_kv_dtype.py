@@ -15,7 +15,7 @@ from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.factory import _model_key
+from engine.factory.plans import model_key
 from engine.resolve import decide, resolve
 from engine.runner.caches.kv_cache import KVCache
 from kernels.kv.quantized import QuantizedKV
@@ -93,7 +93,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
 def test_blocks_of_another_type_have_other_keys(tmp_path: Path) -> None:
     """Bug: a prefix is taken from blocks whose numbers mean something else."""
     kinds = ("auto", "int8", "fp8", "int4")
-    keys = [_model_key(resolve(config_of(tmp_path, HEADS, kv_dtype=kind))) for kind in kinds]
+    keys = [model_key(resolve(config_of(tmp_path, HEADS, kv_dtype=kind))) for kind in kinds]
     assert len(set(keys)) == len(kinds)
 
 

@@ -14,6 +14,7 @@ from deployments.plan.memory import Hardware, plan
 from engine import factory
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, EngineDead
+from engine.factory import runner as factory_runner
 from engine.runner.caches import block_pages
 from engine.scheduling.core import EngineCore
 from engine.scheduling.memory import kv_growth
@@ -32,7 +33,7 @@ GROWING: dict[str, Any] = {"kv_memory": "growing"}
 @pytest.fixture(autouse=True)
 def own_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares that no other process sees, and steps of growth as small as pages allow."""
-    monkeypatch.setattr(factory, "shares_folder", lambda name: tmp_path / "shares" / name)
+    monkeypatch.setattr(factory_runner, "shares_folder", lambda name: tmp_path / "shares" / name)
     monkeypatch.setattr(block_pages, "STEP_CPU", 1)
     monkeypatch.setattr(block_pages, "STEP_CUDA", 1)
 
@@ -177,7 +178,9 @@ def test_streams_go_on_while_ten_gib_are_mapped(
 ) -> None:
     """Bug: recorded graphs read other addresses; the driver's calls hold launches up."""
     monkeypatch.undo()
-    monkeypatch.setattr(factory, "shares_folder", factory.shares_folder)  # measure replaces it
+    monkeypatch.setattr(
+        factory_runner, "shares_folder", factory_runner.shares_folder
+    )  # measure replaces it
     sizes = {"gib": 10.0, "begin": 6.0, "streams": 32, "tokens": 800}
     line = kv_growth_bench.measure(
         Namespace(model="bench/models/llama-8b", device="cuda", **sizes), tmp_path
@@ -232,7 +235,7 @@ def test_no_room_for_another_engine_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: an engine begins with memory that others have."""
-    monkeypatch.setattr(factory, "_SHARE_SECONDS", 0.2)
+    monkeypatch.setattr(factory_runner, "_SHARE_SECONDS", 0.2)
     options = {**GROWING, "kv_shared_bytes": 1 << 20, "kv_cache_bytes": 700 << 10}
     first = core_of(tmp_path / "first", PLAIN, **options)
     with pytest.raises(ConfigError, match="begin with"):

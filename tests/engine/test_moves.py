@@ -116,11 +116,11 @@ def test_text_is_equal(changes: dict[str, Any], options: dict[str, Any], tmp_pat
 @pytest.mark.slow
 def test_several_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: stripes mix up their blocks; fewer slots than blocks stop a move."""
-    from engine import factory
+    from engine.factory import block_copies
     from engine.scheduling.moves import puller
 
     monkeypatch.setattr(puller, "_STRIPE_BYTES", 1 << 10)
-    monkeypatch.setattr(factory, "_STAGED_CPU", 1)
+    monkeypatch.setattr(block_copies, "_STAGED_CPU", 1)
     one, other, alone = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(3))
     assert one._moves is not None and one._moves.plan.slots == 4
     cores = Cores(one, other)
@@ -210,10 +210,10 @@ def test_dead_source_is_a_miss(what: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_source_stops_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: a part of a prefix is taken for the whole; a stuck peer holds blocks for ever."""
-    from engine import factory
+    from engine.factory import block_copies
     from engine.scheduling.moves import puller
 
-    monkeypatch.setattr(factory, "_STAGED_CPU", 1)  # four slots
+    monkeypatch.setattr(block_copies, "_STAGED_CPU", 1)  # four slots
     for module in (wire, puller, source_module):
         monkeypatch.setattr(module, "IDLE_SECONDS", 0.3)
     one, other, alone = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(3))

@@ -20,6 +20,7 @@ from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
 from engine.config_reader import Reader
 from engine.errors import ConfigError
+from engine.factory.plans import model_key
 from engine.messages import EngineRequest
 from engine.models.registry import build_model
 from engine.parallel.group import TensorParallelGroup
@@ -578,7 +579,7 @@ def test_other_weights_at_the_same_path_have_another_key(tmp_path: Path) -> None
     """After a redeploy, prefixes computed with the old weights are taken for the new model's."""
 
     def key(**changes: Any) -> str:
-        return factory._model_key(resolve(config_of(path, **changes)))
+        return model_key(resolve(config_of(path, **changes)))
 
     path = folder(tmp_path)
     weights = path / "model.safetensors"

@@ -16,6 +16,7 @@ from msgspec.structs import asdict
 from engine import factory
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest
+from engine.factory import rank_part
 from engine.library.llm import LLM
 from engine.messages import CANNOT_SLEEP, PARTS, Answer, UpdateWeights
 from engine.runner.caches.sleep_memory import CudaSleepMemory, tensors_of
@@ -102,7 +103,7 @@ def test_weights_and_caches_come_back(
     """Bug: a weight that is not found and not copied; a view that looks where the weight was; a
     cache whose blocks hold what was there before."""
     monkeypatch.setattr(LostPages, "all", [])
-    monkeypatch.setattr(factory, "sleep_memory", lambda device: MemoryOfCuda())
+    monkeypatch.setattr(rank_part, "sleep_memory", lambda device: MemoryOfCuda())
     # Programs note addresses, as graphs do.
     core, _ = factory.build(config(tmp_path, quantization=quantization))
     runner: Any = core._runner
@@ -124,7 +125,7 @@ def test_a_cache_that_has_shrunk_sleeps_too(
 ) -> None:
     """Bug: after a shortage of memory the cache is somewhere that sleep does not know."""
     monkeypatch.setattr(LostPages, "all", [])
-    monkeypatch.setattr(factory, "sleep_memory", lambda device: MemoryOfCuda())
+    monkeypatch.setattr(rank_part, "sleep_memory", lambda device: MemoryOfCuda())
     core, _ = factory.build(config(tmp_path))
     wanted = say(core)
     runner: Any = core._runner
@@ -288,7 +289,7 @@ def test_dropped_weights_come_from_an_update(
 ) -> None:
     """Bug: a table that no update writes is lost with the weights; a step runs on lost weights."""
     monkeypatch.setattr(LostPages, "all", [])
-    monkeypatch.setattr(factory, "sleep_memory", lambda device: MemoryOfCuda())
+    monkeypatch.setattr(rank_part, "sleep_memory", lambda device: MemoryOfCuda())
     save_checkpoint(tmp_path, "qwen3", max_position_embeddings=256, eos_token_id=None)
     fields = {"num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
     core, _ = factory.build(

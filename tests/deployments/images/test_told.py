@@ -12,9 +12,9 @@ from deployments.cli.models.verify import lines
 from deployments.cli.plan import run as run_plan
 from deployments.config.load import parse_config
 from deployments.plan.memory import Hardware
-from engine import factory
 from engine.config.engine_config import EngineConfig
 from engine.evaluation.verify import Bounds, Report
+from engine.factory.plans import image_plan
 from engine.resolve import resolve
 from tests.engine.images.folders import CASES
 from tests.engine.images.test_processors import write_folder
@@ -47,13 +47,13 @@ def test_a_folder_without_its_processor(
     assert capsys.readouterr().out.count(SEES) == 1
     assert checked(folder) == [("ok", SEES)]
     assert checked(folder, images="off") == [("ok", OFF)]
-    assert factory._image_plan(resolve(config)) is not None and not caplog.text
+    assert image_plan(resolve(config)) is not None and not caplog.text
 
     (folder / "preprocessor_config.json").unlink()
     assert run_plan(str(folder), "h200", 1, None) == 0
     assert capsys.readouterr().out.count(BLIND) == 1
     assert checked(folder) == [("note", BLIND)]
-    assert factory._image_plan(resolve(config)) is None
+    assert image_plan(resolve(config)) is None
     assert [record.message for record in caplog.records] == [f"{folder}: {BLIND}"]
 
 

@@ -137,11 +137,11 @@ def test_the_real_runner_on_the_cpu(default_model: Path, monkeypatch: Any) -> No
 @pytest.mark.parametrize(
     ("target", "param", "words"),
     [
-        ("DeviceAdapters.allocate", "max_loras", "2 of rank 4, max_virtual_tokens"),
-        ("RequestRows.allocate", "max_num_seqs", "3 requests, 64 tokens, max_model_len"),
-        ("Sampler", "max_num_seqs", "3 requests, 64 tokens, max_model_len"),
-        ("KVCache.allocate", "memory_fraction", "8 blocks, kv_cache_bytes, num_blocks"),
-        ("ModelRunner", "memory_fraction", "8 blocks, max_num_batched_tokens"),
+        ("rank_part.DeviceAdapters.allocate", "max_loras", "2 of rank 4, max_virtual_tokens"),
+        ("runner.RequestRows.allocate", "max_num_seqs", "3 requests, 64 tokens, max_model_len"),
+        ("runner.Sampler", "max_num_seqs", "3 requests, 64 tokens, max_model_len"),
+        ("runner.KVCache.allocate", "memory_fraction", "8 blocks, kv_cache_bytes, num_blocks"),
+        ("runner.ModelRunner", "memory_fraction", "8 blocks, max_num_batched_tokens"),
     ],
 )
 def test_no_allocation_of_the_start_ends_in_an_error_of_torch(

@@ -1,0 +1,129 @@
+"""The copies of KV blocks outside the device: in host memory, on disk, on their way to replicas."""
+
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.errors import ConfigError
+from engine.factory.rank_part import RankPart
+from engine.runner.caches.block_file import SlotMemory, read_key
+from engine.runner.caches.disk_files import DiskFiles
+from engine.runner.caches.host_copies import HostSlots, host_copies
+from engine.runner.memory import available_host_memory
+from engine.runner.ranked_runner import RankedRunner
+from engine.scheduling.core import CoreConfig
+from engine.scheduling.memory.host_plan import HostCopies, HostPlan
+from engine.scheduling.memory.host_tier import HostTier
+from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
+
+_LEAST_LOADED = 256  # tokens; a GPU computes fewer about as fast as it loads them
+# Bytes of host memory for blocks on their way to other replicas, and as much for their way here.
+_STAGED_CUDA, _STAGED_CPU = 128 << 20, 32 << 20
+_LEAST_STAGED = 4  # blocks
+
+
+def host_tier(part: RankPart, config: CoreConfig, ranked: RankedRunner | None) -> HostTier | None:
+    """Return the directory of the KV blocks in host memory, if the engine keeps any there.
+
+    Raises ConfigError.
+    """
+    own = part.runner.host
+    if own is None:
+        return None
+    if not config.prefix_caching:
+        raise ConfigError(
+            "host_kv_bytes: the device has no room for a snapshot of states, without which no "
+            "prefix is found; set snapshot_bytes, or leave it out",
+            param="host_kv_bytes",
+        )
+    copies: HostCopies | None = own if ranked is None else ranked.copies
+    assert copies is not None
+    cuda = part.resolved.device.type == "cuda"
+    plan = HostPlan(
+        own.blocks.count,
+        own.blocks.num_bytes,
+        _LEAST_LOADED if cuda else config.block_size,
+        part.resolved.config.host_kv_store == "all",
+        0 if config.snapshots is None else own.num_states,
+        0 if own.states is None else own.states.num_bytes,
+    )
+    files = _disk_files(part, config) if part.resolved.config.disk_kv_bytes else None
+    return HostTier(plan, copies, len(config.kinds), files)
+
+
+# Settings that change no byte of a block, so that files outlive a change of them.
+_OF_NO_BLOCK = {
+    "host_kv_bytes", "host_kv_store", "disk_kv_bytes", "disk_kv_folder", "disk_kv_clear",
+    "disk_kv_key_file", "snapshot_bytes", "kv_cache_bytes", "num_blocks", "memory_fraction",
+    "kv_memory", "kv_shared_bytes",
+    "max_num_seqs", "allocation", "admission", "batching", "target_tpot_ms", "log_level", "seed",
+    "generation_config", "logprobs_mode", "max_loras", "lora_host_bytes", "lora_disk_bytes",
+    "lora_disk_folder", "sleep_in_host_memory", "image_cache_tokens",
+}  # fmt: skip
+
+
+def _disk_files(part: RankPart, config: CoreConfig) -> DiskFiles:
+    """Return the files of KV blocks below the host tier. Raises ConfigError."""
+    settings, host = part.resolved.config, part.runner.host
+    assert host is not None
+    device = part.resolved.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    values = msgspec.structs.asdict(settings)
+    identity = [f"{key}={values[key]!r}" for key in sorted(values.keys() - _OF_NO_BLOCK)]
+    code = f"{version('manta-serve')} torch {torch.__version__} {name} {part.resolved.dtype}"
+    return DiskFiles(
+        Path(settings.disk_kv_folder),
+        settings.disk_kv_bytes,
+        [code, config.model_key, repr(config.kinds), *identity],
+        _slot_memory(host.blocks),
+        None if host.states is None or config.snapshots is None else _slot_memory(host.states),
+        len(config.kinds),
+        key=read_key(settings.disk_kv_key_file) if settings.disk_kv_key_file else b"",
+        clear=settings.disk_kv_clear,
+        free_memory=available_host_memory(),
+    )
+
+
+def _slot_memory(slots: HostSlots) -> SlotMemory:
+    memory = slots.memory
+    view = memoryview(memory.numpy().data)
+    return SlotMemory(view, slots.num_bytes, memory.data_ptr())
+
+
+def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
+    """Return the moves of KV blocks between replicas, with their staging memory; None if the engine
+    has none. Raises ConfigError."""
+    resolved, runner = part.resolved, part.runner
+    if not resolved.config.kv_moves:
+        return None
+    device = resolved.device
+    caches = [runner.kv] if runner.drafting is None else [runner.kv, runner.drafting.kv]
+    block_bytes = sum(cache.storage.nbytes // cache.num_blocks for cache in caches)
+    size = _STAGED_CUDA if device.type == "cuda" else _STAGED_CPU
+    slots = max(_LEAST_STAGED, min(config.num_blocks, size // block_bytes))
+    try:
+        copies = host_copies(caches, 2 * slots, 0, device, after_steps=True)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"kv_moves: {error}. Ways out: raise the limit of locked memory (ulimit -l, or the "
+            "container's memlock), or leave it out",
+            param="kv_moves",
+        ) from error
+    meaning = [
+        config.model_key,
+        str(resolved.dtype),
+        f"{resolved.kv.name} {resolved.kv.bits}",
+        repr(config.kinds),
+        repr([(tuple(part().shape[::2]), config.block_size) for part in copies.blocks.parts]),
+        repr(resolved.config.speculation),
+    ]
+    if resolved.config.deterministic:  # texts are equal on equal devices alone
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        meaning.append(name)
+    digest = blake2b("\0".join(meaning).encode(), digest_size=16).digest()
+    num_bytes = copies.blocks.num_bytes
+    plan = MovePlan(slots, num_bytes, digest, num_bytes * len(config.kinds) / config.block_size)
+    return BlockMoves(plan, copies, [memoryview(slot.numpy()) for slot in copies.blocks.slots])
