@@ -12,7 +12,8 @@ vocabulary of 32,000 tokens, as published ones have. Each run has its own proces
 side counts.
 
 A row has the output tokens/s with drafts, divided by those of vLLM with drafts of equal number and
-rates (`ratio`), and by those of Manta without drafts (`own`); `peer_own` is vLLM's own gain.
+rates (`ratio`), and by those of Manta without drafts (`own`); `peer_own` is vLLM's own gain. With
+`--sides manta manta-off` there is no vLLM, and `ratio` is null.
 """
 
 import argparse
@@ -83,15 +84,20 @@ def options(side: str, method: str, drafter: Path | None, rates: Sequence[float]
 
 
 def rows_of(case: str, lines: list[Line]) -> list[Line]:
-    """Return a row for each workload that all sides ran."""
+    """Return a row for each workload that both of Manta's sides ran; null where vLLM's did not."""
     rows = []
     for name in dict.fromkeys(line["workload"] for line in lines if "workload" in line):
         done = {line["side"] for line in lines if line.get("workload") == name}
+        if not done >= {"manta", "manta-off"}:
+            continue
+        ours, off = best(lines, "manta", name), best(lines, "manta-off", name)
+        row: Line = {"case": f"{case}/{name}", "ours": ours, "peer": None, "unit": "tok/s"}
+        row |= {"ratio": None, "off": off, "own": round(ours / off, 3), "peer_own": None}
         if done >= {*SIDES}:
-            ours, peer, off, peer_off = (best(lines, side, name) for side in SIDES)
-            own, peer_own = round(ours / off, 3), round(peer / peer_off, 3)
-            row = ratio_row(f"{case}/{name}", ours, peer, "tok/s")
-            rows.append({**row, "off": off, "own": own, "peer_own": peer_own})
+            peer, peer_off = best(lines, "vllm", name), best(lines, "vllm-off", name)
+            row |= ratio_row(row["case"], ours, peer, "tok/s")
+            row["peer_own"] = round(peer / peer_off, 3)
+        rows.append(row)
     return rows
 
 
@@ -102,10 +108,11 @@ def compare(
     rates: Sequence[float],
     names: Sequence[str],
     runs: int,
+    sides: Sequence[str],
     out: Path,
     resume: bool,
 ) -> None:
-    """Run all sides in turns, print the table and save it with the raw lines.
+    """Run the sides in turns, print the table and save it with the raw lines.
 
     folder: of the model.
     case: a label, also of the drafter.
@@ -122,7 +129,7 @@ def compare(
             for line in run_side(engine, str(folder), list(names), change, None):
                 yield {**line, "side": piece[2]}
 
-        harness.run(product([case], range(runs), SIDES), run_piece)
+        harness.run(product([case], range(runs), sides), run_piece)
     raw = harness.raw
     labels = dict.fromkeys(line["case"] for line in raw.all)
     rows = [
@@ -148,6 +155,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", required=True)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     args = parser.parse_args()
@@ -159,6 +167,7 @@ def main() -> None:
         args.rates,
         args.workloads,
         args.runs,
+        args.sides,
         args.out,
         args.resume,
     )

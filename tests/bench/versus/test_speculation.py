@@ -47,6 +47,8 @@ def test_row_needs_all_sides() -> None:
     (row,) = rows_of("m/eagle3", lines)
     assert row["case"] == "m/eagle3/single" and row["ratio"] == 1.5
     assert (row["own"], row["peer_own"]) == (2.0, 2.0)
+    (row,) = rows_of("m/eagle3", [line for line in lines if "vllm" not in line["side"]])
+    assert (row["own"], row["ratio"], row["peer_own"]) == (2.0, None, None)
 
 
 def test_rates_that_are_none_are_refused() -> None:
