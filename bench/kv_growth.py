@@ -74,7 +74,25 @@ class Streams:
         return times
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def summary(phases: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the figures of each phase.
+
+    phases: name -> milliseconds of each step; one is `quiet`.
+    """
+    middle = statistics.median(phases["quiet"])
+    return {
+        name: {
+            "steps": len(times),
+            "middle_ms": round(statistics.median(times), 3),
+            "longest_ms": round(max(times), 3),
+            "pause_ms": round(max(times) - middle, 3),
+        }
+        for name, times in phases.items()
+    }
+
+
+def build(args: argparse.Namespace, folder: Path) -> EngineCore:
+    """Build the engine, whose share of the device's memory is in the folder."""
     config = EngineConfig(
         model=args.model,
         device=args.device,
@@ -86,8 +104,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         max_num_seqs=args.streams,
         prefix_caching=False,
     )
-    factory_runner.shares_folder = lambda name: folder
-    core, _ = factory.build(config)
+    vars(factory_runner)["shares_folder"] = lambda device: folder
+    return factory.build(config)[0]
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the line of one engine; see `build`."""
+    core = build(args, folder)
     growth, (pool,) = core._growth, core.scheduler.memory.pools
     assert growth is not None and isinstance(core._runner, ModelRunner)
     address = core._runner.kv.storage.data_ptr()
@@ -119,17 +142,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     streams.run(lambda count: False)
     core.check_integrity()
 
-    middle = statistics.median(quiet)
-    phases = {"quiet": quiet, "grow": grow, "shrink": shrink}
-    line: dict[str, Any] = {
-        name: {
-            "steps": len(times),
-            "middle_ms": round(statistics.median(times), 3),
-            "longest_ms": round(max(times), 3),
-            "pause_ms": round(max(times) - middle, 3),
-        }
-        for name, times in phases.items()
-    }
+    line = summary({"quiet": quiet, "grow": grow, "shrink": shrink})
     line["grow"] |= {
         "gib": round(grown / GIB, 2),
         "seconds": round(seconds, 3),
