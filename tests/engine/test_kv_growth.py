@@ -1,14 +1,15 @@
 """kv_memory: growing, from the configuration to the text of engines that share a device."""
 
+import json
+import subprocess
+import sys
 import time
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from bench import kv_growth as kv_growth_bench
 from deployments.plan.gpus import GIB
 from deployments.plan.memory import Hardware, plan
 from engine import factory
@@ -54,7 +55,7 @@ def sizes_on(device: str) -> tuple[dict[str, Any], int, dict[str, Any]]:
         model, shared = PLAIN, 2 << 20
     else:  # a page of 2 MiB in each of 6 planes is 16 blocks
         model = {**PLAIN, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 256}
-        shared = 330 << 20
+        shared = 250 << 20
     return model, shared, {"device": device, **GROWING, "kv_shared_bytes": shared}
 
 
@@ -98,6 +99,8 @@ def test_an_engine_that_grows_says_the_same(
     tmp_path: Path, model: dict[str, Any], options: dict[str, Any], device: str
 ) -> None:
     """Bug: a new block has no memory, or another's; views of the old number of blocks."""
+    if device == "cuda" and model is not PLAIN:
+        pytest.skip("a page of 2 MiB holds more blocks of it than these requests need")
     options = {"device": device, **options}
     fixed = core_of(tmp_path / "fixed", model, num_blocks=2000, **options)
     growing = core_of(tmp_path / "growing", model, **GROWING, **options)
@@ -173,18 +176,12 @@ def test_a_sleeping_engine_gives_everything(
 
 
 @pytest.mark.gpu
-def test_streams_go_on_while_ten_gib_are_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_go_on_while_ten_gib_are_mapped() -> None:
     """Bug: recorded graphs read other addresses; the driver's calls hold launches up."""
-    monkeypatch.undo()
-    monkeypatch.setattr(
-        factory_runner, "shares_folder", factory_runner.shares_folder
-    )  # measure replaces it
-    sizes = {"gib": 10.0, "begin": 6.0, "streams": 32, "tokens": 800}
-    line = kv_growth_bench.measure(
-        Namespace(model="bench/models/llama-8b", device="cuda", **sizes), tmp_path
-    )
+    command = [sys.executable, "-m", "bench.kv_growth", "--tokens", "800"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    line = json.loads(done.stdout)
     print(line)
     assert line["equal_texts"] and line["same_address"]
     assert line["grow"]["gib"] >= 9.7 and line["grow"]["growths"] == 1
