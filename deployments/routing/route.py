@@ -130,7 +130,9 @@ def route(
     steps = _ADAPTER_TIE if request.adapter else _TIE[1]
     bound = lowest + _TIE[0] * abs(lowest) + steps * fleet.step[best]
     equal = (cost <= bound).nonzero()[0]
-    column, reason = _pinned(request, fleet, cost, now), "session"
+    column, reason = -1, "session"
+    if request.session:
+        column = _pinned(request, fleet, cost, now)
     if column < 0:
         column, reason = _choose(request, fleet, random, cost, equal, cached, low, has)
     saved = 0 if cached is None else int(cached[column])
@@ -187,9 +189,7 @@ def _moves(
 
 
 def _pinned(request: RoutingRequest, fleet: Fleet, cost: NDArray[np.float64], now: float) -> int:
-    """Return the column of the request's session; -1 if it names none, or must not go there."""
-    if not request.session:
-        return -1
+    """Return the column of the request's session; -1 if the request must not go there."""
     possible = np.isfinite(cost).nonzero()[0]
     place = fleet.replicas.get(fleet.sessions.place(request.session))
     if place is not None and place.available:

@@ -17,10 +17,9 @@ _POSITIONS_S = 4  # where config.json is silent
 _LEAST_UNITS, _MOST_UNITS = 128, 768  # embeddings of a frame or clip, where files are silent
 
 
-def clip_token(config: Reader) -> int | None:
-    """Return the token of clips' embeddings; None for a config.json that has none."""
-    token = config.get("video_token_id")
-    return None if token is None else config.count("video_token_id")
+def clip_token(config: Reader) -> int:
+    """Return the token of clips' embeddings; without the key, that of transformers' classes."""
+    return config.count("video_token_id", 151656)
 
 
 def check_aspect(width: int, height: int) -> None:

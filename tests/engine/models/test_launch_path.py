@@ -38,6 +38,11 @@ _START = "at the start, before any request"
 ALLOWED = {
     ("engine/lora/device.py", "LoraDevice._upload"): "a view of pinned host memory",
     ("engine/models/entrance.py", "Entrance.__init__"): _START,
+    ("engine/runner/caches/block_pages.py", "BlockPages._map"): "on the thread of KV growth",
+    ("engine/runner/caches/block_pages.py", "BlockPages.give_all"): "falling asleep",
+    ("engine/runner/caches/block_pages.py", "BlockPages.retract.unmap"): (
+        "on the thread of KV growth"
+    ),
     ("engine/runner/caches/host_copies.py", "CudaCopies.__init__"): _START,
     ("engine/runner/caches/host_copies.py", "CudaCopies.wait"): "falling asleep, and in tests",
     ("engine/runner/caches/sleep_memory.py", "CudaSleepMemory._finish_work"): (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling import core, queue, request, scheduler
+from engine.scheduling import preparation, queue, request, scheduler
 from engine.scheduling.core import EngineCore
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.memory import block_manager, request_memory
@@ -260,7 +260,7 @@ def _longer(patch: pytest.MonkeyPatch, by: int) -> None:
             if self.params.max_tokens:
                 self.limit = max(len(self.token_ids) + 1, self.limit + by)
 
-    patch.setattr(core, "Request", Wrong)
+    patch.setattr(preparation, "Request", Wrong)
 
 
 @fault
@@ -280,7 +280,7 @@ def output_is_counted_from_the_resume(patch: pytest.MonkeyPatch) -> None:
             message.num_prompt_tokens = len(message.token_ids)
             super().__init__(message, *args)
 
-    patch.setattr(core, "Request", Wrong)
+    patch.setattr(preparation, "Request", Wrong)
 
 
 @fault
