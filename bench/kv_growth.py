@@ -16,17 +16,14 @@ are compared with those of a run in which nothing changes, and the cache's addre
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from bench.report.result_file import Line, ratio_row, write
 from engine import factory
 from engine.config.engine_config import EngineConfig
 from engine.factory import runner as factory_runner
@@ -160,6 +157,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return line
 
 
+def rows_of(name: str, line: Line) -> list[Line]:
+    """Compute rows <name>/<case>: the longest time between two steps, to that of `quiet`."""
+    quiet = line["quiet"]["longest_ms"]
+    return [
+        {**ratio_row(f"{name}/{case}", line[case]["longest_ms"], quiet, "ms"), **line[case]}
+        for case in ("grow", "shrink")
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="bench/models/llama-8b")
@@ -170,21 +176,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1200, help="of each stream")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    cuda = args.device == "cuda"
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    settings = {"model": args.model, "streams": args.streams, "tokens": args.tokens}
     with tempfile.TemporaryDirectory() as folder:
-        line = {
-            "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-            "commit": git.stdout.strip(),
-            "torch": torch.__version__,
-            "model": args.model,
-            "streams": args.streams,
-            **measure(args, Path(folder)),
-        }
+        line = settings | measure(args, Path(folder))
     print(json.dumps(line, indent=1), flush=True)
     if args.out is not None:
-        path = args.out / f"kv-growth-{time.strftime('%Y-%m-%d')}.json"
-        path.write_text(json.dumps(line, indent=1) + "\n")
+        rows = rows_of(Path(args.model).name, line)
+        write(args.out, "kv-growth", {"ours": settings}, rows, [line])
 
 
 if __name__ == "__main__":

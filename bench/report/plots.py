@@ -43,6 +43,7 @@ MADE_BY = {
     "image-intake": "`python -m bench.image_intake`: a picture's cost to a router, by stage",
     "kernels": "`python -m bench.kernels.table`: each kernel against the device and libraries",
     "cpu-mixers": "`python -m bench.kernels.cpu_mixers`: recurrent layers against transformers",
+    "kv-growth": "`python -m bench.kv_growth`: steps while KV memory grows and shrinks",
     "kv-moves": "`python -m bench.kv_moves`: a turn on another replica, by blocks that move",
     "loading": "`python -m bench.loading`: reading weights against copying as many bytes",
     "long-context": "`python -m bench.long_context`: one long request at a time",
