@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shrink = streams.run(lambda count: growth.pages.mapped_bytes < before)
     shrink += streams.run(lambda count: count >= 20)
     other.close()
-    given = before - growth.pages.mapped_bytes
+    freed = before - growth.pages.mapped_bytes
     streams.run(lambda count: False)
     core.check_integrity()
 
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "growths": growth.growths - growths,
     }
     line["shrink"] |= {
-        "gib": round(given / GIB, 2),
+        "gib": round(freed / GIB, 2),
         "publish_ms": round(1e3 * growth.longest_pause, 3),
         "shrinks": growth.shrinks - shrinks,
     }

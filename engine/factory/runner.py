@@ -217,8 +217,8 @@ def _share(
     def kept() -> int:
         if device.type != "cuda":
             return 0  # on the CPU what is free changes with all processes
-        taken = torch.cuda.memory_reserved(device) + (0 if memory is None else memory.num_bytes)
-        return max(0, beside - taken)
+        reserved = torch.cuda.memory_reserved(device) + (0 if memory is None else memory.num_bytes)
+        return max(0, beside - reserved)
 
     share = KVShare(shares_folder(name), plan.most_blocks * plan.block_bytes, free, kept)
     size = plan.num_blocks * plan.block_bytes

@@ -107,8 +107,8 @@ class _Block:
         if not own:
             known = [at for at, other in enumerate(self.seconds) if at and other.value]
             nearest = min(known, key=lambda at: abs(at - length))
-            each = (self.seconds[nearest].value - plain) / nearest
-            own = plain + _CHEAP * length * max(0.0, each)
+            of_draft = (self.seconds[nearest].value - plain) / nearest
+            own = plain + _CHEAP * length * max(0.0, of_draft)
         return (1 + gain) * plain / own
 
     def go_on(self, gains: list[float]) -> None:
@@ -148,12 +148,12 @@ class _Block:
             return self._begin(best)
         self._losses += 1
         if self._losses == 1:
-            rest = _FIRST_REST
+            steps = _FIRST_REST
         else:
             lost = (_SETTLING + _MEASURED) * max(0.0, 1 / value - 1)
-            rest = max(self._rest, min(int(lost / _LOSS), _LONGEST_REST))
+            steps = max(self._rest, min(int(lost / _LOSS), _LONGEST_REST))
             self._rest = min(2 * self._rest, _LONGEST_REST)
-        self._begin(0, rest)
+        self._begin(0, steps)
         self.resting = True
 
 

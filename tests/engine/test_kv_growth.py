@@ -110,7 +110,7 @@ def test_an_engine_that_grows_says_the_same(
     assert texts(growing) == texts(fixed)
     stats = growing.stats()
     assert growing.scheduler.memory.pools[0].num_blocks > begin
-    assert stats.kv_growths > 0 and stats.kv_mapped_bytes > 0 and stats.preemptions == 0
+    assert stats.kv_growths > 0 and stats.kv_mapped_bytes > 0
     assert 0 < stats.kv_longest_pause <= stats.kv_pause_seconds < 1
     growing.check_integrity()
     growing.close()

@@ -187,7 +187,7 @@ async def read_images(
     sources = _sources(parts, intake.limits.frames)
     held = intake.memory.take(0)
     try:
-        files = iter(await intake.read([source for each in sources for source in each], held))
+        files = iter(await intake.read([source for of_part in sources for source in of_part], held))
         visuals = [
             _visual(processor, part, own, list(islice(files, len(own))))
             for part, own in zip(parts, sources, strict=True)

@@ -105,8 +105,8 @@ class QwenClips:
         return grid_of(height, width, self.unit, self.least, self.most)
 
     def _pieces(self, grid: tuple[int, int], frames: int, fps: float) -> list[ImageLayout]:
-        taken = tuple(index for patch in self._patches(frames) for index in patch)
-        return [self._piece(grid, taken, time_step=self._time_step(fps))]
+        indices = tuple(index for patch in self._patches(frames) for index in patch)
+        return [self._piece(grid, indices, time_step=self._time_step(fps))]
 
     def _time_step(self, fps: float) -> float:
         """Return the distance of patches on the axis of time."""

@@ -104,9 +104,9 @@ class KVShare:
 
     def report(self, *, used: int, short: int) -> None:
         """Tell the other engines what this one uses and lacks."""
-        own, kept = self.own, 0 if self.sleeping else self._kept()
-        if (used, short, kept) != (own.used, own.short, own.kept):
-            own.used, own.short, own.kept = used, short, kept
+        own, reserved = self.own, 0 if self.sleeping else self._kept()
+        if (used, short, reserved) != (own.used, own.short, own.kept):
+            own.used, own.short, own.kept = used, short, reserved
             self._write()
 
     def others(self) -> list[Holding]:
@@ -137,11 +137,11 @@ class KVShare:
 
     def _room(self, others: list[Holding]) -> int:
         """Return the bytes that this engine could claim; negative if others have to give some."""
-        promised = sum(max(0, each.claimed - each.mapped) for each in (*others, self.own))
-        promised += sum(each.kept for each in (*others, self.own))
+        promised = sum(max(0, holding.claimed - holding.mapped) for holding in (*others, self.own))
+        promised += sum(holding.kept for holding in (*others, self.own))
         # What another engine keeps at least but has not claimed yet is promised to it.
-        promised += sum(each.taken - each.claimed for each in others)
-        bounded = self.total - sum(each.taken for each in others) - self.own.claimed
+        promised += sum(other.taken - other.claimed for other in others)
+        bounded = self.total - sum(other.taken for other in others) - self.own.claimed
         return min(bounded, self._free() - promised)
 
     def claim(self, size: int, *, last: bool = False) -> int:
@@ -195,11 +195,11 @@ class KVShare:
         Free memory goes first, and each engine gives in proportion to what it can do without.
         """
         others = self.others()
-        short = sum(each.short for each in others)
+        short = sum(other.short for other in others)
         if not short or not self.own.spare:
             return 0
         short -= self._room(others)
-        spare = self.own.spare + sum(each.spare for each in others)
+        spare = self.own.spare + sum(other.spare for other in others)
         return max(0, min(self.own.spare, -(-short * self.own.spare // spare)))
 
     def close(self) -> None:
