@@ -17,9 +17,14 @@ _POSITIONS_S = 4  # where config.json is silent
 _LEAST_UNITS, _MOST_UNITS = 128, 768  # embeddings of a frame or clip, where files are silent
 
 
-def clip_token(config: Reader) -> int:
-    """Return the token of clips' embeddings; without the key, that of transformers' classes."""
-    return config.count("video_token_id", 151656)
+def clip_token(config: Reader) -> int | None:
+    """Return the token of clips' embeddings; without the key, that of transformers' classes.
+
+    None for a vocabulary that ends before it: such a model takes no clips.
+    """
+    text = config.inner("text_config") if config.get("text_config") else config
+    token, vocabulary = config.count("video_token_id", 151656), text.get("vocab_size")
+    return token if vocabulary is None or token < vocabulary else None
 
 
 def check_aspect(width: int, height: int) -> None:

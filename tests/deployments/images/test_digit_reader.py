@@ -105,7 +105,7 @@ def test_what_is_told(reader: Reader) -> None:
     names = ("images_encoded_total", "image_tokens_encoded_total", "image_encode_seconds_total")
     reader.ask(reader.files[0])
     (listed,) = json.loads(reader.cluster.get("/digits/v1/models"))["data"]
-    assert listed["input_modalities"] == ["text", "image"]
+    assert listed["input_modalities"] == ["text", "image", "video"]
     deadline = time.monotonic() + 30
     while not all(map(metric, (*names, "images_total"))):
         assert time.monotonic() < deadline, reader.cluster.get("/digits/metrics")[-3000:]
