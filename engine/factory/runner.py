@@ -19,6 +19,7 @@ from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.caches.host_copies import host_copies
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.sleep_memory import SleepMemory
+from engine.runner.draft_passes import DraftPasses
 from engine.runner.drafting import Drafting
 from engine.runner.forward import ModelForward, OwnInputs
 from engine.runner.graphs import default_sizes
@@ -123,17 +124,9 @@ def build_runner(
             drafts_kv = KVCache.allocate(drafter.kv, *sizes, memory=memory, pages=pages)
             most = resolved.max_num_batched_tokens
             own_layout = rows, kv.block_size, most + max_num_seqs, device, steps
-            drafting = Drafting(
-                drafter,
-                kernels,
-                rows,
-                drafts_kv,
-                sampler,
-                group,
-                vocab_size,
-                None if drafter.reads_states else make_inputs(*own_layout),
-                most,
-            )
+            passes = DraftPasses(drafter, kernels, rows, drafts_kv, sampler, group, vocab_size)
+            own_inputs = None if drafter.reads_states else make_inputs(*own_layout)
+            drafting = Drafting(passes, own_inputs, most)
         return ModelRunner(forward, sampling, prompts, drafting)
 
     plan: MemoryPlan | None = None

@@ -37,9 +37,15 @@ class DraftPasses:
         group: int,
         vocab: int,
     ) -> None:
-        """Set up the passes; see `Drafting` for the parameters."""
+        """Set up the passes.
+
+        kv: the drafter's cache, with as many blocks as the model's.
+        group: the model's group of layers whose block tables the drafter shares.
+        vocab: the number of tokens that the model knows.
+        """
         self.drafter, self.kv, self.rows, self.sampler = drafter, kv, rows, sampler
-        self._kernels, self._group, self._vocab = kernels, group, vocab
+        self.group = group
+        self._kernels, self._vocab = kernels, vocab
         self._attention = kv.groups.groups[0].attention
         # by row: the newest drafts, as the step that verifies them samples over those in rows
         shape = rows.pad_row + 1, MAX_TOKENS
@@ -54,7 +60,7 @@ class DraftPasses:
         metas: of the step, by groups.
         states: of all tokens of the step, as `ModelDrafter.fused` takes them.
         """
-        meta = metas[self._group]
+        meta = metas[self.group]
         meta = meta.elsewhere(meta.slots, meta.block_table)
         meta.window = meta.chunk = 0
         meta.lora = None
@@ -145,7 +151,7 @@ class DraftPasses:
         """
         size, groups, count = self.kv.block_size, self.rows.num_groups, len(row)
         width = min(-(-longest // size), self.rows.block_table.shape[1] // groups)
-        table = self.rows.block_table[row][:, self._group :: groups][:, :width].contiguous()
+        table = self.rows.block_table[row][:, self.group :: groups][:, :width].contiguous()
         block = table.gather(1, (at // size)[:, None])[:, 0].long()
         slots = torch.where(writes, block * size + at % size, -1)
         kv_len, deltas = (at + 1).int(), self.rows.deltas

@@ -21,15 +21,10 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.models.drafters.drafter import ModelDrafter
-from engine.runner.caches.kv_cache import KVCache
 from engine.runner.draft_graphs import DraftGraphs, Record, chain_sizes
 from engine.runner.draft_passes import DraftPasses
 from engine.runner.inputs import CpuInputs, CudaInputs
-from engine.runner.request_rows import RequestRows
 from engine.sampling.device_result import DeviceResult
-from engine.sampling.sampler import Sampler
-from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta
 
 
@@ -38,32 +33,20 @@ class Drafting:
 
     def __init__(
         self,
-        drafter: ModelDrafter,
-        kernels: Kernels,
-        rows: RequestRows,
-        kv: KVCache,
-        sampler: Sampler,
-        group: int,
-        vocab: int,
+        passes: DraftPasses,
         inputs: CpuInputs | CudaInputs | None,
         max_tokens: int,
     ) -> None:
         """Set up drafting.
 
-        kv: the drafter's cache, with as many blocks as the model's.
-        group: the model's group of layers whose block tables the drafter shares.
-        vocab: the number of tokens that the model knows.
         inputs: make the inputs of a draft model, and of nothing else. They have room for
             max_tokens, and for a token more of each row.
         max_tokens: the most tokens of a step.
         """
+        self.passes, self.kv, self.reads_states = passes, passes.kv, passes.drafter.reads_states
         self._inputs, self._max_tokens = inputs, max_tokens
         # by row: how many of its tokens the draft model has computed; -1 = none of this request's
-        self._read = [-1] * (rows.pad_row + 1)
-        self._drafter, self._sampler = drafter, sampler
-        self._rows, self.kv, self._group = rows, kv, group
-        self.passes = DraftPasses(drafter, kernels, rows, kv, sampler, group, vocab)
-        self.reads_states = drafter.reads_states
+        self._read = [-1] * (passes.rows.pad_row + 1)
         self._like: Tensor | None = None  # a row of the drafter, for its width and dtype
         self.graphs: DraftGraphs | None = None  # of the passes that draft
 
@@ -80,7 +63,8 @@ class Drafting:
 
     def chains(self, record: Record) -> DraftGraphs:
         """Return graphs of the passes that draft, not captured yet. Legal after a warm-up."""
-        sizes, longest = chain_sizes(self._rows.pad_row), self._rows.tokens.shape[1] - 1
+        rows = self.passes.rows
+        sizes, longest = chain_sizes(rows.pad_row), rows.tokens.shape[1] - 1
         return DraftGraphs(self.passes, sizes, self.like, longest, record)
 
     def shrink(self, num_blocks: int) -> None:
@@ -145,7 +129,7 @@ class Drafting:
         rows = [batch.rows[entry] for entry in spans]
         assert self._inputs is not None
         step = self._inputs.assemble(Batch(batch.step, rows, starts, lengths, [True] * len(rows)))
-        meta = step.metas[self._group]
+        meta = step.metas[self.passes.group]
         out = self.passes.forward(step.token_ids.long(), step.token_ids, meta)
         if not batch.proposals:
             return None
@@ -164,7 +148,7 @@ class Drafting:
             self._like = rows[:1].clone()
         host = _table(batch, places)
         most = max(proposal.count for proposal in batch.proposals)
-        plan = replace(self._sampler.plan([p.row for p in batch.proposals]), logprobs=-1)
+        plan = replace(self.passes.sampler.plan([p.row for p in batch.proposals]), logprobs=-1)
         if self.graphs is not None:
             drafts = self.graphs.propose(host, rows, plan, most)
             if drafts is not None:
@@ -187,7 +171,7 @@ class Drafting:
         host = torch.from_numpy(table)
         if not self.passes.cuda:
             return host
-        return host.pin_memory().to(self._rows.tokens.device, non_blocking=True)
+        return host.pin_memory().to(self.passes.rows.tokens.device, non_blocking=True)
 
     def add_to(self, result: DeviceResult, batch: Batch, drafts: Tensor | None) -> None:
         """Add the drafts to a step's result, and start their copy to the host."""

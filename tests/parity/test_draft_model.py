@@ -91,7 +91,7 @@ def test_text_and_memory_with_another_model(folder: Path, tmp_path: Path) -> Non
     device = Hardware("CPU", "cpu", 8 * GIB)
     target = ModelConfig.from_folder(folder)
     planned = plan(target, config, device)
-    assert dict(planned.memory.rows)["drafter"] == runner.drafting._drafter.num_bytes
+    assert dict(planned.memory.rows)["drafter"] == runner.drafting.passes.drafter.num_bytes
     keys = runner.kv.storage.nbytes + runner.drafting.kv.storage.nbytes
     assert planned.memory.block_bytes == keys // 40
     check_files(target, config, device, folder)
@@ -124,13 +124,13 @@ def test_a_draft_model_at_rest_reads_no_decodes(folder: Path, monkeypatch: Any) 
     runner = core._runner
     assert isinstance(runner, ModelRunner) and runner.drafting is not None
     read: list[int] = []
-    forward = runner.drafting._drafter.forward
+    forward = runner.drafting.passes.drafter.forward
 
     def watched(token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
         read.append(len(token_ids))
         return forward(token_ids, *others)
 
-    monkeypatch.setattr(runner.drafting._drafter, "forward", watched)
+    monkeypatch.setattr(runner.drafting.passes.drafter, "forward", watched)
     params = SamplingParams(temperature=0.7, max_tokens=60, ignore_eos=True)
     (output,) = run(core, [PROMPTS[5]], params)
     assert controller.accepted == controller.drafted > 0

@@ -245,7 +245,7 @@ def test_text_and_memory(tmp_path: Path) -> None:
     plan = plan_memory(resolve(config), model, "CPU", 8 << 30, ("", 0), host_bytes=0)
     runner = core._runner
     assert isinstance(runner, ModelRunner) and runner.drafting is not None
-    assert dict(plan.rows)["drafter"] == runner.drafting._drafter.num_bytes
+    assert dict(plan.rows)["drafter"] == runner.drafting.passes.drafter.num_bytes
     keys = runner.kv.storage.nbytes + runner.drafting.kv.storage.nbytes
     assert plan.block_bytes == keys // 60
 

@@ -316,7 +316,7 @@ def test_memory_of_the_layer_is_planned(tmp_path: Path) -> None:
     core, _ = drafting(tmp_path, 3, num_blocks=40)
     runner = core._runner
     assert isinstance(runner, ModelRunner) and runner.drafting is not None
-    weights = runner.drafting._drafter.num_bytes
+    weights = runner.drafting.passes.drafter.num_bytes
     assert dict(drafted.rows)["drafter"] == weights > 0
     keys = runner.drafting.kv.storage.nbytes
     assert drafted.block_bytes - plain.block_bytes == keys // 40
