@@ -9,7 +9,7 @@ from deployments.api.context import ApiContext, Handler
 from deployments.api.generation.call import GenerationCall, check_limits, prepare
 from deployments.api.generation.images import ChatImages, read_images
 from deployments.api.generation.request import ChatRequest, ImagePart, TextRequest
-from deployments.api.generation.tenancy import SESSION_HEADER, queue_place, session_of
+from deployments.api.generation.tenancy import SESSION_HEADER, queue_place, session_digest
 from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
@@ -21,6 +21,8 @@ from deployments.api.stream.replay import Resumption, recall
 from deployments.backend import Generation, ModelCard, RecalledChoice
 from deployments.images.intake import ImageIntake
 from engine.errors import MantaError
+
+_SESSION = SESSION_HEADER.encode()
 
 
 class Answer(Protocol):
@@ -121,8 +123,8 @@ async def generate(
         common.key, common.deadline = place.key, place.deadline
         common.priority, common.cache_salt = place.priority, place.cache_salt
         common.trace = exchange.trace
-        if SESSION_HEADER.encode() in exchange.headers:
-            common.session = session_of(exchange)
+        if sessions := exchange.headers.get(_SESSION):
+            common.session = session_digest(exchange.caller.id, sessions[0])
         call.timing = exchange.headers.get(b"x-return-timing") == [b"1"]
         await _answer(context, exchange, call, ids if request.stream else None, dialect)
     except (ApiError, MantaError) as error:

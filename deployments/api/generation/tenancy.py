@@ -120,13 +120,12 @@ def queue_place(exchange: HttpExchange, queue: QueueFields, options: ApiOptions)
     return QueuePlace(key, None if seconds is None else exchange.began + seconds, priority, salt)
 
 
-def session_of(exchange: HttpExchange) -> bytes:
-    """Return the digest of the session that a caller names; b"" for none."""
-    names = exchange.headers.get(SESSION_HEADER.encode(), [])
-    if not names or not names[0].strip():
+def session_digest(caller: str, name: bytes) -> bytes:
+    """Return the digest of a session that a caller names; b"" for an empty name."""
+    if not name.strip():
         return b""
-    own = hashlib.sha256(exchange.caller.id.encode()).digest()
-    return hashlib.sha256(own + names[0].strip()).digest()[:8]
+    own = hashlib.sha256(caller.encode()).digest()
+    return hashlib.sha256(own + name.strip()).digest()[:8]
 
 
 def _header_seconds(header: bytes, most: float | None) -> float:
