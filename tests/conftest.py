@@ -85,7 +85,7 @@ def _shares(item: pytest.Item) -> tuple[bool, ...]:
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of what captures output
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What is shared ends with the last test that uses it: others start a Ray of their own in this
+    """End what tests share with the last one that uses it: others start a Ray of their own in this
     process, deploy at the same route, or look at clocks."""
     try:
         return (yield)

@@ -161,15 +161,15 @@ def test_the_oldest_files_make_room(opened: Any) -> None:
 def test_the_tail_of_a_prefix_goes_first(opened: Any) -> None:
     """Bug: of a conversation that was read the beginning is evicted, without which no later block
     is of use."""
-    one = opened(num_bytes=6 * (SIZE + PAGE))
+    engine = opened(num_bytes=6 * (SIZE + PAGE))
     for number in range(6):
-        one.files.write((0, digest(number)), number, number)
+        engine.files.write((0, digest(number)), number, number)
     written: list[Any] = []
-    one.until(lambda: written.extend(one.files.written()) or len(written) == 6)
-    one.files.read(1, [((0, digest(number)), number) for number in range(6)])
-    one.until(lambda: bool(one.files.finished()))
-    one.write((0, digest(9)), 0, 9)
-    assert one.files.has((0, digest(0))) and not one.files.has((0, digest(5)))
+    engine.until(lambda: written.extend(engine.files.written()) or len(written) == 6)
+    engine.files.read(1, [((0, digest(number)), number) for number in range(6)])
+    engine.until(lambda: bool(engine.files.finished()))
+    engine.write((0, digest(9)), 0, 9)
+    assert engine.files.has((0, digest(0))) and not engine.files.has((0, digest(5)))
 
 
 def test_two_engines_share_a_folder(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,13 +346,13 @@ def test_kill_9_during_a_write(opened: Any, tmp_path: Path, memory: Path, where:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
-    one = opened(folder, size=1 << 20, num_bytes=1 << 28, clear=False)
-    names = list(one.files.hashes(0))
+    engine = opened(folder, size=1 << 20, num_bytes=1 << 28, clear=False)
+    names = list(engine.files.hashes(0))
     assert names
     for name in names:
-        assert one.read((0, name), 5), "a torn file has its name"
-        assert (one.slots[5] == int.from_bytes(name, "big") % 251).all()
-    assert one.files.stats()["disk_kv_damaged"] == 0
+        assert engine.read((0, name), 5), "a torn file has its name"
+        assert (engine.slots[5] == int.from_bytes(name, "big") % 251).all()
+    assert engine.files.stats()["disk_kv_damaged"] == 0
 
 
 # ---- engines -----------------------------------------------------------------------------------

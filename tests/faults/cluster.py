@@ -31,7 +31,7 @@ FAKE = (
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:
-    """What replicas run instead of a model."""
+    """Return the configuration that replicas run instead of a model's."""
     return EngineConfig(model=FAKE, max_loras=settings.engine.get("max_loras", 0))
 
 

@@ -86,7 +86,7 @@ class QwenClips:
 
     @property
     def settings(self) -> bytes:
-        """What changes the pixels of a clip, for digests."""
+        """The settings that change the pixels of a clip, for digests."""
         return json.dumps(["clip", self.unit, self.least, self.most, self.patch_frames]).encode()
 
     def layouts(self, width: int, height: int, frames: int, fps: float) -> list[ImageLayout]:

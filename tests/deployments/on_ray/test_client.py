@@ -1,4 +1,4 @@
-"""From another Ray job: typed with Manta installed, plain dicts without, in a driver each."""
+"""Clients in another Ray job: typed with Manta installed, plain dicts without, a driver each."""
 
 import subprocess
 import sys

@@ -133,11 +133,11 @@ async def load(broken: Broken, wanted: list[Said], rate: float) -> AsyncIterator
         yield
     finally:
         source.cancel()
-        said = await asyncio.gather(*tasks)
-    for number, answer in enumerate(said):
+        answers = await asyncio.gather(*tasks)
+    for number, answer in enumerate(answers):
         assert answer.outcome == wanted[number % len(wanted)].outcome, number
-    moves, gap = sum(answer.migrations for answer in said), max(answer.gap for answer in said)
-    print(f"{len(said)} answers, {moves} went on elsewhere, longest gap {gap:.2f} s")
+    moves, gap = sum(answer.migrations for answer in answers), max(answer.gap for answer in answers)
+    print(f"{len(answers)} answers, {moves} went on elsewhere, longest gap {gap:.2f} s")
 
 
 def test_replicas_follow_the_load_and_an_update_cuts_nothing(changing: Changing) -> None:
@@ -148,7 +148,7 @@ def test_replicas_follow_the_load_and_an_update_cuts_nothing(changing: Changing)
     async def case() -> None:
         await broken.settled(60)
         wanted = await asyncio.gather(*(broken.ask(body_of(n)) for n in range(len(LENGTHS))))
-        assert not any(said.error for said in wanted), wanted
+        assert not any(answer.error for answer in wanted), wanted
 
         async def has(count: int) -> bool:
             return await broken.seen() == count

@@ -35,8 +35,8 @@ def test_requests_that_lack_blocks_get_them_without_a_preemption() -> None:
     """Bug: growth comes after requests were thrown out, or never."""
     core, growth, _ = core_with(100)
     fixed, _ = make_core(num_blocks=116, block_size=4, max_model_len=64, max_num_seqs=6)
-    said = {id: output.tokens for id, output in run(core, requests(6)).items()}
-    assert said == {id: output.tokens for id, output in run(fixed, requests(6)).items()}
+    texts = {id: output.tokens for id, output in run(core, requests(6)).items()}
+    assert texts == {id: output.tokens for id, output in run(fixed, requests(6)).items()}
     (pool,) = core.scheduler.memory.pools
     assert 6 * 13 <= pool.num_blocks <= 116 and growth.growths
     assert core.scheduler.counters.preemptions == 0
