@@ -483,7 +483,6 @@ class CpuRotation:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
         self._rotate = compile_ir(module([_rotate(shape, lanes())]))["rotate"]
-        self._args = (ctypes.c_int64 * _WORDS)()
 
     def rope_kv_write(
         self, inputs: RopeInputs, cos_sin: Tensor, rows: Tensor, slots: Tensor
@@ -494,7 +493,7 @@ class CpuRotation:
         """
         qkv, _, q_norm, k_norm, eps, k_cache, v_cache, _, _ = inputs
         assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
-        shape, args = self._shape, self._args
+        shape, args = self._shape, (ctypes.c_int64 * _WORDS)()
         tokens = qkv.shape[0]
         q = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
         args[_QKV], args[_Q] = qkv.data_ptr(), q.data_ptr()
@@ -531,7 +530,7 @@ class CpuAttention(CpuRotation):
 
         out: [num_tokens, num_heads * head_dim].
         """
-        shape, args = self._shape, self._args
+        shape, args = self._shape, (ctypes.c_int64 * _WORDS)()
         threads = torch.get_num_threads()
         window, chunk = 0 if meta.chunk else meta.window, meta.chunk
         # Room for one row of scores, padded to a vector, after up to a block of invisible keys.

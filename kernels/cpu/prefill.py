@@ -491,7 +491,6 @@ class CpuPrefill:
     def __init__(self, shape: PrefillShape, function: NativeFunction) -> None:
         self._floats, self._queries = shape.floats(lanes()), shape.queries
         self._function = function
-        self._args = (ctypes.c_int64 * _WORDS)()
 
     def __call__(
         self,
@@ -508,7 +507,7 @@ class CpuPrefill:
         q: [n, num_heads, head_dim] float32 of the whole step.
         out: [n, num_heads * head_dim] float32 of the whole step.
         """
-        args, threads = self._args, torch.get_num_threads()
+        args, threads = (ctypes.c_int64 * _WORDS)(), torch.get_num_threads()
         tiles = entries.tiles(self._queries)
         args[_Q], args[_OUT] = q.data_ptr(), out.data_ptr()
         args[_KEYS], args[_VALUES] = k_cache.data_ptr(), v_cache.data_ptr()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
 import pytest
@@ -162,6 +163,14 @@ def check(
         assert out.isfinite().all() and float(error.max()) < most
 
 
+def step(lengths: list[int]) -> AttentionMeta:
+    """The metadata of a step of whole texts."""
+    starts = list(accumulate(lengths, initial=0))
+    at = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
+    none = torch.empty(0)
+    return AttentionMeta(at, none, torch.tensor(starts), none, none, 0, max(lengths), starts)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("window", [0, 5, 70])
 @pytest.mark.parametrize(("heads", "dim"), [(12, 32), (3, 64)], ids=str)
@@ -174,12 +183,6 @@ def test_whole_texts(heads: int, dim: int, window: int, dtype: torch.dtype) -> N
     table = torch.randn(256, dim)
     qkv = torch.randn(sum(lengths), 3 * heads * dim)
 
-    def step(lengths: list[int]) -> AttentionMeta:
-        starts = list(accumulate(lengths, initial=0))
-        at = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
-        none = torch.empty(0)
-        return AttentionMeta(at, none, torch.tensor(starts), none, none, 0, max(lengths), starts)
-
     native, reference = kernels_for("cpu"), Kernels()
     for cos_sin in (None, table):
         arguments = (cos_sin, heads, dim**-0.5, window)
@@ -190,6 +193,29 @@ def test_whole_texts(heads: int, dim: int, window: int, dtype: torch.dtype) -> N
         assert float(error.max()) < (2e-2 if rounded else 5e-6)
         alone = native.whole_texts(qkv[48:248].clone(), *arguments, step([200]), dtype)
         assert torch.equal(alone, output[48:248])
+
+
+def test_two_threads() -> None:
+    """Bug: engines in threads of one process, as ranks of tests are, write each other's
+    arguments, so a thread reads the other's texts and writes behind its own scratch."""
+    torch.manual_seed(4)
+    native, dtype = kernels_for("cpu"), torch.bfloat16
+    table, sizes = torch.randn(256, 32), ([1, 40, 7, 120], [97, 64])
+    texts = [torch.randn(sum(lengths), 3 * 4 * 32) for lengths in sizes]
+
+    def attend(number: int) -> Tensor:
+        own = texts[number].clone()
+        return native.whole_texts(own, table, 4, 0.2, 0, step(sizes[number]), dtype)
+
+    wanted = [attend(number) for number in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            runs = list(pool.map(lambda index: attend(index % 2), range(600)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(run, wanted[index % 2]) for index, run in enumerate(runs))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
