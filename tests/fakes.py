@@ -662,6 +662,9 @@ class FakeFiles:
     def hashes(self, group: int) -> dict[bytes, Any]:
         return self.files[group]
 
+    def look_up(self, digests: Iterable[bytes]) -> bool:
+        return False
+
     def room(self) -> int:
         return self.most
 

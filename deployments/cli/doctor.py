@@ -210,7 +210,7 @@ def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
 
     free_memory: bytes that the host tier leaves.
     """
-    from engine.runner.caches.disk_files import in_memory
+    from engine.runner.caches.private_folder import in_memory
 
     folder = Path(engine.disk_kv_folder)
     there = next(path for path in (folder, *folder.parents) if path.exists())

@@ -242,6 +242,36 @@ def test_a_folder_in_memory_is_given_back(opened: Any, memory: Path) -> None:
     assert not list(memory.rglob("*.0"))
 
 
+def test_a_prefix_is_looked_up(opened: Any, memory: Path) -> None:
+    """Bug: what a neighbour has written since the last look is computed again."""
+    one, two = opened(memory), opened(memory)
+    two.files.close()  # so that no thread looks
+    for number in (1, 2, 4):
+        one.write((0, digest(number)), 0, 7)
+    assert two.files.look_up(map(digest, range(1, 5)))
+    assert [two.files.has((0, digest(number))) for number in range(1, 5)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not two.files.look_up([digest(3)])
+
+
+def test_two_changes_at_one_time(opened: Any, memory: Path) -> None:
+    """Bug: a file that came in the same tick of a clock as the last look is never seen."""
+    one, two = opened(memory), opened(memory)
+    two.files.close()
+    one.write((0, digest(1)), 0, 7)
+    folder, soon = file_of(one, (0, digest(1))).parent, time.time_ns() + 10**10
+    os.utime(folder, ns=(soon, soon))
+    two.files._look()
+    one.write((1, digest(1)), 0, 7)
+    os.utime(folder, ns=(soon, soon))
+    two.files._look()
+    assert two.files.has((1, digest(1)))
+
+
 def test_memory_that_is_not_there(opened: Any, memory: Path) -> None:
     """Bug: the machine has no memory left when the pool is full."""
     with pytest.raises(ConfigError, match=r"disk_kv_bytes: .* has room for"):

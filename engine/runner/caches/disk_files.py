@@ -47,15 +47,16 @@ from engine.runner.caches.block_file import (
     opened,
     path_of,
 )
+from engine.runner.caches.private_folder import in_memory, make_private, open_folder, refusal
 
 logger = logging.getLogger("manta.engine")
 
-_IN_MEMORY = Path("/dev/shm")
 _READERS = 4
 _QUEUE_BYTES = 1 << 30  # bytes of writes that wait
 _PAUSE_SECONDS = 30.0  # without writes, after one has failed
 _LOOK_SECONDS = 1.0  # between two looks at what other engines have written
 _LOOK_SECONDS_IN_MEMORY = 0.1
+_CLOCK_NS = 20_000_000  # the coarsest step of a file system's clock, which dates two changes alike
 _STALE_SECONDS = 600.0  # age at which an unfinished write belongs to nobody
 _MEASURED_SECONDS = 30.0  # age of the rate of reads after which it is measured again
 _KEPT_SHARE = 0.9  # of the bytes, after an eviction
@@ -123,11 +124,11 @@ class DiskFiles:
         self.read_rate = self.write_seconds = self.read_seconds = 0.0
         self.written_bytes = self.dropped = self.evictions = self.damaged = 0
         try:
-            self._lock_file = _open_folder(folder)
+            self._lock_file = open_folder(folder)
             self.fingerprint, self._own = self._name()
             self._begin()
         except OSError as error:
-            raise _refusal(folder, error) from error
+            raise refusal(folder, error) from error
         self._threads = [
             threading.Thread(target=self._run_reads, name=f"kv-reads-{number}", daemon=True)
             for number in range(_READERS)
@@ -144,6 +145,34 @@ class DiskFiles:
     def hashes(self, group: int) -> dict[bytes, None]:
         """Return the hashes of a group that have a file; other threads change it."""
         return self._index[group]
+
+    def look_up(self, digests: Iterable[bytes]) -> bool:
+        """Learn which blocks other engines have written to memory since the last look, in the order
+        of a prefix up to the first that has no file; return whether there are any.
+
+        A file of a disk waits for the next look, as a disk may hang.
+        """
+        if not self._in_memory:
+            return False
+        learned = False
+        for digest in digests:
+            keys = {
+                (group, digest)
+                for group, memory in self._memories.items()
+                if memory is not None and os.path.exists(path_of(self._own, (group, digest)))
+            }
+            self._add(keys)
+            if all(group == STATES for group, _ in keys):
+                break
+            learned = True
+        return learned
+
+    def _add(self, keys: set[Key]) -> None:
+        """Add keys to the index, but not those whose deletion is queued."""
+        with self._lock:
+            keys = set() if self._clearing else keys - self._deleting
+        for group, digest in keys:
+            self._index[group][digest] = None
 
     def room(self) -> int:
         """Return how many writes can be queued now."""
@@ -203,7 +232,7 @@ class DiskFiles:
         for hashes in self._index.values():
             hashes.clear()
         own = self._own
-        self._jobs.put(lambda: _make(own))
+        self._jobs.put(lambda: make_private(own))
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of `EngineStats` that the files know."""
@@ -251,7 +280,7 @@ class DiskFiles:
             alone = self._clear_if_alone()
         elif self._in_memory:
             alone = self._clear_if_alone(keep=self._own)
-        _make(self._own)
+        make_private(self._own)
         for path in self.folder.glob("kv-*/tmp-*"):
             with contextlib.suppress(OSError):
                 if alone or time.time() - path.stat().st_mtime > _STALE_SECONDS:
@@ -425,7 +454,7 @@ class DiskFiles:
                 self._index[key[0]][key[1]] = None
         except FileNotFoundError:  # another engine has cleared the folder
             self.dropped += 1
-            _make(own)
+            make_private(own)
         except OSError as error:
             self.dropped += 1
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
@@ -449,7 +478,7 @@ class DiskFiles:
 
     def _delete_all(self, own: Path) -> None:
         shutil.rmtree(own, ignore_errors=True)
-        _make(own)
+        make_private(own)
         if own == self._own:
             for hashes in self._index.values():
                 hashes.clear()
@@ -494,6 +523,8 @@ class DiskFiles:
                 if before is not None and before[0] == changed:
                     seen[str(path)] = before
                     continue
+                if time.time_ns() - changed < _CLOCK_NS:
+                    changed = 0  # another change may get the same time: look again
                 seen[str(path)] = changed, self._look_at(path, own)
         for gone in self._seen.keys() - seen.keys():
             path = Path(gone)
@@ -515,10 +546,7 @@ class DiskFiles:
                     size += entry.stat(follow_symlinks=False).st_size
         if own:
             self._forget_folder(path.name, keys)
-            with self._lock:  # a deletion may be queued behind this look
-                keys = set() if self._clearing else keys - self._deleting
-            for group, digest in keys:
-                self._index[group][digest] = None
+            self._add(keys)
         return size
 
     def _forget_folder(self, prefix: str, keys: set[Key]) -> None:
@@ -548,36 +576,3 @@ class DiskFiles:
             key = key_of(path.name)
             if key is not None and path.parent.parent == self._own:
                 self._index.get(key[0], {}).pop(key[1], None)
-
-
-def in_memory(folder: Path) -> bool:
-    """Whether files of a folder are host memory, which all processes of the machine share."""
-    return folder.is_relative_to(_IN_MEMORY)
-
-
-def _make(path: Path) -> None:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-def _open_folder(folder: Path) -> int:
-    """Make the folder if it is not there; return its lock, held shared. Raises ConfigError."""
-    _make(folder)
-    stat = folder.stat(follow_symlinks=False)
-    if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
-        raise ConfigError(
-            f"disk_kv_folder: others than this user can reach {folder}, and it would have what "
-            f"users wrote; run `chmod 700 {folder}` as its owner, or name another folder",
-            param="disk_kv_folder",
-        )
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    lock = os.open(folder / "lock", flags, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return lock
-
-
-def _refusal(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"disk_kv_folder: {folder} cannot be used: {error.strerror or error}; name a folder that "
-        "this user can write, on a disk with room, or leave disk_kv_bytes out",
-        param="disk_kv_folder",
-    )

@@ -49,6 +49,11 @@ class BlockFiles(Protocol):
         """Return the hashes of a group's blocks that have files."""
         ...
 
+    def look_up(self, digests: Iterable[bytes]) -> bool:
+        """Learn which blocks other engines have just written, in the order of a prefix up to the
+        first that has no file; return whether there are any."""
+        ...
+
     def room(self) -> int:
         """Return how many writes can be queued now."""
         ...
@@ -197,29 +202,14 @@ class DiskTier:
         """
         host, groups = self._host, pool.num_groups
         files = [self.files.hashes(group) for group in range(groups)]
-        if not any(files):
+        if not any(files) and not self.files.look_up(hashes):
             return False
-        marker = host.num_slots
-        either = [
-            _Either(slots, known, marker) for slots, known in zip(host.slots, files, strict=True)
-        ]
-        entries: list[Key] = []
-        if snapshots is None:
-            near = len(pool.match_prefix(hashes, host.slots))
-            table = pool.match_prefix(hashes, either)
-        else:
-            near = len(snapshots.match(hashes, pool.match_prefix, groups)[0])
-            own = resumable(pool, hashes, snapshots, near // groups, host.slots, host.states)
-            near = max(near, len(own))
-            states = _Either(host.states, self.files.hashes(STATES), marker)
-            table = resumable(pool, hashes, snapshots, near // groups, either, states)
-            if table:
-                digest = hashes[len(table) // groups - 1]
-                if digest not in snapshots and digest not in host.states:
-                    entries.append((STATES, digest))
+        near, table, entries = self._reach(pool, hashes, snapshots)
+        if self.files.look_up(hashes[len(table) // groups :]):
+            near, table, entries = self._reach(pool, hashes, snapshots)
         if len(table) <= near:
             return False
-        on_disk = pool.num_blocks + marker
+        on_disk = pool.num_blocks + host.num_slots
         entries += [
             (index % groups, hashes[index // groups])
             for index, entry in enumerate(table)
@@ -249,6 +239,28 @@ class DiskTier:
         seconds = _LEAST_WAIT + (_WAIT_FACTOR * ahead / rate if rate else 0.0)
         host.wait_for(request, tickets, time.monotonic() + seconds)
         return True
+
+    def _reach(
+        self, pool: BlockManager, hashes: Sequence[bytes], snapshots: Snapshots | None
+    ) -> tuple[int, list[int], list[Key]]:
+        """Return how many entries of a prefix's table are in memory, its table with what is on disk
+        too, and the snapshot that has to be read."""
+        host, groups = self._host, pool.num_groups
+        either = [
+            _Either(slots, self.files.hashes(group), host.num_slots)
+            for group, slots in enumerate(host.slots)
+        ]
+        if snapshots is None:
+            near = len(pool.match_prefix(hashes, host.slots))
+            return near, pool.match_prefix(hashes, either), []
+        near = len(snapshots.match(hashes, pool.match_prefix, groups)[0])
+        own = resumable(pool, hashes, snapshots, near // groups, host.slots, host.states)
+        near = max(near, len(own))
+        states = _Either(host.states, self.files.hashes(STATES), host.num_slots)
+        table = resumable(pool, hashes, snapshots, near // groups, either, states)
+        digest = hashes[len(table) // groups - 1] if table else b""
+        absent = bool(table) and digest not in snapshots and digest not in host.states
+        return near, table, [(STATES, digest)] if absent else []
 
     def _finish(self, ticket: int, read: _Read, failed: frozenset[Key]) -> None:
         for key, slot in reversed(read.entries):  # so that a tail leaves before its head

@@ -1,0 +1,44 @@
+"""open_folder: opens the folder of KV blocks, which this user alone can reach."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+_IN_MEMORY = Path("/dev/shm")
+
+
+def in_memory(folder: Path) -> bool:
+    """Whether files of a folder are host memory, which all processes of the machine share."""
+    return folder.is_relative_to(_IN_MEMORY)
+
+
+def make_private(path: Path) -> None:
+    """Make a folder, and those above it, that this user alone can reach."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def open_folder(folder: Path) -> int:
+    """Make the folder if it is not there; return its lock, held shared. Raises ConfigError."""
+    make_private(folder)
+    stat = folder.stat(follow_symlinks=False)
+    if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
+        raise ConfigError(
+            f"disk_kv_folder: others than this user can reach {folder}, and it would have what "
+            f"users wrote; run `chmod 700 {folder}` as its owner, or name another folder",
+            param="disk_kv_folder",
+        )
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.open(folder / "lock", flags, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
+
+
+def refusal(folder: Path, error: OSError) -> ConfigError:
+    """Return the error of a folder that the operating system refuses, with the way out."""
+    return ConfigError(
+        f"disk_kv_folder: {folder} cannot be used: {error.strerror or error}; name a folder that "
+        "this user can write, on a disk with room, or leave disk_kv_bytes out",
+        param="disk_kv_folder",
+    )
