@@ -73,7 +73,7 @@ class PrefixCopy:
 
 @dataclass(slots=True)
 class Proposal:
-    """A row for which a step computes drafts of its next tokens; see engine/runner/drafting.py.
+    """A row whose next tokens a step drafts; see engine/runner/drafts/drafting.py.
 
     entry: the row's decode, or its chunk that samples.
     first_draft: entry of the first of `drafts`; has no meaning without any.

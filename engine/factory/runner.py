@@ -19,12 +19,12 @@ from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.caches.host_copies import host_copies
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.sleep_memory import SleepMemory
-from engine.runner.draft_passes import DraftPasses
-from engine.runner.drafting import Drafting
+from engine.runner.drafts.drafting import Drafting
+from engine.runner.drafts.passes import DraftPasses
 from engine.runner.forward import ModelForward, OwnInputs
-from engine.runner.graphs import default_sizes
 from engine.runner.images import StepImages
 from engine.runner.inputs import make_inputs
+from engine.runner.launch.graphs import default_sizes
 from engine.runner.memory import (
     GIB,
     KV_TOO_LARGE,

@@ -23,7 +23,7 @@ from engine.models.registry import Model, build_model
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.resolve import Resolved
-from engine.runner.draft_graphs import graph_bytes
+from engine.runner.drafts.graphs import graph_bytes
 from engine.runner.request_rows import RequestRows
 from engine.speculation.settings import read_speculation
 from kernels.dispatch import kernels_for

@@ -1,7 +1,7 @@
 """ModelRunner: launches a batch and returns a DeviceResult, whose `wait` returns the result.
 
- prepare rows -> launchers.py: layers, hidden states -> step_sampler.py: logits, tokens
- -> drafting.py: drafts, where a model computes them
+ prepare rows -> launch/launchers.py: layers, hidden states -> step_sampler.py: logits, tokens
+ -> drafts/drafting.py: drafts, where a model computes them
 
 Every line of this path runs once a step, and nothing in `launch` may wait for the device (no
 .item(), .cpu(), .tolist(), no indexing by a boolean mask). warm_up.py has what runs only at the
@@ -25,10 +25,10 @@ from engine.lora.virtual_tokens import VirtualTokensDevice
 from engine.models.decoder import Decoder
 from engine.runner.caches.block_pages import BlockPages
 from engine.runner.caches.host_copies import Copies
-from engine.runner.drafting import Drafting
+from engine.runner.drafts.drafting import Drafting
 from engine.runner.forward import ModelForward
-from engine.runner.graphs import StepGraphs
-from engine.runner.launchers import (
+from engine.runner.launch.graphs import StepGraphs
+from engine.runner.launch.launchers import (
     ComingHidden,
     EagerStep,
     GraphStep,
@@ -37,7 +37,7 @@ from engine.runner.launchers import (
     StageStep,
     StepLauncher,
 )
-from engine.runner.programs import StepPrograms
+from engine.runner.launch.programs import StepPrograms
 from engine.runner.staged_result import StagedResult
 from engine.sampling.device_result import DeviceResult
 from engine.sampling.step_sampler import Hidden, StepSampler

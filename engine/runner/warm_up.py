@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import Batch, Proposal
-from engine.runner.draft_graphs import Record, Recorder
-from engine.runner.drafting import Drafting
-from engine.runner.graphs import StepGraphs
+from engine.runner.drafts.drafting import Drafting
+from engine.runner.drafts.graphs import Record, Recorder
+from engine.runner.launch.graphs import StepGraphs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import MOST, Masked
 

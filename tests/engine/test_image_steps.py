@@ -25,7 +25,7 @@ from engine.runner.caches.kv_cache import KVCache
 from engine.runner.forward import ModelForward
 from engine.runner.images import StepImages, axis_of_frequency, rotary_places
 from engine.runner.inputs import make_inputs
-from engine.runner.launchers import GraphStep
+from engine.runner.launch.launchers import GraphStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.request_rows import RequestRows
 from engine.runner.warm_up import capture_graphs, warm_up

@@ -28,8 +28,8 @@ from engine.parallel.stages import Stage
 from engine.resolve import resolve
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.forward import ModelForward
-from engine.runner.graphs import StepGraphs, default_sizes
 from engine.runner.inputs import CpuInputs, max_entries
+from engine.runner.launch.graphs import StepGraphs, default_sizes
 from engine.runner.memory import (
     GIB,
     WEIGHTS_TOO_LARGE,

@@ -14,8 +14,8 @@ import torch
 from engine.batch import Batch, StepResult
 from engine.runner import inputs
 from engine.runner.forward import ModelForward
-from engine.runner.graphs import How, Size, StepGraphs
 from engine.runner.inputs import CudaInputs
+from engine.runner.launch.graphs import How, Size, StepGraphs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling.step_sampler import StepSampler

@@ -53,8 +53,8 @@ ALLOWED = {
         "engine/runner/caches/token_pool.py",
         "TokenPool.take_blocks",
     ): "in schedule, of the mode that waits",
-    ("engine/runner/draft_passes.py", "DraftPasses._single"): _CPU,
-    ("engine/runner/graphs.py", "StepGraphs._seconds"): _START,
+    ("engine/runner/drafts/passes.py", "DraftPasses._single"): _CPU,
+    ("engine/runner/launch/graphs.py", "StepGraphs._seconds"): _START,
     ("engine/sampling/device_result.py", "DeviceResult._read_drafts"): (
         "drafts of a step whose successor is done"
     ),
@@ -71,8 +71,8 @@ ALLOWED = {
     ("engine/runner/state_runs.py", "_Numbers.__init__"): "views of pinned host memory",
     ("engine/sampling/device_result.py", "DeviceResult.wait"): "the place to wait",
     ("engine/sampling/device_result.py", "HostLogprobs.items"): "host memory, in DeviceResult.wait",
-    ("engine/runner/programs.py", "StepPrograms.__init__"): _CPU,
-    ("engine/runner/programs.py", "StepPrograms._enter"): _CPU,
+    ("engine/runner/launch/programs.py", "StepPrograms.__init__"): _CPU,
+    ("engine/runner/launch/programs.py", "StepPrograms._enter"): _CPU,
     ("engine/sampling/cpu_sampler.py", "_gumbel_argmax"): _CPU,
     ("engine/sampling/cpu_sampler.py", "_gumbel_argmax.compute"): _CPU,
     ("engine/sampling/cpu_sampler.py", "apply_masks"): _CPU,

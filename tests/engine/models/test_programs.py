@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine import factory
 from engine.config.engine_config import EngineConfig
-from engine.runner.launchers import ProgramStep
-from engine.runner.programs import StepPrograms
+from engine.runner.launch.launchers import ProgramStep
+from engine.runner.launch.programs import StepPrograms
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore, EngineRequest
 from engine.scheduling.pacing.chunking import PromptPace

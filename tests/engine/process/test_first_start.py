@@ -27,8 +27,8 @@ from engine.quantization.method import DenseCuda
 from engine.runner import inputs
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.forward import ModelForward
-from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CudaInputs
+from engine.runner.launch.graphs import StepGraphs
 from engine.runner.model_runner import ModelRunner
 from engine.runner.request_rows import RequestRows
 from engine.runner.warm_up import capture_graphs, launch_everything, warm_up

@@ -10,7 +10,7 @@ import pytest
 
 from engine.config.engine_config import EngineConfig
 from engine.messages import EngineRequest
-from engine.runner.graphs import StepGraphs
+from engine.runner.launch.graphs import StepGraphs
 from tests.engine.process.ranked import (
     add_adapters,
     everything,
@@ -27,7 +27,7 @@ from tests.fakes import Output
 __all__ = ["one_gpu"]  # a fixture
 
 ALL_PAY = """
-from engine.runner.graphs import StepGraphs
+from engine.runner.launch.graphs import StepGraphs
 StepGraphs._device_seconds = lambda *size: 0.0
 """
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.runner.draft_graphs import DraftGraphs, Record, chain_sizes
-from engine.runner.draft_passes import DraftPasses
+from engine.runner.drafts.graphs import DraftGraphs, Record, chain_sizes
+from engine.runner.drafts.passes import DraftPasses
 from engine.runner.inputs import CpuInputs, CudaInputs
 from engine.sampling.device_result import DeviceResult
 from kernels.metadata import AttentionMeta

@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.runner.draft_graphs import Record
-from engine.runner.draft_passes import DraftPasses
+from engine.runner.drafts.graphs import Record
+from engine.runner.drafts.passes import DraftPasses
 from engine.runner.forward import ModelForward
 from engine.runner.inputs import CudaInputs, max_entries
 from engine.runner.state_runs import GRAPHED, GraphRuns

@@ -16,8 +16,8 @@ from engine.batch import Batch
 from engine.parallel.link import Link
 from engine.runner.caches.kv_cache import in_views
 from engine.runner.forward import ModelForward
-from engine.runner.graphs import StepGraphs
-from engine.runner.programs import StepPrograms
+from engine.runner.launch.graphs import StepGraphs
+from engine.runner.launch.programs import StepPrograms
 from engine.sampling.step_sampler import Hidden, StepSampler
 
 

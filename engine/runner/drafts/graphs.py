@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.draft_passes import DraftPasses
+from engine.runner.drafts.passes import DraftPasses
 from engine.sampling.sampler import SamplePlan
 from engine.speculation.settings import MAX_TOKENS
 

@@ -1,6 +1,6 @@
 """DraftPasses: the passes of a drafter and the draws between them, kernel by kernel.
 
-Nothing here waits for the device, and all of it can be captured in a CUDA graph: draft_graphs.py.
+Nothing here waits for the device, and all of it can be captured in a CUDA graph: drafts/graphs.py.
 """
 
 from collections.abc import Sequence
