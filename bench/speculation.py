@@ -39,7 +39,7 @@ from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.speculation import Speculation
+from engine.scheduling.drafts.speculation import Speculation
 from engine.speculation.settings import read_speculation
 from engine.text.tokenizer import Tokenizer
 

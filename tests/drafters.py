@@ -11,8 +11,8 @@ import torch
 from engine.runner.model_runner import ModelRunner
 from engine.runner.warm_up import capture_drafts
 from engine.scheduling.core import EngineCore
+from engine.scheduling.drafts.speculation import Speculation
 from engine.scheduling.request import Request
-from engine.scheduling.speculation import Speculation
 from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths, DraftRecord
 

@@ -23,6 +23,7 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.drafts.speculation import Speculation
 from engine.scheduling.memory.block_manager import LowestFirst
 from engine.scheduling.memory.host_plan import HostPlan, Pairs
 from engine.scheduling.memory.host_tier import HostTier
@@ -30,7 +31,6 @@ from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.memory.kv_growth import KVGrowth
 from engine.scheduling.memory.kv_shares import Holding
 from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
-from engine.scheduling.speculation import Speculation
 from engine.speculation.computed import ON_DEVICE
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

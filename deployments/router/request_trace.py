@@ -92,7 +92,7 @@ class RequestTrace:
         self.first = 0.0
         self.cached = 0
         self.output_tokens = 0
-        # number of drafts that a step accepted -> how often; see engine.scheduling.speculation
+        # drafts that a step accepted -> how often; see engine.scheduling.drafts.speculation
         self.accepted_runs: dict[int, int] = {}
         self.finish: list[str] = []
         self.error = ""

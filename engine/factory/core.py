@@ -35,10 +35,10 @@ from engine.runner.refill import Refill
 from engine.sampling.sampler import Masked
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.drafts.speculation import Speculation
 from engine.scheduling.memory.kv_growth import GrowingMemory
 from engine.scheduling.orders.sleeping import Sleeper
 from engine.scheduling.orders.updates import WeightLoader
-from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import SchedulerCounters
 from engine.weights.staging import checkpoint_bytes
 from engine.weights.transfer import WeightTransfer

@@ -17,7 +17,7 @@ token in flight, the step's forward pass is launched without its sampling:
 Masks are then computed on other threads while the device computes layers and logits. If all tokens
 are known, masks are computed during the launch.
 
-If a step raises, the poison requests fail and the engine goes on: bisect_failure.py. If the device
+If a step raises, the poison requests fail and the engine goes on: failures/. If the device
 has no memory for a step, no request fails: its tokens are computed again in smaller steps.
 """
 
@@ -44,6 +44,9 @@ from engine.messages import (
     UpdateWeights,
 )
 from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.drafts.speculation import Speculation
+from engine.scheduling.failures.step_failure import StepBlame
+from engine.scheduling.failures.step_recovery import StepRecovery
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.kv_growth import KVGrowth
@@ -54,10 +57,7 @@ from engine.scheduling.orders.updates import Pause, WeightLoader, WeightUpdates
 from engine.scheduling.pacing.step_timer import StepTimer
 from engine.scheduling.preparation import RequestPreparation
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep
-from engine.scheduling.step_failure import StepBlame
-from engine.scheduling.step_recovery import StepRecovery
 from engine.scheduling.step_runner import PendingResult, Runner
 from engine.structured.constraint import Constraint
 from engine.structured.preparing import Grammars

@@ -15,6 +15,8 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup
+from engine.scheduling.drafts.speculation import Speculation
+from engine.scheduling.drafts.step_drafts import StepDrafts
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_cache import ImageCache
@@ -23,9 +25,7 @@ from engine.scheduling.memory.request_memory import RequestMemory
 from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
-from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep, SchedulerCounters
-from engine.scheduling.step_drafts import StepDrafts
 
 logger = logging.getLogger("manta.engine")
 

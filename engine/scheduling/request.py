@@ -33,7 +33,7 @@ from engine.scheduling.routes import RequestRoutes
 from engine.structured.constraint import Constraint
 
 if TYPE_CHECKING:
-    from engine.scheduling.speculation import RequestDrafts
+    from engine.scheduling.drafts.speculation import RequestDrafts
 
 
 class RequestPhase(enum.Enum):

@@ -1,7 +1,7 @@
 """Scheduler: decides what each request computes in the next step, and which row and blocks it has.
 
 phases.py has the requests and their phases. request_memory.py assigns rows and blocks. step.py has
-code about a single step, such as reading its result, and step_drafts.py has its drafts. queue.py
+code about a single step, such as reading its result, and drafts/ has its drafts. queue.py
 has the order of waiting requests, and request_start.py chooses the pool where one starts.
 The timeline, one batch ahead (`EngineCore.step`); otherwise `schedule` comes after `update`:
 
@@ -38,6 +38,7 @@ from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, BATCHING, KVMemory
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import next_group
+from engine.scheduling.drafts.speculation import Speculation
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_cache import ImageCache
@@ -52,7 +53,6 @@ from engine.scheduling.pacing.step_target import StepTarget
 from engine.scheduling.phases import RequestPhases
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_start import find_start
-from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep, StepBuilder
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 from engine.batch import Batch, Proposal, StepResult, TokenLogprobs
 from engine.messages import Delta
 from engine.scheduling.decode_group import DecodeGroup
+from engine.scheduling.drafts.speculation import Verification
 from engine.scheduling.request import Request, RequestPhase
-from engine.scheduling.speculation import Verification
 
 if TYPE_CHECKING:
     from engine.structured.constraint import Constraint

@@ -12,7 +12,7 @@ import torch
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from engine.scheduling.speculation import Speculation
+from engine.scheduling.drafts.speculation import Speculation
 from engine.speculation.lookup import Lookup, LookupOptions
 from tests.drafters import KINDS, ListedLengths, ToldDrafter
 from tests.engine.lora.adapters import save_adapter

@@ -18,9 +18,9 @@ from hypothesis.stateful import (
 from engine.config.kv_groups import Full, Window
 from engine.messages import EngineRequest
 from engine.scheduling.core import EngineCore
+from engine.scheduling.drafts.speculation import Speculation
 from engine.scheduling.memory.host_plan import HostPlan
 from engine.scheduling.memory.snapshots import SnapshotPlan, Snapshots
-from engine.scheduling.speculation import Speculation
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import FakeRunner, expected, make_core, make_request, run

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.config.kv_groups import Full, Window
-from engine.scheduling import speculation as module
 from engine.scheduling.core import EngineCore
-from engine.scheduling.speculation import Speculation, Verification, _cut
+from engine.scheduling.drafts import speculation as module
+from engine.scheduling.drafts.speculation import Speculation, Verification, _cut
 from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions

@@ -23,7 +23,7 @@ from engine.factory import build
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from engine.scheduling.speculation import Speculation
+from engine.scheduling.drafts.speculation import Speculation
 from engine.structured import compiler as compiler_module
 from engine.structured.compiler import LEXERS, Compiler, Vocabulary
 from engine.structured.constraint import Constraint, Masks

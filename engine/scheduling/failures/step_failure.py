@@ -1,6 +1,6 @@
 """StepBlame, MemoryShortages: failures of a step, and which step is to blame.
 
-bisect_failure.py decides about the requests of a failed step.
+bisection.py decides about the requests of a failed step.
 """
 
 from types import TracebackType

@@ -1,6 +1,6 @@
 """StepRecovery: what becomes of the requests of a step that has raised.
 
-step_failure.py says which step is to blame, and bisect_failure.py which requests run together.
+step_failure.py says which step is to blame, and bisection.py which requests run together.
 """
 
 import contextlib
@@ -9,12 +9,12 @@ from collections import deque
 
 from engine.batch import OutOfMemory
 from engine.messages import Delta
-from engine.scheduling.bisect_failure import FailureBisection
+from engine.scheduling.failures.bisection import FailureBisection
+from engine.scheduling.failures.step_failure import MemoryShortages
 from engine.scheduling.memory.kv_growth import KVGrowth
 from engine.scheduling.request import RequestPhase
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import LaunchedStep
-from engine.scheduling.step_failure import MemoryShortages
 from engine.scheduling.step_runner import PendingResult, Runner
 
 logger = logging.getLogger("manta.engine")

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from engine.batch import Batch, StepResult
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup
+from engine.scheduling.drafts.speculation import Speculation
 from engine.scheduling.memory.request_memory import RequestMemory
 from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.request import Request, RequestPhase
-from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 
 
