@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import cpu_steps as bench
+from bench.cpu import steps as bench
 from tests.kernels.cpu.test_generated import able
 
 

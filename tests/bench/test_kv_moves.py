@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import kv_moves
+from bench.kv import moves
 from tests.engine.test_host_kv import PLAIN
 from tests.engine.test_memory import SIZES
 
@@ -20,7 +20,7 @@ def test_blocks_move_between_two_engines(tmp_path: Path, monkeypatch: pytest.Mon
     out = tmp_path / "out"
     words = ["--tokens", "160", "--prompts", "2", "--device", "cpu", "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", ["", "--model", str(tmp_path), "--out", str(out), *words])
-    kv_moves.main()
+    moves.main()
     (table,) = out.glob("kv-moves-*.json")
     rows = json.loads(table.read_text())["rows"]
     assert [row["case"] for row in rows] == ["model/moved-of-warm", "model/moved-of-computed"]
@@ -33,4 +33,4 @@ def test_blocks_move_between_two_engines(tmp_path: Path, monkeypatch: pytest.Mon
 def test_rows_compare_medians() -> None:
     """Bug: a slow first prompt decides a row."""
     lines = [{"computed": 200.0, "warm": 10.0, "moved": moved} for moved in (900.0, 20.0, 20.0)]
-    assert [row["ratio"] for row in kv_moves.rows_of("m", lines)] == [2.0, 0.1]
+    assert [row["ratio"] for row in moves.rows_of("m", lines)] == [2.0, 0.1]

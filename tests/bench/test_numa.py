@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bench import numa
+from bench.cpu import numa
 from engine.parallel.nodes import Node
 
 
@@ -23,6 +23,6 @@ def test_rows_compare_bound_with_unbound() -> None:
 def test_one_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: figures of two nodes from a machine that has one."""
     monkeypatch.setattr(numa, "read_nodes", lambda: [Node(0, (0, 1))])
-    monkeypatch.setattr(sys, "argv", ["bench.numa"])
+    monkeypatch.setattr(sys, "argv", ["bench.cpu.numa"])
     with pytest.raises(SystemExit, match=r"this one has 1 \(node 0, cores 0-1\)"):
         numa.main()

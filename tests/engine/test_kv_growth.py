@@ -180,7 +180,7 @@ def test_a_sleeping_engine_gives_everything(
 @pytest.mark.gpu
 def test_streams_go_on_while_ten_gib_are_mapped() -> None:
     """Bug: recorded graphs read other addresses; the driver's calls hold launches up."""
-    command = [sys.executable, "-m", "bench.kv_growth", "--tokens", "800"]
+    command = [sys.executable, "-m", "bench.kv.growth", "--tokens", "800"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     line = json.loads(done.stdout)

@@ -3,7 +3,7 @@
 Rows have the share that is not matmuls, the cost of more rows, the gain of more cores, and how
 close matmuls are to the machine's limits.
 
-    python -m bench.cpu_steps --quantization gguf w8a8 none --out bench/results
+    python -m bench.cpu.steps --quantization gguf w8a8 none --out bench/results
 
 Each format and number of threads has its own process, and the best of many short runs counts.
 "Matmuls" are all matrices of the decoder once, as one program, and the head. Cases:
@@ -292,7 +292,7 @@ def main() -> None:
     for name in args.quantization:
         sides = []
         for threads in (1, cores):
-            command = [sys.executable, "-m", "bench.cpu_steps", "--model", args.model]
+            command = [sys.executable, "-m", "bench.cpu.steps", "--model", args.model]
             command += ["--quantization", name, "--seconds", str(args.seconds)]
             # set as in the engine process (engine.process.lifeline)
             threads_of = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "30000"}

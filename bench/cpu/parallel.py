@@ -2,9 +2,9 @@
 
 Each rank of the split model has one core.
 
-    python -m bench.parallel --out bench/results               # the default model, in 16 bits
-    python -m bench.parallel --model ./folder --ranks 4 --dtype float32
-    python -m bench.parallel --by pipeline_parallel            # in stages of layers
+    python -m bench.cpu.parallel --out bench/results               # the default model, in 16 bits
+    python -m bench.cpu.parallel --model ./folder --ranks 4 --dtype float32
+    python -m bench.cpu.parallel --by pipeline_parallel            # in stages of layers
 
 Cases: `single` is one stream, `batch` eight at once, `prompt` a long prompt and one token. Both
 engines run all the time and alternate; the other one sleeps. `ratio` is the seconds of one rank

@@ -1,6 +1,6 @@
 """The first token of a turn on another replica, whose KV blocks move there, against the warm one's.
 
-    python -m bench.kv_moves --model FOLDER --name llama-8b --out bench/results
+    python -m bench.kv.moves --model FOLDER --name llama-8b --out bench/results
 
 FOLDER has config.json; weights are random. Two engines with `kv_moves` run on one machine, with two
 GPUs on a GPU each. For each prompt of `--tokens` tokens it measures the milliseconds to the first

@@ -1,6 +1,6 @@
 """Measures what a picture costs a router: base64, header, decoding, resizing and hashing of a JPEG.
 
-    python -m bench.image_intake --model bench/models/qwen3-vl-8b --out bench/results
+    python -m bench.images.intake --model bench/models/qwen3-vl-8b --out bench/results
 
 `stage/...` has the CPU time of one picture by stage, the least of --repeats. `resize_alone_ms` is
 the CPU time of Pillow's own resize, and `..._wall_ms` the time that passes. `processes/N` runs N

@@ -1,6 +1,6 @@
 r"""The pause of streams while an engine's KV memory grows and shrinks (`kv_memory: growing`).
 
-    python -m bench.kv_growth --out bench/results
+    python -m bench.kv.growth --out bench/results
 
 It needs a CUDA device with room for random weights (16 GB of llama-8b) and for `--gib`, and
 about two minutes. With --device cpu it shows that it runs. Streams decode all the time:

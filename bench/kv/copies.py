@@ -1,6 +1,6 @@
 r"""Rates of copies of KV blocks between a GPU and pinned host memory, by the pool's layout.
 
-    python -m bench.kv_copies --out bench/results
+    python -m bench.kv.copies --out bench/results
 
 It needs a CUDA device, 6 GiB of its memory, 2 GiB of pinned host memory and about 30 s. A block of
 llama-8b in bfloat16 is 64 rows of 32 KiB, which lie far apart in a pool [layers, 2, blocks, ...]:

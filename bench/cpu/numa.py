@@ -1,6 +1,6 @@
 """Engines bound to the nodes of a machine (NUMA), beside the same engines unbound, in turns.
 
-    python -m bench.numa --out bench/results
+    python -m bench.cpu.numa --out bench/results
 
 A machine of one node is refused, as nothing would differ. Each side decodes the same requests;
 the best of all rounds counts. Cases:
@@ -90,7 +90,7 @@ def main() -> None:
         return
     if len(nodes) < 2:
         raise SystemExit(
-            f"error: bench.numa compares nodes of a machine, and this one has {len(nodes)} "
+            f"error: bench.cpu.numa compares nodes of a machine, and this one has {len(nodes)} "
             f"({nodes[0]}); take a machine with two sockets, or give this container both nodes"
         )
     speeds: dict[tuple[str, str], float] = {}
@@ -98,7 +98,7 @@ def main() -> None:
     for turn in range(args.rounds):
         for layout in LAYOUTS:
             for numa in ("bind", "none"):
-                command = [sys.executable, "-m", "bench.numa", "--side", layout, numa]
+                command = [sys.executable, "-m", "bench.cpu.numa", "--side", layout, numa]
                 command += ["--model", args.model, "--requests", str(args.requests)]
                 command += ["--tokens", str(args.tokens)]
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ)
