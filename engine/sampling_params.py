@@ -263,9 +263,9 @@ def _number(name: str, value: float, low: float, high: float, *, open_low: bool 
     # Only comparisons: JSON may have integers that do not fit into a float, and converting one
     # raises.
     if not (low < value if open_low else low <= value) or not value <= high:
-        left = "(" if open_low else "["
+        opening = "(" if open_low else "["
         raise InvalidRequest(
-            f"{name} must be in {left}{low}, {high}], got {_given(value)}", param=name
+            f"{name} must be in {opening}{low}, {high}], got {_given(value)}", param=name
         )
 
 

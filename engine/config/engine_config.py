@@ -31,11 +31,11 @@ class _Hashable(dict[str, str | float | bool | None]):
 def ranks_said(tensor_parallel: int, pipeline_parallel: int, pipeline_nodes: int = 1) -> str:
     """Return how a model is divided among ranks, in words for messages."""
     ranks_of = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
-    said = " x ".join(f"{key} {ranks}" for key, ranks in ranks_of.items() if ranks > 1)
+    ranks_text = " x ".join(f"{key} {ranks}" for key, ranks in ranks_of.items() if ranks > 1)
     if pipeline_nodes == 1:
-        return said
+        return ranks_text
     here = tensor_parallel * pipeline_parallel // pipeline_nodes
-    return f"{said} on pipeline_nodes {pipeline_nodes}, {here} on each"
+    return f"{ranks_text} on pipeline_nodes {pipeline_nodes}, {here} on each"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -228,10 +228,10 @@ class KVGroups:
         """Return, by kind, (number of layers, bytes of a token in all of the kind's layers)."""
         by_kind: dict[KVKind, tuple[int, int]] = {}
         for group in self.groups:
-            layers, taken = by_kind.get(group.kind, (0, 0))
+            layers, num_bytes = by_kind.get(group.kind, (0, 0))
             count = len(group.layers)
             more = group.tensors * count * group.token_bytes(form)
-            by_kind[group.kind] = (layers + count, taken + more)
+            by_kind[group.kind] = (layers + count, num_bytes + more)
         return by_kind
 
     @property

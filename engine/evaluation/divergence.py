@@ -38,8 +38,8 @@ class Divergence:
         self.same += int((exact.argmax(-1) == other.argmax(-1)).sum())
         if len(ids) < 2:
             return
-        taken = ids[1:, None].long()
-        own, others = (logprobs[:-1].gather(1, taken) for logprobs in (exact, other))
+        next_ids = ids[1:, None].long()
+        own, others = (logprobs[:-1].gather(1, next_ids) for logprobs in (exact, other))
         self.losses = (self.losses[0] - float(own.sum()), self.losses[1] - float(others.sum()))
         self.largest = max(self.largest, float((own - others).abs().max()))
 

@@ -59,9 +59,9 @@ class Reference:
         output: list[int] = []
         step, cache = torch.tensor([ids]), None
         for _ in range(count):
-            said = self.model(step, past_key_values=cache, use_cache=True)
-            cache = said.past_key_values
-            logits = said.logits[0, -1].float()
+            outputs = self.model(step, past_key_values=cache, use_cache=True)
+            cache = outputs.past_key_values
+            logits = outputs.logits[0, -1].float()
             logits[self._never] = -torch.inf
             output.append(int(logits.argmax()))
             step = torch.tensor([output[-1:]])

@@ -466,8 +466,10 @@ def consistency(
         if prefix:
             paged.run((ids[: prefix * BLOCK], table, 0))
             shared = [*table[:prefix], *others[: blocks - prefix]]
-            (rest,) = paged.run((ids, shared, prefix * BLOCK))
-            sums_of["prefix"].add_text(ids[prefix * BLOCK :], rest, want[prefix * BLOCK :])
+            (suffix_logprobs,) = paged.run((ids, shared, prefix * BLOCK))
+            sums_of["prefix"].add_text(
+                ids[prefix * BLOCK :], suffix_logprobs, want[prefix * BLOCK :]
+            )
     return {name: sums.difference for name, sums in sums_of.items()}
 
 

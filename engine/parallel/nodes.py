@@ -99,8 +99,8 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
 
     Consecutive ranks, which communicate the most, share a node. Raises ConfigError.
     """
-    per_node, left = divmod(ranks, len(nodes))
-    if left:
+    per_node, extra = divmod(ranks, len(nodes))
+    if extra:
         raise ConfigError(
             f"numa: {ranks} ranks cannot be divided among {len(nodes)} nodes; take a multiple of "
             "them (tensor_parallel), or leave numa out",

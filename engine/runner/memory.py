@@ -262,8 +262,8 @@ def plan_memory(
     if config.num_blocks:
         check_blocks(config.num_blocks, plan.block_bytes, free)
         plan.num_blocks = config.num_blocks
-        taken = config.num_blocks * plan.block_bytes
-        plan.keep_snapshots(config, taken // 3, free - taken)
+        kv_bytes = config.num_blocks * plan.block_bytes
+        plan.keep_snapshots(config, kv_bytes // 3, free - kv_bytes)
         return plan
     if config.kv_cache_bytes:
         budget, reason = config.kv_cache_bytes, "kv_cache_bytes"
@@ -276,15 +276,15 @@ def plan_memory(
             )
     elif cuda:
         share, weights = int(total * config.memory_fraction), plan.rows[0][1]
-        said = f"memory_fraction {config.memory_fraction} of {total / GIB:.1f} GiB"
+        budget_text = f"memory_fraction {config.memory_fraction} of {total / GIB:.1f} GiB"
         if weights > share:
             raise ConfigError(
-                f"the weights need {weights / GIB:.2f} GiB and {said} is {share / GIB:.2f}. Raise "
-                f"memory_fraction. {WEIGHTS_TOO_LARGE}",
+                f"the weights need {weights / GIB:.2f} GiB and {budget_text} is {share / GIB:.2f}. "
+                f"Raise memory_fraction. {WEIGHTS_TOO_LARGE}",
                 param="memory_fraction",
             )
         budget = min(free, free - total + share)
-        reason = f"{said} less {(total - free) / GIB:.1f} GiB in use: {plan.largest()}"
+        reason = f"{budget_text} less {(total - free) / GIB:.1f} GiB in use: {plan.largest()}"
     else:
         budget = min(CPU_KV_BYTES, free // 4)
         reason = f"the smaller of 2 GiB and a quarter of what is free beside {plan.largest()}"
@@ -388,8 +388,8 @@ class MemoryPlan:
             )
         self.snapshots = max(0, min(config.snapshot_bytes or share, spare)) // size
         if self.snapshots:
-            taken = self.snapshots * size
-            self.rows.append((f"snapshots ({self.snapshots} of states)", taken))
+            num_bytes = self.snapshots * size
+            self.rows.append((f"snapshots ({self.snapshots} of states)", num_bytes))
         return self.snapshots * size
 
     def largest(self) -> str:

@@ -321,8 +321,8 @@ class Sampler:
             if plan.processed:
                 assert filters is not None
                 logprobs(logits, chosen, plan.logprobs, rows, words, filters=filters, out=parts)
-            result.logprob, result.rank, result.top_ids, *rest = parts
-            result.top_logprobs, result.total = rest
+            result.logprob, result.rank, result.top_ids, *last_parts = parts
+            result.top_logprobs, result.total = last_parts
         return result
 
     def _sample_on_host(
@@ -358,8 +358,8 @@ class Sampler:
                 for s, row in enumerate(row_list)
             ]
             parts = _host_logprobs(scored, chosen.tolist(), wanted, plan.logprobs)
-            sampled.logprob, sampled.rank, sampled.top_ids, *rest = parts
-            sampled.top_logprobs, sampled.total = rest
+            sampled.logprob, sampled.rank, sampled.top_ids, *last_parts = parts
+            sampled.top_logprobs, sampled.total = last_parts
         return sampled
 
     def prompt_logprobs(

@@ -151,16 +151,16 @@ def peak(memory: KVMemory, new: Footprint) -> bool:
     # has. Kinds that keep all tokens grow with each token; the others count with their final size.
     size = memory.block_size
     grow = [kind for kind in memory.kinds if kind.whole and kind.by_position]
-    rest = [kind for kind in memory.kinds if kind not in grow]
+    other_kinds = [kind for kind in memory.kinds if kind not in grow]
     now = [
         max(
-            len(grow) * (r.now + size - 1) + blocks_for(rest, r.final, size) * size,
+            len(grow) * (r.now + size - 1) + blocks_for(other_kinds, r.final, size) * size,
             r.held * size,
         )
         for r in requests
     ]
-    left = [r.final - r.now + delay + memory.lag for r in requests]
-    return future_peak(now, left, len(grow)) <= memory.num_blocks * size
+    remaining = [r.final - r.now + delay + memory.lag for r in requests]
+    return future_peak(now, remaining, len(grow)) <= memory.num_blocks * size
 
 
 def future_peak(now: Sequence[int], left: Sequence[int], gain: int = 1) -> int:

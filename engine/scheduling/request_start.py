@@ -63,6 +63,6 @@ def find_start(
         # A request that runs alone fits, even if a strategy rounds its size up beyond the memory.
         if not fits(memory, footprint) and memory.num_running:
             continue
-        taken = memory.num_blocks - memory.free + memory.promised - len(resident)
-        starts.append((taken, Start(rank, cached, num_resident, footprint)))
+        used_blocks = memory.num_blocks - memory.free + memory.promised - len(resident)
+        starts.append((used_blocks, Start(rank, cached, num_resident, footprint)))
     return min(starts, key=lambda each: each[0])[1] if starts else None

@@ -65,15 +65,15 @@ def _named(node: ASTNode | RuleNode) -> Iterator[str]:
 def _regular(uses: Mapping[str, list[str]]) -> list[str]:
     """Return the rules that reach no recursive rule, each after the rules that it uses."""
     users: dict[str, list[str]] = {name: [] for name in uses}
-    left = {name: len(used) for name, used in uses.items()}
+    open_uses = {name: len(used) for name, used in uses.items()}
     for name, used in uses.items():
         for rule in used:
             users[rule].append(name)
-    regular = [name for name, count in left.items() if not count]
+    regular = [name for name, count in open_uses.items() if not count]
     for name in regular:
         for user in users[name]:
-            left[user] -= 1
-            if not left[user]:
+            open_uses[user] -= 1
+            if not open_uses[user]:
                 regular.append(user)
     return regular
 

@@ -136,8 +136,8 @@ class _Child:
         poller.register(process.stdout, select.POLLIN)
         deadline = time.monotonic() + seconds
         while b"\n" not in self._rest:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poller.poll(left * 1000):
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0 or not poller.poll(seconds_left * 1000):
                 raise EOFError
             data = os.read(process.stdout.fileno(), 65536)
             if not data:

@@ -125,8 +125,8 @@ class Loading:
         speed = f"{rate / 1e9:.1f} GB/s"
         if self.done >= self.total:
             return f"{self.total / 1e9:.1f} GB in {self.seconds:.1f} s, {speed}"
-        left = f"{(self.total - self.done) / rate:.0f} s left" if self.done else "no byte yet"
-        return f"{self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB, {speed}, {left}"
+        time_left = f"{(self.total - self.done) / rate:.0f} s left" if self.done else "no byte yet"
+        return f"{self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB, {speed}, {time_left}"
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ def slopes(heads: int) -> tuple[float, ...]:
     """
     whole = 1 << int(math.log2(heads))
     first = [2 ** (-8 * (h + 1) / whole) for h in range(whole)]
-    rest = [2 ** (-4 * (2 * h + 1) / whole) for h in range(heads - whole)]
-    return tuple(first + rest)
+    interpolated = [2 ** (-4 * (2 * h + 1) / whole) for h in range(heads - whole)]
+    return tuple(first + interpolated)
 
 
 def mpt_slopes(heads: int, largest: float) -> tuple[float, ...]:

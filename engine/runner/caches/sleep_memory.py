@@ -305,9 +305,9 @@ def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
 
     Kernel back ends and groups of ranks are skipped, because their tensors belong to no model.
     """
-    seen, left = {id(root)}, [root]
-    while left:
-        owner = left.pop()
+    seen, to_visit = {id(root)}, [root]
+    while to_visit:
+        owner = to_visit.pop()
         if isinstance(owner, Tensor):
             if owner.device == device:
                 yield owner
@@ -319,4 +319,4 @@ def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
         for referent in gc.get_referents(*inside):
             if id(referent) not in seen:
                 seen.add(id(referent))
-                left.append(referent)
+                to_visit.append(referent)

@@ -213,7 +213,7 @@ class BlockManager:
         needed = len(requests) * count * self._growing
         if self._fixed:
             needed += self._fixed * sum(not request.blocks for request in requests)
-        taken = iter(self.allocate(needed))
+        new_blocks = iter(self.allocate(needed))
         new = []
         for request in requests:
             row, table = request.row, request.blocks
@@ -221,7 +221,7 @@ class BlockManager:
                 first = not table
                 for by_position in self._by_position:
                     if by_position or first:
-                        block = next(taken)
+                        block = next(new_blocks)
                         new.append((row, len(table), block))
                         table.append(block)
                     else:

@@ -170,7 +170,7 @@ class HostTier:
 
         Returns (hash, slot of the snapshot) of each. The longest prefix is dropped last.
         """
-        taken: dict[bytes, int] = {}
+        due: dict[bytes, int] = {}
         for digest in worth:
             snapshot = snapshots.saved(digest, done_step)
             if snapshot < 0:
@@ -183,10 +183,10 @@ class HostTier:
                 if oldest is None:
                     continue
                 self._drop_state(oldest)
-                taken.pop(oldest, None)
+                due.pop(oldest, None)
             self.states[digest] = self._free_states.pop()
-            taken[digest] = snapshot
-        return list(taken.items())
+            due[digest] = snapshot
+        return list(due.items())
 
     def _oldest_state(self) -> bytes | None:
         """Return the snapshot that was used least recently and is not being read."""
@@ -425,8 +425,8 @@ class HostTier:
         for name in names:
             slot = self._take_slot() if name[0] != STATES else self._take_state()
             if slot < 0:
-                for taken, number in zip(names, slots, strict=False):
-                    self.fill(taken, number, usable=False)
+                for digest, number in zip(names, slots, strict=False):
+                    self.fill(digest, number, usable=False)
                 return None
             slots.append(slot)
             (self.filling_states if name[0] == STATES else self.filling).add(slot)

@@ -69,7 +69,7 @@ class SnapshotPlan:
         form: the format of keys.
         step_tokens: the most tokens of a step.
         """
-        token = sum(taken for _, taken in groups.token_bytes(form).values())
+        token = sum(num_bytes for _, num_bytes in groups.token_bytes(form).values())
         every = max(groups.state_bytes // token, step_tokens)
         worth = WORTH if device_type == "cuda" else 0
         return cls(slots, -(-every // block_size) * block_size, worth=worth)
@@ -157,15 +157,15 @@ class Snapshots:
         runs in this step or a later one.
         """
         marks, at = request.marks, request.num_computed
-        left = request.num_tokens - at
+        remaining = request.num_tokens - at
         if marks is None or not request.cacheable:
-            return left
+            return remaining
         if at == marks.border:
             self._take(request, marks, at, step, rolling=False)
-        elif left == 1:
+        elif remaining == 1:
             self.decoded(request, at, step)
-        if left == 1:
-            return left
+        if remaining == 1:
+            return remaining
         plan, size = self.plan, self._block_size
         end = (request.num_tokens - 1) // size * size
         least = max(at + 1, marks.last + plan.gap)
@@ -173,7 +173,7 @@ class Snapshots:
         if end - marks.last >= plan.worth:
             wanted.append(end)
         marks.border = min((place for place in wanted if least <= place <= end), default=-1)
-        return left if marks.border < 0 else marks.border - at
+        return remaining if marks.border < 0 else marks.border - at
 
     def decoded(self, request: Computed, position: int, step: int) -> None:
         """Take a snapshot of a decoding request's output, if one is due at `position`.
@@ -352,7 +352,7 @@ class Snapshots:
     def forget_after(self, step: int) -> None:
         """Drop the snapshots taken by steps after this one, whose results are dropped."""
         self._to_save.clear()
-        for digest in [digest for digest, taken in self._steps.items() if taken > step]:
+        for digest in [digest for digest, taken_at in self._steps.items() if taken_at > step]:
             self.forget(digest)
 
     def check_integrity(self) -> None:

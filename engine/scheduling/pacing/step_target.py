@@ -103,9 +103,9 @@ class StepTarget(PromptPace):
         if self._steps < _LEAST_STEPS:
             return most
         base, row, key, _ = self._costs
-        left = (1 - _PROMPTS) * self._aim - base
+        seconds_left = (1 - _PROMPTS) * self._aim - base
         row_cost = row + key * self._context
-        fit = left / row_cost if row_cost > 0 else math.inf
+        fit = seconds_left / row_cost if row_cost > 0 else math.inf
         return int(min(most, max(1.0, min(fit, _believed(self._most_rows)))))
 
     def limit(self, tokens: int, decodes: int, context: int) -> int:
@@ -115,8 +115,8 @@ class StepTarget(PromptPace):
         tokens = min(tokens, _believed(self._most_tokens))
         if self._steps < _LEAST_STEPS or token <= 0:
             return tokens
-        left = self._aim - base - row * decodes - key * context
-        return min(tokens, max(_LEAST_TOKENS, int(left / token)))
+        seconds_left = self._aim - base - row * decodes - key * context
+        return min(tokens, max(_LEAST_TOKENS, int(seconds_left / token)))
 
 
 def _believed(most: int) -> int:
