@@ -96,10 +96,10 @@ def _meet(peers, wanted, patience, missing_rank, REGION: tl.constexpr):
     ours = _region(peers, RANK, tl.int64) + place + rank
     gave_up = _region(peers, RANK, tl.int64) + PROGRAMS * (SIZE + 1)
     patience = tl.where(tl.load(gave_up) > 0, 0, patience)
-    said = tl.zeros([RANKS], tl.int64) + wanted
+    signal = tl.zeros([RANKS], tl.int64) + wanted
     nothing = tl.zeros([RANKS], tl.int64)
     tl.debug_barrier()  # a few threads signal for all, whose writes must be done
-    tl.atomic_xchg(theirs + place + RANK, said, mask=others, sem="release", scope="sys")
+    tl.atomic_xchg(theirs + place + RANK, signal, mask=others, sem="release", scope="sys")
     seen = tl.atomic_add(ours, nothing, mask=others, sem="acquire", scope="sys")
     missing = tl.sum((others & (seen < wanted)).to(tl.int32), axis=0)
     polls = 0

@@ -298,11 +298,11 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                 number = writer.op(f"udiv i64 {start}, {shape.block_size}")
                 base = base_of(number)
                 ask(cache, writer.add(number, 1))
-                left = writer.sub(length, start)
+                remaining = writer.sub(length, start)
                 before = most_of(writer.sub(begin, start), 0)
                 passed = writer.sub(start, begin)
                 count = writer.call(
-                    "i64", "llvm.smin.i64", [("i64", left), ("i64", str(shape.block_size))]
+                    "i64", "llvm.smin.i64", [("i64", remaining), ("i64", str(shape.block_size))]
                 )
 
                 def told(index: Value, what, *held: Value) -> list[Value]:  # type: ignore[no-untyped-def]

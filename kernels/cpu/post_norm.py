@@ -113,8 +113,8 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
             own_bias = w.at(bias, w.mul(panel, bias_step))
 
             def rows_of(row: Value) -> None:
-                left = [("i64", w.sub(count, row)), ("i64", str(most))]
-                here = w.call("i64", "llvm.smin.i64", left)
+                bounds = [("i64", w.sub(count, row)), ("i64", str(most))]
+                here = w.call("i64", "llvm.smin.i64", bounds)
                 target, stride = place(row, panel)
                 operands = [
                     f"i64 {here}",
@@ -175,8 +175,8 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
 
     def block(index: Value) -> None:
         first = w.mul(index, length)
-        left = [("i64", w.sub(rows, first)), ("i64", length)]
-        count = w.call("i64", "llvm.smin.i64", left)
+        bounds = [("i64", w.sub(rows, first)), ("i64", length)]
+        count = w.call("i64", "llvm.smin.i64", bounds)
         x, inputs = (
             w.at(matrix, w.mul(first, width))
             for matrix, width in ((residual, hidden), (attended, shape.attended))

@@ -85,8 +85,8 @@ def _four(w, CODE: tl.constexpr):
         c = (w >> 16).to(tl.int8).to(tl.float32)
         d = (w >> 24).to(tl.int8).to(tl.float32)
     else:
-        left = w << 8
-        a, c = _floats((left & -0x7FFF8000) | ((left >> 4) & 0x07F007F0))
+        shifted = w << 8
+        a, c = _floats((shifted & -0x7FFF8000) | ((shifted >> 4) & 0x07F007F0))
         b, d = _floats((w & -0x7FFF8000) | ((w >> 4) & 0x07F007F0))
     return a, b, c, d
 

@@ -102,13 +102,13 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     in the same way without the first.
     """
     weights, ids = [], []
-    left = logits
+    remaining = logits
     for _ in range(2):
-        top, chosen = left.max(-1, keepdim=True)
+        top, chosen = remaining.max(-1, keepdim=True)
         far = (top - logits) / logits.abs().clamp(min=top) > 2 * jitter
-        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen))
+        weights.append(remaining.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen))
         ids.append(chosen)
-        left = left.scatter(-1, chosen, float("-inf"))
+        remaining = remaining.scatter(-1, chosen, float("-inf"))
     return torch.cat(weights, -1), torch.cat(ids, -1).int()
 
 

@@ -272,12 +272,12 @@ def _delta_solve_kernel(
     beta = SIZES.most * tl.sigmoid(tl.load(b + gates, mask=there, other=0.0).to(tl.float32))
     total = tl.cumsum(step, axis=0)
     tl.store(totals + at + steps, total)
-    left = decays(total, CHUNK)
+    between = decays(total, CHUNK)
     q = tl.load(queries + key_tile)
-    overlap = tl.dot(q, tl.trans(k), input_precision="ieee") * left
+    overlap = tl.dot(q, tl.trans(k), input_precision="ieee") * between
     square = at * CHUNK + steps[:, None] * CHUNK + steps[None, :]
     tl.store(overlaps + square, overlap.to(dtype))
-    lower = tl.dot(k, tl.trans(k), input_precision="ieee") * left * beta[:, None]
+    lower = tl.dot(k, tl.trans(k), input_precision="ieee") * between * beta[:, None]
     lower = tl.where(steps[:, None] > steps[None, :], lower, 0.0)
     inverse = unit_lower_inverse(lower, CHUNK, PRECISION) * beta[None, :]
     u = tl.dot(inverse.to(dtype), v, input_precision="ieee")

@@ -162,8 +162,8 @@ def chunk_rule(
     corrections = values - keys @ state
     read = (q * since) @ state + (q @ k.transpose(1, 2)).mul_(between) @ corrections
     until = (total[:, -1:] - total).exp()[..., None]
-    left = state * since[:, -1:] + (k * until).transpose(1, 2) @ corrections
-    return read, left
+    new_state = state * since[:, -1:] + (k * until).transpose(1, 2) @ corrections
+    return read, new_state
 
 
 def chunk_rule_by_key(
@@ -175,14 +175,14 @@ def chunk_rule_by_key(
     """
     total = log_decay.cumsum(1)
     between = (total[:, :, None] - total[:, None, :]).clamp_(max=0.0).exp_()
-    left = between.mul_(k[:, None])  # key j, decayed until token i
+    decayed_keys = between.mul_(k[:, None])  # key j, decayed until token i
     weighed = k * beta[..., None]
-    overlap = (left @ weighed[..., None])[..., 0].tril_(-1)
+    overlap = (decayed_keys @ weighed[..., None])[..., 0].tril_(-1)
     since = total.exp()
     wanted = torch.cat((v * beta[..., None], weighed * since), dim=-1)
     solved = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
     values, keys = solved.split((v.shape[2], k.shape[2]), dim=-1)
     corrections = values - keys @ state
-    read = (q * since) @ state + (left @ q[..., None])[..., 0].tril_() @ corrections
+    read = (q * since) @ state + (decayed_keys @ q[..., None])[..., 0].tril_() @ corrections
     until = k * (total[:, -1:] - total).exp()
     return read, state * since[:, -1, :, None] + until.transpose(1, 2) @ corrections

@@ -123,11 +123,13 @@ def _kimi_pairs_kernel(
     of_queries = tl.dot((q * since).to(dtype), others, input_precision="ieee")
     for number in range(PART):
         column = origin + number
-        left = tl.exp(tl.minimum(total - tl.load(totals + column * KEYS + dims)[None, :], 0.0))
-        left *= tl.load(keys + column * KEYS + dims).to(tl.float32)[None, :]
+        decayed_keys = tl.exp(
+            tl.minimum(total - tl.load(totals + column * KEYS + dims)[None, :], 0.0)
+        )
+        decayed_keys *= tl.load(keys + column * KEYS + dims).to(tl.float32)[None, :]
         here = (steps == column)[None, :]
-        of_keys = tl.where(here, tl.sum(k * left, axis=1)[:, None], of_keys)
-        of_queries = tl.where(here, tl.sum(q * left, axis=1)[:, None], of_queries)
+        of_keys = tl.where(here, tl.sum(k * decayed_keys, axis=1)[:, None], of_keys)
+        of_queries = tl.where(here, tl.sum(q * decayed_keys, axis=1)[:, None], of_queries)
     into = at * CHUNK * CHUNK + own[:, None] * CHUNK + steps[None, :]
     of_keys = tl.where(own[:, None] > steps[None, :], of_keys, 0.0)
     tl.store(lower + into, of_keys)

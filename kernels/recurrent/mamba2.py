@@ -101,5 +101,5 @@ def chunk_scan(
     read = overlap @ x + since * total.exp()[..., None]
     until = (total[:, -1:] - total).exp()[..., None]
     added = (x * until).unflatten(0, (groups, group_heads)).transpose(2, 3).flatten(1, 2) @ b
-    left = state * total[:, -1].exp()[:, None, None] + added.view_as(state)
-    return read.transpose(0, 1), left
+    new_state = state * total[:, -1].exp()[:, None, None] + added.view_as(state)
+    return read.transpose(0, 1), new_state

@@ -255,8 +255,8 @@ def _all_rows(
     if not even:
 
         def full(first: Value) -> list[Value]:
-            left = [("i64", writer.sub(num_rows, first)), ("i64", str(most))]
-            body(first, writer.call("i64", "llvm.smin.i64", left))
+            bounds = [("i64", writer.sub(num_rows, first)), ("i64", str(most))]
+            body(first, writer.call("i64", "llvm.smin.i64", bounds))
             return []
 
         writer.loop(0, num_rows, [], full, step=most)
@@ -360,8 +360,8 @@ class RoundedRows:
 
         def block(index: Value) -> None:
             first = writer.mul(index, length)
-            left = [("i64", writer.sub(self._count, first)), ("i64", length)]
-            count = writer.call("i64", "llvm.smin.i64", left)
+            bounds = [("i64", writer.sub(self._count, first)), ("i64", length)]
+            count = writer.call("i64", "llvm.smin.i64", bounds)
 
             def round_row(row: Value) -> list[Value]:
                 self._round(writer.add(first, row), own, row)

@@ -335,7 +335,7 @@ def _products(writer: IRWriter, form: Format) -> None:
 
         def store_tile(chosen: str) -> None:
             """Write a finished tile of rows to out, in one of _KINDS."""
-            left = [("i64", writer.sub("%rows", first)), ("i64", str(TILE_ROWS))]
+            bounds = [("i64", writer.sub("%rows", first)), ("i64", str(TILE_ROWS))]
 
             def row(index: Value) -> list[Value]:
                 source = writer.at(results, writer.mul(index, _PANEL))
@@ -350,7 +350,7 @@ def _products(writer: IRWriter, form: Format) -> None:
                     writer.store(value, target)
                 return []
 
-            writer.loop(0, writer.call("i64", "llvm.smin.i64", left), [], row)
+            writer.loop(0, writer.call("i64", "llvm.smin.i64", bounds), [], row)
 
         def finish() -> None:
             for number, chosen in enumerate(_KINDS):
@@ -466,8 +466,8 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
 
         def block(index: Value) -> None:
             first = writer.mul(index, length)
-            left = [("i64", writer.sub(rows.count, first)), ("i64", length)]
-            count = writer.call("i64", "llvm.smin.i64", left)
+            bounds = [("i64", writer.sub(rows.count, first)), ("i64", length)]
+            count = writer.call("i64", "llvm.smin.i64", bounds)
 
             def round_tile(tile: Value) -> list[Value]:
                 rows.round(first, tile, x)

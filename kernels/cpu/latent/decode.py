@@ -261,7 +261,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         def columns(column: Value) -> list[Value]:
             def in_block(start: Value, *held: Value) -> list[Value]:
                 base = w.at(row_of(table, start), column, dtype)
-                left = [("i64", w.sub(length, start)), ("i64", str(shape.block_size))]
+                bounds = [("i64", w.sub(length, start)), ("i64", str(shape.block_size))]
 
                 def mix_latent(index: Value, *held: Value) -> list[Value]:
                     row = w.at(base, w.mul(index, shape.kept), dtype)
@@ -278,7 +278,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                     return mixed
 
                 carried = [(kind, value) for value in held]
-                return w.loop(0, w.call("i64", "llvm.smin.i64", left), carried, mix_latent)
+                return w.loop(0, w.call("i64", "llvm.smin.i64", bounds), carried, mix_latent)
 
             zeros = [(kind, "zeroinitializer")] * (group * width)
             sums = w.loop(0, length, zeros, in_block, step=shape.block_size)

@@ -164,7 +164,7 @@ def _convolve(shape: ConvolutionShape, size: int) -> tuple[IRWriter, str]:
     conv = Convolution(w, shape.channels, shape.taps, shape.biased, shape.gated)
     behind, stride = w.argument(_BEHIND, "ptr"), w.argument(_BEHIND_STRIDE)
     block = min(_BLOCK * size, shape.channels)
-    whole, rest = divmod(shape.channels, block)
+    whole, tail = divmod(shape.channels, block)
 
     def work(entry: Entry, item: Value) -> None:
         first = w.mul(item, block)
@@ -183,10 +183,10 @@ def _convolve(shape: ConvolutionShape, size: int) -> tuple[IRWriter, str]:
             conv.run(entry, first, count, found)
 
         between(w, item, 0, whole, lambda _: convolve_channels(block))
-        if rest:
-            between(w, item, whole, whole + 1, lambda _: convolve_channels(rest))
+        if tail:
+            between(w, item, whole, whole + 1, lambda _: convolve_channels(tail))
 
-    entries.claim(whole + (rest > 0), work)
+    entries.claim(whole + (tail > 0), work)
     return w, "void @convolve(ptr %args)"
 
 

@@ -149,8 +149,8 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
                 if not shape.by_key:
                     step = w.load_some(w.at(w.at(a, w.mul(row, a_stride)), at), count)
                     step = w.softplus(w.binary("fadd", step, shift))
-                    left = w.exp(w.binary("fmul", rate, step))
-                    w.store_some(left, mixed.decay(row, at), count)
+                    factor = w.exp(w.binary("fmul", rate, step))
+                    w.store_some(factor, mixed.decay(row, at), count)
                 part = w.sigmoid(w.load_some(w.at(w.at(b, w.mul(row, b_stride)), at), count))
                 w.store_some(w.binary("fmul", part, most), mixed.beta(row, at), count)
 
@@ -182,9 +182,9 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
             for (at, count), value in zip(key_parts, values, strict=True):
                 shift = w.load_some(w.at(bias, w.add(first, at)), count)
                 step = w.binary("fadd", w.load_some(w.at(line, at), count), shift)
-                left = w.exp(w.binary("fmul", rate, w.softplus(step)))
-                w.store_some(left, w.at(mixed.key(own, token, 2), at), count)
-                value = w.binary("fmul", value, left)
+                factor = w.exp(w.binary("fmul", rate, w.softplus(step)))
+                w.store_some(factor, w.at(mixed.key(own, token, 2), at), count)
+                value = w.binary("fmul", value, factor)
                 w.store_some(value, w.at(mixed.key(own, token, 3), at), count)
 
         conv.run(entry, w.mul(head, shape.key_size), shape.key_size, found)
@@ -291,10 +291,10 @@ class _Walk:
             out = []
             for n, count in enumerate(counts):
                 at = w.at(place, n * w.lanes)
-                left = self._left(w.load_some(at, count), row, decay)
-                left = w.fma(factor, wrong[n], left)
-                w.store_some(left, at, count)
-                out.append(w.fma(asked, left, sums[n]))
+                new_state = self._left(w.load_some(at, count), row, decay)
+                new_state = w.fma(factor, wrong[n], new_state)
+                w.store_some(new_state, at, count)
+                out.append(w.fma(asked, new_state, sums[n]))
             return out
 
         for n, value in enumerate(self.rows(zeros, change)):
@@ -337,11 +337,11 @@ class _Walk:
                 after, corrections, seen = self._number(following, row), [], []
                 for n in range(len(counts)):
                     at = w.at(state_row, n * w.lanes)
-                    left = self._left(w.load(at), row, decay)
-                    left = w.fma(factor, wrong[n], left)
-                    w.store(left, at)
-                    corrections.append(w.fma(asked, left, sums[n]))
-                    seen.append(w.fma(after, left, sums[len(counts) + n]))
+                    new_state = self._left(w.load(at), row, decay)
+                    new_state = w.fma(factor, wrong[n], new_state)
+                    w.store(new_state, at)
+                    corrections.append(w.fma(asked, new_state, sums[n]))
+                    seen.append(w.fma(after, new_state, sums[len(counts) + n]))
                 return corrections + seen
 
             sums = self.rows(zeros * 2, change)

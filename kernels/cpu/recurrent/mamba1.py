@@ -132,15 +132,15 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
         w.when(single, alone)
         w.when(w.op(f"xor i1 {single}, true"), walk)
 
-    whole, rest = divmod(channels, size)
+    whole, tail = divmod(channels, size)
 
     def work(entry: Entry, item: Value) -> None:
         first = w.mul(item, size)
         between(w, item, 0, whole, lambda _: channels_of(entry, first, size))
-        if rest:
-            between(w, item, whole, whole + 1, lambda _: channels_of(entry, first, rest))
+        if tail:
+            between(w, item, whole, whole + 1, lambda _: channels_of(entry, first, tail))
 
-    entries.claim(whole + (rest > 0), work)
+    entries.claim(whole + (tail > 0), work)
     return w, "void @scan(ptr %args)"
 
 

@@ -183,11 +183,11 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
                 row_sums = []
                 for number in range(rows):
                     place = w.at(own, w.add(w.mul(w.add(row, number), width), at))
-                    left = w.binary("fmul", w.load_some(place, count), decay)
+                    new_state = w.binary("fmul", w.load_some(place, count), decay)
                     factor = w.spread(w.load(w.at(line, number), "float"))
-                    left = w.fma(factor, column, left)
-                    w.store_some(left, place, count)
-                    row_sums.append(w.fma(left, other, sums[number]))
+                    new_state = w.fma(factor, column, new_state)
+                    w.store_some(new_state, place, count)
+                    row_sums.append(w.fma(new_state, other, sums[number]))
                 return row_sums
 
             zeros = [(w.vector, "zeroinitializer")] * rows
