@@ -514,8 +514,8 @@ def deploy(schema: Mapping[str, Any]) -> None:
     with coexistence.deploying():
         there = model_applications.applications()
         coexistence.check(schema["applications"], there)
-        left = coexistence.left_out(schema["applications"], there)
-        apply(schema, {name: app for name, app in there.items() if name not in left})
+        excluded = coexistence.left_out(schema["applications"], there)
+        apply(schema, {name: app for name, app in there.items() if name not in excluded})
 
 
 def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:

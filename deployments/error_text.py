@@ -37,15 +37,15 @@ def reason(error: BaseException) -> str:
     """
     text = str(getattr(error, "strerror", None) or error)
     lines = [line.strip() for line in plain(text).splitlines() if line.strip()]
-    said = []
+    reasons = []
     for line in lines:
         if _WHERE.match(line):
             break
-        said.append(line)
+        reasons.append(line)
     cause = error_line(text)
-    if cause and cause not in said:
-        said.append(cause)
-    return _bounded(said or lines) or type(error).__name__
+    if cause and cause not in reasons:
+        reasons.append(cause)
+    return _bounded(reasons or lines) or type(error).__name__
 
 
 def _bounded(lines: Sequence[str]) -> str:

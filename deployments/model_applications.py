@@ -165,9 +165,11 @@ def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
     for name, other in known.items():
         if name == config.name():
             continue
-        for taken in (name, *other.config.aliases, *other.config.adapters.paths):
-            if (key := mine.get(same_pattern(taken))) is not None:
-                raise ConfigError(f"{key}: {taken!r} is a name of the model {name!r}", param=key)
+        for other_name in (name, *other.config.aliases, *other.config.adapters.paths):
+            if (key := mine.get(same_pattern(other_name))) is not None:
+                raise ConfigError(
+                    f"{key}: {other_name!r} is a name of the model {name!r}", param=key
+                )
 
 
 def trouble(app: str, name: str) -> dict[str, str]:

@@ -52,9 +52,9 @@ def allowed_path(given: str, roots: Sequence[str]) -> str:
     """
     text = given.rstrip("/")
     url = _URL.match(text)
-    rest = text[url.end() :] if url else text.removeprefix("/")
-    parts = rest.split("/")
-    if len(given) > MAX_PATH or not _PLAIN.fullmatch(rest):
+    path = text[url.end() :] if url else text.removeprefix("/")
+    parts = path.split("/")
+    if len(given) > MAX_PATH or not _PLAIN.fullmatch(path):
         raise _invalid("it may have letters, digits and ._/@+=,- only")
     if any(not part.strip(". ") for part in parts):
         raise _invalid("an empty part, or one of dots alone, is not allowed")

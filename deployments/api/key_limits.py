@@ -124,9 +124,9 @@ class KeyLimits:
             (b"tokens", caller.rule.tokens, account.tokens),
         ):
             if limit is not None and bucket is not None:
-                left, full = max(0.0, bucket.level), (limit - bucket.level) * MINUTE / limit
+                remaining, full = max(0.0, bucket.level), (limit - bucket.level) * MINUTE / limit
                 counts.append((b"x-ratelimit-limit-" + what, b"%d" % limit))
-                counts.append((b"x-ratelimit-remaining-" + what, b"%d" % left))
+                counts.append((b"x-ratelimit-remaining-" + what, b"%d" % remaining))
                 counts.append((b"x-ratelimit-reset-" + what, b"%.3fs" % max(0.0, full)))
         return counts
 

@@ -187,12 +187,12 @@ class ChatServer:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 answer = response.read(1 << 16).decode("utf-8", "replace")
             try:
-                said = _message(json.loads(answer))
+                detail = _message(json.loads(answer))
             except ValueError:
-                said = "not an OpenAI-compatible answer"
+                detail = "not an OpenAI-compatible answer"
             fields = {name.lower(): value for name, value in response.getheaders()}
             way_out = "; --key FILE gives it" if response.status == 401 else ""
-            message = f"{self.api}{path} answered {response.status}: {said}{way_out}"
+            message = f"{self.api}{path} answered {response.status}: {detail}{way_out}"
             raise ServerError(message, status=response.status, headers=fields)
         return response
 

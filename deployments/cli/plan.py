@@ -124,8 +124,8 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
         return
     # Ranks on a CPU share its memory.
     suffix = " on each GPU" if result.ranks > 1 and result.device.kind == "cuda" else ""
-    taken = sum(size for _, _, size in result.kv_per_token)
-    yield f"{taken / 1024:,.1f} KiB of keys and values a token{suffix}"
+    token_bytes = sum(size for _, _, size in result.kv_per_token)
+    yield f"{token_bytes / 1024:,.1f} KiB of keys and values a token{suffix}"
     if len(result.kv_per_token) > 1 or result.kv_per_token[0][0] != Full().describe():
         for tokens, layers, size in result.kv_per_token:
             yield f"  {size / 1024:,.1f} KiB in {layers} layers that keep {tokens}"
@@ -294,8 +294,8 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
         "request rows": f"{result.max_num_seqs} requests at once",
         "activations (largest step)": "estimated",
     }
-    for purpose, taken in result.memory.rows:
-        yield purpose, f"{size(taken)}  {notes.get(purpose, '')}".rstrip()
+    for purpose, num_bytes in result.memory.rows:
+        yield purpose, f"{size(num_bytes)}  {notes.get(purpose, '')}".rstrip()
         if purpose == "weights":
             yield from (("", f"{'':>13}  {product}") for product in result.products)
     yield (

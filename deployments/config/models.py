@@ -498,12 +498,12 @@ class MantaConfig(Section):
             if key in self.model_fields_set:
                 place = "is NAME in" if key == "served_name" else f"goes under models.NAME.{key} of"
                 wrong(f"belongs to one model; it {place} `models`", key)
-        taken: dict[str, str] = {same_pattern(name): name for name in self.models}
+        holders: dict[str, str] = {same_pattern(name): name for name in self.models}
         for name, own in self.models.items():
             names = {"aliases": own.aliases, "adapters": list(own.adapters.paths)}
             for key, others in names.items():
                 for other in others:
-                    holder = taken.setdefault(same_pattern(other), name)
+                    holder = holders.setdefault(same_pattern(other), name)
                     if holder != name or other in self.models:
                         wrong(f"{other!r} is a name of the model {holder!r}", "models", name, key)
             try:
@@ -644,9 +644,9 @@ class MantaConfig(Section):
                 f"{pipeline}: all nodes have equally many stages. Set one of them for this pool"
             )
         ranks, gpus, cores = self.node_ranks(pool), pool.num_gpus, pool.num_cpus
-        said = ranks_said(tensor, pipeline, nodes) or "tensor_parallel 1"
+        ranks_text = ranks_said(tensor, pipeline, nodes) or "tensor_parallel 1"
         key = "pipeline_parallel" if pipeline > 1 else "tensor_parallel"
-        setting = f"pools.{name}.num_gpus is {gpus or 0:g} and {said}"
+        setting = f"pools.{name}.num_gpus is {gpus or 0:g} and {ranks_text}"
         if kind == "cpu" and gpus:
             raise ValueError(
                 f"pools.{name}.num_gpus is {gpus:g}: a replica on the CPU uses no GPU, which would "
@@ -661,7 +661,7 @@ class MantaConfig(Section):
             raise ValueError(f"{setting}: each rank needs a GPU of its own. Leave num_gpus out")
         if kind == "cpu" and ranks > 1 and cores is not None and cores < ranks:
             raise ValueError(
-                f"pools.{name}.num_cpus is {cores:g} and {said}: each rank needs a "
+                f"pools.{name}.num_cpus is {cores:g} and {ranks_text}: each rank needs a "
                 f"core of its own. Raise num_cpus, or lower engine.{key}"
             )
 

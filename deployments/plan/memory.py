@@ -205,19 +205,19 @@ def plan(
         raise DoesNotFit(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None
-    ranks, whole, key, said = config.num_ranks, part, config.ranks_key, config.ranks_said
+    ranks, whole, key, ranks_text = config.num_ranks, part, config.ranks_key, config.ranks_said
     here = config.ranks_per_node
     devices_per_node = here if devices_per_node is None else devices_per_node
     if cuda and devices_per_node < here:
         raise ConfigError(
-            f"{said}: so many ranks need as many GPUs of one node, and this one has "
+            f"{ranks_text}: so many ranks need as many GPUs of one node, and this one has "
             f"{devices_per_node}; lower it, take another node, or put stages on several nodes "
             "(pipeline_nodes)",
             param=key,
         )
     if device.cores and device.cores < here:
         raise ConfigError(
-            f"{said}: so many ranks on the CPU need as many cores, and this machine has "
+            f"{ranks_text}: so many ranks on the CPU need as many cores, and this machine has "
             f"{device.cores}; lower it",
             param=key,
         )
@@ -268,8 +268,8 @@ def plan(
         active_parameters=whole.num_active_parameters,
         memory=memory,
         kv_per_token=tuple(
-            (kind.describe(), layers, taken)
-            for kind, (layers, taken) in groups.token_bytes(resolved.kv).items()
+            (kind.describe(), layers, num_bytes)
+            for kind, (layers, num_bytes) in groups.token_bytes(resolved.kv).items()
             if not resolved.model.whole_texts
         ),
         max_model_len=resolved.max_model_len,

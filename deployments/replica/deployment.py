@@ -160,10 +160,10 @@ class EngineReplica:
             await asyncio.sleep(_NOTICE_SECONDS)
         self._server.refuse_new()
         soonest = min((deadlines[node] for node in draining if deadlines[node]), default=0)
-        left = soonest / 1000 - time.time()
-        when = f" in {left:.0f} s" if soonest else ""
+        seconds_left = soonest / 1000 - time.time()
+        when = f" in {seconds_left:.0f} s" if soonest else ""
         logger.warning("a node of this replica is to be drained%s: no new requests", when)
-        patience = max(0.0, left - _BEFORE_DEADLINE)
+        patience = max(0.0, seconds_left - _BEFORE_DEADLINE)
         if own not in draining:
             await self._server.drain(patience if soonest else self._drain_seconds)
             self._drained = True

@@ -199,8 +199,8 @@ class ReplicaSleep:
                 await self._asked.wait()
                 continue
             since = min(since for since, _ in self._held)
-            left = since + self._settings.wait_seconds - time.monotonic()
-            if self._lease is None or await self._lease.acquire(max(0.0, left)):
+            seconds_left = since + self._settings.wait_seconds - time.monotonic()
+            if self._lease is None or await self._lease.acquire(max(0.0, seconds_left)):
                 return
             late = time.monotonic() - self._settings.wait_seconds
             for since, submitted in self._held:

@@ -351,17 +351,17 @@ class _Run:
         id = f"batch_req_{secrets.token_hex(12)}"
         while True:
             async with self._worker.slots:
-                left = max(1.0, self._batch["expires_at"] - time.time())
+                seconds_left = max(1.0, self._batch["expires_at"] - time.time())
                 try:
                     status, headers, answer = await self._worker.ask(
-                        self._entry.owner, line["url"], line["body"], id, left
+                        self._entry.owner, line["url"], line["body"], id, seconds_left
                     )
                 except Exception:
                     # A raised exception would repeat with each try of the batch.
                     logger.exception("batch %s: the request %s failed", self._batch["id"], id)
                     status, headers, answer = 500, {}, internal().body()
             wait = wait_of(status, headers)
-            if wait is None or wait > left:
+            if wait is None or wait > seconds_left:
                 break
             self._resume_at = time.monotonic() + min(wait, 60.0)
             await asyncio.sleep(min(wait, 60.0) * (1 + secrets.randbelow(256) / 1024))

@@ -71,9 +71,9 @@ class ReplicaLosses:
                     choice.suspicion.acquit(client.failed.deaths)
         for together in moving.values():
             # Sent together: a poison request with n > 1 must not be on probation at two replicas.
-            left = [choice for choice in together if not choice.done]
-            if left:
-                self._assignment.assign(left)
+            unfinished = [choice for choice in together if not choice.done]
+            if unfinished:
+                self._assignment.assign(unfinished)
 
     def _give_up(self, client: ReplicaClient, choice: InflightChoice) -> bool:
         """Fail the request if it has cost too many replicas, and return whether it did."""
@@ -98,8 +98,8 @@ class ReplicaLosses:
         displaced = self._assignment.displaced
 
         def assign() -> None:
-            if left := [choice for choice in choices if displaced.remove(choice)]:
-                self._assignment.assign(left)
+            if displaced_choices := [choice for choice in choices if displaced.remove(choice)]:
+                self._assignment.assign(displaced_choices)
 
         displaced.add_choices(choices)
         asyncio.get_running_loop().call_later(seconds, assign)

@@ -166,10 +166,10 @@ class RequestTrace:
         moves = list(self._moves)
         visits = []
         for at, decision, emitted in self._decisions:
-            left = next((m for m in moves if m[0] >= at and m[1] == decision.replica), None)
-            if left is not None:
-                moves.remove(left)
-            until, why = (self.ended, "") if left is None else (left[0], left[2])
+            departure = next((m for m in moves if m[0] >= at and m[1] == decision.replica), None)
+            if departure is not None:
+                moves.remove(departure)
+            until, why = (self.ended, "") if departure is None else (departure[0], departure[2])
             visits.append((at, until, decision, emitted, why))
         return visits
 

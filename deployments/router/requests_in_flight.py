@@ -46,8 +46,8 @@ class RequestsInFlight(Collection[InflightRequest]):
         deadline = inflight.request.deadline
         if deadline is not None:
             error = MantaError("the request's deadline has passed", code="deadline_exceeded")
-            left = max(0.0, deadline - time.monotonic())
-            timer = asyncio.get_running_loop().call_later(left, inflight.fail, error)
+            seconds_left = max(0.0, deadline - time.monotonic())
+            timer = asyncio.get_running_loop().call_later(seconds_left, inflight.fail, error)
             inflight.timers.append(timer)
 
     def ended(self, inflight: InflightRequest) -> None:

@@ -426,8 +426,8 @@ def beside(
     """
     if not machine.alone or not _open_replicas(config, machine):
         return machine
-    taken = sum(_cores_taken(model, machine) for model in (*others, config))
-    return replace(machine, cores=machine.cores - taken)
+    used_cores = sum(_cores_taken(model, machine) for model in (*others, config))
+    return replace(machine, cores=machine.cores - used_cores)
 
 
 def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:

@@ -245,16 +245,16 @@ def struct_body(
     required: the fields that the Struct does not require
     openai: whether OpenAI's fields without effect and those that none may set are listed
     """
-    taken, always = fields_of(struct)
+    accepted, always = fields_of(struct)
     required = always + required
     for name, schema in (narrower or {}).items():
-        taken[name] = {**taken[name], **schema}
+        accepted[name] = {**accepted[name], **schema}
     refused = {**(refused or {})}
     if openai:
-        refused |= dict.fromkeys(sorted(NOT_ALLOWED - taken.keys()), NEVER)
-        ignored |= WITHOUT_EFFECT - taken.keys() - refused.keys() - silent
+        refused |= dict.fromkeys(sorted(NOT_ALLOWED - accepted.keys()), NEVER)
+        ignored |= WITHOUT_EFFECT - accepted.keys() - refused.keys() - silent
     return StructBody(
-        taken,
+        accepted,
         required,
         ignored,
         silent,
@@ -325,8 +325,8 @@ def _without_null(schema: Schema) -> Schema:
     if "anyOf" not in schema:
         return schema
     others = [part for part in schema["anyOf"] if part != {"type": "null"}]
-    rest = {key: part for key, part in schema.items() if key != "anyOf"}
-    return {**others[0], **rest} if len(others) == 1 else {**rest, "anyOf": others}
+    other_keys = {key: part for key, part in schema.items() if key != "anyOf"}
+    return {**others[0], **other_keys} if len(others) == 1 else {**other_keys, "anyOf": others}
 
 
 def _parse(shape: type[Any], value: Any) -> Any:

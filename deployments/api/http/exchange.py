@@ -240,12 +240,12 @@ class HttpExchange:
         await self._out(start)
         self.started = True
         await self.write(b"" if self.method == "HEAD" else body)
-        left = LINGER_BYTES
+        allowance = LINGER_BYTES
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(LINGER_SECONDS):
-                while left > 0:
+                while allowance > 0:
                     message = await self.receive()
-                    left -= len(message.get("body", b""))
+                    allowance -= len(message.get("body", b""))
                     if not message.get("more_body", False):
                         break
         await self.write(b"", more=False)

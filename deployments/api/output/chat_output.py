@@ -125,8 +125,8 @@ class ParsedChoice:
                 self.reasoning_tokens += 1
             decoded = self.decoder.feed([] if hidden else [token], finish, stop_token)
             self.decoder.num_tokens += hidden
-            said = self._take(decoded.text, bool(finish))
-            self.is_content.append(said or stop_token is not None)
+            has_content = self._take(decoded.text, bool(finish))
+            self.is_content.append(has_content or stop_token is not None)
             if self._stop is not None:
                 return Decoded("", "stop", self._stop, count)
         return self._ended(decoded, len(tokens))

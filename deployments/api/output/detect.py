@@ -100,9 +100,11 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
     shapes = [_Shape(*flags) for flags in _FLAGS] if "tool_calls" in source else []
     declared = _declared(tokenizer, template, shapes)
     reasoning = next((form for form in REASONING if form.known_by in source), None)
-    said = declared.reasoning
-    if said is not None and (reasoning is None or reasoning.start.strip() != said.start):
-        reasoning = said
+    declared_reasoning = declared.reasoning
+    if declared_reasoning is not None and (
+        reasoning is None or reasoning.start.strip() != declared_reasoning.start
+    ):
+        reasoning = declared_reasoning
     wrapper = next((marks for marks in WRAPPERS if marks[0] in source), declared.wrapper)
     if reasoning is not None and reasoning.channels:
         wrapper = ()
@@ -175,15 +177,15 @@ def _shown(
     If the template writes calls in none of the formats, the format is None, with a shape that it
     takes.
     """
-    taken = None
+    first_shape = None
     for shape in shapes:
         rendered = _rendered(template, shape)
-        taken = taken or (shape if rendered else None)
+        first_shape = first_shape or (shape if rendered else None)
         for format in formats:
             written = format.write(_NAME, _VALUES) in rendered and format.opening in rendered
             if written and format.named_ids == shape.named_ids:
                 return format, shape
-    return None, taken or _Shape()
+    return None, first_shape or _Shape()
 
 
 def _declared(
@@ -202,8 +204,8 @@ def _separated(declared: OutputFormat, shown: str) -> OutputFormat:
 
     shown: a rendered chat with two calls
     """
-    _, _, rest = shown.partition(declared.write(_NAME, _VALUES))
-    between, again, _ = rest.partition(declared.write("again", _VALUES))
+    _, _, after_name = shown.partition(declared.write(_NAME, _VALUES))
+    between, again, _ = after_name.partition(declared.write("again", _VALUES))
     return replace(declared, separator=between) if again else declared
 
 

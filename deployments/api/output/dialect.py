@@ -85,10 +85,10 @@ class DialectReader:
         out: list[str] = []
         while text:
             if self._quote:
-                rest = self._string(text, final, out)
-                if rest == text:
+                unread = self._string(text, final, out)
+                if unread == text:
                     break
-                text = rest
+                text = unread
                 continue
             quotes = self._dialect.quotes
             if quote := next((candidate for candidate in quotes if text.startswith(candidate)), ""):
@@ -104,10 +104,10 @@ class DialectReader:
                     break
                 if text[0] == ",":
                     return "".join(out), text[1:], "next"
-            rest = self._other(text, final, out)
-            if rest == text:
+            unread = self._other(text, final, out)
+            if unread == text:
                 break
-            text = rest
+            text = unread
         return "".join(out), text, ""
 
     def _other(self, text: str, final: bool, out: list[str]) -> str:
@@ -115,7 +115,7 @@ class DialectReader:
 
         Returns the whole text if the token may be incomplete.
         """
-        char, rest = text[0], text[1:]
+        char, unread = text[0], text[1:]
         if char in "[{(":
             self._open += char
             out.append("{" if char == "{" else "[")
@@ -128,14 +128,14 @@ class DialectReader:
         elif not char.isspace():
             match = _WORD.match(text)
             assert match is not None
-            word, rest = match.group(), text[match.end() :]
-            if not rest and not final:
+            word, unread = match.group(), text[match.end() :]
+            if not unread and not final:
                 return text
             word = self._words.get(word, word)
-            key = rest.startswith(":") and self._open.endswith("{")
+            key = unread.startswith(":") and self._open.endswith("{")
             known = word in ("true", "false", "null") or _NUMBER.fullmatch(word)
             out.append(word if known and not key else quoted(word))
-        return rest
+        return unread
 
     def _string(self, text: str, final: bool, out: list[str]) -> str:
         """Convert the next characters of a string; return the text after them."""

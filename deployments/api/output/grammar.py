@@ -197,8 +197,8 @@ class _Builder:
                 if match.start() < len(trigger) < match.end():
                     # No half of a token begins anything.
                     trigger = begin[: match.end()]
-            rest = begin[len(trigger) :]
-            parts = [self._spelled(rest)] if rest else []
+            tail = begin[len(trigger) :]
+            parts = [self._spelled(tail)] if tail else []
             parts += [_json(schema, _FREE), *([self._spelled(end)] if end else [])]
             self._rules.append(f"tag_{i}: {' '.join(parts)}")
             behind.setdefault(trigger, []).append(f"tag_{i}")
@@ -336,8 +336,8 @@ class _Builder:
         more = [again] if parallel and format.parallel else []
         more += [self.literal(format.closing)] if format.closing else []
         self._rules.append(f"calls: {self.literal(head)} call_and_more")
-        rest = head[len(format.trigger) :]
-        self._rules.append(f"calls_rest: {self.literal(rest) + ' ' if rest else ''}call_and_more")
+        tail = head[len(format.trigger) :]
+        self._rules.append(f"calls_rest: {self.literal(tail) + ' ' if tail else ''}call_and_more")
         self._rules.append(f"call_and_more: {' '.join(['call', *more])}")
         self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
         for i, function in enumerate(functions):
@@ -395,8 +395,8 @@ class _Builder:
         for place in range(len(items) - 1, 0, -1):
             again = f"{between} {parts[place]}"
             again = again if items[place][0] in required else f"({again})?"
-            rest = f" {rule}_behind_{place}" if place + 1 < len(items) else ""
-            self._rules.append(f"{rule}_behind_{place - 1}: {again}{rest}")
+            next_rule = f" {rule}_behind_{place}" if place + 1 < len(items) else ""
+            self._rules.append(f"{rule}_behind_{place - 1}: {again}{next_rule}")
         forms = []
         for place, (name, _) in enumerate(items):
             behind = f" {rule}_behind_{place}" if place + 1 < len(items) else ""

@@ -54,8 +54,8 @@ class OutputParser(StepParser):
     def finish(self) -> list[Event]:
         events = super().finish()
         if self._step == self._content and self._spaces and self._said:
-            said = events.pop().text if events and events[-1].kind == "content" else ""
-            events.append(Event("content", said + self._spaces))
+            content = events.pop().text if events and events[-1].kind == "content" else ""
+            events.append(Event("content", content + self._spaces))
         return events
 
     def _show(self, kind: Kind, text: str) -> None:

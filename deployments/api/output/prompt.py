@@ -99,9 +99,9 @@ def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[
             written = [
                 calls.write(function["name"], function["arguments"]) for function in functions
             ]
-            said = "\n".join([content, *written] if content else written)
+            text = "\n".join([content, *written] if content else written)
             others = {name: value for name, value in message.items() if name != "tool_calls"}
-            out.append({**others, "content": said})
+            out.append({**others, "content": text})
         elif role == "tool":
             result = f"<tool_response>\n{content}\n</tool_response>"
             if out and out[-1].get("results"):

@@ -166,8 +166,8 @@ def _calls(
             )
         texts = _shown([*head, _Space(), *call, _Space(), *closed], examples)
         at = texts.index(before)
-        begin, rest = "".join(texts[: at + 1]), "".join(texts[at + 4 :])
-        return _made(begin=begin, middle=between, end=rest, **more)
+        begin, closing = "".join(texts[: at + 1]), "".join(texts[at + 4 :])
+        return _made(begin=begin, middle=between, end=closing, **more)
     if not named:
         raise _Unusable(f".content: {kind} where the name is not in `open_pattern`")
     if kind == "json":
@@ -203,8 +203,8 @@ def _tagged(
     more: JsonObject,
 ) -> OutputFormat:
     where = ".content_args.tag_pattern"
-    key_open, rest = _split(_parts(inner.get("tag_pattern"), where), "key", where)
-    key_close, value_close = _split(rest, "value", where)
+    key_open, after_key = _split(_parts(inner.get("tag_pattern"), where), "key", where)
+    key_close, value_close = _split(after_key, "value", where)
     if not key_open or not key_close or not value_close:
         raise _Unusable(f"{where}: it needs a text before, between and behind its two groups")
     reader = inner.get("value_parser") or {"name": "text"}

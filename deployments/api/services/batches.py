@@ -52,9 +52,9 @@ async def files(context: ApiContext, exchange: HttpExchange) -> None:
 async def one_file(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer GET and DELETE of /v1/files/{id}, and GET of /v1/files/{id}/content."""
     folder = _folder(context)
-    id, _, rest = exchange.path[len(FILES) + 1 :].partition("/")
+    id, _, action = exchange.path[len(FILES) + 1 :].partition("/")
     entry = await asyncio.to_thread(folder.file, id, exchange.caller.id)
-    if entry is None or rest not in ("", "content"):
+    if entry is None or action not in ("", "content"):
         raise _missing("file", id)
     if exchange.method == "DELETE":
         if id in await asyncio.to_thread(folder.in_use):
@@ -62,7 +62,7 @@ async def one_file(context: ApiContext, exchange: HttpExchange) -> None:
         await asyncio.to_thread(folder.remove_file, id)
         answer = {"id": id, "object": "file", "deleted": True}
         await exchange.answer_json(answer)
-    elif rest:
+    elif action:
         await _send_file(exchange, folder.data(id))
     else:
         await exchange.answer_json(entry.fields)
@@ -96,11 +96,11 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> None:
 async def one_batch(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer GET of /v1/batches/{id}, and POST of /v1/batches/{id}/cancel."""
     folder = _folder(context)
-    id, _, rest = exchange.path[len(BATCHES) + 1 :].partition("/")
+    id, _, action = exchange.path[len(BATCHES) + 1 :].partition("/")
     entry = await asyncio.to_thread(folder.batch, id, exchange.caller.id)
-    if entry is None or rest not in ("", "cancel"):
+    if entry is None or action not in ("", "cancel"):
         raise _missing("batch", id)
-    if rest:
+    if action:
         if entry.fields["status"] not in (*RUNNING, "cancelling"):
             raise invalid(f"this batch is {entry.fields['status']} already", "id")
         await asyncio.to_thread(folder.cancel, id)

@@ -137,12 +137,12 @@ class StreamReplay:
         Raises ApiError 409 stream_lost, and as `ChoiceOutput.feed`.
         """
         shown = self._ids.shown[index]
-        left = shown.tokens - choice.decoder.num_tokens
-        head, rest = delta.token_ids[:left], delta.token_ids[left:]
+        num_shown = shown.tokens - choice.decoder.num_tokens
+        head, new_ids = delta.token_ids[:num_shown], delta.token_ids[num_shown:]
         self.skipping[index] = checksum(head, self.skipping[index])
-        reached = len(head) == left
+        reached = len(head) == num_shown
         # An end at its last token was shown with that token, or comes with it now.
-        ends = not rest and shown.phase == ENDED
+        ends = not new_ids and shown.phase == ENDED
         first = msgspec.structs.replace(delta, token_ids=head, logprobs=None, cached=-1)
         if not ends:
             first.finish, first.stop_token = "", None
@@ -159,10 +159,10 @@ class StreamReplay:
         elif ended is not None or delta.finish:
             raise lost()
         nothing = Delta(delta.id, [], delta.finish)
-        if ended is not None or not (rest or (reached and delta.finish)):
+        if ended is not None or not (new_ids or (reached and delta.finish)):
             return nothing, Decoded("", ended, choice.stop_reason, 0)
-        logprobs = None if delta.logprobs is None else delta.logprobs[left:]
+        logprobs = None if delta.logprobs is None else delta.logprobs[num_shown:]
         second = msgspec.structs.replace(
-            delta, token_ids=rest, logprobs=logprobs, prompt_logprobs=None, cached=-1
+            delta, token_ids=new_ids, logprobs=logprobs, prompt_logprobs=None, cached=-1
         )
         return second, choice.feed(second)

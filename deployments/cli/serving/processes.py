@@ -48,10 +48,10 @@ def table() -> dict[int, ProcessInfo]:
 def read(pid: int) -> ProcessInfo | None:
     """Return a process from /proc; None if it has ended or is a zombie."""
     try:
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        name, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
         return None
-    fields = rest.split()
+    fields = after_name.split()
     if fields[0] in "ZX":
         return None
     return ProcessInfo(pid, int(fields[1]), int(fields[3]), int(fields[19]), name.partition("(")[2])

@@ -188,8 +188,8 @@ class DriverProcess:
                 time.sleep(_POLL / 10)
         # The driver's zombie is collected last, so that its session number is not reused.
         if not kill(lambda: started_by(self._mark, [self.pid])):
-            left = ", ".join(f"{pid}" for pid in sorted(started_by(self._mark, [self.pid])))
-            err.print(f"these processes do not end: {left}", markup=False)
+            survivors = ", ".join(f"{pid}" for pid in sorted(started_by(self._mark, [self.pid])))
+            err.print(f"these processes do not end: {survivors}", markup=False)
         # The machine may have no /proc.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)

@@ -246,12 +246,12 @@ class FairQueue(Generic[T]):
             return Refusal("overloaded", 1.0)  # until the rate is known, no more than can run
         if not self._live:
             return self._refusal_of_first(capacity)
-        left = self._bound(capacity, now) - self.tokens
+        room = self._bound(capacity, now) - self.tokens
         share: float = _SHARE * 0.5 ** max(-_LEVELS, min(_LEVELS, priority))
-        if left > 0 and not mine and priority <= 0:
+        if room > 0 and not mine and priority <= 0:
             return None
         late = self._row_seconds(mine, capacity) - self._patience(capacity, _WHOLE)
-        excess = mine + tokens - share * left
+        excess = mine + tokens - share * room
         if excess <= 0 and late <= 0:
             return None
         # Room comes as the queue drains, in proportion also from this key's requests.
@@ -290,8 +290,8 @@ class FairQueue(Generic[T]):
         with_engine: limit of wait and engine time together, in units of queue_seconds.
         """
         seconds = self._limits.queue_seconds
-        left = with_engine * seconds - capacity.first_seconds
-        return max(_LEAST * seconds, min(most * seconds, left))
+        patience = with_engine * seconds - capacity.first_seconds
+        return max(_LEAST * seconds, min(most * seconds, patience))
 
     def _row_seconds(self, mine: float, capacity: Capacity) -> float:
         """Return the expected seconds until a row is free for a new request of a key.

@@ -272,6 +272,6 @@ class RequestQueue:
             for choice in request.choices:
                 replica = None if choice.done else replicas.get(choice.place)
                 if replica is not None:
-                    left = self._estimate.left(limit, len(choice.emitted))
-                    endings.append(left * float(step[replica.column]))
+                    remaining_tokens = self._estimate.left(limit, len(choice.emitted))
+                    endings.append(remaining_tokens * float(step[replica.column]))
         return sorted(endings)

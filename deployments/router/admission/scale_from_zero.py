@@ -91,12 +91,13 @@ class Waking:
         """Raise Overloaded if no replica is expected within `wait_seconds`."""
         if self._took is None or not self._waits:
             return
-        left = self._asked + self._took - time.monotonic()
-        if left > wait_seconds:
+        seconds_left = self._asked + self._took - time.monotonic()
+        if seconds_left > wait_seconds:
             raise Overloaded(
-                f"{self._model} sleeps, was woken, and is expected to be ready in {left:.0f} s",
+                f"{self._model} sleeps, was woken, and is expected to be ready in "
+                f"{seconds_left:.0f} s",
                 code="no_replica",
-                retry_after=left,
+                retry_after=seconds_left,
             )
 
     def seconds(self) -> float:

@@ -120,17 +120,17 @@ def answer_of(event: dict[str, Any]) -> Any:
     answer = Answer(id=event["id"], model=event["model"], created=event["created"])
     answer.event_id = event.get("event_id", "")
     for choice in event["choices"]:
-        said = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+        shown = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
         added = answer.choices.add(
             index=choice["index"],
-            text=said.get("content") or "",
-            reasoning=said.get("reasoning_content") or "",
+            text=shown.get("content") or "",
+            reasoning=shown.get("reasoning_content") or "",
             token_ids=choice.get("token_ids") or (),
             finish_reason=choice["finish_reason"] or "",
         )
         if choice.get("stop_reason") is not None:
             added.stop_reason = str(choice["stop_reason"])
-        for i, call in enumerate(said.get("tool_calls") or ()):
+        for i, call in enumerate(shown.get("tool_calls") or ()):
             function = call.get("function") or call.get("custom") or {}
             added.tool_calls.add(
                 index=call.get("index", i),

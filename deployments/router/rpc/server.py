@@ -264,10 +264,10 @@ class _Inference:
         id = request_id(ids)
         headers = [(n, v) for n, v in headers if n != b"x-request-id"]
         headers.append((b"x-request-id", id.encode()))
-        left = context.time_remaining()
-        if left is not None and left < MAX_DEADLINE:
+        seconds_left = context.time_remaining()
+        if seconds_left is not None and seconds_left < MAX_DEADLINE:
             headers = [(n, v) for n, v in headers if n != b"x-deadline-seconds"]
-            headers.append((b"x-deadline-seconds", b"%.3f" % max(left, 0.001)))
+            headers.append((b"x-deadline-seconds", b"%.3f" % max(seconds_left, 0.001)))
         call = AsgiCall(self._api, path, body, headers)
         try:
             await call.started.wait()

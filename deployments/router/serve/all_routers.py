@@ -36,8 +36,8 @@ class AllRouters:
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("the other routers cannot be asked: %s", type(error).__name__)
             return []
-        left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
-        done, late = await asyncio.wait(waiting, timeout=max(0.0, left))
+        seconds_left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
+        done, late = await asyncio.wait(waiting, timeout=max(0.0, seconds_left))
         for task in late:
             task.cancel()
         return [task.result() for task in done if task.exception() is None]

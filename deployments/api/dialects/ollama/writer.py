@@ -101,16 +101,16 @@ class GenerateWriter(OllamaWriter):
     """The writer of /api/generate, whose answer is a text and no message."""
 
     def _said(self, message: JsonObject) -> JsonObject:
-        said = {"response": message["content"]}
+        fields = {"response": message["content"]}
         if "thinking" in message:
-            said["thinking"] = message["thinking"]
-        return said
+            fields["thinking"] = message["thinking"]
+        return fields
 
 
 def loaded(model: str, *, chat: bool) -> bytes:
     """Return the answer to a request that only asks to load the model."""
-    said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-    return msgspec.json.encode({**_head(model), **said, "done": True, "done_reason": "load"})
+    empty = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return msgspec.json.encode({**_head(model), **empty, "done": True, "done_reason": "load"})
 
 
 def _head(model: str) -> JsonObject:

@@ -89,8 +89,8 @@ class OpenAIResponse:
     async def collect(self, generation: Generation) -> bytes:
         """Wait for all choices and return the JSON body. Raises ApiError, MantaError."""
         choices = self.choices
-        left = len(choices)
-        while left:
+        unfinished = len(choices)
+        while unfinished:
             items = await generation.next()
             if not items:
                 raise ended_early()
@@ -107,8 +107,8 @@ class OpenAIResponse:
                     choice.logprobs += self._scored(choice, delta, num_tokens)
                     choice.offsets += decoded.offsets[:num_tokens]
                 if decoded.finish_reason is not None:
-                    left -= 1
-                    if left and not delta.finish:
+                    unfinished -= 1
+                    if unfinished and not delta.finish:
                         generation.abort(index)
         usage = self.usage(generation)
         return await in_thread(lambda: self._body(usage, generation), self._logprobs_size())
@@ -273,10 +273,10 @@ class OpenAIResponse:
         """
         choices, ids = self.choices, self.ids
         skipping: dict[int, int] = {}
-        left = len(choices)
+        unfinished = len(choices)
         if self._replay is not None:
             skipping = self._replay.skipping
-            left = sum(choice.finish_reason is None for choice in choices)
+            unfinished = sum(choice.finish_reason is None for choice in choices)
         plain = self.call.output is None and not (
             self.wants_logprobs
             or self.request.return_token_ids
@@ -287,8 +287,8 @@ class OpenAIResponse:
             self._metered = generation
         before, after = self._frames()
         try:
-            items = await first_items(generation, exchange, keepalive) if left else []
-            if left and not items:
+            items = await first_items(generation, exchange, keepalive) if unfinished else []
+            if unfinished and not items:
                 raise ended_early()
             if not exchange.started:
                 await exchange.start(EVENT_STREAM, STREAM_HEADERS)
@@ -322,10 +322,10 @@ class OpenAIResponse:
                         out.append(self._event(index, delta, decoded))
                     if decoded.finish_reason is not None:
                         out.append(self._finish_event(index))
-                        left -= 1
-                        if left and not delta.finish:
+                        unfinished -= 1
+                        if unfinished and not delta.finish:
                             generation.abort(index)
-                if not left:
+                if not unfinished:
                     break
                 if out:
                     await exchange.write(b"".join(out))
@@ -451,7 +451,7 @@ class OpenAIResponse:
         items = (delta.logprobs or [])[:kept]
         if choice.parsed is None:
             return items
-        return [item for item, said in zip(items, choice.parsed.is_content, strict=False) if said]
+        return [item for item, shown in zip(items, choice.parsed.is_content, strict=False) if shown]
 
     def _finish_event(self, index: int) -> bytes:
         choice = self.choices[index]

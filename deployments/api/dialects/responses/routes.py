@@ -115,7 +115,7 @@ async def count(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
     """GET and DELETE of one response; POST of its cancel; GET of its input_items."""
-    id, _, rest = exchange.path[len(PATH) + 1 :].partition("/")
+    id, _, action = exchange.path[len(PATH) + 1 :].partition("/")
     query, owner = exchange.parameters(), exchange.caller.id
     run = context.background.get(id, owner)
     if run is not None:
@@ -124,9 +124,9 @@ async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
     else:
         stored = context.responses.get(id, owner)
         items = msgspec.json.decode(stored.items)
-    if rest == "input_items":
+    if action == "input_items":
         await exchange.answer_json(_page(query, _told_items(id, items)))
-    elif rest == "cancel":
+    elif action == "cancel":
         if run is not None:
             run.cancel()
             stored.response = msgspec.json.encode(run.response())
