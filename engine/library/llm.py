@@ -99,7 +99,8 @@ class LLM(RequestManager):
 
         A prompt with images is {"prompt": text, "images": [...]}: its text has the model's
         placeholder for each, and an image is one of Pillow, a file's bytes, its path, or a data:
-        URL. Pictures are read before any prompt runs, and resized while others run.
+        URL. "videos" has clips: lists of images, or {"video": [...], "fps": 2}. Pictures are read
+        before any prompt runs, and resized while others run.
 
         params: for all prompts, or one for each.
         adapter: a name known by `add_adapter`, for all prompts or one for each; "" = the model
@@ -129,8 +130,8 @@ class LLM(RequestManager):
     ) -> list[RequestOutput]:
         """Generate the answer to one chat or many, rendered by the model's chat template.
 
-        A part of a content may be {"type": "image", "image": ...}, with images as in `generate`,
-        or OpenAI's image_url with a data: URL.
+        A part of a content may be {"type": "image", "image": ...} or {"type": "video", "video":
+        [...], "fps": 2}, with images as in `generate`, or image_url or video_url with a data: URL.
 
         template: variables of the template, e.g. enable_thinking=False.
         """

@@ -1,4 +1,4 @@
-"""read_messages, read_pictures: the pictures that programs put into chats and prompts."""
+"""read_messages, read_pictures, read_clips: pictures and clips in chats and prompts of programs."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,6 +64,28 @@ def read_pictures(images: Any) -> list[Visual]:
             code="invalid_type",
         )
     return [Picture(_open(image, f"images[{i}]")) for i, image in enumerate(images)]
+
+
+def read_clips(videos: Any) -> list[Visual]:
+    """Return the clips of a prompt. Raises InvalidRequest.
+
+    videos: several clips, each a list of frames, or {"video": frames, "fps": frames a second}.
+        Frames in one data: URL, or in such an object, may be the only clip.
+    """
+    if isinstance(videos, (str, Mapping)):
+        videos = [videos]
+    if isinstance(videos, (bytes, bytearray)) or not isinstance(videos, Iterable):
+        raise InvalidRequest(
+            f"videos must be a list of clips, each a list of frames; got a {type(videos).__name__}",
+            param="videos",
+            code="invalid_type",
+        )
+    return [
+        _clip(video, "video", f"videos[{i}]")
+        if isinstance(video, Mapping)
+        else _of_frames(video, f"videos[{i}]", DEFAULT_FPS, f"videos[{i}]")
+        for i, video in enumerate(videos)
+    ]
 
 
 def _read(message: Message, path: str, pictures: list[Visual]) -> Message:
@@ -148,19 +170,24 @@ def _clip(part: Message, kind: str, place: str) -> Clip:
     if isinstance(frames, Mapping):
         at = f"{at}.url"
         frames = _value(frames, "url", f"{place}.{kind}")
+    return _of_frames(frames, at, float(fps), place)
+
+
+def _of_frames(frames: Any, at: str, fps: float, place: str) -> Clip:
+    """Return a clip. at: the field with its frames. Raises InvalidRequest."""
     if isinstance(frames, str):
         try:
             frames = frame_urls(frames)
         except InvalidRequest as error:
             raise InvalidRequest(f"{at} {error.message}", param=at, code=error.code) from None
-    if isinstance(frames, Mapping) or not isinstance(frames, Iterable):
+    if isinstance(frames, (bytes, bytearray, Mapping)) or not isinstance(frames, Iterable):
         raise InvalidRequest(
             f"{at} must be a list of frames, each {_FORMS}; got a {type(frames).__name__}",
             param=at,
             code="invalid_type",
         )
     images = [_open(frame, f"{at}[{i}]") for i, frame in enumerate(frames)]
-    return Clip(images, float(fps), place)
+    return Clip(images, fps, place)
 
 
 def _value(fields: Message, key: str, place: str) -> Any:

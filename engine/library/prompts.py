@@ -3,6 +3,7 @@
 import logging
 import operator
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from engine.images.processor import (
     prepare,
 )
 from engine.images.threads import share_out
-from engine.library.pictures import Clip, Visual, read_messages, read_pictures
+from engine.library.pictures import Clip, Visual, read_clips, read_messages, read_pictures
 from engine.messages import Ready
 from engine.process.fake import PREFIX as FAKE
 from engine.text.tokenizer import Tokenizer
@@ -35,8 +36,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 Messages = Sequence[Mapping[str, Any]]
 # A text, token ids (or an array of NumPy, torch or any DLPack library), or {"prompt": a text with
-# the model's placeholder for each image, "images": [a PIL image, a file's bytes, its path, or a
-# data: URL]}.
+# the model's placeholder for each image and clip, "images": [a PIL image, a file's bytes, its path,
+# or a data: URL], "videos": [a list of such frames, or {"video": frames, "fps": frames a second}]}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _MOST_THREADS = 8  # for the images of a batch of prompts
@@ -148,28 +149,31 @@ class Prompts:
         return self._with_pictures(encode, pictures, "messages")
 
     def _with_images(self, prompt: Mapping[str, Any]) -> EncodedPrompt:
-        text, images = prompt.get("prompt"), prompt.get("images", ())
-        if not isinstance(text, str) or prompt.keys() - {"prompt", "images"}:
+        text = prompt.get("prompt")
+        if not isinstance(text, str) or prompt.keys() - {"prompt", "images", "videos"}:
             raise InvalidRequest(
-                "a prompt with images has a text as prompt, and images", param="prompt"
+                "a prompt with images has a text as prompt, and images or videos", param="prompt"
             )
-        pictures = read_pictures(images)
+        pictures = read_pictures(prompt.get("images", ())) + read_clips(prompt.get("videos", ()))
 
         def encode(edit: Callable[[str], str] | None) -> list[int]:
             written = text if edit is None else edit(text)
             return self._text().encode(written, add_special_tokens=True)
 
-        return self._with_pictures(encode, pictures, "prompt")
+        return self._with_pictures(encode, pictures, "prompt", text)
 
     def _with_pictures(
         self,
         encode: Callable[[Callable[[str], str] | None], list[int]],
         pictures: list[Visual],
         param: str,
+        text: str | None = None,
     ) -> EncodedPrompt:
         """Return a prompt whose placeholders are expanded to its images' tokens.
 
         encode: returns the tokens of the prompt's text, which a function may change before.
+        text: the program's text, whose placeholders say in which order pictures and clips stand;
+            None = they are in the order in which the template writes them.
         """
         if not pictures:
             return EncodedPrompt(self._checked(encode(None)))
@@ -184,25 +188,14 @@ class Prompts:
             raise InvalidRequest(
                 "this model takes text only", param=param, code="modality_not_supported"
             )
-        places = [_place(processor, picture, param) for picture in pictures]
-        ids = encode(lambda text: surround(text, places))
-        token_id = self._text().token_id
-        placeholder = token_id(processor.placeholder)
-        written = 0 if placeholder is None else ids.count(placeholder)
-        if param == "prompt" and written != len(places):
-            raise InvalidRequest(
-                f"the prompt has {written} placeholders {processor.placeholder} for {len(places)} "
-                "images; write one where each image stands",
-                param=param,
-                code="image_not_shown",
-            )
-        ids, starts = expand_placeholders(ids, token_id, places, len(places))
+        placed = [(picture, _place(processor, picture, param)) for picture in pictures]
+        if text is not None:
+            placed = _in_order(text, placed)
+        places = [place for _, place in placed]
+        ids = encode(lambda written: surround(written, places))
+        ids, starts = expand_placeholders(ids, self._text().token_id, places, len(places))
         self._checked(ids)  # before any work on pixels
-        layouts = [
-            (picture, layout)
-            for picture, place in zip(pictures, places, strict=True)
-            for layout in place.layouts
-        ]
+        layouts = [(picture, layout) for picture, place in placed for layout in place.layouts]
 
         def images() -> list[Image]:
             def prepared(index: int) -> Image:
@@ -349,3 +342,24 @@ def _place(processor: ImageProcessor, picture: Visual, param: str) -> Place:
         message = f"{param}: {error.message}" if clip else error.message
         raise InvalidRequest(message, param=param, code=error.code) from None
     return Place.of(processor, layouts, clip=clip)
+
+
+def _in_order(text: str, placed: list[tuple[Visual, Place]]) -> list[tuple[Visual, Place]]:
+    """Return the pictures and clips of a text in the order of their placeholders.
+
+    Raises InvalidRequest for another number of placeholders than of pictures or of clips.
+    """
+    ordered: list[tuple[int, tuple[Visual, Place]]] = []
+    for placeholder in dict.fromkeys(place.placeholder for _, place in placed):
+        own = [pair for pair in placed if pair[1].placeholder == placeholder]
+        starts = [match.start() for match in re.finditer(re.escape(placeholder), text)]
+        if len(starts) != len(own):
+            kind = "clip" if isinstance(own[0][0], Clip) else "image"
+            raise InvalidRequest(
+                f"the prompt has {len(starts)} placeholders {placeholder} for {len(own)} {kind}s; "
+                f"write one where each {kind} stands",
+                param="prompt",
+                code="image_not_shown",
+            )
+        ordered += zip(starts, own, strict=True)
+    return [pair for _, pair in sorted(ordered, key=operator.itemgetter(0))]

@@ -7,13 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from PIL import Image as Pillow
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
 from engine.images.image import Image
 from engine.images.processor import clip_layouts, clips_of, prepare
+from engine.library.prompts import Prompts
+from engine.messages import Ready
 from engine.scheduling.core import EngineCore
+from engine.text.tokenizer import Tokenizer
 from tests.engine.images.folders import (
     CASES,
     load_processor,
@@ -118,6 +124,45 @@ class Watching:
                 assert float(row.max()) - float(row[ours.token_id]) < TIE
 
 
+class Prompting(Watching):
+    """A model and prompts of `LLM.generate`: texts, and their images and clips beside them."""
+
+    def __init__(self, seeing: Seeing) -> None:
+        super().__init__(seeing)
+        marks = {"<|image_pad|>": 90, "<|video_pad|>": 91}
+        marks |= {"<|vision_start|>": 92, "<|vision_end|>": 93}
+        words = {f"{token}": token for token in range(90)} | marks
+        tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="0"))  # of a time's words
+        tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+        tokenizer.add_special_tokens([*marks])
+        ready = Ready(512, 100, 16, 16, [], {}, "", 512)
+        self.prompts = Prompts(Tokenizer(tokenizer), ready, str(seeing.folder))
+
+    def prompt(self, parts: list[Any]) -> tuple[list[int], list[Image], list[list[Image]]]:
+        words, images, videos = [], [], []
+        for part in parts:
+            if isinstance(part, int):
+                words.append(f"{part}")
+            elif isinstance(part, Pillow.Image):
+                words.append("<|image_pad|>")
+                images.append(part)
+            else:
+                words.append("<|vision_start|><|video_pad|><|vision_end|>")
+                videos.append({"video": part, "fps": FPS})
+        fields = {"prompt": " ".join(words), "images": images, "videos": videos}
+        encoded = self.prompts.encode(fields)
+        placed = encoded.images()
+        pieces = [image for image in placed if encoded.ids[image.start] == 91]
+        clips = []
+        for video in videos:
+            sizes = [frame.size for frame in video["video"]]
+            count = len(clip_layouts(self.seeing.processor, sizes, FPS))
+            clips.append(pieces[:count])
+            del pieces[:count]
+        assert not pieces
+        return encoded.ids, placed, clips
+
+
 def watched(name: str, folder: Path) -> Seeing:
     """Make a model, of whose clips no frame is later than its rows and columns.
 
@@ -147,3 +192,10 @@ def test_clips_equal_transformers(name: str, tmp_path: Path) -> None:
     watching.run(core)
     assert core.stats().images_encoded == encoded
     watching.run(engine(tmp_path, max_num_batched_tokens=11, prefix_caching=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clips_of_prompts_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Bug: a prompt's clips and images stand in each other's places, of which the tokens are as
+    many."""
+    Prompting(watched(name, tmp_path)).run(engine(tmp_path, max_num_batched_tokens=64))

@@ -13,6 +13,7 @@ from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.images.intake import ImageIntake
 from deployments.images.limits import ImageLimits
+from engine.errors import InvalidRequest
 from engine.images.processor import image_processor
 from engine.library.prompts import Prompts
 from engine.messages import Ready
@@ -132,6 +133,48 @@ def test_the_library_takes_the_same_clip(server: Server) -> None:
         pixels = [(image.start, image.pixels) for image in prompt.images()]
         assert pixels == [(image.start, image.pixels) for image in request.images]
     assert prompt.ids == request.token_ids
+
+
+def test_prompts_take_the_same_clips(server: Server) -> None:
+    """Bugs: clips and images of `generate` in each other's places, or clips of another pace."""
+    other = FRAMES[::-1]
+    written = user(clip(fps=4), text("a"), part(FRAMES[0]), clip(video=[*map(url, other)]))
+    assert server.chat(written).status == 200
+    request = server.backend.requests[-1]
+    still = VIDEO.replace("video", "image")
+    prompt = f"<|im_start|>user\n{VIDEO}a{still}{VIDEO}<|im_end|>\n<|im_start|>assistant\n"
+    for first in ({"video": FRAMES, "fps": 4}, {"video": JOINED, "fps": 4.0}):
+        fields = {"prompt": prompt, "images": FRAMES[0], "videos": [first, iter(other)]}
+        encoded = server.prompts.encode(fields)
+        assert encoded.ids == request.token_ids
+        pixels = [(image.start, image.pixels) for image in encoded.images()]
+        assert pixels == [(image.start, image.pixels) for image in request.images]
+    alone = [
+        server.prompts.encode({"prompt": VIDEO, "videos": clips}).ids
+        for clips in (JOINED, {"video": FRAMES}, [FRAMES], [JOINED])
+    ]
+    assert alone == alone[:1] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"videos": [FRAMES]}, r"has 2 placeholders <\|video_pad\|> for 1 clips; write one where"),
+        ({"videos": 7}, "videos must be a list of clips, each a list of frames; got a int"),
+        ({"videos": FRAMES[0]}, "videos must be a list of clips, .* got a bytes"),
+        ({"videos": FRAMES}, r"videos\[0\] must be a list of frames, .* got a bytes"),
+        ({"videos": [FRAMES, FRAMES[:1]]}, r"videos\[1\]: the clip has 1 frames"),
+        ({"videos": [FRAMES, [b"a", b"b"]]}, r"videos\[1\]\[0\]: an image"),
+        ({"videos": [{"video": FRAMES, "fps": 0}]}, r"videos\[0\].fps must be a number"),
+        ({"videos": [{"fps": 2}]}, r"videos\[0\].video is required"),
+        ({"videos": "a.mp4"}, r"videos\[0\] must be a list of frames, data:.* are not decoded"),
+        ({"images": [], "clips": []}, "has a text as prompt, and images or videos"),
+    ],
+)
+def test_prompts_that_are_refused(server: Server, fields: Any, message: str) -> None:
+    """Bug: a prompt whose clips have no place is answered without them."""
+    with pytest.raises(InvalidRequest, match=message):
+        server.prompts.encode({"prompt": VIDEO * 2, **fields})
 
 
 def test_what_a_model_takes_is_told(server: Server) -> None:
