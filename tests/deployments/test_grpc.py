@@ -32,6 +32,8 @@ from engine.errors import Overloaded
 from tests.deployments.api.asgi import Client
 from tests.deployments.api.output.test_tools import CITY, PARIS, TEMPLATES, backend_with, written
 from tests.deployments.fake_backend import MODEL, FakeBackend
+from tests.deployments.images.test_clips import FRAMES, URLS, clip
+from tests.deployments.images.test_clips import Server as ClipServer
 from tests.deployments.images.test_wire import part, url, user
 from tests.deployments.images.test_wire import text as words
 from tests.deployments.images.vision_backend import VisionBackend
@@ -170,6 +172,35 @@ async def test_images() -> None:
             request.messages.add(role="user").parts.append(none)
             with pytest.raises(grpc.aio.AioRpcError, match=r"messages\[0\]\.parts\[0\] must have"):
                 await ask("Chat", request)
+
+
+async def test_clips(tmp_path: Path) -> None:
+    """Bug: a clip whose frames are swapped or lost, or of another pace than over HTTP."""
+    server = ClipServer(tmp_path)
+    messages = [user(words("a"), clip(fps=4), part(FRAMES[0])), user(clip())]
+    assert (await asyncio.to_thread(server.chat, *messages)).status == 200
+    request = Chat(sampling=Sampling(max_tokens=4))
+    first, second = request.messages.add(role="user").parts, request.messages.add(role="user").parts
+    first.add(text="a")
+    video = first.add().video
+    video.fps = 4
+    first.add().image.data = FRAMES[0]
+    others = second.add().video
+    for frame, address in zip(FRAMES, URLS, strict=True):
+        video.frames.add(data=frame)
+        others.frames.add(url=address)
+    async with served(server.backend, images=server.intake) as (ask, _):
+        await ask("Chat", request)
+        over_http, over_grpc = server.backend.requests
+        assert over_grpc.token_ids == over_http.token_ids
+        assert over_grpc.images == over_http.images and len(over_grpc.images) == 5
+        others.fps = 0
+        with pytest.raises(grpc.aio.AioRpcError, match=r"messages\[1\]\.content\[0\]\.fps must be"):
+            await ask("Chat", request)
+        video.frames.add()
+        field = r"messages\[0\]\.parts\[1\]\.video\.frames\[3\] must have data or url"
+        with pytest.raises(grpc.aio.AioRpcError, match=field):
+            await ask("Chat", request)
 
 
 async def test_tools() -> None:

@@ -68,20 +68,36 @@ def _message(one: Any, index: int) -> dict[str, Any]:
 
 
 def _content_part(part: Any, place: str) -> dict[str, Any]:
-    """Return a part of a chat's content. Raises ApiError 400 for one without text or image."""
+    """Return a part of a chat's content. Raises ApiError 400 for one that has nothing."""
     kind = part.WhichOneof("part")
     if kind == "text":
         return {"type": "text", "text": part.text}
-    source = part.image.WhichOneof("source") if kind else None
-    if source is None:
-        raise invalid(f"{place} must have a text, or an image with data or url", place)
-    url = part.image.url
-    if source == "data":
-        url = f"data:;base64,{base64.b64encode(part.image.data).decode()}"
-    image = {"url": url}
+    if kind == "video":
+        frames = [
+            _url(frame, f"{place}.video.frames[{number}]", "")
+            for number, frame in enumerate(part.video.frames)
+        ]
+        video: dict[str, Any] = {"type": "video", "video": frames}
+        if part.video.HasField("fps"):
+            video["fps"] = part.video.fps
+        return video
+    image = {"url": _url(part.image, place, "a text, a video, or an image with ")}
     if part.image.detail:
         image["detail"] = part.image.detail
     return {"type": "image_url", "image_url": image}
+
+
+def _url(file: Any, place: str, others: str) -> str:
+    """Return the URL of an Image or a Frame. Raises ApiError 400 for one without data and url.
+
+    others: what else may stand at the place, for the error.
+    """
+    source = file.WhichOneof("source")
+    if source is None:
+        raise invalid(f"{place} must have {others}data or url", place)
+    if source == "data":
+        return f"data:;base64,{base64.b64encode(file.data).decode()}"
+    return str(file.url)
 
 
 def _tool(one: Any, index: int) -> dict[str, Any]:
