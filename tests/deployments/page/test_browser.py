@@ -25,6 +25,9 @@ from tests.deployments.api.output.test_tools import backend_with
 from tests.deployments.api.output.tool_templates import TEMPLATES
 from tests.deployments.api.server import serve
 from tests.deployments.fake_backend import MODEL, FakeBackend
+from tests.deployments.images.test_clips import FRAMES, clip
+from tests.deployments.images.test_clips import Server as ClipServer
+from tests.deployments.images.test_wire import user
 from tests.deployments.images.vision_backend import VisionBackend
 from tests.deployments.page.browser import Tab, chromium, find_chromium
 from tests.deployments.page.live_server import LiveServer
@@ -178,6 +181,22 @@ def test_stop(tab: Tab, backend: FakeBackend) -> None:
     assert len(backend.aborts) == 1 and not backend.live
 
 
+def give(tab: Tab, event: str, name: str, box: str, files: list[tuple[str, str, str]]) -> None:
+    """Paste or drop files, each with its name, type and base64."""
+    tab.run(
+        f"""(() => {{
+        const transfer = new DataTransfer();
+        for (const [name, type, data] of {json.dumps(files)}) {{
+            const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
+            transfer.items.add(new File([bytes], name, {{ type }}));
+        }}
+        const event = new Event("{event}", {{ bubbles: true, cancelable: true }});
+        Object.defineProperty(event, "{name}", {{ value: transfer }});
+        document.querySelector(".composer {box}").dispatchEvent(event);
+        }})()"""
+    )
+
+
 def test_pictures(new_tab: Callable[[], Tab]) -> None:
     """A picture that is pasted or dropped has to be sent, with its turn and those behind it, and
     seen in the history."""
@@ -193,22 +212,44 @@ def test_pictures(new_tab: Callable[[], Tab]) -> None:
             ("paste", "textarea", "clipboardData"),
             ("drop", "", "dataTransfer"),
         ):
-            tab.run(
-                f"""(() => {{
-                const data = atob("{url.partition(",")[2]}");
-                const bytes = Uint8Array.from(data, (letter) => letter.charCodeAt(0));
-                const transfer = new DataTransfer();
-                transfer.items.add(new File([bytes], "a.png", {{ type: "image/png" }}));
-                const event = new Event("{event}", {{ bubbles: true, cancelable: true }});
-                Object.defineProperty(event, "{name}", {{ value: transfer }});
-                document.querySelector(".composer {box}").dispatchEvent(event);
-                }})()"""
-            )
+            give(tab, event, name, box, [("a.png", "image/png", url.partition(",")[2])])
             tab.until("document.querySelectorAll('.pictures figure img').length === 1")
             say(tab, "what is it?")
         assert tab.run("document.querySelectorAll('article.user img').length") == 2
         assert tab.run("document.querySelectorAll('.pictures figure').length") == 0
     assert [len(request.images) for request in backend.requests] == [1, 2]
+
+
+def test_clips(new_tab: Callable[[], Tab], tmp_path: Path) -> None:
+    """Bugs: frames in the order of a file manager, of which 10 is before 9; a video's file that
+    vanishes; pictures of a later message that are a clip as well."""
+    server = ClipServer(tmp_path)
+    server.backend.script = "seen"
+    assert server.chat(user(clip())).status == 200
+    frames = [("9.jpg", FRAMES[0]), ("10.jpg", FRAMES[1]), ("11.jpg", FRAMES[2])]
+    files = [(name, "image/jpeg", base64.b64encode(data).decode()) for name, data in frames]
+    figures = "document.querySelectorAll('.pictures figure').length"
+    check = "document.querySelector('.pictures:not(article *) .check input')"
+    with serve(build_asgi(server.backend, OPTIONS)) as port:
+        tab = new_tab()
+        tab.open(f"http://127.0.0.1:{port}/page")
+        tab.until("!!document.querySelector('button[title^=\"A picture\"]:not([hidden])')")
+        give(tab, "drop", "dataTransfer", "", [("a.mp4", "video/mp4", "AAAA")])
+        tab.until("document.querySelector('.failure')?.innerText.includes('not decoded: a.mp4')")
+        give(tab, "paste", "clipboardData", "textarea", files[:1])
+        tab.until(f"{figures} === 1 && !{check}")
+        tab.run("document.querySelector('.pictures figure button').click()")
+        give(tab, "drop", "dataTransfer", "", files[::-1])
+        tab.until(f"{figures} === 3 && !!{check}")
+        tab.run(f"{check}.click()")
+        say(tab, "")
+        assert "one clip" in tab.run("document.querySelector('article.user').innerText")
+        give(tab, "drop", "dataTransfer", "", files[:2])
+        tab.until(f"{figures} === 2 && !{check}.checked")
+        say(tab, "")
+    over_http, first, second = server.backend.requests
+    assert first.images == over_http.images and first.token_ids == over_http.token_ids
+    assert [image.shape[0] for image in second.images] == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("colours", [False, True])

@@ -30,7 +30,10 @@ export class Chat {
         paste: (event) => this.pictures.take(event.clipboardData) && event.preventDefault(),
       },
     });
-    this.pictures = new Pictures(() => this.input.focus());
+    this.pictures = new Pictures(
+      () => this.input.focus(),
+      (message) => this.#fail(message),
+    );
     this.attach = button("Picture", () => this.pictures.choose(), "A picture for the message");
     this.model.addEventListener("change", () => this.#offer());
     this.model.addEventListener("filled", () => this.#offer());
@@ -69,10 +72,11 @@ export class Chat {
     this.#restore();
   }
 
-  /** Pictures are offered where the model takes them. */
+  /** Pictures and clips are offered where the model takes them. */
   #offer() {
     const chosen = models().find(({ id }) => id === this.model.value);
     this.attach.hidden = !chosen?.input_modalities?.includes("image");
+    this.pictures.offerClips(chosen?.input_modalities?.includes("video") ?? false);
   }
 
   focus() {
@@ -106,7 +110,7 @@ export class Chat {
     const content = this.input.value.trim();
     if (!content && !this.pictures.urls.length) return;
     this.input.value = "";
-    const said = { role: "user", content, pictures: this.pictures.give() };
+    const said = { role: "user", content, ...this.pictures.give() };
     this.#answer(this.conversation.add(this.conversation.last, said).id);
   }
 
@@ -132,8 +136,8 @@ export class Chat {
     const node = this.conversation.add(to, { role: "assistant", content: "", model: body.model });
     const stopping = (this.stopping = new AbortController());
     this.#draw();
-    const box = this.boxes.get(node.id);
-    const draw = eachFrame(() => atEnd(this.log, () => box.show(answer, this.stopping === stopping)));
+    const show = () => this.boxes.get(node.id)?.show(answer, this.stopping === stopping);
+    const draw = eachFrame(() => atEnd(this.log, show));
     try {
       await generate(PATH, body, answer, stopping.signal, draw);
     } catch (error) {
@@ -184,7 +188,9 @@ export class Chat {
         article.append(...(node.calls ?? []).filter(Boolean).map((call) => this.#result(node, call)));
     } else {
       if (node.pictures?.length)
-        article.append(element("div", { className: "row pictures" }, ...node.pictures.map(picture)));
+        article.append(
+          element("div", { className: "row pictures" }, ...node.pictures.map(picture), node.clip ? "one clip" : null),
+        );
       article.append(element("div", { className: "said", textContent: node.content }));
       actions.append(button("Edit", () => this.#edit(node), "Another message, as a branch"));
     }
@@ -223,8 +229,8 @@ export class Chat {
     const article = this.log.children[this.conversation.path.indexOf(node)];
     const input = element("textarea", { rows: 4, value: node.content, aria: { label: "Edit" } });
     const done = () => {
-      const { role, callId, pictures } = node;
-      const beside = { role, callId, pictures, content: input.value.trim() };
+      const { role, callId, pictures, clip } = node;
+      const beside = { role, callId, pictures, clip, content: input.value.trim() };
       if (beside.content || pictures?.length) this.#answer(this.conversation.add(node.parent, beside).id);
     };
     input.addEventListener("keydown", (event) => {

@@ -73,12 +73,14 @@ export class Conversation {
   }
 }
 
-function toApi({ role, content, calls, callId, pictures }) {
+function toApi({ role, content, calls, callId, pictures, clip }) {
   if (role === "tool") return { role, content, tool_call_id: callId };
   if (role === "assistant" && calls?.length)
     return { role, content: content || null, tool_calls: calls };
   if (pictures?.length) {
-    const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+    const parts = clip
+      ? [{ type: "video", video: pictures }]
+      : pictures.map((url) => ({ type: "image_url", image_url: { url } }));
     return { role, content: content ? [...parts, { type: "text", text: content }] : parts };
   }
   return { role, content: content ?? "" };
