@@ -173,10 +173,11 @@ _MEDIA_PARTS: list[Any] = [
     for name in ("input_audio", "audio_url")
 ]
 _CLIP_PARTS = (VideoPart, VideoUrlPart)
+# Types of parts that other servers take for clips: the last one in items of Responses.
+CLIP_KINDS = (*(str(part.__struct_config__.tag) for part in _CLIP_PARTS), "input_video")
 # Clips in items of Responses, and in messages of roles that have no images.
 _MISPLACED_CLIPS: list[Any] = [
-    defstruct(name, [(name, _Untold, None)], bases=(MediaPart,), tag=name)
-    for name in ("video", "video_url")
+    defstruct(name, [(name, _Untold, None)], bases=(MediaPart,), tag=name) for name in CLIP_KINDS
 ]
 Part = TextPart | RefusalPart | ImageUrlPart | InputImagePart | FilePart | WrittenClip | MediaPart
 

@@ -10,6 +10,7 @@ import msgspec
 
 from deployments.api.body_fields import name_fields
 from deployments.api.fields.chat import (
+    CLIP_KINDS,
     AnthropicImage,
     FilePart,
     ImageUrlPart,
@@ -35,7 +36,6 @@ from engine.images.processor import ImageProcessor, clip_layouts, clips_of
 from engine.text.tokenizer import Tokenizer
 
 _ROLES = ("user", "tool")  # roles whose messages may have images
-_CLIPS = ("video", "video_url")  # types of parts
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ def _processor(parts: Sequence[ImagePart], card: ModelCard) -> ImageProcessor:
             kind = part.written.kind
         elif not part.clip or clips:
             continue
-        where = "; clips stand in /v1/chat/completions" if clips and kind in _CLIPS else ""
+        where = "; clips stand in /v1/chat/completions" if clips and kind in CLIP_KINDS else ""
         raise no_media(f'{model} and images, no "{kind}"{where}', part.refused)
     assert card.images is not None
     return card.images

@@ -254,6 +254,9 @@ def test_other_routes_refuse_clips_by_name(server: Server) -> None:
     anthropic = server.post("/v1/messages", {**chat, "messages": [user(clip())]})
     item = {"role": "user", "content": [clip()]}
     responses = server.post("/v1/responses", {"model": MODEL, "input": [item]})
+    item = {"role": "user", "content": [{"type": "input_video", "video_url": JOINED}]}
+    other = server.post("/v1/responses", {"model": MODEL, "input": [item]}).json()["error"]
+    assert message.replace("video", "input_video") in other["message"]
     system = server.chat({"role": "system", "content": [clip()]}, user(text("a")))
     for reply in (anthropic, responses, system):
         assert reply.status == 400 and message in reply.json()["error"]["message"]

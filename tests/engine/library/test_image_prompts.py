@@ -99,6 +99,8 @@ def test_what_does_not_fit(encoder: Prompts, monkeypatch: pytest.MonkeyPatch) ->
     other = Prompts(vision_tokenizer(), READY, encoder._model)
     with pytest.raises(InvalidRequest, match="takes text only"):
         other.encode(chat({"type": "image", "image": PICTURE}))
+    with pytest.raises(InvalidRequest, match=r"videos\[0\]: this model takes no clips"):
+        encoder.encode({"prompt": MARK, "videos": [[PICTURE, PICTURE]]})
 
 
 def test_tokens_between_tiles_are_the_tokenizers(tmp_path: Path) -> None:
