@@ -65,13 +65,21 @@ def counts(broken: Broken) -> dict[int, int]:
 
 @contextlib.contextmanager
 def killing(broken: Broken, loop: Loop, every: float) -> Iterator[None]:
-    """Kill an engine that has work every so many seconds, once its predecessor is replaced."""
+    """Kill an engine that has work every so many seconds, once its predecessor is replaced.
+
+    At most once a step: a request that has lost four replicas is refused as their cause, and a
+    step lasts as long as many kills on busy cores.
+    """
     over = threading.Event()
 
     def kill() -> None:
+        killed_in = -1
         while not over.wait(every):
             asyncio.run(broken.settled(300))
             while not over.is_set():
+                if len(loop.steps) == killed_in:
+                    time.sleep(0.02)
+                    continue
                 replicas = asyncio.run(broken.states())["replicas"]
                 busy = [replica for replica in replicas if replica["running"]]
                 if busy:
@@ -79,6 +87,7 @@ def killing(broken: Broken, loop: Loop, every: float) -> Iterator[None]:
                     os.kill(victim["engine_pid"], signal.SIGKILL)
                     loop.computed += victim["prompt_tokens"] + victim["output_tokens"]
                     loop.kills += 1
+                    killed_in = len(loop.steps)
                     break
                 time.sleep(0.02)
 
@@ -93,12 +102,22 @@ def killing(broken: Broken, loop: Loop, every: float) -> Iterator[None]:
             thread.join()
 
 
+@contextlib.contextmanager
+def fleet(cluster: Cluster, folder: Path, **engine: Any) -> Iterator[Broken]:
+    """Deploy the two replicas for the loops."""
+    settings = {"replicas": 2, "routers": 1, "num_cpus": 0.5, "engine": ENGINE | engine}
+    with deployed(cluster, folder, None, **settings) as broken:
+        asyncio.run(broken.settled(300))
+        yield broken
+
+
 def run(
-    cluster: Cluster, folder: Path, work: Path, steps: int, every: float, settings: dict[str, Any]
+    broken: Broken, folder: Path, work: Path, steps: int, every: float, **settings: Any
 ) -> Loop:
-    """Run the loop on an application of its own.
+    """Run the loop once.
 
     work: where checkpoints go, which have to stay. every: seconds between kills; 0 = none.
+    settings: of the example.
     """
     example = runpy.run_path(str(ROOT / "examples" / "rollout_fleet.py"))
     loop = Loop()
@@ -108,18 +127,15 @@ def run(
         loop.steps.append({"every_s": every, "step": step, "reward": reward, "kills": loop.kills})
         print(loop.steps[-1], file=sys.stderr, flush=True)
 
-    engine = ENGINE | settings.pop("engine", {})
-    with deployed(cluster, folder, None, replicas=2, routers=1, num_cpus=0.5, engine=engine) as up:
-        asyncio.run(up.settled(300))
-        before = sum(counts(up).values())
-        began = time.monotonic()
-        with killing(up, loop, every):
-            loop.rewards = example["main"](
-                Client.connect(NAME), folder, work, steps, on_step=on_step, **settings
-            )
-        loop.seconds = time.monotonic() - began
-        asyncio.run(up.settled(300))
-        loop.computed += sum(counts(up).values()) - before
+    before = sum(counts(broken).values())
+    began = time.monotonic()
+    with killing(broken, loop, every):
+        loop.rewards = example["main"](
+            Client.connect(NAME), folder, work, steps, on_step=on_step, **settings
+        )
+    loop.seconds = time.monotonic() - began
+    asyncio.run(broken.settled(300))
+    loop.computed += sum(counts(broken).values()) - before
     return loop
 
 
@@ -161,9 +177,13 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = resolve_model(args.model)
-    with tempfile.TemporaryDirectory() as work, ray_and_serve(6) as cluster:
+    with (
+        tempfile.TemporaryDirectory() as work,
+        ray_and_serve(6) as cluster,
+        fleet(cluster, folder) as broken,
+    ):
         quiet, killed = (
-            run(cluster, folder, Path(work), args.steps, every, {"length": args.length})
+            run(broken, folder, Path(work), args.steps, every, length=args.length)
             for every in (0.0, args.every)
         )
     figures = compared(quiet, killed)
