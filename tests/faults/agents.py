@@ -48,13 +48,11 @@ _ROW = {
 }
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"rows": {"type": "array", "items": _ROW, "minItems": 8, "maxItems": 8}},
+    # White space between values is free, and a random model uses it: no more rows than that.
+    "properties": {"rows": {"type": "array", "items": _ROW, "minItems": 3, "maxItems": 3}},
     "required": ["rows"],
     "additionalProperties": False,
 }
-# White space between values is free, and a random model uses it.
-FEW = {**SCHEMA, "properties": {"rows": {**SCHEMA["properties"]["rows"], "maxItems": 3}}}
-FEW["properties"]["rows"]["minItems"] = 3
 USER = [{"role": "user", "content": "the cat sat on the mat"}]
 FUNCTION = {"name": "store", "description": "Stores rows.", "parameters": SCHEMA}
 QUIET = {"reasoning_effort": "none"}
@@ -67,8 +65,8 @@ def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
     chat, common = "/v1/chat/completions", {"model": NAME, "stream": True, "temperature": 1.0}
     asked = {**common, "messages": USER, "max_tokens": 1500, "seed": 5}
     asked["stream_options"] = {"include_usage": True}
-    form = {"type": "json_schema", "json_schema": {"name": "rows", "strict": True}}
-    form["json_schema"] |= {"schema": FEW}  # type: ignore[operator]
+    schema = {"name": "rows", "strict": True, "schema": SCHEMA}
+    form = {"type": "json_schema", "json_schema": schema}
     tools = [{"type": "function", "function": {**FUNCTION, "strict": True}}]
     calls = {"tools": tools, "tool_choice": "required"}
     thinking = {"type": "enabled", "budget_tokens": 60}
