@@ -26,7 +26,15 @@ pytestmark = [
 ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 8}
 
 
-@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "tensor_parallel",
+        # A stage's end, without Serve: tests/engine/process/test_pipeline.py; with it:
+        # test_pipeline_nodes.py.
+        pytest.param("pipeline_parallel", marks=pytest.mark.long),
+    ],
+)
 def broken(
     shared_cluster: Cluster,
     tmp_path_factory: pytest.TempPathFactory,
