@@ -93,6 +93,10 @@ class Live:
             if len(open_ports) == 1:
                 self.routers[pid] = open_ports.pop()
 
+    def find_all_routers(self) -> None:
+        """Wait until haproxy has a server for each router, and note which."""
+        settled(lambda: self.find_routers() or len(self.routers) == ROUTERS, 40)
+
     def metrics(self) -> dict[str, float]:
         """Samples of all routers and replicas, whichever router is asked."""
         return parse_metrics(self.get("/metrics")[1])
@@ -268,7 +272,7 @@ def live_server(model: Path, *, fake: bool = False, **settings: Any) -> Iterator
         facts = json.loads(line)
         live = Live(facts["port"], Path(facts["folder"]), process)
         settled(lambda: all(len(s["replicas"]) == REPLICAS for s in live.router_states().values()))
-        settled(lambda: live.find_routers() or len(live.routers) == ROUTERS)
+        live.find_all_routers()
         yield live
     finally:
         process.stdin.close()
