@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.deployments.on_ray.serve_cluster import Cluster
+    from tests.deployments.replica.collector import Collector
     from tests.faults.ray_nodes import NodesCluster
 
 # Tests start Ray's processes from a process in which gRPC's threads of earlier tests live. Its fork
@@ -34,7 +35,8 @@ def default_model() -> Path:
 
 # Fixtures of the session that end with the last test that uses them, the later ones first.
 _SHARED = {
-    name: contextlib.ExitStack() for name in ("shared_cluster", "shared_fleet", "shared_nodes")
+    name: contextlib.ExitStack()
+    for name in ("shared_cluster", "shared_fleet", "shared_pair", "shared_nodes")
 }
 
 
@@ -67,6 +69,19 @@ def shared_fleet(
     folder = tmp_path_factory.mktemp("fleet")
     yield _SHARED["shared_fleet"].enter_context(fleet(shared_cluster, folder))
     _SHARED["shared_fleet"].close()
+
+
+@pytest.fixture(scope="session")
+def shared_pair(
+    shared_cluster: "Cluster", tmp_path_factory: pytest.TempPathFactory
+) -> Iterator["Collector"]:
+    """The shared cluster with one application, `pair` at /: two routers and two engines that
+    count, and the collector of its traces. Files share it that look at routers one by one."""
+    from tests.deployments.on_ray.serve_cluster import traced_pair
+
+    folder = tmp_path_factory.mktemp("pair")
+    yield _SHARED["shared_pair"].enter_context(traced_pair(shared_cluster, folder))
+    _SHARED["shared_pair"].close()
 
 
 @pytest.fixture(scope="session")

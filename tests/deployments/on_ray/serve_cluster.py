@@ -17,6 +17,7 @@ from typing import Any
 from deployments.replica.deployment import ReplicaSettings
 from engine.config.engine_config import EngineConfig
 from tests.deployments.fake_backend import tiny_tokenizer
+from tests.deployments.replica.collector import Collector, collector
 
 # Every token id of the fake engine is one that the tiny tokenizer can write.
 FAKE = "fake:vocab_size=250,max_model_len=8192,step_seconds=0.02"
@@ -146,6 +147,48 @@ def fleet(cluster: Cluster, folder: Path) -> Iterator[Cluster]:
         yield cluster
     finally:
         serve.delete("manta")
+
+
+def _talkative(settings: ReplicaSettings) -> EngineConfig:
+    return EngineConfig(model=FAKE, log_level=settings.engine["log_level"])
+
+
+@contextlib.contextmanager
+def traced_pair(cluster: Cluster, folder: Path) -> Iterator[Collector]:
+    """Deploy an application `pair` at /, with two routers, two engines that count and a line of
+    JSON in the log for every request; yield where traced requests are told; delete it afterwards.
+    """
+    from ray import serve
+
+    from deployments.app import assemble
+    from deployments.config.load import parse_config
+
+    with collector() as spans:
+        config = parse_config(
+            {
+                "model": str(tiny_model(folder / "tiny")),
+                "app_name": "pair",
+                "pools": {"cpu": {"replicas": 2, "num_cpus": 0.2}},
+                "router": {"replicas": 2},
+                "limits": {"drain_seconds": 2.0},
+                "log": {"level": "debug", "format": "json"},
+                "tracing": {"endpoint": spans.url, "sample": 0.0},
+            },
+            {},
+        )
+        try:
+            serve.run(assemble(config, _talkative), name="pair", route_prefix="/")
+            handle = serve.get_app_handle("pair")
+            deadline = time.monotonic() + 60
+            while True:
+                routers = handle.broadcast("state").results(timeout_s=10)
+                if len(routers) == 2 and all(len(router["replicas"]) == 2 for router in routers):
+                    break
+                assert time.monotonic() < deadline, "the replicas did not come"
+                time.sleep(0.1)
+            yield spans
+        finally:
+            serve.delete("pair")
 
 
 @contextlib.contextmanager

@@ -5,25 +5,21 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deployments.app import assemble
 from deployments.cli import status
-from deployments.config.load import parse_config
-from deployments.replica.deployment import ReplicaSettings
-from engine.config.engine_config import EngineConfig
 from tests.deployments.on_ray.live import parse_metrics
-from tests.deployments.on_ray.serve_cluster import FAKE, Cluster, tiny_model
-from tests.deployments.replica.collector import Collector, attributes, collector
+from tests.deployments.on_ray.serve_cluster import Cluster
+from tests.deployments.replica.collector import Collector, attributes
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
-APP = "seen"
+APP = "pair"
 
 
 def wait(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
@@ -34,44 +30,14 @@ def wait(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     return value
 
 
-def talkative(settings: ReplicaSettings) -> EngineConfig:
-    return EngineConfig(model=FAKE, log_level=settings.engine["log_level"])
+@pytest.fixture
+def spans(shared_pair: Collector) -> Collector:
+    return shared_pair
 
 
-@pytest.fixture(scope="module")
-def spans() -> Iterator[Collector]:
-    with collector() as collected:
-        yield collected
-
-
-@pytest.fixture(scope="module")
-def cluster(
-    shared_cluster: Cluster, spans: Collector, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    """Two routers and two fake engines, lines for every request, as JSON; traced ones are told."""
-    from ray import serve
-
-    config = parse_config(
-        {
-            "model": str(tiny_model(tmp_path_factory.mktemp("models") / "tiny")),
-            "app_name": APP,
-            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.2}},
-            "router": {"replicas": 2},
-            "log": {"level": "debug", "format": "json"},
-            "tracing": {"endpoint": spans.url, "sample": 0.0},
-        },
-        {},
-    )
-    serve.run(assemble(config, talkative), name=APP, route_prefix="/")
-    handle = serve.get_app_handle(APP)
-
-    def settled() -> bool:
-        routers = handle.broadcast("state").results(timeout_s=10)
-        return len(routers) == 2 and all(len(router["replicas"]) == 2 for router in routers)
-
-    wait(settled)
-    yield shared_cluster
-    serve.delete(APP)
+@pytest.fixture
+def cluster(shared_cluster: Cluster, shared_pair: Collector) -> Cluster:
+    return shared_cluster
 
 
 def ask(cluster: Cluster, id: str, **headers: str) -> dict[str, Any]:

@@ -4,39 +4,25 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deployments.app import assemble
 from deployments.client import Client
-from deployments.config.load import parse_config
 from engine.errors import InvalidRequest, UpdateFailed
-from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
+from tests.deployments.on_ray.serve_cluster import Cluster
+from tests.deployments.replica.collector import Collector
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 ROLLOUT = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
 
 
-@pytest.fixture(scope="module")
-def served(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    from ray import serve
-
-    config = parse_config(
-        {
-            "model": str(tiny_model(tmp_path_factory.mktemp("training") / "tiny")),
-            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.5}},
-            "router": {"replicas": 2},
-            "limits": {"drain_seconds": 2.0},
-        },
-        {},
-    )
-    serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
-    yield shared_cluster
-    serve.delete("manta")
+@pytest.fixture
+def served(shared_cluster: Cluster, shared_pair: Collector) -> Cluster:
+    return shared_cluster
 
 
 def until(good: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -69,7 +55,7 @@ def test_all_routers_and_replicas_have_the_weights(served: Cluster, tmp_path: Pa
     until(lambda: all(info(served)["weight_version"] == "one" for _ in range(6)))
     from ray import serve
 
-    victim = serve.get_deployment_handle("engine-cpu", "manta").stats.remote().result()
+    victim = serve.get_deployment_handle("engine-cpu", "pair").stats.remote().result()
     before = set(info(served)["replicas"])
     os.kill(victim["engine_pid"], signal.SIGKILL)
 
@@ -86,7 +72,7 @@ def test_by_handle(served: Cluster, tmp_path: Path) -> None:
     """A trainer in the same cluster gets other weights, or another error, than over HTTP."""
     from ray import serve
 
-    router = serve.get_app_handle("manta")
+    router = serve.get_app_handle("pair")
     assert router.update_weights.remote(str(tmp_path), "two").result() == "two"
     assert told(served) == {"two"}
     router.pause.remote("keep").result()
@@ -101,7 +87,7 @@ def test_by_handle(served: Cluster, tmp_path: Path) -> None:
 
 def test_by_client(served: Cluster, tmp_path: Path) -> None:
     """A typed call does not come through Serve, or its error is another."""
-    client = Client.connect()
+    client = Client.connect("pair")
     assert client.update_weights(str(tmp_path), "typed") == "typed"
     assert told(served) == {"typed"}
     client.pause()
