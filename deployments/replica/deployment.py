@@ -26,7 +26,7 @@ from deployments.observe.metrics import replica_families
 from deployments.observe.ray_exporter import ServeExport
 from deployments.observe.tasks import tasks
 from deployments.replica.other_nodes import OtherNodes, node_address, node_id
-from deployments.replica.server import ReplicaServer
+from deployments.replica.server import FAREWELL, ReplicaServer
 from deployments.replica.sleep import SleepSettings
 from deployments.replica.watchdog import StallLimits
 from deployments.scaling.policy import CounterRates
@@ -171,15 +171,20 @@ class EngineReplica:
             await asyncio.sleep(patience)
             self._server.hand_over()
 
-    def check_health(self) -> None:
-        """Raise EngineDead if the engine is dead or stuck, or another node of this replica is
-        draining.
+    async def check_health(self) -> None:
+        """End the process if the engine is dead or stuck; raise EngineDead if another node of this
+        replica is draining.
 
-        Serve calls this hook, and replaces a replica that raises.
+        Serve calls this hook every two seconds. It replaces a replica that has raised three times,
+        and at once one whose process has ended.
         """
         if self._drained:
             raise EngineDead("another node of this replica is to be drained")
-        self._server.check_health()
+        try:
+            self._server.check_health()
+        except EngineDead:
+            await asyncio.sleep(FAREWELL)  # the routers are being told
+            os._exit(1)
 
     async def stats(self) -> dict[str, Any]:
         """Return the replica's stats for operators: `handle.stats.remote()`.

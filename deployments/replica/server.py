@@ -60,7 +60,7 @@ _PULLS = (1.0, 10.0)  # seconds without a pulled byte after which a drain ends; 
 # Beyond so many routers these seconds grow in proportion: where there are many routers there are
 # many replicas, and the stats of all of them would fill a router's core.
 _FEW_ROUTERS = 16
-_FAREWELL = 0.2  # seconds for sending the last frames before connections are closed
+FAREWELL = 0.2  # seconds for sending the last frames before connections are closed
 _MAX_PREFIX_BYTES = 4096  # most bytes of prefix hashes in a frame: those of eight long prompts
 
 
@@ -222,7 +222,7 @@ class ReplicaServer:
             await asyncio.sleep(0.05)
         pulled = self.in_flight > 0 and self.kv is not None
         self.hand_over()
-        await asyncio.sleep(_FAREWELL)
+        await asyncio.sleep(FAREWELL)
         if pulled:
             await self._await_pulls()
 

@@ -207,7 +207,7 @@ def test_a_notice_of_another_node_of_the_replica(
         def check_health(self) -> None: ...
 
         async def drain(self, seconds: float) -> None:
-            deployment.EngineReplica.check_health(replica)
+            await deployment.EngineReplica.check_health(replica)
             drained.append(seconds)
 
     deadline = 0 if seconds is None else int((time.time() + seconds) * 1000)
@@ -218,4 +218,4 @@ def test_a_notice_of_another_node_of_the_replica(
     run(deployment.EngineReplica._await_notice(replica))
     assert drained == [pytest.approx(patience, abs=1)]
     with pytest.raises(EngineDead, match="another node of this replica is to be drained"):
-        deployment.EngineReplica.check_health(replica)
+        run(deployment.EngineReplica.check_health(replica))
