@@ -138,8 +138,9 @@ class TransferWeights(msgspec.Struct, array_like=True, tag="transfer_weights"):
 
     what: "init" (join the trainer's group), "start", "update" (take tensors), "finish" or "drop"
         (an update that is not in place). A "start" and a "finish" enclose several updates; an
-        update without them is a whole one. The answer to a whole update has its folder as message,
-        for `UpdateWeights`.
+        update without them is a whole one. "collect" is an update after a "start" that also
+        finishes once the checkpoint is whole. The answer to a whole update has its folder as
+        message, for `UpdateWeights`.
     info: vLLM's `init_info` or `update_info`; see `engine.weights.transfer`.
     """
 

@@ -28,13 +28,15 @@ from deployments.api.pooling import tei
 from deployments.api.response_store import ResponseStore
 from deployments.api.routes import OPEN, locate, refusal
 from deployments.api.services import adapters, models
-from deployments.api.trainers import sglang, skyrl, vllm
+from deployments.api.trainers import sglang, sglang_tensors, skyrl, vllm
 from deployments.backend import Backend
 from engine.errors import MantaError, short_traceback
 
 log = logging.getLogger("manta.api")
 
-_TRAINERS = vllm.ADMIN_PATHS | sglang.ADMIN_PATHS | skyrl.ADMIN_PATHS
+_TRAINERS = frozenset().union(
+    *(routes.ADMIN_PATHS for routes in (vllm, sglang, sglang_tensors, skyrl))
+)
 _ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
 
 

@@ -94,6 +94,21 @@ class Training(Protocol):
         """Replace the weights by the tensors of the update; return the version's name."""
         ...
 
+    async def begin_sent(self, model: str) -> None:
+        """Begin an update in SGLang's way, which `end_sent` ends."""
+        ...
+
+    async def take_sent(self, model: str, info: dict[str, Any], version: str) -> str:
+        """Take tensors of an update in SGLang's way. info: as of `take_tensors`.
+
+        Returns the version of the weights if these tensors have completed them; else "".
+        """
+        ...
+
+    async def end_sent(self, model: str) -> str:
+        """Replace the weights by tensors that were sent; return the version, "" without them."""
+        ...
+
     async def pause(self, model: str, mode: str) -> None: ...
     async def resume(self, model: str) -> None: ...
 

@@ -22,7 +22,7 @@ from deployments.api.pooling import routes as pooling
 from deployments.api.route import EVENTS, HTML, JSON, QUEUES, Operation, Route
 from deployments.api.served_model import find_model
 from deployments.api.services import adapters, batches, models, server
-from deployments.api.trainers import sglang, skyrl, vllm
+from deployments.api.trainers import sglang, sglang_tensors, skyrl, vllm
 from deployments.backend import ModelCard
 
 _INVOKED = (
@@ -86,6 +86,7 @@ ROUTES: tuple[Route, ...] = (
     *tokenize_routes.ROUTES,
     *vllm.ROUTES,
     *sglang.ROUTES,
+    *sglang_tensors.ROUTES,
     *skyrl.ROUTES,
     *server.PROBES,
     Route(

@@ -30,6 +30,15 @@ class RouterTraining:
     async def finish_update(self, model: str, version: str) -> str:
         return await self._of(model).weights.finish_update(version)
 
+    async def begin_sent(self, model: str) -> None:
+        await self._of(model).weights.begin_sent()
+
+    async def take_sent(self, model: str, info: dict[str, Any], version: str) -> str:
+        return await self._of(model).weights.take_sent(info, version)
+
+    async def end_sent(self, model: str) -> str:
+        return await self._of(model).weights.end_sent()
+
     async def pause(self, model: str, mode: str) -> None:
         await self._of(model).weights.pause(mode)
 

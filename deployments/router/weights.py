@@ -164,11 +164,13 @@ class FleetWeights:
             own = {"rank_offset": offset + replicas.index(client.replica)} if offset else {}
             return TransferWeights(ticket, "init", info | own)
 
+        await self._forget_sent()
         self._check_all(await self._ask_all(make))
 
     async def start_update(self) -> None:
         """Begin an update of several messages at all replicas. Raises MantaError."""
         await self._order_all(lambda ticket: TransferWeights(ticket, "start"))
+        await self._forget_sent()
 
     async def take_tensors(self, info: dict[str, Any], version: str = "") -> str:
         """Let all replicas take tensors from a trainer.
@@ -193,6 +195,56 @@ class FleetWeights:
         Raises as `take_tensors`.
         """
         return await self._replace_each(await self._transferred("finish", {}), version)
+
+    # -- updates in SGLang's way, whose messages do not tell which is the last
+
+    async def begin_sent(self) -> None:
+        """Begin an update that `end_sent` ends. Raises MantaError."""
+        await self.start_update()
+        await self._write(sending=True)
+
+    async def take_sent(self, info: dict[str, Any], version: str = "") -> str:
+        """Let all replicas take tensors of an update; the first message begins it.
+
+        Returns the version of the new weights once the checkpoint is whole; "" before, and during
+        a pause, where the update ends with `end_sent`. Raises as `take_tensors`.
+        """
+        await self.refresh()
+        if not self._record.sending:
+            await self.begin_sent()
+        name = version or self._record.sent_version
+        if name != self._record.sent_version:
+            await self._write(sent_version=name)
+        try:
+            folders = await self._transferred("update" if self.paused else "collect", info)
+            complete = {client: folder for client, folder in folders.items() if folder}
+            if len(complete) < len(folders) or self.paused:
+                # a replica that joined after the beginning has no other tensors
+                if complete:
+                    await self._drop([*complete])
+                return ""
+        except UpdateFailed:
+            await self._forget_sent()
+            raise
+        await self._forget_sent()
+        return await self._replace_each(folders, name)
+
+    async def end_sent(self) -> str:
+        """Replace the weights by tensors that were sent; return the version, "" without tensors.
+
+        Raises as `take_tensors`.
+        """
+        await self.refresh()
+        if not self._record.sending:
+            return ""
+        version = self._record.sent_version
+        await self._forget_sent()
+        return await self._replace_each(await self._transferred("finish", {}), version)
+
+    async def _forget_sent(self) -> None:
+        await self.refresh()
+        if self._record.sending:
+            await self._write(sending=False, sent_version="")
 
     async def _transferred(self, what: str, info: dict[str, Any]) -> dict[ReplicaClient, str]:
         """Send an order to the replicas that joined a transfer, and return their folders.

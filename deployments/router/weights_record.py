@@ -23,6 +23,8 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     asleep: the parts of the engines' memory that a trainer's sleep has freed.
     level: of that sleep.
     dozes: whether the sleep has begun the pause, which ends with it.
+    sending: whether tensors of an update have come by SGLang's routes, and others will.
+    sent_version: the name of their weights; "": none was given.
     """
 
     number: int = 0
@@ -33,6 +35,8 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     asleep: tuple[str, ...] = ()
     level: int = 1
     dozes: bool = False
+    sending: bool = False
+    sent_version: str = ""
 
 
 class WeightsStore(Protocol):

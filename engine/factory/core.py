@@ -151,7 +151,11 @@ def _receiver(part: RankPart, ranks: Ranks | None) -> WeightTransfer | None:
     hold = part.refill.hold if ranks is None and part.memory is None else None
     num_bytes = max(checkpoint_bytes(resolved.folder), part.runner.model.num_bytes)
     return WeightTransfer(
-        resolved.device, num_bytes, hold=hold, free_bytes=lambda: _free_bytes(resolved.device)
+        resolved.device,
+        num_bytes,
+        hold=hold,
+        free_bytes=lambda: _free_bytes(resolved.device),
+        checkpoint=part.refill,
     )
 
 

@@ -79,6 +79,20 @@ class Refill:
         """Whether a folder's weights are in memory."""
         return bool(self._held.get(folder))
 
+    def name_of(self, stored: str) -> str:
+        """Return the model's name of a checkpoint's tensor; "": the model ignores the tensor."""
+        whole = self._outlined()
+        return "" if whole.ignores(stored) else whole.tensor_name(stored)
+
+    def names(self) -> set[str]:
+        """Return the model's names of all tensors that a checkpoint must have."""
+        parameters = self._outlined().parameters()
+        return {source.name for parameter in parameters for source in parameter.sources}
+
+    def _outlined(self) -> Loadable:
+        self._whole = self._whole or self._outline()
+        return self._whole
+
     def check(self, folder: str) -> None:
         """Check the tensors of a folder: names, shapes, dtypes and finite values. Change nothing.
 
@@ -148,8 +162,7 @@ class Refill:
         held = dict(self._held.get(str(folder), {})) or None
         if held is None:
             wait_until_written(folder)
-        self._whole = self._whole or self._outline()
-        return read_named(self._whole, folder, held=held)
+        return read_named(self._outlined(), folder, held=held)
 
 
 def _refuse_ordered(model: Refillable) -> None:

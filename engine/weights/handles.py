@@ -1,15 +1,15 @@
 """The tensors that a trainer on the same machine shares: CUDA IPC handles, and shared memory.
 
-Trainers send handles as a pickle. None is run: its opcodes are read one by one, which build plain
-data, and of its names only those that torch's `reduce_tensor` writes are known.
+Trainers send them as a pickle. None is run: of its names only those that torch's reductions of
+tensors write are known, and the tensors are opened here.
 """
 
 import base64
 import binascii
+import io
 import os
-import pickletools
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,25 +18,46 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from engine.errors import UpdateFailed
 from engine.weights.index import CODES
+from engine.weights.plain_pickle import Call, read_plain, refused
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
-_REBUILD = "torch.multiprocessing.reductions.rebuild_cuda_tensor"
-_SIZE = "torch.Size"
+_REDUCTIONS = "torch.multiprocessing.reductions"
+_REBUILD = f"{_REDUCTIONS}.rebuild_cuda_tensor"
 _STORAGES: dict[str, Any] = {
     "torch.storage.TypedStorage": torch.storage.TypedStorage,
     "torch.storage.UntypedStorage": torch.storage.UntypedStorage,
 }
 _TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
-_NAMES = {
-    _REBUILD,
-    _SIZE,
-    *_STORAGES,
-    *_TENSORS,
-    *(f"torch.{name}" for name in DTYPES),
-}
+_TYPES = {*_STORAGES, *_TENSORS, *(f"torch.{name}" for name in DTYPES)}
 _SHARED_MEMORY = "/dev/shm"
+
+# What SGLang's trainers serialise beside torch's own calls; modules have moved between versions.
+_SGLANG_REBUILD = {
+    f"sglang.srt.{module}._rebuild_cuda_tensor_modified"
+    for module in ("utils.patch_torch", "patch_torch")
+}
+_METADATA = {
+    f"sglang.srt.{module}.FlattenedTensorMetadata"
+    for module in ("weight_sync.tensor_bucket", "model_executor.model_runner")
+}
+_PER_RANK = {
+    f"sglang.srt.model_executor.{module}.LocalSerializedTensor"
+    for module in ("model_runner", "model_runner_components.weight_updater")
+}
+_BY_VALUE = "torch.storage._load_from_bytes"
+_BY_FILE = f"{_REDUCTIONS}.rebuild_storage_filename"
+_BY_DESCRIPTOR = f"{_REDUCTIONS}.rebuild_storage_fd"
+_EMPTY = f"{_REDUCTIONS}.rebuild_storage_empty"
+_TYPED = f"{_REDUCTIONS}.rebuild_typed_storage"
+_SHARED_TENSOR = f"{_REDUCTIONS}.rebuild_tensor"
+_TENSOR, _PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
+_CALLS = {
+    _REBUILD, *_SGLANG_REBUILD, *_METADATA, *_PER_RANK, _BY_VALUE, _BY_FILE, _BY_DESCRIPTOR,
+    _EMPTY, _TYPED, _SHARED_TENSOR, _TENSOR, _PARAMETER, "multiprocessing.resource_sharer.DupFd",
+}  # fmt: skip
+_FILE_HEADER = 64  # bytes before the data of torch's shared files, which count their users
+_SERIALIZED = "serialized_named_tensors"
 
 
 class SharedBytes(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,23 +69,15 @@ class SharedBytes(msgspec.Struct, forbid_unknown_fields=True):
     def read(self, num_bytes: int) -> Tensor:
         """Return the bytes, uint8 [num_bytes], mapped and not copied. Raises UpdateFailed."""
         if not re.fullmatch(r"/?[A-Za-z0-9_.-]+", self.name) or self.offset < 0:
-            raise _wrong(f"no segment of shared memory is called {self.name!r}")
+            raise refused(f"no segment of shared memory is called {self.name!r}")
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         path = os.path.join(_SHARED_MEMORY, self.name.lstrip("/"))
         try:
             raw = np.memmap(path, np.uint8, "c", self.offset, (num_bytes,))
         except (OSError, ValueError) as error:
-            raise _wrong(f"shared memory {self.name}: {error}") from None
+            raise refused(f"shared memory {self.name}: {error}") from None
         return torch.from_numpy(raw)
-
-
-class _Name(str):
-    """A name in a pickle, which stands for itself."""
-
-
-class _Mark:
-    """The beginning of a tuple, a list or the items of a dictionary on the stack."""
 
 
 def read_handles(encoded: str) -> list[dict[str, Any]]:
@@ -73,16 +86,20 @@ def read_handles(encoded: str) -> list[dict[str, Any]]:
     A single dictionary is the handle of a buffer with all tensors. Names are strings. Raises
     UpdateFailed for a pickle that holds anything else.
     """
-    try:
-        raw = base64.b64decode(encoded, validate=True)
-        handles = _Reader().read(raw)
-    except (binascii.Error, ValueError, IndexError, KeyError, TypeError, AssertionError) as error:
-        raise _wrong(f"ipc_handles_pickled cannot be read: {error!r}") from None
+    field = "ipc_handles_pickled"
+    handles = read_plain(_decoded(encoded, field), {*_TYPES, _REBUILD}, field)
     if isinstance(handles, dict):
         handles = [handles]
     if not isinstance(handles, list) or not all(isinstance(entry, dict) for entry in handles):
-        raise _wrong("ipc_handles_pickled: not a list with a dictionary for each tensor")
+        raise refused("ipc_handles_pickled: not a list with a dictionary for each tensor")
     return handles
+
+
+def _decoded(encoded: str, field: str) -> bytes:
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise refused(f"{field} cannot be read: {error!r}") from None
 
 
 def plain_handle(handle: Any) -> list[Any]:
@@ -104,90 +121,6 @@ def from_plain(arguments: list[Any]) -> tuple[Any, ...]:
     return tuple(tuple(item) if isinstance(item, list) else item for item in arguments)
 
 
-class _Reader:
-    """Reads the plain data of one pickle."""
-
-    def __init__(self) -> None:
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-
-    def read(self, raw: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(raw):
-            if opcode.name == "STOP":
-                (value,) = self._stack
-                return value
-            self._do(opcode.name, argument)
-        raise ValueError("no end")
-
-    def _do(self, name: str, argument: Any) -> None:
-        stack, memo = self._stack, self._memo
-        if name in _LITERALS:
-            stack.append(argument)
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name]())
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name == "GLOBAL":
-            stack.append(_name(*argument.split(" ", 1)))
-        elif name == "STACK_GLOBAL":
-            attribute, module = stack.pop(), stack.pop()
-            stack.append(_name(module, attribute))
-        elif name == "REDUCE":
-            (size,), function = stack.pop(), stack.pop()
-            if function != _SIZE:
-                raise _wrong(f"ipc_handles_pickled calls {function}, and nothing in it is run")
-            stack.append(tuple(size))
-        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            count = int(name[-1])
-            stack[-count:] = [tuple(stack[-count:])]
-        elif name == "TUPLE":
-            stack.append(tuple(self._since_mark()))
-        elif name in ("APPEND", "APPENDS"):
-            items = self._since_mark() if name == "APPENDS" else [stack.pop()]
-            assert isinstance(stack[-1], list)
-            stack[-1].extend(items)
-        elif name in ("SETITEM", "SETITEMS"):
-            many = name == "SETITEMS"
-            items = self._since_mark() if many else [stack.pop(-2), stack.pop()]
-            assert isinstance(stack[-1], dict)
-            stack[-1].update(zip(items[::2], items[1::2], strict=True))
-        elif name not in ("PROTO", "FRAME"):
-            raise _wrong(f"ipc_handles_pickled holds {name}, and nothing in it is run")
-
-    def _since_mark(self) -> list[Any]:
-        items: list[Any] = []
-        while not isinstance(item := self._stack.pop(), _Mark):
-            items.append(item)
-        return items[::-1]
-
-
-_LITERALS = {
-    "BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES",
-    "SHORT_BINBYTES",
-}  # fmt: skip
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-    "MARK": _Mark,
-}
-
-
-def _name(module: Any, attribute: Any) -> _Name:
-    """Return a name in a pickle. Raises UpdateFailed for one that is not on the list."""
-    name = f"{module}.{attribute}"
-    if name not in _NAMES:
-        raise _wrong(f"ipc_handles_pickled names {name}; only tensors of CUDA may be in it")
-    return _Name(name)
-
-
 def open_handle(handles: dict[str, Any], device: torch.device) -> Tensor:
     """Return the device tensor that another process shares by its handles, without a copy.
 
@@ -195,16 +128,19 @@ def open_handle(handles: dict[str, Any], device: torch.device) -> Tensor:
     Raises UpdateFailed.
     """
     if device.type != "cuda":
-        raise _wrong("CUDA handles were sent, and this engine runs on the CPU")
+        raise refused("CUDA handles were sent, and this engine runs on the CPU")
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     if uuid not in handles:
         known = ", ".join(map(str, handles))
-        raise _wrong(f"no handle is of this engine's GPU {uuid}; there are those of {known}")
-    arguments = rebuild_arguments(handles[uuid], device)
+        raise refused(f"no handle is of this engine's GPU {uuid}; there are those of {known}")
+    return _open_cuda(handles[uuid], device)
+
+
+def _open_cuda(handle: Any, device: torch.device) -> Tensor:
     try:
-        tensor: Tensor = rebuild_cuda_tensor(*arguments)
+        tensor: Tensor = rebuild_cuda_tensor(*rebuild_arguments(handle, device))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _wrong(f"a CUDA IPC handle cannot be opened: {error}") from None
+        raise refused(f"a CUDA IPC handle cannot be opened: {error}") from None
     return tensor
 
 
@@ -233,8 +169,153 @@ def rebuild_arguments(handle: Any, device: torch.device) -> tuple[Any, ...]:
                     device.index, memory, size_bytes, offset_bytes, False, counter,
                     counter_offset, event, synchronise,
                 )  # fmt: skip
-    raise _wrong("a handle is none of torch.multiprocessing.reductions.reduce_tensor")
+    raise refused("a handle is none of torch.multiprocessing.reductions.reduce_tensor")
 
 
-def _wrong(message: str) -> UpdateFailed:
-    return UpdateFailed(message, param="update_info")
+class SerializedTensors:
+    """Tensors as SGLang's trainers serialise them: each entry for a rank, all with all tensors.
+
+    encoded: base64 pickles. load_format: "" for (name, tensor) pairs, or "flattened_bucket".
+    Raises UpdateFailed.
+    """
+
+    def __init__(self, encoded: list[str], load_format: str, device: torch.device) -> None:
+        self._flat = load_format == "flattened_bucket"
+        self._device = device
+        self._uuid = ""
+        if device.type == "cuda":
+            self._uuid = str(torch.cuda.get_device_properties(device).uuid)
+        self._data = self._own([_decoded(entry, _SERIALIZED) for entry in encoded])
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors by name. Raises UpdateFailed."""
+        match self._data:
+            case {"flattened_tensor": tensor, "metadata": list(parts)} if self._flat:
+                yield from self._bucket(self._open(tensor), parts)
+            case list() | dict() if not self._flat:
+                for pair in self._data.items() if isinstance(self._data, dict) else self._data:
+                    match pair:
+                        case (str(name), tensor):
+                            yield name, self._open(tensor)
+                        case _:
+                            raise refused(f"{_SERIALIZED} holds no pairs of name and tensor")
+            case _:
+                form = "a flattened bucket" if self._flat else "a list of names and tensors"
+                raise refused(f"{_SERIALIZED} is not {form}; load_format names its form")
+
+    def _own(self, pickles: list[bytes]) -> Any:
+        """Return the data of the pickle for this engine: that with handles of its own GPU."""
+        gpus = set()
+        for raw in pickles:
+            data = read_plain(raw, _TYPES, _SERIALIZED, _CALLS)
+            if len(pickles) == 1 or not self._uuid:
+                return data
+            if (gpu := _gpu(data)) in (self._uuid, ""):
+                return data
+            gpus.add(gpu)
+        known = ", ".join(sorted(gpus)) or "none"
+        raise refused(f"{_SERIALIZED}: no entry is of this engine's GPU {self._uuid}; got {known}")
+
+    def _open(self, value: Any) -> Tensor:
+        if isinstance(value, Call) and value.function in _PER_RANK:
+            values = value.state.get("values") if isinstance(value.state, dict) else None
+            if not isinstance(values, list) or not all(isinstance(raw, bytes) for raw in values):
+                raise refused(f"{_SERIALIZED}: a tensor has no values of ranks")
+            value = self._own(values)
+        if not isinstance(value, Call):
+            raise refused(f"{_SERIALIZED} holds something that is no tensor")
+        try:
+            return self._tensor(value)
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            reason = str(error).split("\n")[0][:200]
+            raise refused(f"{_SERIALIZED}: a tensor cannot be opened: {reason}") from None
+
+    def _tensor(self, call: Call) -> Tensor:
+        match call.function, call.arguments:
+            case name, arguments if name == _REBUILD or name in _SGLANG_REBUILD:
+                if not self._uuid:
+                    raise refused(
+                        f"{_SERIALIZED}: CUDA handles were sent, and this engine runs on the CPU"
+                    )
+                gpu = arguments[6] if len(arguments) > 6 else None
+                if isinstance(gpu, str) and gpu != self._uuid:
+                    raise refused(
+                        f"{_SERIALIZED}: the tensors are on GPU {gpu}, and this engine is on "
+                        f"{self._uuid}; weights of another GPU come by "
+                        "/update_weights_from_distributed"
+                    )
+                return _open_cuda((*arguments[:6], 0, *arguments[7:]), self._device)
+            case name, (Call() as tensor, *_) if name == _PARAMETER:
+                return self._tensor(tensor)
+            case name, (_, Call() as storage, (offset, size, stride, *_)) if name == _SHARED_TENSOR:
+                return _values(storage).as_strided(size, stride, offset)
+            case name, (Call() as storage, offset, size, stride, *_) if name == _TENSOR:
+                return _values(storage).as_strided(size, stride, offset)
+        raise refused(f"{_SERIALIZED} holds {call.function} where a tensor is wanted")
+
+    def _bucket(self, flat: Tensor, parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a bucket. flat: bytes, or elements of the one dtype of all."""
+        for part in parts:
+            match part:
+                case Call(
+                    state={
+                        "name": str(name), "shape": tuple(shape), "dtype": dtype,
+                        "start_idx": int(begin), "end_idx": int(end),
+                    }
+                ) if str(dtype).removeprefix("torch.") in DTYPES and begin >= 0:  # fmt: skip
+                    kind = DTYPES[str(dtype).removeprefix("torch.")]
+                    try:
+                        raw = flat[begin:end]
+                        aligned = raw.storage_offset() * raw.itemsize % kind.itemsize == 0
+                        yield name, (raw if aligned else raw.clone()).view(kind).view(shape)
+                    except (RuntimeError, TypeError) as error:
+                        raise refused(f"{_SERIALIZED}: tensor {name}: {error}") from None
+                case _:
+                    raise refused(f"{_SERIALIZED}: metadata has no tensor's name, shape and dtype")
+
+
+def _gpu(data: Any) -> str:
+    """Return the GPU's UUID of the first CUDA handle in a pickle's data; "" if there is none.
+
+    torch's own reductions write the trainer's number of the GPU, which says nothing elsewhere.
+    """
+    values = [*data.values()] if isinstance(data, dict) else data
+    for value in values if isinstance(values, list) else [values]:
+        call = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+        if isinstance(call, Call) and call.function in {_REBUILD, *_SGLANG_REBUILD}:
+            gpu = call.arguments[6] if len(call.arguments) > 6 else None
+            return gpu if isinstance(gpu, str) else f"number {gpu}"
+    return ""
+
+
+def _values(storage: Call) -> Tensor:
+    """Return all elements of a serialised storage in host memory."""
+    match storage.function, storage.arguments:
+        case name, (bytes(raw),) if name == _BY_VALUE:
+            # torch's unpickler for weights alone, which runs none of their code
+            try:
+                loaded: Any = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+            except Exception as error:  # the unpickler may raise anything on damaged bytes
+                kind = type(error).__name__
+                raise ValueError(f"its bytes are no storage of torch ({kind})") from None
+            return torch.empty(0, dtype=loaded.dtype).set_(loaded._untyped_storage)
+        case name, (Call() as untyped, dtype) if name == _TYPED:
+            return _raw(untyped).view(DTYPES[str(dtype).removeprefix("torch.")])
+    raise refused(f"{_SERIALIZED} holds {storage.function} where a storage is wanted")
+
+
+def _raw(storage: Call) -> Tensor:
+    """Return the bytes of a shared storage."""
+    match storage.function, storage.arguments:
+        case name, (_, bytes(), bytes(handle), int(size)) if name == _BY_FILE:
+            file = SharedBytes(handle.decode(errors="replace"), _FILE_HEADER)
+            return file.read(size)
+        case name, _ if name == _EMPTY:
+            return torch.empty(0, dtype=torch.uint8)
+        case name, _ if name == _BY_DESCRIPTOR:
+            raise refused(
+                f"{_SERIALIZED}: tensors in host memory come as file descriptors, which another "
+                "program's process does not get; in the trainer call "
+                'torch.multiprocessing.set_sharing_strategy("file_system")'
+            )
+    raise refused(f"{_SERIALIZED} holds {storage.function} where a storage is wanted")

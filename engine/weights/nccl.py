@@ -95,20 +95,27 @@ class NcclGroup:
         self, store: Any, rank: int, size: int, device: torch.device, seconds: float
     ) -> None:
         self._store = store
+        self._key = ID_KEY  # is in the store as long as the trainer lives
+        self._rank, self._size = rank, size
         self._seconds = seconds
         self._device = device
-        unique = _UniqueId()
-        if rank == 0:
-            _call("ncclGetUniqueId", ctypes.byref(unique))
-            store.set(ID_KEY, pickled_id(bytes(unique)))
-        else:
-            ctypes.memmove(ctypes.byref(unique), read_id(store.get(ID_KEY)), _ID_BYTES)
         self._comm = ctypes.c_void_p()
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
-            _call("ncclCommInitRank", ctypes.byref(self._comm), size, unique, rank)
-            zero = torch.zeros(1, device=device)
-            self._run("ncclAllReduce", zero, _FLOAT, _SUM)
+        self._open()
+
+    def _open(self) -> None:
+        unique = _UniqueId()
+        if self._rank == 0:
+            _call("ncclGetUniqueId", ctypes.byref(unique))
+            self._store.set(ID_KEY, pickled_id(bytes(unique)))
+        else:
+            ctypes.memmove(ctypes.byref(unique), read_id(self._store.get(ID_KEY)), _ID_BYTES)
+        with torch.cuda.device(self._device):
+            self._join(unique)
+            self._run("ncclAllReduce", torch.zeros(1, device=self._device), _FLOAT, _SUM)
+
+    def _join(self, unique: _UniqueId) -> None:
+        self._stream = torch.cuda.Stream(self._device)
+        _call("ncclCommInitRank", ctypes.byref(self._comm), self._size, unique, self._rank)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Fill a contiguous tensor of the group's device with rank 0's. Raises UpdateFailed."""
@@ -136,7 +143,7 @@ class NcclGroup:
             if now > look:
                 look = now + _LIFE_SECONDS
                 try:
-                    self._store.check([ID_KEY])
+                    self._store.check([self._key])
                 except RuntimeError as error:
                     self.close()
                     raise UpdateFailed(
@@ -154,3 +161,33 @@ class NcclGroup:
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm.value:
             _library().ncclCommAbort(comm)
+
+
+class TorchNcclGroup(NcclGroup):
+    """A process group of torch's own, whose rank 0 broadcasts with torch.
+
+    torch opens it with the first broadcast: only then the trainer puts the id into the store.
+    """
+
+    def _open(self) -> None:
+        self._key = "0"  # torch counts the communicators of a group
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if not self._comm.value:
+            unique = _UniqueId()
+            try:
+                raw = self._store.get(self._key)
+            except RuntimeError as error:  # torch's errors of the network and of time
+                raise UpdateFailed(
+                    f"the trainer has not begun its broadcast: {str(error)[:200]}",
+                    code="transfer_failed",
+                ) from None
+            if len(raw) != _ID_BYTES:
+                raise UpdateFailed(
+                    f"the id of the trainer's group has {len(raw)} bytes, not {_ID_BYTES}",
+                    code="transfer_failed",
+                )
+            ctypes.memmove(ctypes.byref(unique), raw, _ID_BYTES)
+            with torch.cuda.device(self._device):
+                self._join(unique)
+        super().broadcast(tensor)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engine.errors import UpdateFailed
-from engine.weights.nccl import NcclGroup
+from engine.weights.nccl import NcclGroup, TorchNcclGroup
 
 SECONDS = 300.0  # longest wait for the others
 
@@ -37,7 +37,7 @@ class GlooGroup:
     def __init__(self, store: Any, rank: int, size: int, seconds: float) -> None:
         wait = timedelta(seconds=seconds)
         with _failing():
-            self._group: Any = dist.ProcessGroupGloo(PrefixStore("manta", store), rank, size, wait)
+            self._group: Any = dist.ProcessGroupGloo(store, rank, size, wait)
         self._store = store
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -71,15 +71,21 @@ def open_group(
     size: int,
     device: torch.device,
     seconds: float = SECONDS,
+    name: str = "",
 ) -> TrainerGroup:
     """Join a trainer's group, or open it as rank 0; return when all have joined.
 
     address, port: of the store, which rank 0 holds.
     seconds: longest wait for the others, here and in a broadcast.
+    name: that of a process group of torch's own, which rank 0 has opened; "": vLLM's kind.
     Raises UpdateFailed.
     """
     with _failing():
-        store = TCPStore(address, port, size, rank == 0, timedelta(seconds=seconds))
+        store: Any = TCPStore(address, port, size, rank == 0, timedelta(seconds=seconds))
+    if name:  # the prefixes that torch's process groups put before their keys
+        for prefix in (name, f"{name}/", f"{device.type}/"):
+            store = PrefixStore(prefix, store)
     if device.type == "cuda":
-        return NcclGroup(store, rank, size, device, seconds)
-    return GlooGroup(store, rank, size, seconds)
+        kind = TorchNcclGroup if name else NcclGroup
+        return kind(store, rank, size, device, seconds)
+    return GlooGroup(store if name else PrefixStore("manta", store), rank, size, seconds)

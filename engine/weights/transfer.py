@@ -1,15 +1,16 @@
 """WeightTransfer: the weights that a trainer sends to an engine, collected until all are there.
 
 The messages are vLLM's: `init_info`, and `update_info` with names, dtypes and shapes. Tensors come
-by a broadcast (`trainer_group`) or are shared by a trainer on the same machine (`handles`). They
-are staged as a folder, from which an update is loaded as from any other.
+by a broadcast (`trainer_group`) or are shared by a trainer on the same machine (`handles`), also
+as SGLang's trainers serialise them. They are staged as a folder, from which an update is loaded as
+from any other.
 """
 
 import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -19,6 +20,7 @@ from engine.errors import ConfigError, UpdateFailed
 from engine.messages import NOT_JOINED
 from engine.weights.handles import (
     DTYPES,
+    SerializedTensors,
     SharedBytes,
     from_plain,
     open_handle,
@@ -44,6 +46,8 @@ class InitInfo(msgspec.Struct):
     world_size: of trainer and engines together.
     packed, packed_buffer_size_bytes: of every update whose UpdateInfo does not name them, as
         trainers of vLLM 0.28 or later have it.
+    group_name: that of a group of torch, as SGLang has it; "": vLLM's, which has no name.
+    backend: of torch's group, which must be that of the engine's device.
     """
 
     master_address: str
@@ -52,6 +56,27 @@ class InitInfo(msgspec.Struct):
     world_size: int
     packed: bool = False
     packed_buffer_size_bytes: int = 1 << 30
+    group_name: str = ""
+    backend: str = ""
+
+
+class SerializedInfo(msgspec.Struct):
+    """The tensors of a message that SGLang's trainers serialise; see `SerializedTensors`."""
+
+    serialized_named_tensors: list[str]
+    load_format: str = ""
+
+
+class CheckpointNames(Protocol):
+    """The names of a checkpoint's tensors, and those that the model uses."""
+
+    def name_of(self, stored: str) -> str:
+        """Return the model's name of a checkpoint's tensor; "": the model ignores the tensor."""
+        ...
+
+    def names(self) -> set[str]:
+        """Return the model's names of all tensors that a checkpoint must have."""
+        ...
 
 
 class UpdateInfo(msgspec.Struct):
@@ -64,6 +89,7 @@ class UpdateInfo(msgspec.Struct):
     cuda_handles: the same as plain data, from a trainer in the engine's own program.
     tensor_sizes: bytes of each, where the handle is that of one buffer with all of them.
     sizes: the same in elements, as SkyRL has it.
+    group_name: the group in which they are broadcast; "": vLLM's.
     """
 
     names: list[str]
@@ -77,6 +103,7 @@ class UpdateInfo(msgspec.Struct):
     cuda_handles: list[dict[str, list[Any]]] | None = None
     tensor_sizes: list[int] | None = None
     sizes: list[int] | None = None
+    group_name: str = ""
 
     def headers(self) -> list[Header]:
         """Return name, dtype and shape of each tensor. Raises UpdateFailed."""
@@ -109,6 +136,7 @@ class WeightTransfer:
     hold: a function to call with the folder of each complete update and its tensors, on the device;
         None = the engine reads the folder.
     free_bytes: returns the memory that held tensors could take.
+    checkpoint: names of the tensors that make an update complete; None = `collect` ends none.
     """
 
     def __init__(
@@ -118,6 +146,7 @@ class WeightTransfer:
         seconds: float = SECONDS,
         hold: Callable[[str, Mapping[str, Tensor]], None] | None = None,
         free_bytes: Callable[[], int] = lambda: 0,
+        checkpoint: CheckpointNames | None = None,
     ) -> None:
         if str(device) == "cuda":  # handles and streams need the device's index
             device = torch.device("cuda", torch.cuda.current_device())
@@ -126,9 +155,10 @@ class WeightTransfer:
         self._seconds = seconds
         self._hold = hold
         self._free_bytes = free_bytes
+        self._checkpoint = checkpoint
         # Steps do not wait for the copies of a stream of its own, nor these for steps.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._group: TrainerGroup | None = None
+        self._groups: dict[str, TrainerGroup] = {}  # by name
         self._packing = (False, 0)  # of updates that do not name theirs: packed, bytes of a buffer
         self._stage: WeightStage | None = None
         self._explicit = False  # whether the stage was begun by an order of its own
@@ -136,22 +166,35 @@ class WeightTransfer:
         self._folders: list[WeightStage] = []  # complete ones
         self._placed = ""  # the folder whose weights the engine has
         self._buffer: tuple[dict[str, Any], Tensor] | None = None  # a handle, its tensor
+        self._names: set[str] | None = None  # of all tensors, once `collect` has been called
+        self._missing: set[str] = set()  # names that `collect` waits for
 
     def init(self, info: dict[str, Any]) -> None:
-        """Join a trainer's group; {} needs none. Drops an update in progress. Raises
-        UpdateFailed."""
-        self._leave()
+        """Join a trainer's group, and drop an update in progress. Raises UpdateFailed.
+
+        info: {} leaves all groups, and a name alone that group.
+        """
         self._drop_stage()
-        if not info:
+        if not info.keys() - {"group_name"}:
+            for name in [info["group_name"]] if info else [*self._groups]:
+                self._leave(name)
             return
+        self._leave(info.get("group_name", ""))
         wanted = _read(info, InitInfo, "init_info")
-        self._group = open_group(
+        own = "nccl" if self._device.type == "cuda" else "gloo"
+        if wanted.backend not in ("", own):
+            raise UpdateFailed(
+                f"backend is {wanted.backend!r}, and this engine's device needs {own!r}",
+                param="backend",
+            )
+        self._groups[wanted.group_name] = open_group(
             wanted.master_address,
             wanted.master_port,
             wanted.rank_offset,
             wanted.world_size,
             self._device,
             self._seconds,
+            wanted.group_name,
         )
         self._packing = wanted.packed, wanted.packed_buffer_size_bytes
 
@@ -181,17 +224,54 @@ class WeightTransfer:
         if self._stage is None:
             self.start({})
             self._explicit = False
+        self._add(info)
+        return "" if self._explicit else self.finish({})
+
+    def collect(self, info: dict[str, Any]) -> str:
+        """Take the tensors of a message of an update that `start` has begun.
+
+        Returns the folder of the update with the last tensor of the checkpoint; "" before. Raises
+        UpdateFailed, after which the update is dropped.
+        """
+        if self._stage is None:
+            raise UpdateFailed("no update of the weights was started", code=NOT_JOINED)
+        if self._checkpoint is None:
+            self._add(info)
+            return ""
+        if self._names is None:
+            self._names = self._checkpoint.names()
+            self._missing = {*self._names}
+        self._add(info, self._checkpoint)
+        return "" if self._missing else self.finish({})
+
+    def _add(self, info: dict[str, Any], checkpoint: CheckpointNames | None = None) -> None:
+        """Stage the tensors of a message.
+
+        checkpoint: names of the tensors to take; None = all.
+        """
         assert self._stage is not None
         try:
-            message = _read(info, UpdateInfo, "update_info")
             with _as_update_error(), torch.cuda.stream(self._stream):
-                for name, tensor in self._tensors(message):
-                    self._stage.add(name, tensor)
+                for name, tensor in self._tensors(info):
+                    if checkpoint is None or self._is_needed(name, checkpoint):
+                        self._stage.add(name, tensor)
+                if self._stream is not None:
+                    # the trainer may write over shared tensors once it has the answer
+                    self._stream.synchronize()
         except BaseException:
             self._drop_stage()
             raise
         self._heard = time.monotonic()
-        return "" if self._explicit else self.finish({})
+
+    def _is_needed(self, name: str, checkpoint: CheckpointNames) -> bool:
+        """Whether the model uses a tensor. Raises UpdateFailed for an unexpected one."""
+        needed = checkpoint.name_of(name)
+        if needed and needed not in (self._names or ()):
+            raise UpdateFailed(
+                f"unexpected tensor {name}: the architecture has no use for it", param="update_info"
+            )
+        self._missing.discard(needed)
+        return bool(needed)
 
     def finish(self, info: dict[str, Any]) -> str:
         """End an update that `start` has begun; return its folder. Raises UpdateFailed."""
@@ -205,7 +285,7 @@ class WeightTransfer:
             raise
         stage = self._stage
         self._folders.append(stage)
-        self._stage = self._buffer = None
+        self._stage = self._buffer = self._names = None
         if self._hold is not None and stage.held:
             self._hold(str(stage.folder), stage.held)
         return str(stage.folder)
@@ -228,8 +308,8 @@ class WeightTransfer:
             self.drop({})
 
     def close(self) -> None:
-        """Leave the group and delete all folders. Idempotent."""
-        self._leave()
+        """Leave all groups and delete all folders. Idempotent."""
+        self.init({})
         self._placed = ""
         self.drop({})
 
@@ -240,19 +320,24 @@ class WeightTransfer:
             return None
         return self._device if self._free_bytes() // 2 >= self._num_bytes else None
 
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+    def _leave(self, name: str) -> None:
+        if (group := self._groups.pop(name, None)) is not None:
+            group.close()
 
     def _drop_stage(self) -> None:
-        self._buffer = None
+        self._buffer = self._names = None
         if self._stage is not None:
             self._stage.discard()
             self._stage = None
 
-    def _tensors(self, message: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, info: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a message; one is valid until the next is asked for."""
+        if "serialized_named_tensors" in info:
+            serialized = _read(info, SerializedInfo, "update_info")
+            encoded = serialized.serialized_named_tensors
+            yield from SerializedTensors(encoded, serialized.load_format, self._device)
+            return
+        message: UpdateInfo = _read(info, UpdateInfo, "update_info")
         headers = message.headers()
         if message.ipc_handles_pickled is not None or message.cuda_handles is not None:
             yield from self._shared_by_cuda(message)
@@ -300,10 +385,13 @@ class WeightTransfer:
     def _broadcast(
         self, message: UpdateInfo, headers: list[Header]
     ) -> Iterator[tuple[str, Tensor]]:
-        if self._group is None:
+        group = self._groups.get(message.group_name)
+        if group is None:
+            named, first = "", "init_weight_transfer_engine"
+            if message.group_name:
+                named, first = f" called {message.group_name!r}", "init_weights_update_group"
             raise UpdateFailed(
-                "this engine is in no trainer's group; init_weight_transfer_engine first",
-                code=NOT_JOINED,
+                f"this engine is in no trainer's group{named}; {first} first", code=NOT_JOINED
             )
         try:
             packed, size = self._packing
@@ -314,13 +402,13 @@ class WeightTransfer:
                 buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
                 if not packed:
                     (_, dtype, shape) = chunk[0]
-                    self._group.broadcast(buffer.view(dtype).view(shape))
+                    group.broadcast(buffer.view(dtype).view(shape))
                 else:
-                    self._group.broadcast(buffer)
+                    group.broadcast(buffer)
                 for (name, dtype, shape), raw in zip(chunk, buffer.split(sizes), strict=True):
                     yield name, raw.clone().view(dtype).view(shape)
         except UpdateFailed:
-            self._leave()  # ranks of a broken broadcast agree on nothing
+            self._leave(message.group_name)  # ranks of a broken broadcast agree on nothing
             raise
 
 

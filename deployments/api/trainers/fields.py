@@ -1,6 +1,6 @@
 """Bodies of the routes for trainers."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -11,6 +11,8 @@ from deployments.api.fields.generation import Logprobs, Stop, StopTokenIds, samp
 
 _TokenIds = Annotated[TokenIds, Meta(min_length=1)]
 _Version = Annotated[str, Meta(max_length=256)] | None
+_Group = Annotated[str, Meta(min_length=1, max_length=256)]
+_LoadFormat = Literal["flattened_bucket"] | None
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None
 
 
@@ -94,6 +96,54 @@ class FromDisk(Struct, kw_only=True, gc=False):
     flush_cache: bool | None = None
 
 
+class InitGroup(Struct, kw_only=True, gc=False):
+    """The body of /init_weights_update_group, as SGLang has it: a process group of torch.
+
+    world_size: of the trainer and all replicas.
+    backend: nccl for engines on CUDA, gloo for those on CPUs.
+    """
+
+    master_address: Annotated[str, Meta(min_length=1, max_length=256)]
+    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, Meta(ge=1)]
+    world_size: Annotated[int, Meta(ge=2)]
+    group_name: _Group = "weight_update_group"
+    backend: Annotated[str, Meta(max_length=32)] = "nccl"
+
+
+class DestroyGroup(Struct, kw_only=True, gc=False):
+    """The body of /destroy_weights_update_group, as SGLang has it."""
+
+    group_name: _Group = "weight_update_group"
+
+
+class _SentTensors(Struct, kw_only=True, gc=False):
+    """The fields of both of SGLang's ways to send tensors.
+
+    flush_cache: taken; cached prefixes end with their weights.
+    """
+
+    load_format: _LoadFormat = None
+    weight_version: _Version = None
+    abort_all_requests: bool | None = None
+    flush_cache: bool | None = None
+
+
+class FromDistributed(_SentTensors, kw_only=True, gc=False):
+    """The body of /update_weights_from_distributed, as SGLang has it: tensors of a broadcast."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: _Group = "weight_update_group"
+
+
+class FromTensor(_SentTensors, kw_only=True, gc=False):
+    """The body of /update_weights_from_tensor, as SGLang has it: a base64 pickle for each rank."""
+
+    serialized_named_tensors: Annotated[list[str], Meta(min_length=1)]
+
+
 class InitTransfer(Struct, kw_only=True, gc=False):
     """The body of /init_weight_transfer_engine, as vLLM has it."""
 
@@ -165,6 +215,10 @@ class MemoryParts(Struct, kw_only=True, gc=False):
 
 ROLLOUT = struct_body(Rollout)
 THEIR_ROLLOUT = struct_body(TheirRollout)
+INIT_GROUP = struct_body(InitGroup)
+DESTROY_GROUP = struct_body(DestroyGroup)
+FROM_DISTRIBUTED = struct_body(FromDistributed)
+FROM_TENSOR = struct_body(FromTensor)
 FROM_DISK = struct_body(FromDisk)
 PAUSE = struct_body(PauseOrder)
 PAUSE_GENERATION = struct_body(PauseGeneration)

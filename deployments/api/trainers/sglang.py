@@ -32,7 +32,7 @@ from deployments.api.trainers.orders import (
     trained,
 )
 from deployments.api.trainers.rollout import RolloutChoice, roll_out, rollout_params
-from deployments.api.trainers.vllm import FLUSH, RESUME, reset_prefix_cache, resume, server_info
+from deployments.api.trainers.vllm import FLUSH, reset_prefix_cache, server_info
 from deployments.backend import GenerationRequest
 from engine.text.tokenizer import Tokenizer
 
@@ -175,21 +175,6 @@ def _tags(body: MemoryParts) -> list[str]:
     return [tag for tag in body.tags or () if tag != "cuda_graph"]
 
 
-async def refuse_tensors(context: ApiContext, exchange: HttpExchange) -> None:
-    """Refuse SGLang's ways of sending tensors. Raises ApiError 400 not_supported."""
-    raise invalid(
-        f"{exchange.path}: weights come by /update_weights_from_disk, or as tensors by vLLM's "
-        "/init_weight_transfer_engine and /update_weights; pickles are not run",
-        code="not_supported",
-    )
-
-
-_REFUSED = order_of("Tensors in SGLang's words, which are refused", None, None, (403, 400))
-_TENSORS = (
-    "/init_weights_update_group",
-    "/update_weights_from_distributed",
-    "/update_weights_from_tensor",
-)
 ROUTES = (
     Route(
         GENERATE,
@@ -212,7 +197,6 @@ ROUTES = (
             (*CHANGES, 409),
         ),
     ),
-    *(Route(path, refuse_tensors, post=_REFUSED) for path in _TENSORS),
     *(
         state_of(path, "weight_version", "The version of the weights")
         for path in ("/weight_version", "/get_weight_version")
@@ -223,7 +207,6 @@ ROUTES = (
         pause_generation,
         post=order_of("All replicas paused, in SGLang's words", OK, PAUSE_GENERATION, CHANGES),
     ),
-    Route("/continue_generation", resume, post=RESUME),
     Route(
         "/abort_request",
         abort_request,

@@ -22,6 +22,10 @@ class WeightReceiver(Protocol):
         """Take tensors; return the folder of a whole update, or "" where "finish" follows."""
         ...
 
+    def collect(self, info: dict[str, Any]) -> str:
+        """Take tensors after "start"; return the folder once the checkpoint is whole, or ""."""
+        ...
+
     def finish(self, info: dict[str, Any]) -> str:
         """Return the folder of the update."""
         ...
@@ -93,6 +97,7 @@ class WeightTransfers:
                 "init": receiver.init,
                 "start": receiver.start,
                 "update": receiver.update,
+                "collect": receiver.collect,
                 "finish": receiver.finish,
                 "drop": receiver.drop,
             }

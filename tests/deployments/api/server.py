@@ -11,8 +11,12 @@ import uvicorn
 
 
 @contextlib.contextmanager
-def serve(app: Any, http: Any = "httptools") -> Iterator[int]:
-    """Run app; yields the port. http: "httptools" (what Serve uses), "h11" or a protocol class."""
+def serve(app: Any, http: Any = "httptools", seconds: float = 10.0) -> Iterator[int]:
+    """Run app; yields the port.
+
+    http: "httptools" (what Serve uses), "h11" or a protocol class.
+    seconds: the longest start of the app.
+    """
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="critical", http=http, loop="asyncio", lifespan="auto")
@@ -28,7 +32,7 @@ def serve(app: Any, http: Any = "httptools") -> Iterator[int]:
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(seconds)
     try:
         yield listener.getsockname()[1]
     except BaseException:  # the body's own failure is what is told: its open streams are cut

@@ -73,6 +73,14 @@ class FakeTraining:
     async def finish_update(self, model: str, version: str) -> str:
         return version
 
+    async def begin_sent(self, model: str) -> None: ...
+
+    async def take_sent(self, model: str, info: dict[str, Any], version: str) -> str:
+        return version
+
+    async def end_sent(self, model: str) -> str:
+        return self.version
+
     async def reset_prefix_cache(self, model: str) -> None: ...
 
     async def state(self, model: str) -> dict[str, Any]:

@@ -398,12 +398,108 @@ def test_the_calls_of_slime(tmp_path: Path) -> None:
         await tell("/resume_memory_occupation", tags=["weights"])
         await tell("/resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
         assert (await tell("/generate", **ask))["meta_info"]["weight_version"] == "1"
-        for path in ("/init_weights_update_group", "/update_weights_from_tensor"):
-            refused = await post(client, path, {"names": []})
-            assert refused.status == 400
-            assert "/update_weights_from_disk" in refused.json()["error"]["message"]
+        for path in ("/model_info", "/get_model_info"):
+            info = await get(path)
+            assert (info["weight_version"], info["is_generation"]) == ("1", True)
+        refused = await post(client, "/get_weights_by_name", {"name": "a"})
+        assert refused.status == 400 and "/weight_info" in refused.json()["error"]["message"]
         nameless = await post(client, "/abort_request")
         assert nameless.status == 400 and nameless.json()["error"]["param"] == "rid"
+
+    run(body)
+
+
+def test_tensors_in_the_words_of_sglang() -> None:
+    """Half an update is served, or a message of another form than SGLang's sends it."""
+
+    async def body(fleet: Fleet) -> None:
+        client = front_of(fleet)
+        group = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 3}
+
+        async def tell(path: str, **fields: Any) -> Any:
+            reply = await post(client, path, fields)
+            assert reply.status == 200, (path, reply.json())
+            return reply.json()
+
+        async def send(*names: str, **fields: Any) -> Any:
+            sizes = {"dtypes": ["torch.bfloat16"] * len(names), "shapes": [[2]] * len(names)}
+            return await tell("/update_weights_from_distributed", names=names, **sizes, **fields)
+
+        assert (await tell("/init_weights_update_group", **group, group_name="g"))["success"]
+        ranks = [receiver.info[-1]["rank_offset"] for receiver in receivers(fleet).values()]
+        assert ranks == [1, 2]
+        small = await post(client, "/init_weights_update_group", group | {"world_size": 2})
+        assert (small.status, small.json()["error"]["param"]) == (400, "world_size")
+
+        # without a pause: the last tensor ends the update, also at a replica that joined late
+        running = await streams(fleet, 4, LONG)
+        answer = await send("a", weight_version="one", group_name="g", load_format=None)
+        assert answer["success"] and "until all tensors" in answer["message"]
+        info = receivers(fleet)["r0"].info[-1]
+        assert (info["dtype_names"], info["group_name"], info["packed"]) == (
+            ["bfloat16"],
+            "g",
+            False,
+        )
+        await fleet.add_replica("r2")
+        fleet.publish()
+        await until(lambda: len(fleet.dispatcher.state().replicas) == 3)
+        assert versions(fleet) == {"0"}
+        answer = await send("last", group_name="g", load_format="flattened_bucket")
+        assert answer["weight_version"] == "one"
+        assert receivers(fleet)["r0"].info[-1]["packed"] is True
+        by_stream = [check(generation, await task) for generation, task in running]
+        assert any(len(seen) == 2 for seen in by_stream)
+        await until(lambda: versions(fleet) == {"one"})
+
+        # during a pause: /continue_generation ends it, and no token is of the old weights
+        ask = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+        await tell("/pause_generation")
+        sent = {"serialized_named_tensors": ["gA=="], "load_format": "flattened_bucket"}
+        for _ in range(2):
+            await tell("/update_weights_from_tensor", **sent, weight_version="two")
+        await send("last")
+        waiting = asyncio.create_task(tell("/generate", **ask))
+        await asyncio.sleep(0.05)
+        assert versions(fleet) == {"one"} and not waiting.done()
+        await tell("/continue_generation")
+        assert (await waiting)["meta_info"]["weight_version"] == "two"
+
+        # between a beginning and an end
+        await tell("/begin_weight_update")
+        again = await post(client, "/start_weight_update")
+        assert again.status == 200, "the fake engines let another trainer in"
+        await tell("/begin_weight_update")
+        await tell("/update_weights_from_tensor", **sent, abort_all_requests=True)
+        assert (await tell("/end_weight_update"))["success"]
+        await until(lambda: len(versions(fleet)) == 1)
+        assert "weight_version" not in await tell("/end_weight_update"), "nothing goes on"
+
+        # what fails at one replica changes none, and the next update begins anew
+        before = versions(fleet)
+        theirs = receivers(fleet)["r1"]
+
+        def dies(info: dict[str, Any]) -> str:
+            raise UpdateFailed("the trainer is gone", code="transfer_failed")
+
+        theirs.collect = dies
+        gone = await post(client, "/update_weights_from_tensor", sent)
+        error = gone.json()["error"]
+        assert (gone.status, error["code"]) == (400, "transfer_failed")
+        assert error["param"] == "serialized_named_tensors"
+        del theirs.collect
+        await tell("/continue_generation")
+        assert versions(fleet) == before
+        assert (await send("last", weight_version="three"))["weight_version"] == "three"
+        for wrong, param in (
+            (sent | {"load_format": "direct"}, "load_format"),
+            ({"serialized_named_tensors": "gA=="}, "serialized_named_tensors"),
+            ({}, "serialized_named_tensors"),
+        ):
+            refused = await post(client, "/update_weights_from_tensor", wrong)
+            assert (refused.status, refused.json()["error"]["param"]) == (400, param), wrong
+        assert (await tell("/destroy_weights_update_group", group_name="g"))["success"]
+        assert receivers(fleet)["r0"].info[-1] == {"group_name": "g"}
 
     run(body)
 
