@@ -1,8 +1,8 @@
 """Writes a quantised copy of a checkpoint, in layouts of compressed-tensors and bitsandbytes.
 
 It works matrix by matrix, so that host memory only needs to hold the largest; with a calibration
-text layer by layer. The embedding, a tied
-head and matrices that no layout can hold stay unquantised.
+text layer by layer. The embedding, a tied head and matrices that no layout can hold stay
+unquantised.
 """
 
 import json
@@ -30,6 +30,7 @@ from engine.quantization.rounded.quantize_rows import nearest, rounded
 from engine.quantization.stored.base import layout_of
 from engine.quantization.stored.stored_experts import all_experts
 from engine.rounding.calibration import Inputs, calibrate
+from engine.rounding.groups import GROUP, WIDE, wide
 from engine.rounding.integers import Codes, Feedback, fed_back, searched
 from engine.weights.converted import Writer, copy_others
 from engine.weights.index import read_index
@@ -42,8 +43,6 @@ _HEAD = "lm_head"
 _SKIPPED = {"compressed-tensors": "ignore", "bitsandbytes": "llm_int8_skip_modules"}
 _TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
 _META = torch.device("meta")
-# Inputs that share a scale in a copy in 4 bits. With 64 small models lose several times as much.
-_GROUP = 32
 
 
 def _compressed(file_format: str, **groups: dict[str, Any]) -> dict[str, Any]:
@@ -67,12 +66,12 @@ def _weights(quant: QuantFormat, group: int) -> dict[str, Any]:
 
 
 def _description(
-    quant: QuantFormat, group: int, layers: Mapping[str, Sequence[str]]
+    quant: QuantFormat, group: int, layers: Mapping[tuple[str, int], Sequence[str]]
 ) -> dict[str, Any]:
     """Return the `quantization_config` of a format.
 
     group: the group size of weights in 4 bits.
-    layers: name of another format -> the modules that have it.
+    layers: (name of another format or this one, another group size) -> the modules that have it.
     """
     if quant.checkpoint == "bitsandbytes":
         return {
@@ -83,7 +82,7 @@ def _description(
             "bnb_4bit_quant_storage": "uint8",
         }
     groups = [_group_of(quant, ["Linear"], group)]
-    groups += [_group_of(QUANT_FORMATS[name], at, group) for name, at in layers.items()]
+    groups += [_group_of(QUANT_FORMATS[name], at, size) for (name, size), at in layers.items()]
     if quant.head and not any(_HEAD in at for at in layers.values()):
         groups.append(_group_of(QUANT_FORMATS[quant.head], [_HEAD], 0))
     formats = {layers_of["format"] for layers_of in groups}
@@ -127,7 +126,7 @@ def round_checkpoint(
     stored = read_index(folder)
     parts = _parts(model)
     formats = _formats(parts, name, layers or {})
-    group = _GROUP if "int4" in formats.values() else _group(quant, parts) if quant.group else 0
+    group = GROUP if "int4" in formats.values() else _group(quant, parts) if quant.group else 0
     description = _description(quant, group, {})
     quantized = _read(description)
     ours = {
@@ -151,12 +150,13 @@ def round_checkpoint(
     plain = sorted(
         tensor_name.removesuffix(".weight") for tensor_name in others if tensor_name not in chosen
     )
-    if layers:
-        differing: dict[str, list[str]] = {}
-        for tensor_name in sorted(chosen):
-            if formats[ours[tensor_name]] != name:
-                stem = tensor_name.removesuffix(".weight")
-                differing.setdefault(formats[ours[tensor_name]], []).append(stem)
+    fewer = _in_wide_groups(model, stored, {ours[name]: name for name in chosen}, formats)
+    differing: dict[tuple[str, int], list[str]] = {}
+    for tensor_name in sorted(chosen):
+        kind = formats[ours[tensor_name]], WIDE if tensor_name in fewer else group
+        if kind != (name, group):
+            differing.setdefault(kind, []).append(tensor_name.removesuffix(".weight"))
+    if differing:
         description = _description(quant, group, differing)
     description[_SKIPPED[quant.checkpoint]] = plain
     quantized = _read(description)
@@ -276,6 +276,29 @@ def _parts(model: Model) -> dict[str, list[Part]]:
                 if part.stack is None:
                     parts.setdefault(part.name, []).append(part)
     return parts
+
+
+def _in_wide_groups(
+    model: Model,
+    stored: Mapping[str, StoredTensor],
+    names: Mapping[str, str],
+    formats: Mapping[str, str],
+) -> set[str]:
+    """Return the tensors in int4 that have fewer scales than the others.
+
+    names: a quantised matrix's name in the model -> its tensor.
+    formats: a matrix's name in the model -> its format.
+    """
+    layers = [[part.name for part in spec.parts] for spec in model.matrices()]
+    for experts in model.expert_specs():
+        layers.append([part.name for spec in all_experts(experts) for part in spec.parts])
+    tensors = [
+        [names[matrix] for matrix in dict.fromkeys(matrices)]
+        for matrices in layers
+        if all(matrix in names and formats[matrix] == "int4" for matrix in matrices)
+        and not any(names[matrix].startswith(_HEAD) for matrix in matrices)
+    ]
+    return wide(tensors, stored)
 
 
 def _formats(

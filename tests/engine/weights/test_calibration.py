@@ -12,6 +12,7 @@ from engine.config.model_config import ModelConfig
 from engine.conversion import convert_rounded
 from engine.errors import ConfigError
 from engine.rounding.calibration import Inputs, calibrate
+from engine.rounding.groups import MOST
 from engine.rounding.integers import TOP, Codes, Feedback, fed_back, searched
 from engine.weights.index import read_index
 from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, save
@@ -65,6 +66,34 @@ def test_a_short_text_does_not_decide_alone() -> None:
     assert short is not None and long is not None
     losses = [off(weight, fed_back(weight, 32, feedback), other) for feedback in (short, long)]
     assert losses[0] < 0.97 * losses[1]
+
+
+def test_some_groups_are_wide(tmp_path: Path) -> None:
+    """Bug: more bits than MOST, parts of one matrix in unequal groups, a group size in config.json
+    that is not the tensors'."""
+    save(ALL["llama"], tmp_path / "model")
+    config = EngineConfig(model=str(tmp_path / "model"), quantization="int4")
+    convert_rounded(config, tmp_path / "int4")
+    stored = read_index(tmp_path / "int4")
+    quantized = ModelConfig.from_folder(tmp_path / "int4").quantized
+    assert quantized is not None
+    groups, bits, weights = {}, 0, 0
+    for name, codes in stored.items():
+        if name.endswith(".weight_packed") and not name.startswith("lm_head"):
+            stem = name.removesuffix(".weight_packed")
+            scale = stored[f"{stem}.weight_scale"]
+            groups[stem] = codes.shape[1] * 8 // scale.shape[1]
+            scheme = quantized.scheme(stem)
+            assert scheme is not None and scheme.group == groups[stem]
+            weights += codes.shape[0] * codes.shape[1] * 8
+            zeros = stored[f"{stem}.weight_zero_point"]
+            bits += 8 * (codes.num_bytes + scale.num_bytes + zeros.num_bytes)
+    assert set(groups.values()) == {32, 64} and 4.5 < bits / weights <= MOST
+    for number in range(ModelConfig.from_folder(tmp_path / "model").num_layers):
+        at = f"model.layers.{number}"
+        assert groups[f"{at}.mlp.gate_proj"] == groups[f"{at}.mlp.up_proj"]
+        kinds = {groups[f"{at}.self_attn.{part}_proj"] for part in "qkv"}
+        assert len(kinds) == 1
 
 
 def test_groups_without_numbers() -> None:
