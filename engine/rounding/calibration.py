@@ -1,12 +1,15 @@
 """Runs a calibration text through a model, layer by layer, and hands out each matrix's inputs.
 
-Memory holds the embedding, the layer that runs, the Hessians of its matrices, and the text's
-activations. Later layers read what the rounded layers before them compute, as they will when they
-serve.
+A matrix is seen with the inputs that it will have when it serves: all that comes before it, in its
+own layer too, is rounded by then. Beside them it is seen what the unrounded model gives it, so that
+a matrix can make up for errors of those before it.
+
+Memory holds the embedding, the layer that runs, one Hessian, and the text's activations: twice
+those between layers, and those inside of one layer in bfloat16.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +34,7 @@ from kernels.dispatch import Kernels, kernels_for
 from kernels.metadata import AttentionMeta
 
 PIECE = 512  # tokens of the text that attend to each other
-PIECES = 64  # of a longer text the first are taken
+PIECES = 64  # of a longer text, evenly
 LEAST = 1024  # tokens; fewer say little of how large inputs are
 BLOCK = 16
 
@@ -40,13 +43,19 @@ class Inputs(NamedTuple):
     """The matrices of a layer, and the inputs that the calibration text gave them.
 
     matrices: their names in the model.
-    hessian: float32 [in, in], the sum of x x^T over inputs x; zeros where no token came.
+    hessian: float32 [in, in], the sum of x x^T over inputs x.
     tokens: the number of inputs x.
+    missing: float32 [in, in], the sum of x (x' - x)^T, where x' is the unrounded model's input;
+        None where the two could not be paired.
+    owed: float32 [in, out], the sum of x (r' - r)^T, where r is the residual to which the matrix
+        adds its output; None where it adds to none.
     """
 
     matrices: tuple[str, ...]
     hessian: Tensor
     tokens: int
+    missing: Tensor | None
+    owed: Tensor | None
 
 
 # Rounds the matrices of Inputs; returns the rounded values by name, for the layers after them.
@@ -77,7 +86,8 @@ def read_pieces(file: Path, folder: Path) -> list[Tensor]:
         )
     step = PIECE - len(first)
     pieces = [first + ids[begin : begin + step] for begin in range(0, len(ids), step)]
-    return [torch.tensor(piece) for piece in pieces[:PIECES]]
+    count = min(len(pieces), PIECES)
+    return [torch.tensor(pieces[at * len(pieces) // count]) for at in range(count)]
 
 
 def calibrate(
@@ -120,28 +130,108 @@ def calibrate(
         owners = list(layer.packed)
         parameters = [parameter for owner in owners for parameter in owner.parameters]
         fill_parameters(model, parameters, stored, folder)
-        run.layer(layer, observed=True)
-        for inputs in observer.taken():
-            _replace(owners, take(inputs))
-        run.layer(layer, observed=False)
+        run.exact(layer)
+        for state in observer.states:
+            _replace(owners, take(run.inputs_of(layer, state)))
+        run.rounded(layer)
         for parameter in parameters:
             give_back(parameter.tensor)
         if progress is not None:
             progress(number + 1, len(model.layers))
 
 
+class _Seen(Exception):
+    """Ends a layer's run after the matrix that is watched."""
+
+
+class _Sums:
+    """The sums of Inputs for the matrices of one state, over the calls of its method."""
+
+    def __init__(self, calls: list[list[tuple[Tensor, Tensor | None]]]) -> None:
+        """calls: by piece of the text, the inputs and residuals of the unrounded model."""
+        self._calls = calls
+        self._piece, self._call = -1, 0
+        self._paired = True
+        self._tokens = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def begin_piece(self) -> None:
+        self._piece, self._call = self._piece + 1, 0
+
+    def add(self, x: Tensor, residual: Tensor | None) -> None:
+        """Add the inputs of a call. Raises _Seen after the last call of a piece."""
+        calls, x = self._calls[self._piece], x.float()
+        self._tokens += len(x)
+        self._add("hessian", x, x)
+        exact, exact_residual = calls[self._call] if self._call < len(calls) else (None, None)
+        if exact is None or exact.shape != x.shape:
+            self._paired = False  # a router sent other tokens here
+        elif self._paired:
+            self._add("missing", x, exact.float() - x)
+            if residual is not None and exact_residual is not None:
+                self._add("owed", x, exact_residual.float() - residual)
+        self._call += 1
+        if self._call >= len(calls):
+            raise _Seen
+
+    def _add(self, what: str, x: Tensor, y: Tensor) -> None:
+        total = self._sums.get(what)
+        if total is None:
+            total = self._sums[what] = torch.zeros(x.shape[1], y.shape[1])
+        total.addmm_(x.t(), y)
+
+    def inputs(self, matrices: tuple[str, ...]) -> Inputs:
+        sums = self._sums
+        missing, owed = sums.get("missing"), sums.get("owed")
+        if not self._paired:
+            missing = owed = None
+        return Inputs(matrices, sums["hessian"], self._tokens, missing, owed)
+
+
 class _Observer(Dense):
-    """The dense method in float32, which sums x x^T of what its matrices multiply.
+    """The dense method in float32, which sees what its matrices multiply.
 
     Weights have memory only while their layer runs.
+
+    states: ids of the states of the layer that ran last, in the order of their first calls.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__(kernels)
-        self.watches = False
         self._names: dict[int, tuple[str, ...]] = {}  # id of a state -> its matrices
-        self._sums: dict[int, Tensor] = {}
-        self._tokens: Counter[int] = Counter()
+        # the inputs and residuals of the unrounded model: id of a state -> piece -> calls
+        self._exact: dict[int, list[list[tuple[Tensor, Tensor | None]]]] = {}
+        self._pieces = 0  # that the layer has read, unrounded
+        self._records = False
+        self._watched: tuple[int, _Sums] | None = None
+
+    @property
+    def states(self) -> list[int]:
+        return list(self._exact)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep the inputs of a layer's matrices, as those of the unrounded model."""
+        self._exact.clear()
+        self._pieces, self._records = 0, True
+        yield
+        self._records = False
+
+    def begin_piece(self) -> None:
+        self._pieces += 1
+        if self._watched is not None:
+            self._watched[1].begin_piece()
+
+    @contextmanager
+    def watching(self, state: int) -> Iterator[Callable[[], Inputs]]:
+        """Sum the inputs of a state; yield a function that returns the sums.
+
+        The inputs that were kept for it are freed.
+        """
+        sums = _Sums(self._exact.pop(state))
+        self._watched = state, sums
+        yield lambda: sums.inputs(self._names[state])
+        self._watched = None
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
         return 0
@@ -158,6 +248,10 @@ class _Observer(Dense):
         self._watch(state, x)
         return linear(x, state.weight, state.bias)
 
+    def apply_add(self, state: DenseState, x: Tensor, residual: Tensor) -> Tensor:
+        self._watch(state, x, residual)
+        return residual.add_(linear(x, state.weight, state.bias))
+
     def create_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
         state, parameters = super().create_experts(spec)
         self._names[id(state)] = tuple(
@@ -172,59 +266,61 @@ class _Observer(Dense):
         self._watch(state, x)
         return super().apply_experts(state, x, weights, ids, residual)
 
-    def _watch(self, state: Any, x: Tensor) -> None:
-        if not self.watches:
-            return
-        x = x.float()
-        total = self._sums.get(id(state))
-        if total is None:
-            total = self._sums[id(state)] = torch.zeros(x.shape[1], x.shape[1])
-        total.addmm_(x.t(), x)
-        self._tokens[id(state)] += len(x)
-
-    def taken(self) -> Iterator[Inputs]:
-        """Return the sums since the last call, each of which is freed after its turn."""
-        for key in list(self._sums):
-            yield Inputs(self._names[key], self._sums.pop(key), self._tokens.pop(key))
+    def _watch(self, state: Any, x: Tensor, residual: Tensor | None = None) -> None:
+        key = id(state)
+        if self._records:
+            pieces = self._exact.setdefault(key, [])
+            pieces.extend([] for _ in range(self._pieces - len(pieces)))
+            # a residual's largest numbers would hide its errors in 16 bits
+            pieces[-1].append((x.bfloat16(), None if residual is None else residual.clone()))
+        elif self._watched is not None and self._watched[0] == key:
+            self._watched[1].add(x, residual)
 
 
 class _Run:
-    """The text's activations, which layers change in place of each other."""
+    """The text's activations between layers, which layers change in place of each other."""
 
     def __init__(self, model: Decoder, observer: _Observer, pieces: Sequence[Tensor]) -> None:
         self._model, self._observer = model, observer
         longest = max(len(piece) for piece in pieces)
         self._paged = Paged(model, -(-longest // BLOCK), BLOCK)
         self._pieces = pieces
-        self._residuals = []
-        for ids in pieces:
-            metas = self._metas(ids)
-            self._residuals.append(model.enter(ids, metas[0].positions))
+        self._residuals = [model.enter(ids, self._metas(ids)[0].positions) for ids in pieces]
+        self._exact = [residual.clone() for residual in self._residuals]
 
     def _metas(self, ids: Tensor) -> Sequence[AttentionMeta]:
         return self._paged.metas([(ids, range(-(-len(ids) // BLOCK)), 0)])
 
-    @torch.inference_mode()
-    def layer(self, layer: DecoderLayer, observed: bool) -> None:
-        """Run one layer over the text.
+    def exact(self, layer: DecoderLayer) -> None:
+        """Run a layer that is not rounded yet over what unrounded layers computed."""
+        with self._observer.recording():
+            for at in range(len(self._pieces)):
+                self._exact[at] = self._through(layer, at, self._exact[at])
 
-        observed: whether only the inputs of matrices are wanted; else the output goes to the next
-            layer.
-        """
-        self._observer.watches = observed
-        alone = copy(self._model)
+    def inputs_of(self, layer: DecoderLayer, state: int) -> Inputs:
+        """Run a layer over what rounded layers computed, up to one state; return its inputs."""
+        with self._observer.watching(state) as inputs:
+            for at in range(len(self._pieces)):
+                with suppress(_Seen):
+                    self._through(layer, at, self._residuals[at])
+            return inputs()
+
+    def rounded(self, layer: DecoderLayer) -> None:
+        """Run a rounded layer over what rounded layers computed."""
+        for at in range(len(self._pieces)):
+            self._residuals[at] = self._through(layer, at, self._residuals[at])
+
+    @torch.inference_mode()
+    def _through(self, layer: DecoderLayer, at: int, residual: Tensor) -> Tensor:
+        """Return a layer's output. at: the number of the piece."""
+        self._observer.begin_piece()
+        alone, ids = copy(self._model), self._pieces[at]
         alone.layers = [layer]
-        for at, (ids, residual) in enumerate(zip(self._pieces, self._residuals, strict=True)):
-            inputs = None
-            if self._model.layer_inputs is not None:
-                entered = self._model.enter(ids, self._metas(ids)[0].positions)
-                inputs = self._model.layer_inputs(ids, entered, None)
-            output = alone.through(
-                residual.clone(), self._metas(ids), self._paged.kv.layers, inputs
-            )
-            if not observed:
-                self._residuals[at] = output
-        self._observer.watches = False
+        metas, inputs = self._metas(ids), None
+        if self._model.layer_inputs is not None:
+            entered = self._model.enter(ids, metas[0].positions)
+            inputs = self._model.layer_inputs(ids, entered, None)
+        return alone.through(residual.clone(), metas, self._paged.kv.layers, inputs)
 
 
 def _replace(owners: Sequence[Linear | Stack], values: dict[str, Tensor]) -> None:

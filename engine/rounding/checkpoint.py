@@ -250,7 +250,7 @@ class _Copy:
 
         def take(inputs: Inputs) -> dict[str, Tensor]:
             matrices = [matrix for matrix in inputs.matrices if matrix in names]
-            feedback = Feedback.of(inputs.hessian, inputs.tokens) if matrices else None
+            feedback = Feedback.of(*inputs[1:]) if matrices else None
             rounded = {}
             for matrix in matrices:
                 codes = self.write(names[matrix], True, feedback)

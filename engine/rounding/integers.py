@@ -18,6 +18,7 @@ _REFITS = 3  # times that scales are refitted to their codes
 _PASSES = 4  # of coordinate descent; later ones change little
 _STEP = 4 << 20  # weights that are searched at once, with some float32 temporaries each
 _DAMPING = 0.01  # share of the mean diagonal that is added to the Hessian's diagonal
+_RIDGE = 0.05  # likewise, where errors of matrices before are made up for
 
 
 class Codes(NamedTuple):
@@ -106,15 +107,27 @@ class Feedback(NamedTuple):
     inverse: float32 [in, in], the upper Cholesky factor of the inverse of the ordered Hessian.
     importance: float32 [in], the mean square of each input, relative to all.
     hessian: float32 [in, in], damped, in the order of the inputs.
+    correction: float32 [in, in]; a matrix plus its product with this computes from the inputs what
+        it computes from the unrounded model's. None = the inputs are the same.
+    due: float32 [out, in], which computes from the inputs what the residual lacks, by least
+        squares; None = nothing.
     """
 
     order: Tensor
     inverse: Tensor
     importance: Tensor
     hessian: Tensor
+    correction: Tensor | None = None
+    due: Tensor | None = None
 
     @classmethod
-    def of(cls, hessian: Tensor, tokens: int) -> "Feedback | None":
+    def of(
+        cls,
+        hessian: Tensor,
+        tokens: int,
+        missing: Tensor | None = None,
+        owed: Tensor | None = None,
+    ) -> "Feedback | None":
         """Prepare a Hessian; return None for zeros, where no token came.
 
         A short text says little of how two inputs go together, so what is not on the diagonal
@@ -122,18 +135,39 @@ class Feedback(NamedTuple):
 
         hessian: float32 [in, in], the sum of x x^T over the calibration's inputs x.
         tokens: the number of inputs x.
+        missing, owed: as in engine.rounding.calibration.Inputs.
         """
         diagonal = hessian.diagonal()
         mean = float(diagonal.mean())
         if not mean > 0:
             return None
         diagonal = diagonal / mean
-        hessian = hessian * (tokens / (tokens + len(hessian)) / mean)
+        certain = tokens / (tokens + len(hessian)) / mean
+        hessian = hessian * certain
         hessian.diagonal().copy_(diagonal)
         order = diagonal.argsort(descending=True, stable=True)
         inverse = _inverse_root(hessian[order][:, order])
+        correction = due = None
+        if missing is not None or owed is not None:
+            ridge = torch.linalg.cholesky(hessian + _RIDGE * torch.eye(len(hessian)))
+            if missing is not None:
+                correction = torch.cholesky_solve(missing * certain, ridge).t()
+            if owed is not None:
+                due = torch.cholesky_solve(owed * certain, ridge).t()
         hessian.diagonal().add_(_DAMPING)
-        return cls(order, inverse, diagonal + _DAMPING, hessian)
+        return cls(order, inverse, diagonal + _DAMPING, hessian, correction, due)
+
+    def aim(self, weight: Tensor) -> Tensor:
+        """Return the matrix that computes from these inputs what the unrounded model computes.
+
+        weight: float32 [out, in].
+        """
+        aimed = weight
+        if self.correction is not None:
+            aimed = aimed + weight @ self.correction
+        if self.due is not None and self.due.shape == weight.shape:
+            aimed = aimed + self.due
+        return aimed
 
 
 def fed_back(weight: Tensor, group: int, feedback: Feedback) -> Codes:
@@ -145,7 +179,8 @@ def fed_back(weight: Tensor, group: int, feedback: Feedback) -> Codes:
     weight: float32 [out, in].
     group: inputs that share a scale and a zero point.
     """
-    order, inverse, importance, hessian = feedback
+    order, inverse, importance, hessian = feedback[:4]
+    weight = feedback.aim(weight)
     scale, zeros = searched(weight, group, importance)[1:]
     groups = order.div(group, rounding_mode="floor")
     steps, zero = scale.float()[:, groups].t().contiguous(), zeros.float()[:, groups].t()

@@ -68,6 +68,29 @@ def test_a_short_text_does_not_decide_alone() -> None:
     assert losses[0] < 0.97 * losses[1]
 
 
+def test_errors_before_a_matrix_are_made_up_for() -> None:
+    """Bug: the sums are taken the wrong way round, or the residual's part has the wrong sign, and a
+    matrix adds to errors of those before it."""
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(64, 128, generator=generator)
+    mixed = torch.randn(128, 128, generator=generator) / 11
+    exact = torch.randn(2, 2000, 128, generator=generator) @ mixed
+    rounded = exact @ (torch.eye(128) + 0.02 * torch.randn(128, 128, generator=generator))
+    lost = exact @ torch.randn(128, 64, generator=generator) * 0.2
+    (x, other), (want, want_other) = rounded, exact
+    sums = x.t() @ x, len(x), x.t() @ (want - x), x.t() @ lost[0]
+
+    def loss(feedback: Feedback | None, owed: float) -> float:
+        assert feedback is not None
+        target = want_other @ weight.t() + owed * lost[1]
+        got = other @ fed_back(weight, 32, feedback).dense().t()
+        return float((target - got).norm() / target.norm())
+
+    plain = Feedback.of(*sums[:2])
+    assert loss(Feedback.of(*sums[:3]), 0) < 0.6 * loss(plain, 0)
+    assert loss(Feedback.of(*sums), 1) < 0.6 * loss(Feedback.of(*sums[:3]), 1)
+
+
 def test_some_groups_are_wide(tmp_path: Path) -> None:
     """Bug: more bits than MOST, parts of one matrix in unequal groups, a group size in config.json
     that is not the tensors'."""
