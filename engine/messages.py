@@ -23,11 +23,16 @@ PREFIX_STRIDE, PREFIX_BYTES = 64, 8  # tokens of a router's prefix hash, and its
 
 
 class KVSource(msgspec.Struct, array_like=True, frozen=True):
-    """The replica from which KV blocks can be pulled. secret: in hex."""
+    """The replica from which KV blocks can be pulled.
+
+    secret: in hex.
+    shared: whether they may come by shared memory, where both are on one machine.
+    """
 
     host: str
     port: int
     secret: str
+    shared: bool = True
 
 
 class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
@@ -357,6 +362,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     moved_tokens: int = 0
     moved_bytes: int = 0
     move_seconds: float = 0.0  # from a pull's beginning to its last block
+    shared_moves: int = 0  # pulls that came by shared memory
     sent_kv_bytes: int = 0
     # Of KV memory that grows: bytes that have pages now; how often it became more and less since
     # the start; the time that the step loop spent for that, and the longest of these times.

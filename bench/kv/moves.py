@@ -8,10 +8,11 @@ token
 
 - `computed`: at the first engine, which has nothing of it;
 - `warm`: at the first engine again, which has all of it in its prefix cache;
-- `moved`: at the second engine, which pulls the blocks from the first over TCP.
+- `moved`: at the second engine, which pulls the blocks from the first.
 
-`rate` is bytes moved over the seconds of the moves, GB/s. Rows compare medians. A move that brings
-less than all but one block of the prompt ends the run.
+Prompts take turns: the blocks of one go by shared memory, those of the next over TCP (`--way`: one
+of both alone). `rate` is bytes moved over the seconds of the moves, GB/s. Rows compare medians. A
+move by another way, or that brings less than all but one block of the prompt, ends the run.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from bench.report.result_file import Line, RawLines, print_ratios, ratio_row, versions
 from engine.config.engine_config import EngineConfig
 from engine.messages import EngineRequest, EngineStats, KVSource, StepFrame
@@ -31,6 +34,7 @@ from engine.process.client import EngineClient
 from engine.sampling_params import SamplingParams
 
 BLOCK = 16
+WAYS = ("shm", "tcp")
 
 
 class Replica:
@@ -98,7 +102,7 @@ async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
         "dtype": args.dtype,
         "max_model_len": args.tokens + 2 * BLOCK,
         "max_num_seqs": 16,
-        "num_blocks": (args.prompts + 2) * (args.tokens // BLOCK + 2),
+        "num_blocks": (args.prompts + 2) * len(args.ways) * (args.tokens // BLOCK + 2),
         "block_size": BLOCK,
         "kv_moves": True,
     }
@@ -113,21 +117,25 @@ async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
         first, second = replicas
         source = await first.source()
         before = await second.stats()
-        for number in range(args.prompts + 1):
+        turns = [(number, way) for number in range(args.prompts + 1) for way in args.ways]
+        for number, way in turns:
             prompt = [rng.randrange(10, args.vocabulary) for _ in range(args.tokens)]
-            line: Line = {"prompt": number, "tokens": args.tokens}
+            line: Line = {"prompt": number, "way": way, "tokens": args.tokens}
             line["computed"] = await first.first_token(prompt)
             line["warm"] = await first.first_token(prompt)
-            line["moved"] = await second.first_token(prompt, source)
+            named = msgspec.structs.replace(source, shared=way == "shm")
+            line["moved"] = await second.first_token(prompt, named)
             after = await second.stats()
+            if (after.shared_moves > before.shared_moves) != named.shared:
+                raise SystemExit(f"blocks did not go by {way}: see the engine's log")
             tokens = after.moved_tokens - before.moved_tokens
             if tokens < args.tokens - 2 * BLOCK:
                 raise SystemExit(f"of {args.tokens} tokens {tokens} moved")
             seconds = after.move_seconds - before.move_seconds
             line["rate"] = (after.moved_bytes - before.moved_bytes) / seconds / 1e9
             before = after
-            if number:  # the first prompt warms all up
-                raw.keep({name: round(value, 3) for name, value in line.items()})
+            if number:  # the first prompts warm all up
+                raw.keep({k: round(v, 3) if isinstance(v, float) else v for k, v in line.items()})
     finally:
         for replica in replicas:
             await replica.close()
@@ -135,12 +143,24 @@ async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
 
 
 def rows_of(name: str, lines: list[Line]) -> list[Line]:
-    """Compute rows <name>/<case> of the medians, in milliseconds; less is better."""
-    medians = {case: median(line[case] for line in lines) for case in ("computed", "warm", "moved")}
-    return [
-        ratio_row(f"{name}/moved-of-{case}", medians["moved"], medians[case], "ms")
+    """Compute rows <name>/<way>/<case> of the medians, in milliseconds, less is better; with both
+    ways <name>/shm-of-tcp in GB/s, more is better."""
+    by_way = {way: [line for line in lines if line["way"] == way] for way in WAYS}
+    rows = [
+        ratio_row(
+            f"{name}/{way}/moved-of-{case}",
+            median(line["moved"] for line in by_way[way]),
+            median(line[case] for line in by_way[way]),
+            "ms",
+        )
+        for way in WAYS
         for case in ("warm", "computed")
+        if by_way[way]
     ]
+    if all(by_way.values()):
+        rates = [median(line["rate"] for line in by_way[way]) for way in WAYS]
+        rows.append(ratio_row(f"{name}/shm-of-tcp", *rates, "GB/s"))
+    return rows
 
 
 def main() -> None:
@@ -150,18 +170,23 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder with config.json")
     parser.add_argument("--name", default="model", help="label of the cases")
     parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
-    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--prompts", type=int, default=10, help="by each way")
+    parser.add_argument("--way", choices=WAYS, help="of the blocks; default: both in turns")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args()
+    args.ways = [args.way] if args.way else WAYS
     args.model = str(Path(args.model).resolve())
     args.vocabulary = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     raw = RawLines(args.out, "kv-moves")
     config = asyncio.run(measure(args, raw))
     rows = rows_of(args.name, raw.all)
-    rate = round(median(line["rate"] for line in raw.all), 2)
-    raw.finish({"ours": {**config, "versions": versions()}, "median_rate_gb_s": rate}, rows)
+    rates = {
+        way: round(median(line["rate"] for line in raw.all if line["way"] == way), 2)
+        for way in args.ways
+    }
+    raw.finish({"ours": {**config, "versions": versions()}, "median_rates_gb_s": rates}, rows)
     print_ratios(rows)
 
 

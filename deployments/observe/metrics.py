@@ -540,6 +540,12 @@ REPLICA_METRICS = (
         lambda s: s.move_seconds,
     ),
     ReplicaMetric(
+        "kv_moves_shared_total",
+        "counter",
+        "Pulls of KV blocks that came by shared memory instead of TCP.",
+        lambda s: s.shared_moves,
+    ),
+    ReplicaMetric(
         "kv_sent_bytes_total",
         "counter",
         "Bytes of KV blocks that other replicas pulled.",

@@ -90,8 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         of the machine share. They have what users wrote.
     disk_kv_clear: delete them when an engine starts or stops, unless others use the folder.
     disk_kv_key_file: a file with a key of 32 bytes that encrypts them (AES-256-GCM); "" = none.
-    kv_moves: whether KV blocks go to other replicas and come from them, over TCP, with 256 MiB of
-        host memory (64 on the CPU). docs/kv-tiers.md.
+    kv_moves: whether KV blocks go to other replicas and come from them, with 256 MiB of host
+        memory (64 on the CPU). docs/kv-tiers.md.
     snapshot_bytes: bytes for snapshots of recurrent states, beside those in slots that no request
         has; 0 = a quarter of what KV gets otherwise.
     images: "auto" takes images where the model sees them; "off" serves its text model alone.

@@ -1,10 +1,12 @@
 """The copies of KV blocks outside the device: in host memory, on disk, on their way to replicas."""
 
+import logging
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from engine.errors import ConfigError
@@ -18,6 +20,9 @@ from engine.scheduling.core import CoreConfig
 from engine.scheduling.memory.host_plan import HostCopies, HostPlan
 from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
+from engine.scheduling.moves.shared import OwnSlots, Sharing
+
+logger = logging.getLogger("manta.engine")
 
 _LEAST_LOADED = 256  # tokens; a GPU computes fewer about as fast as it loads them
 # Bytes of host memory for blocks on their way to other replicas, and as much for their way here.
@@ -104,8 +109,10 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
     block_bytes = sum(cache.storage.nbytes // cache.num_blocks for cache in caches)
     size = _STAGED_CUDA if device.type == "cuda" else _STAGED_CPU
     slots = max(_LEAST_STAGED, min(config.num_blocks, size // block_bytes))
+    own = _shared_slots(2 * slots, block_bytes)
+    memory = None if own is None else torch.from_numpy(np.frombuffer(own.memory, np.uint8))
     try:
-        copies = host_copies(caches, 2 * slots, 0, device, after_steps=True)
+        copies = host_copies(caches, 2 * slots, 0, device, after_steps=True, memory=memory)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"kv_moves: {error}. Ways out: raise the limit of locked memory (ulimit -l, or the "
@@ -126,4 +133,14 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
     digest = blake2b("\0".join(meaning).encode(), digest_size=16).digest()
     num_bytes = copies.blocks.num_bytes
     plan = MovePlan(slots, num_bytes, digest, num_bytes * len(config.kinds) / config.block_size)
-    return BlockMoves(plan, copies, [memoryview(slot.numpy()) for slot in copies.blocks.slots])
+    blocks = copies.blocks
+    sharing = None if own is None else Sharing(own, blocks.attach, blocks.detach)
+    return BlockMoves(plan, copies, [memoryview(slot.numpy()) for slot in blocks.slots], sharing)
+
+
+def _shared_slots(count: int, slot_bytes: int) -> OwnSlots | None:
+    try:
+        return OwnSlots(count, slot_bytes)
+    except OSError as error:
+        logger.warning("KV blocks go to other replicas over TCP alone: no shared memory: %s", error)
+        return None

@@ -23,14 +23,22 @@ def test_blocks_move_between_two_engines(tmp_path: Path, monkeypatch: pytest.Mon
     moves.main()
     (table,) = out.glob("kv-moves-*.json")
     rows = json.loads(table.read_text())["rows"]
-    assert [row["case"] for row in rows] == ["model/moved-of-warm", "model/moved-of-computed"]
+    assert [row["case"] for row in rows] == [
+        *(f"model/{way}/moved-of-{case}" for way in moves.WAYS for case in ("warm", "computed")),
+        "model/shm-of-tcp",
+    ]
     (raw,) = out.glob("kv-moves-*.jsonl")
     lines = [json.loads(line) for line in raw.read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == [1, 2]
+    assert [(line["prompt"], line["way"]) for line in lines] == [
+        (1, "shm"), (1, "tcp"), (2, "shm"), (2, "tcp")
+    ]  # fmt: skip
     assert all(line["rate"] > 0 for line in lines)
 
 
 def test_rows_compare_medians() -> None:
     """Bug: a slow first prompt decides a row."""
-    lines = [{"computed": 200.0, "warm": 10.0, "moved": moved} for moved in (900.0, 20.0, 20.0)]
+    line = {"way": "tcp", "computed": 200.0, "warm": 10.0, "rate": 1.0}
+    lines = [line | {"moved": moved} for moved in (900.0, 20.0, 20.0)]
     assert [row["ratio"] for row in moves.rows_of("m", lines)] == [2.0, 0.1]
+    lines += [line | {"way": "shm", "moved": 30.0, "rate": rate} for rate in (0.1, 3.0, 3.0)]
+    assert [row["ratio"] for row in moves.rows_of("m", lines)] == [3.0, 0.15, 2.0, 0.1, 3.0]

@@ -1,11 +1,16 @@
 """kv_moves: KV blocks that an engine pulls from another one, from the socket to the text."""
 
+import multiprocessing
+import os
+import signal
 import socket
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.config.engine_config import EngineConfig
@@ -15,6 +20,7 @@ from engine.resolve import resolve
 from engine.scheduling.core import EngineCore
 from engine.scheduling.moves import source as source_module
 from engine.scheduling.moves import wire
+from engine.scheduling.moves.shared import OwnSlots
 from tests.engine.test_host_kv import LATENTS, PLAIN, RECURRENT, WINDOWS, core_of
 from tests.engine.test_memory import config_of
 from tests.fakes import Output, collect, make_request
@@ -23,13 +29,13 @@ PROMPT = [(7 * at) % 190 for at in range(61)]
 MOVES: dict[str, Any] = {"kv_moves": True, "num_blocks": 60}
 
 
-def kv_source(core: EngineCore) -> KVSource:
-    """Let a core serve its blocks; return where."""
+def kv_source(core: EngineCore, shared: bool = True) -> KVSource:
+    """Let a core serve its blocks, also by shared memory; return where."""
     core.serve_kv("127.0.0.1", 1)
     (answer,) = core.answers()
     assert isinstance(answer, Answer)
     port, secret, _ = answer.message.split()
-    return KVSource("127.0.0.1", int(port), secret)
+    return KVSource("127.0.0.1", int(port), secret, shared)
 
 
 class Cores:
@@ -81,6 +87,7 @@ class Cores:
             assert moves._puller._free.qsize() == moves.plan.slots
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "tcp"])
 @pytest.mark.parametrize(
     "changes, options",
     [
@@ -91,7 +98,9 @@ class Cores:
     ],
     ids=["plain", "quantised", "windows", "latents"],
 )
-def test_text_is_equal(changes: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
+def test_text_is_equal(
+    changes: dict[str, Any], options: dict[str, Any], shared: bool, tmp_path: Path
+) -> None:
     """Bugs: a moved block has the keys of another one; the prefix is computed all the same; a turn
     that goes on with moved blocks has another text."""
     one, other = (core_of(tmp_path, changes, **(MOVES | options)) for _ in range(2))
@@ -102,8 +111,9 @@ def test_text_is_equal(changes: dict[str, Any], options: dict[str, Any], tmp_pat
     expected = Cores(alone)
     assert expected.run(alone, PROMPT) == answer
     text = expected.run(alone, longer, max_tokens=9)
-    assert cores.run(other, longer, max_tokens=9, source=kv_source(one)) == text
+    assert cores.run(other, longer, max_tokens=9, source=kv_source(one, shared)) == text
     stats = other.stats()
+    assert stats.shared_moves == shared
     assert stats.moved_tokens >= 60 and stats.failed_moves == 0
     assert stats.prefix_hits >= 60 and stats.moved_bytes > 0 and stats.move_seconds > 0
     assert one.stats().sent_kv_bytes == stats.moved_bytes
@@ -125,14 +135,15 @@ def test_several_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert one._moves is not None and one._moves.plan.slots == 4
     cores = Cores(one, other)
     cores.run(one, PROMPT)
-    source, tokens = kv_source(one), cores.run(other, PROMPT, source=kv_source(one))
+    source = kv_source(one, shared=False)
+    tokens = cores.run(other, PROMPT, source=source)
     assert tokens == Cores(alone).run(alone, PROMPT)
     assert other.stats().moved_tokens == 60
     # and both ways at once
     texts = [[at % 190 for at in range(first, first + 60)] for first in (30, 77)]
     cores.run(one, texts[0])
     cores.run(other, texts[1])
-    back = kv_source(other)
+    back = kv_source(other, shared=False)
     numbers = [
         cores.begin(other, [*texts[0], 1, 2], source=source),
         cores.begin(one, [*texts[1], 1, 2], source=back),
@@ -208,7 +219,10 @@ def test_dead_source_is_a_miss(what: str, tmp_path: Path, monkeypatch: pytest.Mo
     cores.settle()
 
 
-def test_source_stops_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "tcp"])
+def test_source_stops_in_the_middle(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bugs: a part of a prefix is taken for the whole; a stuck peer holds blocks for ever."""
     from engine.factory import block_copies
     from engine.scheduling.moves import puller
@@ -219,13 +233,156 @@ def test_source_stops_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     one, other, alone = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(3))
     cores = Cores(one, other)
     cores.run(one, PROMPT)
-    number = cores.begin(other, PROMPT, source=kv_source(one))
+    number = cores.begin(other, PROMPT, source=kv_source(one, shared))
     only_other = Cores(other)
     cores.until(lambda: one.stats().sent_kv_bytes > 0)
     only_other.until(lambda: number in only_other.outputs and only_other.outputs[number].finish)
     assert only_other.outputs[number].tokens == Cores(alone).run(alone, PROMPT)
     assert other.stats().failed_moves == 1
     cores.settle()
+
+
+@pytest.mark.parametrize("what", ["elsewhere", "foreign", "size", "none", "locked"])
+def test_bytes_come_over_tcp_where_no_memory_is_shared(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bugs: a source on another machine, whose process number another process has here, is read
+    from this machine's memory; a machine without room for pinned memory moves nothing."""
+    from engine.runner.caches import host_copies
+
+    if what == "none":
+        monkeypatch.delattr(os, "memfd_create")
+    one, other, alone = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(3))
+    if what == "locked":
+
+        def refuse(*_: Any) -> None:
+            raise RuntimeError("it cannot be pinned")
+
+        monkeypatch.setattr(host_copies, "pin", refuse)
+    if what in ("elsewhere", "foreign", "size"):
+        assert one._moves is not None and one._moves._sharing is not None
+        own = one._moves._sharing.own
+        place = own.place()
+        stranger = OwnSlots(own.count, own.slot_bytes)  # of another key
+        place = {
+            "elsewhere": wire.Place(1 << 22, place.file, own.count, own.slot_bytes),
+            "foreign": stranger.place(),
+            "size": wire.Place(place.pid, place.file, own.count + 1, own.slot_bytes),
+        }[what]
+        monkeypatch.setattr(own, "place", lambda: place)
+    cores = Cores(one, other)
+    cores.run(one, PROMPT)
+    assert cores.run(other, PROMPT, source=kv_source(one)) == Cores(alone).run(alone, PROMPT)
+    stats = other.stats()
+    assert (stats.moved_tokens, stats.failed_moves, stats.shared_moves) == (60, 0, 0)
+    if what in ("none", "locked"):
+        assert "over TCP" in caplog.text
+    cores.settle()
+
+
+def test_a_slot_that_was_taken_back_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: an engine that stood still reads another request's keys from slots that its source has
+    filled again, and keeps them under the hashes of its own."""
+    from engine.factory import block_copies
+
+    monkeypatch.setattr(block_copies, "_STAGED_CPU", 1)  # four slots
+    monkeypatch.setattr(source_module, "LENT_SECONDS", 0.3)
+    one, other, third, alone = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(4))
+    assert one._moves is not None and other._moves is not None
+    cores, two = Cores(one, other, third), Cores(one, third)
+    cores.run(one, PROMPT)
+    cores.run(one, PROMPT[::-1])
+    source = kv_source(one)
+    number = cores.begin(other, PROMPT, source=source)
+    imported = other._moves._imports[number]
+    two.until(lambda: imported.pull.borrowed is not None and len(imported.pull.borrowed.fills) == 4)
+    two.until(lambda: len(one._moves._free) == 4)  # type: ignore[union-attr]
+    two.run(third, PROMPT[::-1], source=source)
+    assert third.stats().shared_moves == 1
+    cores.until(lambda: number in cores.outputs and bool(cores.outputs[number].finish))
+    assert cores.outputs[number].tokens == Cores(alone).run(alone, PROMPT)
+    stats = other.stats()
+    assert (stats.moved_tokens, stats.failed_moves) == (0, 1)
+    cores.settle()
+
+
+def _other_process(folder: Path, pipe: Connection, source: KVSource | None) -> None:
+    """Serve the blocks of a prompt from four slots; or begin to pull them, and stand still."""
+    from engine.factory import block_copies
+
+    block_copies._STAGED_CPU = 1
+    core = core_of(folder, PLAIN, **MOVES)
+    cores = Cores(core)
+    if source is None:
+        cores.run(core, PROMPT)
+        pipe.send(msgspec.to_builtins(kv_source(core)))
+        cores.until(lambda: False, 60)
+    number = cores.begin(core, PROMPT, source=source)
+    assert core._moves is not None
+    pull = core._moves._imports[number].pull
+    while pull.borrowed is None or not pull.borrowed.fills:
+        time.sleep(0.01)
+    pipe.send(None)
+    time.sleep(60)
+
+
+def _mapped() -> int:
+    return sum("manta-kv" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["source", "puller"])
+def test_a_process_is_killed_while_the_other_reads_its_slots(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs: the request is lost, or hangs; slots of a killed process are lost; its memory, or a
+    file in /dev/shm, stays."""
+    from engine.factory import block_copies
+
+    files = set(Path("/dev/shm").glob("manta-kv*"))
+    alone = core_of(tmp_path, PLAIN, **MOVES)
+    monkeypatch.setattr(block_copies, "_STAGED_CPU", 1)
+    core = core_of(tmp_path, PLAIN, **MOVES)
+    assert core._moves is not None
+    expected = Cores(alone).run(alone, PROMPT)
+    cores, own = Cores(core), _mapped()
+    source = None
+    if who == "puller":
+        cores.run(core, PROMPT)
+        source = kv_source(core)
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    process = context.Process(target=_other_process, args=(tmp_path, end, source), daemon=True)
+    process.start()
+    assert process.pid is not None
+    try:
+        if who == "source":
+            assert pipe.poll(60)
+            number = cores.begin(core, PROMPT, source=msgspec.convert(pipe.recv(), KVSource))
+            pull = core._moves._imports[number].pull
+            end_at = time.monotonic() + 10
+            while pull.borrowed is None or len(pull.borrowed.fills) < 4:
+                assert time.monotonic() < end_at
+                time.sleep(0.01)
+            assert _mapped() == own + 1
+            del pull  # it has the memory
+        else:
+            cores.until(lambda: pipe.poll(0), 60)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        if who == "source":
+            cores.until(lambda: number in cores.outputs and bool(cores.outputs[number].finish))
+            assert cores.outputs[number].tokens == expected
+            assert core.stats().failed_moves == 1
+            cores.until(lambda: _mapped() == own)
+        cores.until(lambda: len(core._moves._free) == 4)  # type: ignore[union-attr]
+        cores.settle()
+    finally:
+        process.kill()
+        process.join()
+    assert set(Path("/dev/shm").glob("manta-kv*")) <= files
 
 
 def test_abort_during_a_move(tmp_path: Path) -> None:

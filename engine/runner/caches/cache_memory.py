@@ -23,16 +23,23 @@ def pinned_bytes(size: int, device: torch.device) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.from_numpy(np.frombuffer(pages, np.uint8))
-    if device.type == "cuda":
-        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-        if int(code):
-            gib = size / (1 << 30)
-            raise RuntimeError(f"{gib:.2f} GiB of host memory cannot be pinned: {code}")
+    pin(memory, device)
     return memory
 
 
+def pin(memory: Tensor, device: torch.device) -> None:
+    """Pin uint8 memory if the device is a CUDA device. Raises RuntimeError."""
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)
+    if int(code):
+        gib = len(memory) / (1 << 30)
+        raise RuntimeError(f"{gib:.2f} GiB of host memory cannot be pinned: {code}")
+
+
 def unpin(memory: Tensor, device: torch.device) -> None:
-    """Undo the pinning of `pinned_bytes`, so that the memory can be freed."""
+    """Undo `pin`, so that the memory can be freed."""
     if device.type == "cuda":
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 

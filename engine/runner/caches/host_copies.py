@@ -19,6 +19,7 @@ The scheduler stores a block when no step in flight uses it, so that the copy wa
 the CPU copies are done when the call returns.
 """
 
+import itertools
 import logging
 import time
 import weakref
@@ -26,17 +27,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.runner.caches.cache_memory import pinned_bytes
+from engine.runner.caches.cache_memory import pin, pinned_bytes, unpin
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.state_cache import StateCache
 from kernels.block_copies import copy_rows
 
 logger = logging.getLogger("manta.engine")
 
+FIRST_OF_OTHERS = 1 << 20  # attached slots have numbers from here on
 _QUEUE_BYTES = 8 << 30  # bytes of stores that may wait to be copied
 _PIECE = 32  # blocks between two events
 _PROBED = 64  # blocks whose loads are timed at the start
@@ -54,22 +57,40 @@ class HostSlots:
     """
 
     def __init__(
-        self, parts: Sequence[Callable[[], Tensor]], count: int, device: torch.device
+        self,
+        parts: Sequence[Callable[[], Tensor]],
+        count: int,
+        device: torch.device,
+        memory: Tensor | None = None,
     ) -> None:
+        """Take memory for so many slots, or pin what is given, uint8."""
         self.parts = parts
         self.count = count
         self.least = parts[0]().shape[1] if parts else 0  # items that always have memory
         self.num_bytes = sum(part().shape[0] * part().shape[2] for part in parts)
         size = count * self.num_bytes  # 0 bytes on a stage whose layers keep no keys
-        self.memory = pinned_bytes(max(size, 1), device)[:size]
+        if memory is None:
+            memory = pinned_bytes(max(size, 1), device)
+        else:
+            pin(memory, device)
+        self.memory = memory[:size]
         self.slots = self.memory.view(count, self.num_bytes)
+        self._device = device
+        self._others: dict[int, Tensor] = {}  # by the number of their first slot
+        self._numbers = itertools.count(FIRST_OF_OTHERS, FIRST_OF_OTHERS)
         if device.type == "cuda":  # before the memory goes, also where the process goes on
             weakref.finalize(self, _unpin, self.memory).atexit = False
 
     @classmethod
-    def of_blocks(cls, caches: Sequence[KVCache], count: int, device: torch.device) -> "HostSlots":
+    def of_blocks(
+        cls,
+        caches: Sequence[KVCache],
+        count: int,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> "HostSlots":
         """Return slots for blocks of caches, which all have the same block ids."""
-        slots = cls([_blocks_of(cache) for cache in caches], count, device)
+        slots = cls([_blocks_of(cache) for cache in caches], count, device, memory)
         slots.least = min(cache.least for cache in caches)
         return slots
 
@@ -77,6 +98,26 @@ class HostSlots:
     def of_states(cls, states: StateCache, count: int, device: torch.device) -> "HostSlots":
         """Return slots for rows and snapshots of recurrent states."""
         return cls([_states_of(storage) for storage in states.storages], count, device)
+
+    def attach(self, memory: memoryview) -> int:
+        """Pin another process's slots of equal size; return the number of the first one.
+
+        Called from any thread. Raises RuntimeError if the memory cannot be pinned.
+        """
+        other = torch.from_numpy(np.frombuffer(memory, np.uint8))
+        pin(other, self._device)
+        first = next(self._numbers)
+        self._others[first] = other.view(-1, self.num_bytes)
+        return first
+
+    def detach(self, first: int) -> None:
+        """Forget attached slots, which no copy uses."""
+        unpin(self._others.pop(first), self._device)
+
+    def slot(self, number: int) -> Tensor:
+        """Return the bytes of a slot, uint8 [num_bytes]."""
+        place = number % FIRST_OF_OTHERS
+        return self.slots[number] if number == place else self._others[number - place][place]
 
 
 def _unpin(memory: Tensor) -> None:
@@ -163,12 +204,12 @@ class CpuCopies:
         for part in slots.parts:
             items = part()
             rows, _, width = items.shape
-            places = slots.slots[:, at : at + rows * width].view(slots.count, rows, width)
             for item, slot in pairs:
+                place = slots.slot(slot)[at : at + rows * width].view(rows, width)
                 if to_host:
-                    places[slot].copy_(items[:, item])
+                    place.copy_(items[:, item])
                 else:
-                    items[:, item].copy_(places[slot])
+                    items[:, item].copy_(place)
             at += rows * width
 
     def finished(self) -> list[tuple[int, bool]]:
@@ -368,12 +409,12 @@ class CudaCopies:
 
 
 def _enqueue(slots: HostSlots, pairs: Pairs, stream: int, to_host: bool) -> None:
-    at = slots.memory.data_ptr()
+    at = 0
     for part in slots.parts:
         items = part()
         (rows, _, width), first, pitch = items.shape, items.data_ptr(), items.stride(0)
         for item, slot in pairs if rows else ():
-            place, other = first + item * width, at + slot * slots.num_bytes
+            place, other = first + item * width, at + slots.slot(slot).data_ptr()
             if to_host:
                 copy_rows(other, width, place, pitch, width, rows, stream)
             else:
@@ -401,14 +442,16 @@ def host_copies(
     device: torch.device,
     *,
     after_steps: bool,
+    memory: Tensor | None = None,
 ) -> Copies:
     """Return the copies of caches to slots, whose memory is taken now.
 
     caches: the model's, which may have states, and others with the same block ids.
     after_steps: see `CudaCopies`.
+    memory: of the slots for blocks, if it is to be this one.
     Raises RuntimeError if the memory cannot be pinned.
     """
-    blocks = HostSlots.of_blocks(caches, num_blocks, device)
+    blocks = HostSlots.of_blocks(caches, num_blocks, device, memory)
     own = caches[0].states
     states = None if own is None else HostSlots.of_states(own, num_states, device)
     if device.type == "cuda":

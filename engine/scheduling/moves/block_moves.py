@@ -6,6 +6,7 @@ waits outside the queue while threads pull the blocks (puller.py):
  source   prefix cache -> held -> slot of host memory -> socket
  puller   socket -> slot of host memory -> block -> prefix cache
 
+On one machine the puller reads the source's slots, and no byte goes through a socket (shared.py).
 Arrived blocks enter the prefix cache under their hashes, which contain model, adapter and salt. The
 request then starts as after any other hit. So a move that fails, comes late or brings a part is a
 miss: the rest is computed.
@@ -24,12 +25,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from engine.messages import Answer, KVSource
 from engine.scheduling.memory.block_manager import BlockManager
 from engine.scheduling.memory.host_plan import HostCopies
 from engine.scheduling.moves.puller import Pull, Puller, split
+from engine.scheduling.moves.shared import PeerSlots, Sharing
 from engine.scheduling.moves.source import LEASE_SECONDS, Order, SourceServer
 from engine.scheduling.moves.wire import Offer, PeerError
 from engine.scheduling.request import Request
@@ -40,15 +42,7 @@ KV_MOVES_OFF = "kv_moves_off"
 _MOST_PULLS = 16  # further requests are computed
 _LEASED_SHARE = 4  # leased blocks are at most one in so many of the pool's
 _LOG_SECONDS = 5.0
-
-
-class MoveCopies(HostCopies, Protocol):
-    """The copies between blocks of the device and the slots of host memory."""
-
-    @property
-    def storing(self) -> bool:
-        """Whether a copy to the host is in flight."""
-        ...
+_PIECES = 8  # of the slots, so that both devices copy at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +103,40 @@ class BlockMoves:
     wake: called from any thread when `has_news` may have changed.
     """
 
-    def __init__(self, plan: MovePlan, copies: MoveCopies, memory: Sequence[memoryview]) -> None:
+    def __init__(
+        self,
+        plan: MovePlan,
+        copies: HostCopies,
+        memory: Sequence[memoryview],
+        sharing: Sharing | None = None,
+    ) -> None:
         """Set up the moves.
 
         copies: between blocks and slots, with twice as many slots as the plan has.
         memory: the bytes of these slots.
+        sharing: of the same slots, with other engines of this machine.
         """
         self.plan = plan
         self.copies = copies
         self.wake: Callable[[], None] = lambda: None
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._server = SourceServer(memory, self._post_order, self._post_sent, self._post_lost)
-        incoming = range(plan.slots, 2 * plan.slots)
-        self._puller = Puller(memory, incoming, self._post_arrived, self._post_ended)
+        self._sharing = sharing
+        self._server = SourceServer(
+            memory,
+            self._post_order,
+            self._post_sent,
+            self._post_lost,
+            None if sharing is None else sharing.own,
+        )
+        self._puller = Puller(
+            memory,
+            range(plan.slots, 2 * plan.slots),
+            self._post_arrived,
+            self._post_ended,
+            sharing,
+            self._post_gone,
+        )
+        self._gone: list[PeerSlots] = []
         self._free = list(range(plan.slots))  # slots to send from
         self._exports: dict[Order, _Export] = {}
         self._stages: deque[list[tuple[_Export, int, int]]] = deque()  # (export, entry, slot)
@@ -136,7 +151,7 @@ class BlockMoves:
         self._step = 0
         self._weights = b""
         self._logged = 0.0
-        self.pulls = self.failed_pulls = 0
+        self.pulls = self.failed_pulls = self.shared_pulls = 0
         self.pulled_tokens = self.pulled_bytes = self.sent_bytes = 0
         self.pull_seconds = 0.0
 
@@ -160,6 +175,9 @@ class BlockMoves:
 
     def _post_ended(self, pull: Pull, error: str) -> None:
         self._post(lambda: self._end_pull(pull, error))
+
+    def _post_gone(self, slots: PeerSlots) -> None:
+        self._post(lambda: self._gone.append(slots))
 
     # ---- for the core --------------------------------------------------------------------------
 
@@ -232,6 +250,8 @@ class BlockMoves:
         for number, imported in list(self._imports.items()):
             if imported.ended and not imported.loads:
                 self._finish_import(number, imported)
+        if self._gone:
+            self._detach()
         pulled, self._pulled = self._pulled, []
         return pulled
 
@@ -307,7 +327,8 @@ class BlockMoves:
             return
         export.answered = True
         indices = [index for index, _, _ in export.entries]
-        order.answer.put(Offer("", order.ticket, indices, self.plan.block_bytes))
+        offer = Offer("", order.ticket, indices, self.plan.block_bytes, order.proof)
+        order.answer.put(offer)
 
     def _stage(self) -> None:
         """Begin to copy blocks of exports to free slots."""
@@ -317,12 +338,18 @@ class BlockMoves:
                 stage.append((export, export.staged, self._free.pop()))
                 export.staged += 1
                 export.staging += 1
-        if not stage:
-            return
+        size = -(-self.plan.slots // _PIECES)
+        for at in range(0, len(stage), size):
+            self._stage_piece(stage[at : at + size])
+        self._finish_stages()
+
+    def _stage_piece(self, stage: list[tuple[_Export, int, int]]) -> None:
+        if self._sharing is not None:
+            for _, _, slot in stage:
+                self._sharing.own.begin_fill(slot)
         pairs = [(export.entries[entry][1], slot) for export, entry, slot in stage]
         if self.copies.store(pairs):
             self._stages.append(stage)
-            self._finish_stages()
             return
         self.copies.wait()
         for export, _, slot in stage:
@@ -333,10 +360,12 @@ class BlockMoves:
 
     def _finish_stages(self) -> None:
         """Hand staged blocks to the threads that send them."""
-        if not self._stages or self.copies.storing:
+        stored: list[tuple[_Export, int, int]] = []
+        while self._stages and self.copies.stored([slot for _, _, slot in self._stages[0]]):
+            stored += self._stages.popleft()
+        if not stored:
             return
-        stages, self._stages = self._stages, deque()
-        for export, entry, slot in (staged for stage in stages for staged in stage):
+        for export, entry, slot in stored:
             export.staging -= 1
             if export.dropped:
                 self._free.append(slot)
@@ -424,7 +453,7 @@ class BlockMoves:
     def _take_block(self, pull: Pull, index: int, slot: int) -> None:
         imported = self._import_of(pull)
         if imported is None or pull.cancelled:
-            self._puller.give_back(slot)
+            self._puller.give_back(slot, pull)
             return
         self._came.append((imported, index, slot))
 
@@ -437,7 +466,7 @@ class BlockMoves:
             if imported.pull.cancelled or pool.num_free < len(blocks):
                 imported.pull.cancelled = True  # no memory: the running requests come first
                 for _, slot in blocks:
-                    self._puller.give_back(slot)
+                    self._puller.give_back(slot, imported.pull)
                 continue
             targets = pool.allocate(len(blocks))
             load = [(i, slot, block) for (i, slot), block in zip(blocks, targets, strict=True)]
@@ -451,7 +480,10 @@ class BlockMoves:
             imported = self._loads.pop(ticket)
             pull, pool = imported.pull, imported.pool
             for index, slot, block in imported.loads.pop(ticket):
-                self._puller.give_back(slot)
+                if pull.borrowed is not None and not pull.borrowed.intact(slot):
+                    pull.cancelled = True
+                    imported.error = "the source took back a slot that was being read"
+                self._puller.give_back(slot, pull)
                 if succeeded and not pull.cancelled:
                     group, digest = index % pull.groups, pull.hashes[index // pull.groups]
                     pool.adopt(block, (group, digest))
@@ -476,12 +508,22 @@ class BlockMoves:
             positions = {index // pull.groups for index, _ in imported.table}
             self.pulled_tokens += len(positions) * imported.pool.block_size
             self.pull_seconds += time.monotonic() - pull.began
+            self.shared_pulls += pull.borrowed is not None
         if imported.error:
             self.failed_pulls += 1
             if time.monotonic() >= self._logged + _LOG_SECONDS:
                 self._logged = time.monotonic()
                 logger.warning("KV blocks were not moved here: %s", imported.error)
         self._pulled.append(number)
+
+    def _detach(self) -> None:
+        """Forget the slots of engines that have ended, once no pull reads them."""
+        borrowed = [imported.pull.borrowed for imported in self._imports.values()]
+        read = [borrow.slots for borrow in borrowed if borrow is not None]
+        for slots in [slots for slots in self._gone if slots not in read]:
+            self._gone.remove(slots)
+            assert self._sharing is not None
+            self._sharing.detach(slots.first)
 
     # ---- dropping ------------------------------------------------------------------------------
 
@@ -534,6 +576,7 @@ class BlockMoves:
             "moved_tokens": self.pulled_tokens,
             "moved_bytes": self.pulled_bytes,
             "move_seconds": self.pull_seconds,
+            "shared_moves": self.shared_pulls,
             "failed_moves": self.failed_pulls,
             "sent_kv_bytes": self.sent_bytes,
         }

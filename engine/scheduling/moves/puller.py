@@ -1,24 +1,42 @@
 """Pull: the threads that receive KV blocks of one request from another replica.
 
-Blocks arrive in slots of host memory, and the step loop copies them to the device. A pull ends by
-itself: with all blocks, with an error, or at its deadline.
+Blocks arrive in slots of host memory, and the step loop copies them to the device. A source on the
+same machine lends the slots that it has filled (shared.py); bytes from others come over TCP. A pull
+ends by itself: with all blocks, with an error, or at its deadline.
 """
 
+import hmac
+import logging
 import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.messages import KVSource
 from engine.scheduling.memory.prefix_hash import DIGEST_SIZE
+from engine.scheduling.moves.shared import Borrowed, PeerSlots, Sharing
 from engine.scheduling.moves.source import MAX_STRIPES
-from engine.scheduling.moves.wire import IDLE_SECONDS, LAST, Ask, Join, Offer, Peer, PeerError
+from engine.scheduling.moves.wire import (
+    IDLE_SECONDS,
+    LAST,
+    Ask,
+    Join,
+    Locate,
+    Offer,
+    Peer,
+    PeerError,
+    Place,
+)
+
+logger = logging.getLogger("manta.engine")
 
 PULL_SECONDS = 10.0  # longest time of a pull; its request is computed afterwards
 _STRIPE_BYTES = 4 << 20  # bytes that are worth a connection of their own
 _MOST_STRIPES = 4
+_MOST_SOURCES = 64  # whose memory is mapped, or for which it is known that it cannot be
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +48,7 @@ class Pull:
     near: leading blocks that this engine had when the pull began.
     groups: blocks of each position.
     cancelled: whether nobody wants the blocks any more.
+    borrowed: the source's slots, if the blocks come in these.
     """
 
     request: int
@@ -41,6 +60,7 @@ class Pull:
     block_bytes: int
     began: float = field(default_factory=time.monotonic)
     cancelled: bool = False
+    borrowed: Borrowed | None = None
 
     @property
     def deadline(self) -> float:
@@ -54,6 +74,8 @@ class Puller:
     arrived: called from any thread with a pull, an index in its table, and the slot that has the
         block. The callee gives the slot back (`give_back`).
     ended: called from any thread when a pull's threads have ended, with the error or "".
+    sharing: what it takes to read the slots of other engines; None: all comes over TCP.
+    gone: called from any thread with the slots of an engine that has ended.
     """
 
     def __init__(
@@ -62,20 +84,28 @@ class Puller:
         slots: Sequence[int],
         arrived: Callable[[Pull, int, int], None],
         ended: Callable[[Pull, str], None],
+        sharing: Sharing | None = None,
+        gone: Callable[[PeerSlots], None] = lambda slots: None,
     ) -> None:
         self._memory = memory
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in slots:
             self._free.put(slot)
         self._arrived, self._ended = arrived, ended
+        self._sharing, self._gone = sharing, gone
+        self._sources: dict[KVSource, PeerSlots | None] = {}
+        self._mapping = threading.Lock()
 
     def begin(self, pull: Pull) -> None:
         """Begin a pull."""
         threading.Thread(target=self._run, args=(pull,), name="kv-pull", daemon=True).start()
 
-    def give_back(self, slot: int) -> None:
-        """Let the slot receive another block."""
-        self._free.put(slot)
+    def give_back(self, slot: int, pull: Pull) -> None:
+        """Let the slot in which a pull's block came get another one."""
+        if pull.borrowed is None:
+            self._free.put(slot)
+        else:
+            pull.borrowed.give_back(slot)
 
     def _run(self, pull: Pull) -> None:
         error = ""
@@ -86,6 +116,9 @@ class Puller:
         except Exception as failure:  # a request waits for the end of this thread
             error = f"{type(failure).__name__}: {failure}"
         self._ended(pull, error)
+        if pull.borrowed is not None:
+            pull.borrowed.finish(max(0.0, pull.deadline - time.monotonic()))
+        self._drop_dead()
 
     def _pull(self, pull: Pull) -> None:
         size = (len(pull.hashes) - pull.near) * pull.groups * pull.block_bytes
@@ -94,7 +127,11 @@ class Puller:
         errors: list[str] = []
         others: list[threading.Thread] = []
         try:
-            peer.send_message(Ask(pull.compatibility, b"".join(pull.hashes), pull.near, stripes))
+            slots = self._slots_of(pull.source, peer)
+            proof = b"" if slots is None else peer.memory_proof(b"puller", slots.key)
+            peer.send_message(
+                Ask(pull.compatibility, b"".join(pull.hashes), pull.near, stripes, proof)
+            )
             offer = peer.receive_message()
             if not isinstance(offer, Offer):
                 raise PeerError("no offer")
@@ -105,6 +142,9 @@ class Puller:
             most = len(pull.hashes) * pull.groups
             if not all(0 <= index < most for index in offer.indices):
                 raise PeerError("an index out of range")
+            if offer.proof:
+                self._borrow(pull, peer, slots, offer)
+                return
             for stripe in range(1, min(stripes, len(offer.indices))):
                 thread = threading.Thread(
                     target=self._join,
@@ -116,11 +156,83 @@ class Puller:
                 others.append(thread)
             self._receive(pull, peer, offer.indices[::stripes])
         finally:
-            peer.close()
+            if pull.borrowed is None:
+                peer.close()
             for thread in others:
                 thread.join()
         if errors:
             raise PeerError(errors[0])
+
+    def _slots_of(self, source: KVSource, peer: Peer) -> PeerSlots | None:
+        """Return the source's slots, mapped at the first pull; None if that is not possible."""
+        if self._sharing is None or not source.shared:
+            return None
+        with self._mapping:
+            if source in self._sources:
+                return self._sources[source]
+            peer.send_message(Locate())
+            place = peer.receive_message()
+            if not isinstance(place, Place):
+                raise PeerError("no place")
+            slots = self._map(source, place, self._sharing)
+            if len(self._sources) < _MOST_SOURCES:
+                self._sources[source] = slots
+            return slots
+
+    def _map(self, source: KVSource, place: Place, sharing: Sharing) -> PeerSlots | None:
+        name = f"{source.host}:{source.port}"
+        try:
+            if not place.pid:
+                raise ValueError("it shares no memory")
+            if place.slot_bytes != sharing.own.slot_bytes:
+                raise ValueError("its blocks have another size")
+            slots = PeerSlots(place)
+        except (OSError, ValueError) as error:
+            logger.info("KV blocks from %s come over TCP: %s", name, error)
+            return None
+        try:
+            slots.first = sharing.attach(slots.memory)
+        except RuntimeError as error:
+            logger.warning(
+                "KV blocks from %s come over TCP: %s. Raise the limit of locked memory (ulimit -l, "
+                "or the container's memlock)",
+                name,
+                error,
+            )
+            return None
+        logger.info("KV blocks from %s come by shared memory", name)
+        return slots
+
+    def _drop_dead(self) -> None:
+        """Forget the slots of engines that have ended, so that their memory becomes free."""
+        with self._mapping:
+            for source, slots in list(self._sources.items()):
+                if slots is not None and not slots.alive:
+                    del self._sources[source]
+                    self._gone(slots)
+
+    def _borrow(self, pull: Pull, peer: Peer, slots: PeerSlots | None, offer: Offer) -> None:
+        """Receive the places of all blocks."""
+        if slots is None or not hmac.compare_digest(
+            offer.proof, peer.memory_proof(b"source", slots.key)
+        ):
+            raise PeerError("the source does not read the memory that it named")
+        borrowed = pull.borrowed = Borrowed(peer, slots)
+        wanted = deque(offer.indices)
+        while wanted:
+            while not peer.readable(IDLE_SECONDS):
+                if not borrowed.fills:  # else the source may wait for this engine's step
+                    raise PeerError("the source says nothing")
+            if pull.cancelled:
+                raise PeerError("cancelled")
+            announced = peer.receive_announced(len(wanted))
+            if not announced:
+                raise PeerError("the source gave up its blocks")
+            for index, slot, fill in announced:
+                if index != wanted.popleft() or not slot < slots.count:
+                    raise PeerError(f"block {index} in slot {slot}")
+                borrowed.fills[slots.first + slot] = fill
+                self._arrived(pull, index, slots.first + slot)
 
     def _join(self, pull: Pull, offer: Offer, stripe: int, stripes: int, errors: list[str]) -> None:
         try:

@@ -1,10 +1,12 @@
 """SourceServer: the threads that send a replica's KV blocks to others.
 
 A connection's thread hands the puller's order to the step loop, which holds the blocks and stages
-them in host memory. The thread then sends what is staged. So the step loop never waits for a peer,
-and a peer that does not read costs its own stripe only.
+them in host memory. The thread then sends what is staged, or says in which slots of shared memory
+it is. So the step loop never waits for a peer, and a peer that does not read costs its own stripe
+only.
 """
 
+import hmac
 import logging
 import queue
 import secrets
@@ -14,19 +16,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.scheduling.moves.shared import OwnSlots
 from engine.scheduling.moves.wire import (
     IDLE_SECONDS,
     LAST,
     Ask,
     Join,
+    Locate,
     Offer,
     Peer,
     PeerError,
+    Place,
 )
 
 logger = logging.getLogger("manta.engine")
 
 LEASE_SECONDS = 30.0  # longest time for which blocks are held for a pull
+LENT_SECONDS = 10.0  # longest time of a puller, whose step may be long, without a slot read
 MAX_STRIPES = 8
 _GREETING_SECONDS = 2.0
 _MAX_CONNECTIONS = 64
@@ -38,6 +44,7 @@ Staged = tuple[int, int]  # (index in the request's table, slot with the block's
 class Order:
     """A pull that the step loop has to answer, and then to stage.
 
+    proof: `Offer.proof`, if the puller reads the slots itself, over one connection.
     answer: gets the offer, once.
     staged: of each stripe, the blocks to send in order; None ends it.
     num_sent: blocks sent so far.
@@ -46,6 +53,7 @@ class Order:
 
     ask: Ask
     deadline: float
+    proof: bytes = b""
     ticket: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     answer: "queue.SimpleQueue[Offer]" = field(default_factory=queue.SimpleQueue)
     staged: "list[queue.SimpleQueue[Staged | None]]" = field(default_factory=list)
@@ -54,7 +62,8 @@ class Order:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.staged = [queue.SimpleQueue() for _ in range(self.ask.stripes)]
+        stripes = 1 if self.proof else self.ask.stripes
+        self.staged = [queue.SimpleQueue() for _ in range(stripes)]
 
 
 class SourceServer:
@@ -64,6 +73,7 @@ class SourceServer:
     ordered: called from any thread with a new order.
     sent: called from any thread when a slot's bytes are not needed any more.
     lost: called from any thread when a stripe of an order cannot be sent.
+    shared: the slots, if other processes can map them.
     """
 
     def __init__(
@@ -72,10 +82,11 @@ class SourceServer:
         ordered: Callable[[Order], None],
         sent: Callable[[Order, int], None],
         lost: Callable[[Order], None],
+        shared: OwnSlots | None = None,
     ) -> None:
         self.secret = secrets.token_bytes(32)
         self.port = 0
-        self._memory = memory
+        self._memory, self._shared = memory, shared
         self._ordered, self._sent, self._lost = ordered, sent, lost
         self._orders: dict[bytes, Order] = {}
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
@@ -113,6 +124,9 @@ class SourceServer:
         try:
             peer.greet(self.secret)
             message = peer.receive_message()
+            if isinstance(message, Locate):
+                peer.send_message(Place() if self._shared is None else self._shared.place())
+                message = peer.receive_message()
             if isinstance(message, Ask):
                 self._take_order(peer, message)
             elif isinstance(message, Join):
@@ -129,7 +143,7 @@ class SourceServer:
         if not 1 <= ask.stripes <= MAX_STRIPES:
             raise PeerError(f"{ask.stripes} stripes")
         peer.deadline = time.monotonic() + LEASE_SECONDS
-        order = Order(ask, peer.deadline)
+        order = Order(ask, peer.deadline, self._check_proof(peer, ask))
         self._orders[order.ticket] = order
         self._ordered(order)
         try:
@@ -140,7 +154,10 @@ class SourceServer:
             raise PeerError("the puller left before the offer") from None
         if offer.refusal:
             return
-        self._send_stripe(peer, order, 0)
+        if self._shared is not None and order.proof:
+            self._lend_slots(peer, order, self._shared)
+        else:
+            self._send_stripe(peer, order, 0)
         sent = -1
         while not order.ended.wait(2 * IDLE_SECONDS):
             if order.num_sent == sent:  # a stripe that nobody has joined, or that stands still
@@ -148,8 +165,65 @@ class SourceServer:
                 return
             sent = order.num_sent
 
+    def _check_proof(self, peer: Peer, ask: Ask) -> bytes:
+        """Return the source's proof that it reads the slots; empty without the puller's."""
+        if self._shared is None or not ask.proof:
+            return b""
+        key = self._shared.key
+        if not hmac.compare_digest(ask.proof, peer.memory_proof(b"puller", key)):
+            return b""
+        return peer.memory_proof(b"source", key)
+
+    def _lend_slots(self, peer: Peer, order: Order, shared: OwnSlots) -> None:
+        """Announce what is staged, and take each slot back when the puller has read it."""
+        lent: set[int] = set()
+        reader = threading.Thread(
+            target=self._take_back, args=(peer, order, lent), name="kv-send", daemon=True
+        )
+        reader.start()
+        staged = order.staged[0]
+        try:
+            more = True
+            while more:
+                filled = []
+                block = staged.get(timeout=max(0.0, order.deadline - time.monotonic()))
+                while block is not None:
+                    index, slot = block
+                    lent.add(slot)
+                    filled.append((index, slot, shared.fill_of(slot)))
+                    if staged.empty():
+                        break
+                    block = staged.get()
+                more = block is not None
+                if filled:
+                    peer.announce(filled)
+            peer.announce(())
+        except (PeerError, queue.Empty) as error:
+            self._lost(order)
+            peer.shut()
+            raise PeerError(str(error) or "the lease has expired") from None
+        finally:
+            reader.join()  # the puller closes the connection when it has given all back
+            for slot in lent:  # the fill's number tells a puller that lives that it has lost them
+                self._sent(order, slot)
+
+    def _take_back(self, peer: Peer, order: Order, lent: set[int]) -> None:
+        try:
+            while True:
+                if not peer.readable(LENT_SECONDS):
+                    raise PeerError("it does not read")
+                slot = peer.receive_number()
+                if slot not in lent:
+                    raise PeerError(f"slot {slot} was not lent")
+                lent.remove(slot)
+                self._sent(order, slot)
+        except PeerError as error:
+            logger.debug("a puller of KV blocks reads no more: %s", error)
+            self._lost(order)  # means nothing if it has read all
+            peer.shut()
+
     def _send_stripe(self, peer: Peer, order: Order, stripe: int) -> None:
-        if not 0 <= stripe < order.ask.stripes or stripe in order.joined:
+        if not 0 <= stripe < len(order.staged) or stripe in order.joined:
             raise PeerError(f"stripe {stripe}")
         order.joined.add(stripe)
         peer.deadline = order.deadline

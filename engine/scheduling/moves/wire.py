@@ -1,4 +1,4 @@
-"""The protocol by which a replica pulls KV blocks from another one, over TCP.
+"""The protocol by which a replica pulls KV blocks from another one, by TCP or shared memory.
 
 The puller connects, and both prove that they know the source's secret:
 
@@ -12,29 +12,59 @@ The puller connects, and both prove that they know the source's secret:
 A stripe is every n-th block of the offer, where n is the number of connections. Both ends have
 time limits for each read and write, and for the whole pull. Whatever is wrong ends the connection.
 The puller then has fewer blocks, which costs computing and nothing else.
+
+On one machine the bytes stay in the source's slots, from which the puller's device copies them:
+
+ puller   Locate
+ source   Place
+ puller   Ask with a proof that it reads the key in the memory at this place
+ source   Offer with its own proof; without one, or without the puller's, it goes on as above
+ source   announcements: their number, then index, slot and `SharedSlots.fill_of` of each; 0 ends
+ puller   numbers of slots that it has read, meanwhile
 """
 
+import contextlib
 import hashlib
 import hmac
 import secrets
+import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 
 import msgspec
 
-MAGIC = b"manta-kv-1"
+MAGIC = b"manta-kv-2"
 IDLE_SECONDS = 2.0  # longest time without a byte from the peer
 LAST = 0xFFFFFFFF  # instead of an index: no block follows
+NUMBER = struct.Struct("<I")
 
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _MAX_FRAME = 16 << 20  # bytes; 16 hashes of a block fill 256
-_LENGTH = struct.Struct("<I")
+_ANNOUNCED = struct.Struct("<III")
 
 
 class PeerError(Exception):
     """An error of a connection to another replica: it is lost, late, or speaks nonsense."""
+
+
+class Locate(msgspec.Struct, array_like=True, tag="locate"):
+    """The question where the source has its slots."""
+
+
+class Place(msgspec.Struct, array_like=True, tag="place"):
+    """Where a process of the source's machine finds the source's slots.
+
+    pid, file: numbers of the source's process and of its open file; 0: it shares none.
+    count, slot_bytes: number and size of the slots.
+    """
+
+    pid: int = 0
+    file: int = 0
+    count: int = 0
+    slot_bytes: int = 0
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
@@ -44,12 +74,14 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     hashes: of the request's blocks, joined.
     near: leading blocks that the puller has.
     stripes: number of connections.
+    proof: `Peer.memory_proof` of a puller that has mapped the source's slots; else empty.
     """
 
     compatibility: bytes
     hashes: bytes
     near: int
     stripes: int
+    proof: bytes = b""
 
 
 class Join(msgspec.Struct, array_like=True, tag="join"):
@@ -66,12 +98,17 @@ class Offer(msgspec.Struct, array_like=True, tag="offer"):
     ticket: name of the offer, for a Join.
     indices: of the blocks in the request's table, in the order of sending.
     block_bytes: size of each.
+    proof: the source's `Peer.memory_proof`, if the bytes stay in its slots; else empty.
     """
 
     refusal: str = ""
     ticket: bytes = b""
     indices: list[int] = []
     block_bytes: int = 0
+    proof: bytes = b""
+
+
+Message = Ask | Join | Locate | Offer | Place
 
 
 class Peer:
@@ -83,10 +120,28 @@ class Peer:
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self.sock = sock
         self.deadline = deadline
+        self._nonces = b""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
         self.sock.close()
+
+    def shut(self) -> None:
+        """End all reads and writes of the connection, those of other threads too."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def readable(self, seconds: float) -> bool:
+        """Wait until bytes or the end have come, at most so long; return whether they have."""
+        poll = select.poll()
+        try:
+            poll.register(self.sock, select.POLLIN)
+        except ValueError:
+            raise PeerError("the connection is closed") from None
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise PeerError("it took too long")
+        return bool(poll.poll(1000 * min(seconds, left)))
 
     def _limit(self) -> None:
         seconds = self.deadline - time.monotonic()
@@ -123,23 +178,35 @@ class Peer:
         return bytes(data)
 
     def send_number(self, number: int) -> None:
-        self.send(_LENGTH.pack(number))
+        self.send(NUMBER.pack(number))
 
     def receive_number(self) -> int:
-        number: int = _LENGTH.unpack(self.receive(_LENGTH.size))[0]
+        number: int = NUMBER.unpack(self.receive(NUMBER.size))[0]
         return number
 
-    def send_message(self, message: Ask | Join | Offer) -> None:
-        payload = msgspec.msgpack.encode(message)
-        self.send(_LENGTH.pack(len(payload)) + payload)
+    def announce(self, filled: Sequence[tuple[int, int, int]]) -> None:
+        """Send (index, slot, number of the fill) of blocks; none ends the announcements."""
+        parts = [NUMBER.pack(len(filled)), *(_ANNOUNCED.pack(*block) for block in filled)]
+        self.send(b"".join(parts))
 
-    def receive_message(self) -> Ask | Join | Offer:
+    def receive_announced(self, most: int) -> list[tuple[int, int, int]]:
+        """Return what `announce` has sent, at most so many. Raises PeerError."""
+        count = self.receive_number()
+        if count > most:
+            raise PeerError(f"{count} blocks instead of {most}")
+        return list(_ANNOUNCED.iter_unpack(self.receive(count * _ANNOUNCED.size)))
+
+    def send_message(self, message: Message) -> None:
+        payload = msgspec.msgpack.encode(message)
+        self.send(NUMBER.pack(len(payload)) + payload)
+
+    def receive_message(self) -> Message:
         """Return the message of the next frame. Raises PeerError."""
         size = self.receive_number()
         if size > _MAX_FRAME:
             raise PeerError(f"a frame of {size} bytes")
         try:
-            return msgspec.msgpack.decode(self.receive(size), type=Ask | Join | Offer)
+            return msgspec.msgpack.decode(self.receive(size), type=Message)
         except msgspec.MsgspecError as error:
             raise PeerError(f"a frame that does not decode: {error}") from error
 
@@ -153,6 +220,7 @@ class Peer:
         nonces = nonce + proof[:_NONCE_BYTES]
         if not hmac.compare_digest(proof[_NONCE_BYTES:], _mac(secret, b"puller", nonces)):
             raise PeerError("the peer does not know the secret")
+        self._nonces = nonces
         self.send(_mac(secret, b"source", nonces))
 
     def introduce(self, secret: bytes) -> None:
@@ -165,6 +233,11 @@ class Peer:
         self.send(nonce + _mac(secret, b"puller", nonces))
         if not hmac.compare_digest(self.receive(_MAC_BYTES), _mac(secret, b"source", nonces)):
             raise PeerError("the source does not know the secret")
+        self._nonces = nonces
+
+    def memory_proof(self, role: bytes, key: bytes) -> bytes:
+        """Return the proof of a role ("puller", "source") that it reads the key in the slots."""
+        return _mac(key, b"memory of " + role, self._nonces)
 
 
 def _mac(secret: bytes, role: bytes, nonces: bytes) -> bytes:

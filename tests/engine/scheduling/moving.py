@@ -30,7 +30,7 @@ class FakePuller:
     def begin(self, pull: Pull) -> None:
         self.begun.append(pull)
 
-    def give_back(self, slot: int) -> None:
+    def give_back(self, slot: int, pull: Pull) -> None:
         self.free.append(slot)
 
 
