@@ -77,6 +77,7 @@ class HostSlots:
         self.slots = self.memory.view(count, self.num_bytes)
         self._device = device
         self._others: dict[int, Tensor] = {}  # by the number of their first slot
+        self._ends: dict[int, weakref.finalize[..., HostSlots]] = {}  # what unpins these
         self._numbers = itertools.count(FIRST_OF_OTHERS, FIRST_OF_OTHERS)
         if device.type == "cuda":  # before the memory goes, also where the process goes on
             weakref.finalize(self, _unpin, self.memory).atexit = False
@@ -108,11 +109,14 @@ class HostSlots:
         pin(other, self._device)
         first = next(self._numbers)
         self._others[first] = other.view(-1, self.num_bytes)
+        self._ends[first] = weakref.finalize(self, unpin, other, self._device)
+        self._ends[first].atexit = False
         return first
 
     def detach(self, first: int) -> None:
         """Forget attached slots, which no copy uses."""
-        unpin(self._others.pop(first), self._device)
+        del self._others[first]
+        self._ends.pop(first)()
 
     def slot(self, number: int) -> Tensor:
         """Return the bytes of a slot, uint8 [num_bytes]."""
