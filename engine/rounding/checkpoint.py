@@ -30,7 +30,7 @@ from engine.quantization.rounded.quantize_rows import nearest, rounded
 from engine.quantization.stored.base import layout_of
 from engine.quantization.stored.stored_experts import all_experts
 from engine.rounding.calibration import Inputs, calibrate
-from engine.rounding.groups import GROUP, WIDE, wide
+from engine.rounding.groups import GROUP, WIDE, in_wide_groups
 from engine.rounding.integers import Codes, Feedback, fed_back, searched
 from engine.weights.converted import Writer, copy_others
 from engine.weights.index import read_index
@@ -298,7 +298,7 @@ def _in_wide_groups(
         if all(matrix in names and formats[matrix] == "int4" for matrix in matrices)
         and not any(names[matrix].startswith(_HEAD) for matrix in matrices)
     ]
-    return wide(tensors, stored)
+    return in_wide_groups(tensors, stored)
 
 
 def _formats(

@@ -1,4 +1,4 @@
-"""Chooses the matrices of a copy in 4 bits whose scales can be fewer, to keep to a size."""
+"""in_wide_groups: chooses which matrices in 4 bits get fewer scales, to keep a copy to a size."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,11 +11,11 @@ from engine.weights.stored import StoredTensor
 GROUP = 32  # inputs that share a scale; with 64 everywhere small models lose several times as much
 WIDE = 64
 MOST = 4.6  # bits of a weight with its scale and zero point, on average
-_ROWS = 32  # of each matrix that are rounded to compare groups
+_ROWS = 32  # of each matrix, which are rounded to compare groups
 _BITS = {group: 4 + 20 / group for group in (GROUP, WIDE)}
 
 
-def wide(layers: Sequence[Sequence[str]], stored: Mapping[str, StoredTensor]) -> set[str]:
+def in_wide_groups(layers: Sequence[Sequence[str]], stored: Mapping[str, StoredTensor]) -> set[str]:
     """Return the matrices to round in groups of WIDE, so that all of them take MOST bits a weight.
 
     These lose the least by it, for the bits that they save, as the squared error of some rows says.
@@ -23,19 +23,18 @@ def wide(layers: Sequence[Sequence[str]], stored: Mapping[str, StoredTensor]) ->
     layers: the matrices that must have equal groups, as names of tensors [out, in].
     """
     sizes = [sum(_size(stored[name]) for name in names) for names in layers]
-    left = (_BITS[GROUP] - MOST) * sum(sizes) / (_BITS[GROUP] - _BITS[WIDE])
+    to_save = (_BITS[GROUP] - MOST) * sum(sizes) / (_BITS[GROUP] - _BITS[WIDE])
     losses = {}
     for number, names in enumerate(layers):
         if all(stored[name].shape[1] % WIDE == 0 for name in names):
-            # experts are alike
-            some = names[:: max(1, len(names) // 4)]
-            loss = sum(_growth(stored[name]) for name in some) / len(some)
+            sample = names[:: max(1, len(names) // 4)]  # as experts are alike
+            loss = sum(_growth(stored[name]) for name in sample) / len(sample)
             losses[number] = loss / sizes[number]
     chosen: set[str] = set()
     for number in sorted(losses, key=lambda number: losses[number]):
-        if left <= 0:
+        if to_save <= 0:
             break
-        left -= sizes[number]
+        to_save -= sizes[number]
         chosen.update(layers[number])
     return chosen
 
