@@ -159,6 +159,10 @@ def model_checks(
                 yield DoctorCheck("weights", "ok", product)
             for line in result.attention:
                 yield DoctorCheck("KV cache", "ok", line)
+            if most := result.memory.most_blocks:
+                text = f"begins with {result.kv_bytes / GIB:.2f} GiB of KV blocks and grows to "
+                text += f"{most * result.block_bytes / GIB:.2f} where other engines leave them"
+                yield DoctorCheck("KV memory", "ok", text)
             yield from _speculation(engine, result)
             yield from _host_tier(engine, result)
         for encoder in plan_encoders(config, model, device):

@@ -481,6 +481,17 @@ def test_doctor_says_whether_the_engine_drafts(tmp_path: Path) -> None:
     assert refused.state == "MISSING" and "peak" in refused.text and "auto" in refused.way_out
 
 
+def test_doctor_tells_how_far_kv_memory_grows(tmp_path: Path) -> None:
+    """Bug: what an engine may take of its neighbours' memory shows when it has taken it."""
+    save_checkpoint(tmp_path, "llama")
+    engine = {"kv_memory": "growing", "kv_cache_bytes": 1 << 26, "kv_shared_bytes": 1 << 30}
+    config = parse_config({"model": str(tmp_path), "engine": engine}, check_files=False)
+    checks = doctor.model_checks(config, None, Hardware("cpu", "cpu", 8 << 30))
+    (growth,) = (check for check in checks if check.name == "KV memory")
+    assert growth.state == "ok"
+    assert "begins with 0.06 GiB of KV blocks and grows to 1.00" in growth.text
+
+
 def test_doctor_and_plan_tell_of_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bugs: a folder that others can read, or a disk without room, shows when the engine starts;
     the plan leaves a tier out."""
