@@ -410,8 +410,8 @@ def test_kept_blocks(tmp_path: Path) -> None:
     for number in range(3):  # would evict them
         cores.run(one, [number + 1] * 110)
     again = cores.run(other, [*PROMPT, *first], source=kv_source(one))
-    assert other.stats().moved_tokens == 60 and pool.num_free == 64
-    assert len(again) == 6
+    assert other.stats().moved_tokens == 60 and len(again) == 6
+    cores.until(lambda: pool.num_free == 64)  # the last slots are given back over a socket
     cores.run(one, PROMPT, max_tokens=1, keep_seconds=20.0)
     cores.run(one, [9] * 120, max_tokens=8)  # needs half of the memory
     numbers = [cores.begin(one, [n] * 100, max_tokens=20) for n in (11, 12)]
