@@ -80,12 +80,19 @@ def read_clips(videos: Any) -> list[Visual]:
             param="videos",
             code="invalid_type",
         )
-    return [
-        _clip(video, "video", f"videos[{i}]")
-        if isinstance(video, Mapping)
-        else _of_frames(video, f"videos[{i}]", DEFAULT_FPS, f"videos[{i}]")
-        for i, video in enumerate(videos)
-    ]
+    clips: list[Visual] = []
+    for i, video in enumerate(videos):
+        place = f"videos[{i}]"
+        if not isinstance(video, Mapping):
+            clips.append(_of_frames(video, place, DEFAULT_FPS, place))
+        elif unknown := video.keys() - {"video", "fps"}:
+            raise InvalidRequest(
+                f"{place} has {', '.join(sorted(map(str, unknown)))}; a clip has video and fps",
+                param=place,
+            )
+        else:
+            clips.append(_clip(video, "video", place))
+    return clips
 
 
 def _read(message: Message, path: str, pictures: list[Visual]) -> Message:
@@ -160,8 +167,10 @@ def _picture(part: Message, kind: str, place: str) -> Picture:
 
 
 def _clip(part: Message, kind: str, place: str) -> Clip:
-    fps = part.get("fps", DEFAULT_FPS)
-    if not is_fps(fps):
+    fps = part.get("fps")
+    if fps is None:
+        fps = DEFAULT_FPS
+    elif not is_fps(fps):
         raise InvalidRequest(
             f"{place}.fps must be a number of frames a second, above 0", param=f"{place}.fps"
         )

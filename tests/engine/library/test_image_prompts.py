@@ -13,8 +13,9 @@ from PIL import Image as Pillow
 from deployments.api.generation.images import DETAILS as HTTP_DETAILS
 from engine.errors import InvalidRequest
 from engine.images.image import Image
-from engine.images.layout import DETAILS
+from engine.images.layout import DEFAULT_FPS, DETAILS
 from engine.library import prompts as library
+from engine.library.pictures import Clip, read_clips
 from engine.library.prompts import EncodedPrompt, Prompts, images_ahead
 from engine.messages import Ready
 from engine.text.tokenizer import Tokenizer
@@ -101,6 +102,15 @@ def test_what_does_not_fit(encoder: Prompts, monkeypatch: pytest.MonkeyPatch) ->
         other.encode(chat({"type": "image", "image": PICTURE}))
     with pytest.raises(InvalidRequest, match=r"videos\[0\]: this model takes no clips"):
         encoder.encode({"prompt": MARK, "videos": [[PICTURE, PICTURE]]})
+
+
+def test_clips_of_programs() -> None:
+    """Bugs: a misspelt rate is the default one; null, which HTTP takes, is refused."""
+    frames = [PICTURE, PICTURE]
+    clips = read_clips([frames, {"video": frames, "fps": None}, {"video": frames, "fps": 3}])
+    assert [clip.fps for clip in clips if isinstance(clip, Clip)] == [DEFAULT_FPS, DEFAULT_FPS, 3]
+    with pytest.raises(InvalidRequest, match=r"videos\[0\] has FPS; a clip has video and fps"):
+        read_clips([{"video": frames, "FPS": 3}])
 
 
 def test_tokens_between_tiles_are_the_tokenizers(tmp_path: Path) -> None:
