@@ -79,8 +79,7 @@ class HostSlots:
         self._others: dict[int, Tensor] = {}  # by the number of their first slot
         self._ends: dict[int, weakref.finalize[..., HostSlots]] = {}  # what unpins these
         self._numbers = itertools.count(FIRST_OF_OTHERS, FIRST_OF_OTHERS)
-        if device.type == "cuda":  # before the memory goes, also where the process goes on
-            weakref.finalize(self, _unpin, self.memory).atexit = False
+        self._unpin_at_end(self.memory)
 
     @classmethod
     def of_blocks(
@@ -109,9 +108,14 @@ class HostSlots:
         pin(other, self._device)
         first = next(self._numbers)
         self._others[first] = other.view(-1, self.num_bytes)
-        self._ends[first] = weakref.finalize(self, unpin, other, self._device)
-        self._ends[first].atexit = False
+        self._ends[first] = self._unpin_at_end(other)
         return first
+
+    def _unpin_at_end(self, memory: Tensor) -> "weakref.finalize[..., HostSlots]":
+        """Unpin memory before it goes, also where the process goes on; return what does it."""
+        end = weakref.finalize(self, unpin, memory, self._device)
+        end.atexit = False
+        return end
 
     def detach(self, first: int) -> None:
         """Forget attached slots, which no copy uses."""
@@ -122,10 +126,6 @@ class HostSlots:
         """Return the bytes of a slot, uint8 [num_bytes]."""
         place = number % FIRST_OF_OTHERS
         return self.slots[number] if number == place else self._others[number - place][place]
-
-
-def _unpin(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _blocks_of(cache: KVCache) -> Callable[[], Tensor]:
@@ -204,12 +204,12 @@ class CpuCopies:
 
     @torch.inference_mode()
     def _copy(self, slots: HostSlots, pairs: Pairs, *, to_host: bool) -> None:
-        at = 0
+        at, places = 0, [(item, slots.slot(slot)) for item, slot in pairs]
         for part in slots.parts:
             items = part()
             rows, _, width = items.shape
-            for item, slot in pairs:
-                place = slots.slot(slot)[at : at + rows * width].view(rows, width)
+            for item, slot in places:
+                place = slot[at : at + rows * width].view(rows, width)
                 if to_host:
                     place.copy_(items[:, item])
                 else:
@@ -413,12 +413,12 @@ class CudaCopies:
 
 
 def _enqueue(slots: HostSlots, pairs: Pairs, stream: int, to_host: bool) -> None:
-    at = 0
+    at, addresses = 0, [(item, slots.slot(slot).data_ptr()) for item, slot in pairs]
     for part in slots.parts:
         items = part()
         (rows, _, width), first, pitch = items.shape, items.data_ptr(), items.stride(0)
-        for item, slot in pairs if rows else ():
-            place, other = first + item * width, at + slots.slot(slot).data_ptr()
+        for item, address in addresses if rows else ():
+            place, other = first + item * width, at + address
             if to_host:
                 copy_rows(other, width, place, pitch, width, rows, stream)
             else:
