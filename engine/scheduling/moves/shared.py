@@ -111,7 +111,7 @@ class PeerSlots(SharedSlots):
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What an engine needs to move blocks by shared memory.
+    """The parts that an engine needs to move blocks by shared memory.
 
     own: the memory of its slots.
     attach: makes other slots known to the copies, and returns the number of the first one; raises

@@ -55,7 +55,7 @@ class Locate(msgspec.Struct, array_like=True, tag="locate"):
 
 
 class Place(msgspec.Struct, array_like=True, tag="place"):
-    """Where a process of the source's machine finds the source's slots.
+    """The place where a process of the source's machine finds the source's slots.
 
     pid, file: numbers of the source's process and of its open file; 0: it shares none.
     count, slot_bytes: number and size of the slots.
@@ -138,16 +138,17 @@ class Peer:
             poll.register(self.sock, select.POLLIN)
         except ValueError:
             raise PeerError("the connection is closed") from None
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise PeerError("it took too long")
-        return bool(poll.poll(1000 * min(seconds, left)))
+        return bool(poll.poll(1000 * min(seconds, self._seconds_left())))
 
-    def _limit(self) -> None:
+    def _seconds_left(self) -> float:
+        """Return the seconds until the deadline. Raises PeerError after it."""
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             raise PeerError("it took too long")
-        self.sock.settimeout(min(seconds, IDLE_SECONDS))
+        return seconds
+
+    def _limit(self) -> None:
+        self.sock.settimeout(min(self._seconds_left(), IDLE_SECONDS))
 
     def send(self, data: bytes | memoryview) -> None:
         """Send all bytes. Raises PeerError."""

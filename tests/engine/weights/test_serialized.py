@@ -72,8 +72,8 @@ def by_value(value: Any) -> str:
 def test_each_form_is_read(form: Any, load_format: str) -> None:
     """A view is read from its storage's beginning, or a misaligned tensor is refused."""
     sent = form()  # the trainer keeps the tensors until the answer
-    kept = [sent, form()]
-    for entries in ([sent], kept):  # of several ranks each has all tensors
+    of_two_ranks = [sent, form()]
+    for entries in ([sent], of_two_ranks):  # of several ranks each has all tensors
         assert equal([*SerializedTensors(entries, load_format, CPU)])
 
 

@@ -38,10 +38,10 @@ def _module(path: str) -> ModuleType:
 def _sglang_class(module: str, name: str, fields: Sequence[str]) -> Any:
     """A class that a pickle names as SGLang's; its module is there while this process lives."""
     path = f"sglang.srt.{module}"
-    made = make_dataclass(name, fields, namespace={"__module__": path})
-    made.__module__ = path
-    setattr(_module(path), name, made)
-    return made
+    data_class = make_dataclass(name, fields, namespace={"__module__": path})
+    data_class.__module__ = path
+    setattr(_module(path), name, data_class)
+    return data_class
 
 
 METADATA = _sglang_class("weight_sync.tensor_bucket", "FlattenedTensorMetadata", _FIELDS)
@@ -61,7 +61,7 @@ _module(REBUILD.__module__)._rebuild_cuda_tensor_modified = REBUILD  # type: ign
 
 
 def serialized(value: Any, sharing: str = "file_system") -> bytes:
-    """What SGLang's MultiprocessingSerializer makes of a value."""
+    """Serialise a value as SGLang's MultiprocessingSerializer does."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy(sharing)
     try:
