@@ -13,8 +13,9 @@ model.
 Each part has its own process, so that a failing or hanging part does not affect others. With
 several devices each runs its own parts, --at-once of them concurrently, since most need few GB.
 Parts that need a whole device come last, then those that need all devices. --seconds limits the
-whole run, and --resume runs the parts that are missing in the day's lines in --out. The exit code
-is 1 unless all parts ran and passed.
+whole run, and --resume runs the parts that are missing in the day's lines in --out. --marked leaves
+out the kernels' tests that have no gpu mark: their slow references take most of the time. The exit
+code is 1 unless all parts ran and passed.
 """
 
 import argparse
@@ -51,6 +52,7 @@ class CheckPart(NamedTuple):
     command: list[str]
     alone: bool = False  # whether it needs a device for itself
     together: bool = False  # whether it needs all devices
+    marked: bool = True  # whether its tests need a GPU
 
 
 def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[CheckPart]:
@@ -72,7 +74,8 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     # four processes each, as their references are slow Python
     parts += [CheckPart(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
     parts += [
-        CheckPart(f"{file} ({mark})", [*pytest, "-n", "4", "-m", mark, file]) for file in plain
+        CheckPart(f"{file} ({mark})", [*pytest, "-n", "4", "-m", mark, file], marked=False)
+        for file in plain
     ]
     if ALONE in marked:
         parts.append(CheckPart(ALONE, [*pytest, "-m", GPU, ALONE], alone=True))
@@ -177,6 +180,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=570, help="for all of it")
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
+    parser.add_argument("--marked", action="store_true", help="only tests with the mark gpu")
     parser.add_argument("pytest", nargs="*", help="after --: for every run of pytest")
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
@@ -227,7 +231,7 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
         todo = [
             part
             for part in parts(Path(), args.model, args.name, args.pytest)
-            if part.name not in there
+            if part.name not in there and (part.marked or not args.marked)
         ]
         apart = [part for part in todo if not part.alone and not part.together]
         run_all(apart, [*devices] * args.at_once)

@@ -66,7 +66,7 @@ def test_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """
     monkeypatch.setattr(gpu_checks, "versions", lambda *_: {})
     args = argparse.Namespace(
-        model=None, name="m", out=tmp_path, pytest=[], resume=False, seconds=0.0, at_once=1
+        model=None, name="m", out=tmp_path, pytest=[], resume=False, marked=False, at_once=1
     )
     measured = json.dumps({"case": "m/32768", "ttft_s": 1.4})
     began = json.dumps({"case": "test_waits", "outcome": "began"})
@@ -108,7 +108,7 @@ def test_parts_that_need_a_device_have_it_alone(
     at_once: int, devices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts that want a device alone meet others on it; more run beside each other than was said,
-    or fewer; one that wants all devices sees one."""
+    or fewer; one that wants all devices sees one; one without the mark runs all the same."""
     monkeypatch.setattr(gpu_checks, "versions", lambda *_: {})
     code = (
         "import json, os, sys, time; began = time.time(); time.sleep(0.4);"
@@ -118,9 +118,10 @@ def test_parts_that_need_a_device_have_it_alone(
     alone = {"a": True, "b": False, "c": False, "d": False, "e": False, "f": True}
     parts = [CheckPart(name, [sys.executable, "-c", code, name], alone[name]) for name in alone]
     parts.append(CheckPart("all", [sys.executable, "-c", code, "all"], together=True))
+    parts.append(CheckPart("of a CPU", ["/nonexistent"], marked=False))
     monkeypatch.setattr(gpu_checks, "parts", lambda *_: parts)
     args = argparse.Namespace(
-        model=None, name="m", out=tmp_path, pytest=[], resume=False, seconds=0.0, at_once=at_once
+        model=None, name="m", out=tmp_path, pytest=[], resume=False, marked=True, at_once=at_once
     )
     assert check(args, time.monotonic() + 30, devices) == 0
     (table,) = tmp_path.glob("gpu-checks-*.json")
@@ -150,6 +151,7 @@ def test_the_order() -> None:
     assert checks[-1].name == "long contexts" and "131072" in checks[-1].command
     assert [part.name for part in checks if part.alone] == [gpu_checks.ALONE, "long contexts"]
     assert [part.name for part in checks if part.together] == [gpu_checks.TOGETHER]
+    assert {part.marked for part in checks if "(not gpu" in part.name} == {False}
     files = [file for part in checks for file in part.command if file.endswith(".py")]
     assert files.count("tests/kernels/test_attention.py") == 2  # with and without the mark
     assert files.count("tests/engine/scheduling/test_token_pool.py") == 1
