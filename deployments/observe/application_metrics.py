@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from deployments.observe.metrics import MetricFamily, of_replicas, render, replica_readings
+from deployments.observe.metrics import MetricFamily, render
+from deployments.observe.replica_metrics import of_replicas, replica_readings
 from engine.messages import EngineStats
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from deployments.checkpoints.resolve import ModelIdentity
 from deployments.encoder.deployment import asks
 from deployments.encoder.rows import EncoderPool
 from deployments.observe.logs import log_through_serve
-from deployments.observe.metrics import replica_families
 from deployments.observe.ray_exporter import ServeExport
+from deployments.observe.replica_metrics import replica_families
 from deployments.observe.tasks import tasks
 from deployments.replica.other_nodes import OtherNodes, node_address, node_id
 from deployments.replica.server import FAREWELL, ReplicaServer

@@ -18,9 +18,8 @@ from deployments.observe.metrics import (
     families,
     quantile,
     render,
-    replica_families,
-    replica_readings,
 )
+from deployments.observe.replica_metrics import replica_families, replica_readings
 from engine.messages import EngineStats
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deployments.observe.metrics import REPLICA_METRICS
+from deployments.observe.replica_metrics import REPLICA_METRICS
 from engine.batch import Batch, StepResult
 from engine.messages import EngineRequest
 from engine.scheduling.core import EngineCore

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deployments.observe.metrics import REPLICA_METRICS
+from deployments.observe.replica_metrics import REPLICA_METRICS
 from deployments.routing.prefix_index import STRIDE, hash_prefix
 from engine.batch import Batch, OutOfMemory, StepResult
 from engine.config.kv_groups import Full, Window
