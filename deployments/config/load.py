@@ -18,16 +18,10 @@ from pydantic import BaseModel, ValidationError
 from deployments.config import yaml_lines
 from deployments.config.adapters import make_absolute
 from deployments.config.endpoint import HttpConfig, LimitsConfig, RouterConfig
+from deployments.config.engine_options import engine_model, flatten
 from deployments.config.keys import read_api_keys
-from deployments.config.models import (
-    PART,
-    MantaConfig,
-    PoolConfig,
-    PoolKind,
-    ServedModelConfig,
-    engine_model,
-    flatten,
-)
+from deployments.config.models import PART, MantaConfig, ServedModelConfig
+from deployments.config.pools import PoolConfig, PoolKind
 from deployments.config.tls import check_certificate
 from engine.errors import ConfigError
 

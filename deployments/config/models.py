@@ -4,23 +4,13 @@ They are frozen, and an unknown key is an error. load.py reads a file into them.
 """
 
 import re
-import typing
-from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import msgspec
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     Field,
     ValidationError,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    create_model,
     field_validator,
     model_validator,
 )
@@ -30,7 +20,6 @@ from deployments.api.served_model import same_pattern
 from deployments.checkpoints.resolve import keeps_blocks
 from deployments.config.adapters import AdaptersConfig
 from deployments.config.endpoint import (
-    SECTION,
     BatchConfig,
     GrpcConfig,
     HttpConfig,
@@ -42,9 +31,17 @@ from deployments.config.endpoint import (
     TracingConfig,
     UsageConfig,
 )
-from engine.config.engine_config import EngineConfig, ranks_said
-from engine.errors import ConfigError
-from engine.typecheck import words
+from deployments.config.engine_options import EngineOptions, flatten
+from deployments.config.pools import (
+    BLOCK_OPTIONS,
+    POOL_KINDS,
+    TOWER_OPTIONS,
+    PoolConfig,
+    PoolKind,
+    Pools,
+    check_sleep,
+)
+from engine.config.engine_config import ranks_said
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
@@ -54,219 +51,6 @@ _TEMPLATE = (
     "is, or jinja itself."
 )
 PART = "part"  # key of the validation context that turns off checks of sections against each other
-_OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that the top level sets
-# the expected type in errors about fields that take several types
-_SEVERAL = {"speculation": "auto, off or a mapping such as {method: lookup, tokens: 7}"}
-# Fields that decide how requests are read, equal for all pools.
-_OF_REQUESTS = frozenset({"seed", "generation_config"})
-
-
-@cache
-def engine_model() -> type[BaseModel]:
-    """Return EngineConfig's fields as a pydantic model, so that its errors are reported like
-    others."""
-    hints = typing.get_type_hints(EngineConfig)
-    fields: dict[str, Any] = {}
-    for field in msgspec.structs.fields(EngineConfig):
-        if field.name not in _OWNED_BY_TOP:
-            kind = hints[field.name]
-            # YAML has lists but no tuples.
-            lists = typing.get_origin(kind) is tuple
-            fields[field.name] = (kind, Field(field.default, strict=False if lists else None))
-    return create_model("EngineOptions", __config__=SECTION, **fields)
-
-
-def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
-    errors: list[Any] = []
-    try:
-        engine_model().model_validate(value)
-        EngineConfig(model="", **{**value, "graph_sizes": tuple(value.get("graph_sizes", ()))})
-    except ValidationError as error:
-        errors = list(_one_of_a_union(error.errors()))
-    except ConfigError as error:
-        loc = (error.param,) if error.param else ()
-        errors = [{"loc": loc, "msg": error.message, "type": "engine"}]
-    if errors:
-        raise PydanticCustomError("nested", "engine options", {"errors": errors})
-    return value
-
-
-def _one_of_a_union(errors: Iterable[Any]) -> Iterator[Any]:
-    """Yield pydantic's errors of engine options; a union's, which it lists by option, as one."""
-    hints = typing.get_type_hints(EngineConfig)
-    unions: set[str] = set()
-    for error in errors:
-        name = error["loc"][0]
-        options = [kind for kind in typing.get_args(hints.get(name)) if kind is not NoneType]
-        if typing.get_origin(hints.get(name)) is not UnionType or len(options) < 2:
-            yield error
-        elif name not in unions:
-            unions.add(name)
-            what = _SEVERAL.get(name) or words(hints[name])
-            yield {"loc": (name,), "msg": f"must be {what}", "type": "union"}
-
-
-def flatten(errors: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield pydantic's errors one by one, with nested errors unpacked and their locations
-    joined."""
-    for error in errors:
-        if error["type"] != "nested":
-            yield {**error}
-            continue
-        for inner in flatten(error["ctx"]["errors"]):
-            yield {**inner, "loc": (*error["loc"], *inner["loc"])}
-
-
-EngineOptions = Annotated[dict[str, Any], AfterValidator(_engine_options)]
-
-
-PoolKind = Literal["gpu", "cpu"]
-_ENCODE_SECONDS = 5.0
-_KINDS: tuple[PoolKind, ...] = typing.get_args(PoolKind)
-# Engine options that an encoder pool may have of its own, and others that it takes from `engine`.
-_OF_ENCODERS = ("num_threads", "image_cache_tokens")
-# Engine options that decide what a KV block means, so that pools with roles have them in common.
-_OF_BLOCKS = ("block_size", "dtype", "kv_dtype", "quantization", "speculation")
-_OF_TOWERS = (*_OF_ENCODERS, "dtype", "load_format", "seed", "deterministic", "gpu_capability")
-
-
-class PoolConfig(Section):
-    """Engine replicas of one kind, or encoders: one Serve deployment."""
-
-    role: Literal["engine", "encoder", "prefill", "decode"] = Field(
-        "engine",
-        description="encoder: actors with the tower alone, in a pool of any other name, on the CPU "
-        "unless num_gpus is set (docs/images.md). prefill, decode: engines for prompts, and for "
-        "answers, in pools of any name (docs/kv-tiers.md).",
-    )
-    encode_seconds: float = Field(
-        _ENCODE_SECONDS,
-        gt=0,
-        le=600,
-        description="Of an encoder pool: longest wait of a replica for an image.",
-    )
-    replicas: int = Field(
-        1,
-        ge=0,
-        le=4096,
-        description="Engine replicas, where max_replicas is not set.",
-    )
-    max_replicas: int | None = Field(
-        None,
-        ge=1,
-        le=4096,
-        description="If set, the pool scales between min_replicas and this number.",
-    )
-    min_replicas: int = Field(
-        1,
-        ge=0,
-        le=4096,
-        description="Replicas at first, and at least, where max_replicas is set. 0: the pool may "
-        "become empty; the next request then waits for a start, or is told when to come back "
-        "(docs/several-models.md).",
-    )
-    price: float | None = Field(
-        None,
-        gt=0,
-        le=10_000,
-        description="Price of a replica's hour, in any unit. It decides which pool carries the "
-        "work and which the overflow. Default: 1 for gpu, 0.1 for cpu.",
-    )
-    start_seconds: float = Field(
-        60.0,
-        gt=0,
-        le=3600,
-        description="Seconds from the decision to a replica's first answer, until that time was "
-        "measured.",
-    )
-    start_first: bool = Field(
-        False,
-        description="Whether an update starts a new replica before an old one stops, which needs "
-        "room for one more.",
-    )
-    num_cpus: float | None = Field(
-        None,
-        ge=0,
-        le=1024,
-        description="CPU cores that Ray reserves for a replica, on each of its nodes; its step "
-        "uses as many threads. Default: 1 for each rank in a gpu pool; in a cpu pool the cores of "
-        "this machine, or of the largest node, shared out among the replicas. Set it for a "
-        "cluster.",
-    )
-    num_gpus: float | None = Field(
-        None,
-        ge=0,
-        le=64,
-        description="GPUs of a replica, on each of its nodes: one for each rank there, or a part "
-        "of a GPU that replicas share. Default: as many as ranks in a gpu pool, 0 in a cpu pool.",
-    )
-    resources: dict[str, float] = Field(
-        default_factory=dict,
-        description="Custom Ray resources of a replica, on each node, e.g. {pool_a: 0.001}.",
-    )
-    labels: dict[str, str] = Field(
-        default_factory=dict,
-        description="Ray node labels that a replica's nodes must have, e.g. {pool: gpu}.",
-    )
-    engine: EngineOptions = Field(
-        default_factory=dict,
-        description="EngineConfig fields that differ from `engine` in this pool.",
-    )
-
-    @model_validator(mode="after")
-    def _limits(self) -> "PoolConfig":
-        if self.max_replicas is not None and self.min_replicas > self.max_replicas:
-            raise ValueError("min_replicas is above max_replicas")
-        for name in _OF_REQUESTS & self.engine.keys():
-            raise ValueError(
-                f"engine.{name}: a request may move from pool to pool and keeps its text, so there "
-                "is one value for all of them; set it under the top level's engine"
-            )
-        if self.role == "encoder":
-            self._check_encoder()
-        elif self.encode_seconds != _ENCODE_SECONDS:
-            raise ValueError("encode_seconds is of pools with role: encoder; leave it out here")
-        return self
-
-    def _check_encoder(self) -> None:
-        """Raise ValueError for settings that mean nothing to a tower alone."""
-        for name in self.engine.keys() - {*_OF_ENCODERS, "device"}:
-            raise ValueError(
-                f"engine.{name}: an encoder has the model's tower alone, and of its own settings "
-                f"only {' and '.join(_OF_ENCODERS)}; set it under engine, or leave it out"
-            )
-        if (self.num_gpus or 0) > 1:
-            raise ValueError(
-                f"num_gpus is {self.num_gpus:g}, and an encoder uses one GPU or a part of one; "
-                "raise replicas instead"
-            )
-
-
-def _pools(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Validate pools by name: replicas of engines without a role are called gpu or cpu, encoders
-    otherwise."""
-    errors: list[Any] = []
-    for name, pool in value.items() if isinstance(value, dict) else ():
-        role = pool.get("role") if isinstance(pool, dict) else getattr(pool, "role", None)
-        if role == "encoder" and name in _KINDS:
-            message = (
-                "gpu and cpu are pools of engines; give the encoder pool another name, such as "
-                "pools.pictures"
-            )
-            errors.append({"loc": (name, "role"), "msg": message, "type": "pool"})
-        elif role in (None, "engine") and name not in _KINDS:
-            errors.append({"loc": (name, "[key]"), "msg": "", "type": "pool"})
-    try:
-        result = validate(value)
-    except ValidationError as error:
-        errors += error.errors()
-    if errors:
-        raise PydanticCustomError("nested", "pools", {"errors": errors})
-    return result
-
-
-_PoolName = Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$")]
-Pools = Annotated[dict[_PoolName, PoolConfig], WrapValidator(_pools)]
 
 
 class ScalingConfig(Section):
@@ -467,7 +251,7 @@ class MantaConfig(Section):
         for name, pool in engines.items():
             self._check_ranks(name, pool)
             if self.sleeps(pool):
-                _check_sleep(name, self.kind(name, pool), pool)
+                check_sleep(name, self.kind(name, pool), pool)
         alone = not self.pools and not self.models
         if alone and self.engine.get("sleep_in_host_memory"):
             raise ValueError(
@@ -555,7 +339,7 @@ class MantaConfig(Section):
 
     def kind(self, name: str, pool: PoolConfig) -> PoolKind:
         """Return the kind of a pool of engines: its name, or that of its device."""
-        if name in _KINDS:
+        if name in POOL_KINDS:
             return name
         device = {**self.engine, **pool.engine}.get("device", "auto")
         return "cpu" if device == "cpu" else "gpu"
@@ -589,7 +373,7 @@ class MantaConfig(Section):
                     f"pools.{name}: engine.kv_moves is off, without which no prompt gets from pool "
                     "to pool; leave it out"
                 )
-            for key in pool.engine.keys() & set(_OF_BLOCKS):
+            for key in pool.engine.keys() & set(BLOCK_OPTIONS):
                 raise ValueError(
                     f"pools.{name}.engine.{key}: KV blocks go from pool to pool, so all pools have "
                     "one value; set it under the top level's engine"
@@ -630,7 +414,7 @@ class MantaConfig(Section):
     def encoder_options(self, pool: PoolConfig) -> dict[str, Any]:
         """Return EngineConfig's fields for an encoder pool, including model and revision."""
         engine = {**self.engine, **pool.engine}
-        own = {name: engine[name] for name in _OF_TOWERS if name in engine}
+        own = {name: engine[name] for name in TOWER_OPTIONS if name in engine}
         top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
         return {**top, **own, "device": "cuda" if pool.num_gpus else "cpu", "quantization": "none"}
 
@@ -734,22 +518,3 @@ class MantaConfig(Section):
             return "SmolLM2-135M-Instruct"
         path = Path(self.model)
         return path.stem if path.suffix == ".gguf" else path.name
-
-
-def _check_sleep(name: str, kind: PoolKind, pool: PoolConfig) -> None:
-    """Check that a pool's replicas can sleep, and that others can use the device meanwhile.
-
-    Raises ValueError.
-    """
-    where = f"pools.{name}: engine.sleep_in_host_memory is on"
-    if pool.max_replicas is not None and not pool.min_replicas:
-        raise ValueError(
-            f"{where} and min_replicas is 0: the last replica would end where it should sleep. Set "
-            "min_replicas to 1"
-        )
-    if kind == "gpu" and (pool.num_gpus is None or pool.num_gpus >= 1):
-        gpus = 1 if pool.num_gpus is None else pool.num_gpus
-        raise ValueError(
-            f"{where} and num_gpus is {gpus:g}: nobody else could have the GPU while it sleeps. "
-            "Set num_gpus to a part of it, for each model that takes turns there, such as 0.5"
-        )

@@ -13,7 +13,7 @@ import msgspec
 
 from deployments.app import NodeCapacity, cluster_environment, pools, serve_config
 from deployments.config.load import MantaConfig
-from deployments.config.models import PoolConfig
+from deployments.config.pools import PoolConfig
 from deployments.haproxy.environment import edge_folder
 from deployments.haproxy.settings import VARIABLE, EdgeSettings
 from deployments.scaling import policy as autoscaling
