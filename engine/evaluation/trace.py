@@ -21,7 +21,8 @@ from torch import Tensor
 from engine.layers.block import Block
 from engine.layers.experts import ExpertsBeside
 from engine.layers.recurrent.beside import AttentionBesideMixer
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.registry import Model
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta

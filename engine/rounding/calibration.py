@@ -23,7 +23,8 @@ from engine.errors import ConfigError
 from engine.evaluation.paged import Paged
 from engine.layers.experts import Stack
 from engine.layers.linear import Linear
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.registry import build_model
 from engine.quantization.method import Dense, DenseState, ExpertsSpec, LinearSpec
 from engine.text.tokenizer import Tokenizer

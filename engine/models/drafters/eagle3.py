@@ -15,7 +15,8 @@ from engine.layers.experts import mlp_block
 from engine.layers.linear import Linear
 from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
-from engine.models.decoder import Decoder, Sublayer
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import Sublayer
 from engine.quantization.method import LinearSpec, Part
 from engine.quantization.registry import linear_method
 from engine.weights.parameter import Parameter, Source, Unit

@@ -12,7 +12,8 @@ from engine.layers.experts import Stack
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Tables
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import DecoderLayer
 from engine.quantization.method import LinearSpec, Part
 from engine.quantization.registry import linear_method
 from engine.weights.parameter import Parameter, Source, Unit
