@@ -378,6 +378,10 @@ def save_model(folder: Path, case: Case) -> "PreTrainedModel":
     config_class = getattr(transformers, f"{case.name}Config")
     config = config_class(text_config=case.text, vision_config=case.vision, **case.outer)
     model = getattr(transformers, f"{case.name}ForConditionalGeneration")(config).eval().float()
+    for module in model.modules():
+        # transformers up to 5.22 resizes the positions of PaddleOCR-VL with aligned corners.
+        if getattr(module, "interpolation_align_corners", False) and case.name == "PaddleOCRVL":
+            module.interpolation_align_corners = False
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and "inv_freq" not in name:
             deviation = 0.3 if tensor.dim() < 2 else 1 / math.sqrt(max(tensor[0].numel(), 1))
