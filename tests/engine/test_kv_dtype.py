@@ -135,7 +135,7 @@ def test_graphs_and_eager_steps_agree(name: str, deterministic: bool, tmp_path: 
     texts = []
     for graphs in (True, False):
         with LLM(
-            str(tmp_path), load_format="dummy", dtype="bfloat16", memory_fraction=0.3,
+            str(tmp_path), load_format="dummy", dtype="bfloat16", num_blocks=2048,
             cuda_graphs=graphs, max_num_seqs=64, prefix_caching=graphs, kv_dtype=name,
             deterministic=deterministic,
         ) as llm:  # fmt: skip

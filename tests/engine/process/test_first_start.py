@@ -321,7 +321,8 @@ def test_a_first_start_compiles_nothing_itself(
     changes: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     """Bug: kernels that the processes compile for nothing, or that they are not told of."""
-    config = {"model": str(model), "device": "cuda", "load_format": "dummy", **changes}
+    options = {"device": "cuda", "load_format": "dummy", "num_blocks": 64}
+    config = {"model": str(model), **options, **changes}
     done = subprocess.run(
         [sys.executable, "-c", START, json.dumps(config)],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
@@ -358,7 +359,8 @@ print(json.dumps(missed))
 @pytest.mark.gpu
 def test_the_first_request_with_logprobs_compiles_nothing(model: Path, tmp_path: Path) -> None:
     """Bug: two kernels for each number of alternatives, which the first to ask waits for."""
-    config = {"model": str(model), "device": "cuda", "load_format": "dummy"}
+    options = {"device": "cuda", "load_format": "dummy", "num_blocks": 64}
+    config = {"model": str(model), **options}
     done = subprocess.run(
         [sys.executable, "-c", SERVE, json.dumps(config)],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
