@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import gcd
@@ -10,13 +9,23 @@ from pathlib import Path
 
 import torch
 
-from engine.architectures import ARCHITECTURES
-from engine.config.draft_config import draft_config
-from engine.config.eagle3_config import Eagle3Config
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
-from engine.config.kv_groups import Full, kv_groups
-from engine.config.model_config import LayerAttention, ModelConfig, no_folder
-from engine.config.quant_formats import QUANT_FORMATS
+from engine.config.feature_checks import (
+    check_capability,
+    check_drafter,
+    check_growth,
+    check_images,
+    check_regions,
+    check_tiers,
+)
+from engine.config.kv_groups import kv_groups
+from engine.config.model_config import ModelConfig, no_folder
+from engine.config.rank_checks import (
+    check_data_parallel_attention,
+    check_ranks,
+    check_stages,
+    spreads_experts,
+)
 from engine.errors import ConfigError
 from engine.speculation.settings import (
     SpeculationSettings,
@@ -35,8 +44,6 @@ _ROWS_OF_STATES = {"cuda": 128, "cpu": 32}
 # float32 numbers, each pending update reads 1 KiB a head and saves writing 64 KiB.
 _PENDING_UPDATES = 3
 _ALIKE = 0.95  # GPUs of one kind may differ by this ratio of memory
-# experts are not split from this many ranks on, or below this many columns on each
-_MANY_RANKS, _THIN = 8, 64
 _IMAGE_TOKENS = {"cuda": 16384, "cpu": 4096}  # default of embeddings of images on the device
 _CUDA_THREADS = 2  # for the remaining CPU work of torch
 
@@ -177,19 +184,19 @@ def decide(
                 param="device",
             )
         for quantization in {config.quantization, *(config.quantization_layers or {}).values()}:
-            _check_capability(quantization, name, capability)
+            check_capability(quantization, name, capability)
 
     if config.images == "off":
         model = replace(model, vision=None)
-    _check_images(config, model, cuda)
-    _check_regions(config, model)
+    check_images(config, model, cuda)
+    check_regions(config, model)
 
     def without(least: tuple[int, int]) -> str | None:
         return None if capability is None or capability >= least else name
 
     data_parallel_attention = config.attention_data_parallel
     if data_parallel_attention:
-        _check_data_parallel_attention(model)
+        check_data_parallel_attention(model)
     check_ranks(model, config.tensor_parallel, config.expert_parallel, data_parallel_attention)
     check_stages(model, config.pipeline_parallel)
     if cuda and config.deterministic and any(layer.latent for layer in model.attention):
@@ -208,9 +215,9 @@ def decide(
                 param="max_model_len",
             )
         max_model_len = config.max_model_len
-    _check_tiers(config, model)
-    _check_growth(config, model)
-    _check_drafter(config, model.within(max_model_len))
+    check_tiers(config, model)
+    check_growth(config, model)
+    check_drafter(config, model.within(max_model_len))
     most = (1024 if cuda else 64) if not model.recurrent else _ROWS_OF_STATES[device.type]
     max_num_seqs = config.max_num_seqs or most
     if config.graph_sizes and max(config.graph_sizes) > max_num_seqs:
@@ -254,93 +261,6 @@ def decide(
     )
 
 
-def _check_tiers(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if KV blocks of this engine cannot be in host memory or on disk, or go to
-    other replicas."""
-    host, disk, moves = config.host_kv_bytes > 0, config.disk_kv_bytes > 0, config.kv_moves
-    several = config.ranks_key if config.num_ranks > 1 else ""
-    for fields, refused, why in (
-        (
-            {"host_kv_bytes": host, "kv_moves": moves},
-            not config.prefix_caching,
-            "prefix_caching is off, whose blocks it needs; turn that on",
-        ),
-        (
-            {"host_kv_bytes": host, "kv_moves": moves},
-            model.whole_texts,
-            f"{model.architecture} is an encoder and keeps no keys",
-        ),
-        (
-            {"host_kv_bytes": host},
-            bool(config.attention_data_parallel),
-            "not with attention_data_parallel, where ranks have blocks of their own",
-        ),
-        (
-            {"disk_kv_bytes": disk, "kv_moves": moves},
-            bool(several),
-            f"not with {several}, where each rank has a part of a block",
-        ),
-        (
-            {"kv_moves": moves},
-            model.recurrent,
-            f"{model.architecture} has recurrent states, which do not move",
-        ),
-    ):
-        for field, is_set in fields.items():
-            if is_set and refused:
-                raise ConfigError(f"{field}: {why}; or leave it out", param=field)
-
-
-def _check_growth(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if the KV memory of this engine cannot grow."""
-    if config.kv_memory != "growing":
-        return
-    why = ""
-    if config.num_ranks > 1:
-        why = "not with several ranks, which would have to grow together"
-    elif config.allocation != "list":
-        why = f"not with allocation: {config.allocation}; leave that out"
-    elif config.admission != "optimistic":
-        why = f"admission: {config.admission} counts on memory that may go; leave that out"
-    elif model.whole_texts:
-        why = f"{model.architecture} is an encoder and keeps no keys"
-    elif not kv_groups(model).groups:
-        why = f"{model.architecture} keeps no keys"
-    if why:
-        raise ConfigError(f"kv_memory: growing: {why}; or leave it out", param="kv_memory")
-
-
-def _check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:
-    """Raise ConfigError if the engine cannot compute the model's images in this way."""
-    vision = model.vision
-    if vision is None:
-        return
-    section = vision.mrope_section
-    ropes = {layer.rope for layer in model.attention if layer.attends}
-    if section is not None and (ropes != {model.rope} or 2 * sum(section) != model.rotary_dim):
-        raise ConfigError(
-            f"the frequencies of mrope_section {list(section)} are not those of all layers of "
-            f"{model.architecture}; set images: off to serve its text model",
-            param="images",
-        )
-    windows = [layer.window for layer in model.attention if layer.window]
-    everywhere = vision.bidirectional and not vision.windows_alone
-    if everywhere and windows and min(windows) < vision.largest:
-        raise ConfigError(
-            f"tokens of an image of {model.architecture} see each other, {vision.largest} of them, "
-            f"and layers with windows see {min(windows)} tokens; set images: off to serve its text "
-            "model",
-            param="images",
-        )
-    if vision.bidirectional and windows and config.deterministic and not cuda:
-        raise ConfigError(
-            f"deterministic: tokens of an image of {model.architecture} see each other, which its "
-            "layers with windows cannot compute token by token on the CPU; leave it out, use "
-            "device: cuda, or set images: off",
-            param="deterministic",
-        )
-
-
 def _device(config: EngineConfig, rank: int) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
@@ -365,20 +285,6 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
             param="device",
         )
     return torch.device("cpu")
-
-
-def _check_capability(quantization: str, name: str, capability: tuple[int, int]) -> None:
-    """Raise ConfigError if a GPU of this name and capability is too old for the format."""
-    quant = QUANT_FORMATS.get(quantization)
-    least = None if quant is None else quant.min_capability
-    if quant is None or least is None or capability >= least:
-        return
-    raise ConfigError(
-        f"quantization: {name} has compute capability {capability[0]}.{capability[1]}, and "
-        f"{quant.name!r} {quant.needs}, from {least[0]}.{least[1]} on; set quantization: "
-        f"{quant.instead}",
-        param="quantization",
-    )
 
 
 def _check_devices(config: EngineConfig) -> None:
@@ -410,184 +316,6 @@ def _check_devices(config: EngineConfig) -> None:
             "pipeline_parallel, which sends less",
             ", ".join(f"{gpu} and {other}" for gpu, other in apart),
         )
-
-
-def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
-    """Whether each rank has some whole experts instead of a part of each.
-
-    asked: expert_parallel of the configuration.
-    A part of each gives all ranks equal work, but narrow matmuls. The limits, about 8 ranks or 64
-    columns, are those of vLLM and SGLang.
-    """
-    if ranks == 1 or model.experts is None:
-        return False
-    count, size = model.experts.count, model.experts.size
-    if asked is not None:
-        return asked
-    cut = model.quantized is not None and size // ranks % model.quantized.unit
-    thin = ranks >= _MANY_RANKS or size // ranks < _THIN
-    return count % ranks == 0 and bool(thin or size % ranks or cut)
-
-
-def _check_drafter(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if a model that drafts is asked for and cannot.
-
-    model: for texts of at most max_model_len tokens.
-    """
-    settings = read_speculation(config.speculation)
-    if settings is None or not settings.by_model:
-        return
-    key = f"method {settings.method}"
-    why = ""
-    if settings.method == "eagle3":
-        Eagle3Config.from_folder(settings.model, model)
-    elif settings.method == "draft_model":
-        draft_config(settings.model, model)
-    elif model.record.mtp is None:
-        layouts = ", ".join(name for name, a in ARCHITECTURES.items() if a.mtp is not None)
-        why = f"no layout of MTP layers is known for {model.architecture}, only for {layouts}"
-    elif not model.mtp_layers:
-        why = f"config.json has no MTP layer ({model.record.mtp.count} is 0)"
-    if why:
-        pass
-    elif kv_groups(model).whole_group is None:
-        why = f"no layer of {model.architecture} keeps the keys of the whole text"
-    elif config.num_ranks > 1:
-        name = "tensor_parallel" if config.tensor_parallel > 1 else "pipeline_parallel"
-        why = f"it runs on one rank alone, and {name} is {getattr(config, name)}"
-    elif config.max_num_seqs == 1:
-        why = "a step has room for one token; raise engine.max_num_seqs"
-    elif config.admission == "peak":
-        why = "engine.admission peak counts on one token a step"
-    if why:
-        raise ConfigError(
-            f"speculation: {key}: {why}; set speculation to auto, which needs no weights, or to "
-            "off",
-            param="speculation",
-        )
-
-
-def _check_regions(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if this model's requests cannot have one region each."""
-    if config.allocation == "contiguous" and kv_groups(model).kinds != (Full(),):
-        raise ConfigError(
-            "allocation: contiguous needs layers that keep the keys of the whole text, and "
-            f"{model.architecture} has others; leave allocation out",
-            param="allocation",
-        )
-
-
-def _check_data_parallel_attention(model: ModelConfig) -> None:
-    """Raise ConfigError for models that attention_data_parallel does not support."""
-    why = ""
-    if model.recurrent:
-        why = f"{model.architecture} has layers that keep states, which are divided by heads alone"
-    elif model.whole_texts:
-        why = f"{model.architecture} keeps no keys of a text, so there is nothing to gain"
-    if why:
-        raise ConfigError(
-            f"attention_data_parallel: {why}; leave it out", param="attention_data_parallel"
-        )
-
-
-def check_ranks(
-    model: ModelConfig,
-    ranks: int,
-    expert_parallel: bool | None = None,
-    data_parallel_attention: bool = False,
-) -> None:
-    """Raise ConfigError if the model cannot be divided among this many ranks.
-
-    data_parallel_attention: whether heads are not divided, as each rank has all of them.
-    """
-    if expert_parallel and model.experts is None:
-        raise ConfigError(
-            f"expert_parallel: {model.architecture} has no experts; leave it out",
-            param="expert_parallel",
-        )
-    if expert_parallel and model.experts is not None and model.experts.count % ranks:
-        raise ConfigError(
-            f"expert_parallel: {model.experts.count} experts of {model.architecture} cannot be "
-            f"divided among tensor_parallel {ranks}; leave it out, or take ranks that divide them",
-            param="expert_parallel",
-        )
-    if ranks == 1:
-        return
-
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(f"tensor_parallel: {ranks}: {why}", param="tensor_parallel")
-
-    fitting = [
-        n for n in range(2, 65) if _divides(model, n, expert_parallel, data_parallel_attention)
-    ]
-    way_out = f"it can be {', '.join(map(str, fitting))}" if fitting else "leave it out"
-    if model.layer_input_size:
-        raise refuse(
-            f"{model.architecture} has inputs for each layer, which cannot be divided; leave it out"
-        )
-    for layer in model.attention:
-        if layer.mixer is not None and (what := layer.mixer.undivided(ranks)):
-            raise refuse(f"{model.architecture} has {what}, which cannot be divided so; {way_out}")
-        if not data_parallel_attention and not _divides_heads(model, layer, ranks):
-            raise refuse(
-                f"{model.architecture} has {layer.num_heads} attention heads and "
-                f"{layer.num_kv_heads} key heads, which cannot be divided so; {way_out}"
-            )
-    if not _divides(model, ranks, expert_parallel, data_parallel_attention):
-        raise refuse(f"the width of {model.architecture}'s MLPs is no multiple of it; {way_out}")
-
-
-def check_stages(model: ModelConfig, stages: int) -> None:
-    """Raise ConfigError if the layers cannot be divided among this many pipeline stages."""
-    why = ""
-    if stages > model.num_layers:
-        why = f"{model.architecture} has {model.num_layers} layers, and a stage needs one; lower it"
-    elif stages > 1 and model.layer_input_size:
-        why = f"{model.architecture} has inputs for each layer; leave it out"
-    elif stages > 1 and any(layer.keys_of is not None for layer in model.attention):
-        why = f"{model.architecture} has layers that read the keys of others; leave it out"
-    elif stages > 1 and model.experts is not None and model.experts.ahead:
-        why = f"{model.architecture} has experts that give to the next layer; leave it out"
-    if why:
-        raise ConfigError(f"pipeline_parallel: {stages}: {why}", param="pipeline_parallel")
-
-
-def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> bool:
-    """Whether the heads of a layer can be divided among the ranks (see `divide_heads`).
-
-    With unequal shares, layers of different heads would form different groups on each rank.
-    """
-    heads, kv_heads = layer.num_heads, layer.num_kv_heads
-    if not layer.attends:
-        return True
-    if ranks > kv_heads:
-        return heads % ranks == 0 and ranks % kv_heads == 0
-    head_shapes = {
-        layer_attention.kept for layer_attention in model.attention if layer_attention.attends
-    }
-    return kv_heads % ranks == 0 or len(head_shapes) == 1
-
-
-def _divides(
-    model: ModelConfig, ranks: int, expert_parallel: bool | None, data_parallel_attention: bool
-) -> bool:
-    mixed: Sequence[int] = ()
-    widths = []
-    if model.experts is not None:
-        mixed = () if model.experts.beside_mlp else model.experts.layers
-        widths.append(model.experts.shared_size)
-        spread = spreads_experts(model, ranks, expert_parallel)
-        widths.append(model.experts.count if spread else model.experts.size)
-    widths += [model.mlp_size(number) for number in range(model.num_layers) if number not in mixed]
-    mixers = (layer.mixer for layer in model.attention if layer.mixer is not None)
-    return (
-        not any(width % ranks for width in widths)
-        and (
-            data_parallel_attention
-            or all(_divides_heads(model, layer, ranks) for layer in model.attention)
-        )
-        and not any(mixer.undivided(ranks) for mixer in mixers)
-    )
 
 
 def _threads(config: EngineConfig, cuda: bool) -> int:

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
+from engine.config.rank_checks import check_ranks
 from engine.errors import ConfigError
-from engine.resolve import check_ranks
 from engine.sampling_params import SamplingParams
 from tests.engine.models.checkpoints import load_model
 from tests.engine.process.conftest import two_cores

@@ -14,9 +14,10 @@ from deployments.plan.memory import Hardware, plan
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import Full, kv_groups
 from engine.config.model_config import ModelConfig
+from engine.config.rank_checks import check_ranks
 from engine.errors import ConfigError
 from engine.factory import build
-from engine.resolve import check_ranks, decide
+from engine.resolve import decide
 from engine.runner.caches.kv_cache import KVCache
 from engine.sampling_params import SamplingParams
 from kernels.cpu.recurrent.back_end import Recurrent

@@ -12,10 +12,11 @@ from torch import Tensor
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.config.quantized import Quantized, Scheme
+from engine.config.rank_checks import spreads_experts
 from engine.errors import ConfigError
 from engine.models.registry import build_model
 from engine.parallel.group import TensorParallelGroup
-from engine.resolve import resolve, spreads_experts
+from engine.resolve import resolve
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from tests.engine.models.checkpoints import save_checkpoint
