@@ -111,13 +111,9 @@ class Quantized:
         """The number of consecutive inputs that must stay together, whichever matrix is split."""
         if self.method == "gguf":
             return 256 if any("K" in kind or "XS" in kind for kind in self.types.values()) else 32
-        sizes = [32]
-        for _, scheme in self.rules:
-            if scheme is not None and scheme.kind in ("gptq", "awq", "packed"):
-                sizes.append(scheme.group)
-            elif scheme is not None and scheme.kind == "nf4":
-                sizes.append(64)
-        return lcm(*filter(None, sizes))
+        schemes = [scheme for _, scheme in self.rules if scheme is not None]
+        # Blocks of FP8 may be split: each part repeats their scales.
+        return lcm(32, *(scheme.group or 1 for scheme in schemes if scheme.kind != "fp8"))
 
     def scheme(self, name: str) -> Scheme | None:
         """Return the format of the matrix of this name; None = unquantised. Not for "gguf"."""

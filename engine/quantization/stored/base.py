@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -60,9 +60,11 @@ def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout 
             return SparseLayout(part, device)
         case "nvfp4" | "mxfp4":
             return FourBitFloats(part, scheme, device)
-    if not isinstance(part.rows, tuple):
-        return None
-    return (Nf4Layout if scheme.kind == "nf4" else IntegerLayout)(part, scheme, device)
+        case "nf4":
+            return Nf4Layout(part, scheme, device) if isinstance(part.rows, tuple) else None
+        case "gptq" | "awq" | "packed":
+            return IntegerLayout(part, scheme, device) if isinstance(part.rows, tuple) else None
+    assert_never(scheme.kind)
 
 
 @dataclass(slots=True)
