@@ -16,7 +16,8 @@ NUM_BIAS = 13
 NUM_STOP = 14
 LOGPROBS = 15  # -1: none
 PROCESSED = 16  # 1: log-probabilities are of the distribution that is sampled from
-NUM_SCALARS = 17  # later words are used only by rows with a bias or min_tokens
+# Later words are used only by rows with a bias or min_tokens.
+NUM_SCALARS: int = 1 + max(place for name, place in [*globals().items()] if name.isupper())
 
 MAX_BIAS = 300
 MAX_STOP = 192
