@@ -207,6 +207,8 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
         "unscaled": False,
         "thinking": None,
     }
+    unset = sorted(params.keys() - expected.keys())
+    assert not unset, f"{unset}: add each to `fields` above, with a value other than its default"
     assert params == expected
     assert (request.seed, request.cache_salt, request.priority) == (17, "s", -2)
     run(client.chat(seed=None))

@@ -6,8 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from deployments.api.app import build_asgi
+from deployments.api.fields.common import LLAMA_SAMPLING, Queued
+from deployments.api.fields.ollama import Options
+from deployments.api.fields.others import Infill
 from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.asgi import Client, Reply
@@ -162,3 +166,11 @@ def test_refusals(path: str, body: dict[str, Any], param: str) -> None:
     reply = ask(backend, path, model=MODEL, **body)
     assert (reply.status, reply.json()["error"]["param"]) == (400, param), reply.json()
     assert not backend.requests
+
+
+@pytest.mark.parametrize("fields", [Infill, Options])
+def test_llama_names_are_the_fields_of_bodies(fields: type[Struct]) -> None:
+    """A field that a body takes, and that sets nothing."""
+    bodies = {*fields.__struct_fields__} - {*Queued.__struct_fields__}
+    others = {"input_prefix", "input_suffix", "prompt", "input_extra", "n_predict", "num_predict"}
+    assert bodies - others - {"stream"} == LLAMA_SAMPLING.keys()
