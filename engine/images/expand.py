@@ -15,7 +15,7 @@ class Place:
 
     placeholder: the text that the template writes for it.
     layouts: those of the image, or of the clip's pieces.
-    outer: the texts beside the placeholder that are replaced with it, if both are there.
+    outer: the texts before and after the placeholder; replaced with it, if both are there.
     """
 
     placeholder: str

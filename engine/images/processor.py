@@ -70,7 +70,7 @@ class ClipProcessor(Protocol):
     """The way from a clip, a list of frames, to the tokens and pixels of one model.
 
     placeholder: the text that the chat template writes for a clip.
-    outer: the texts beside the placeholder that its pieces have in their places.
+    outer: the texts before and after the placeholder that the pieces of a clip replace too.
     settings: what changes pixels, for digests.
     """
 

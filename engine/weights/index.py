@@ -37,7 +37,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def file_header(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, dict[str, int]]:
-    """Return what begins a safetensors file of these tensors, and each one's offset behind it."""
+    """Return the header of a safetensors file, and each tensor's offset from the header's end."""
     entries: dict[str, dict[str, Any]] = {}
     offsets: dict[str, int] = {}
     end = 0

@@ -64,7 +64,10 @@ class Fault(ValueError):
 
 
 class Shape:
-    """A base class of values that JSON has in several forms. SCHEMA: what the forms are."""
+    """A base class of values that clients may write in several JSON forms.
+
+    SCHEMA: the JSON schema of all these forms.
+    """
 
     SCHEMA: ClassVar[Schema]
 
@@ -75,7 +78,7 @@ class Shape:
 
     @classmethod
     def schema(cls) -> Schema:
-        """Return the JSON schema of the forms."""
+        """Return the JSON schema that a value of this class must have."""
         return cls.SCHEMA
 
 

@@ -370,7 +370,7 @@ class CohereEmbed(PoolingBody, kw_only=True):
     truncate: Annotated[CohereCut, words(CohereCut)] | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Long texts are cut unless the request says otherwise."""
+        """Return whether, and at which end, texts longer than the model takes are cut."""
         return PoolingOptions(self.truncate != "NONE", self.truncate == "START")
 
 

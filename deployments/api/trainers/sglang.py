@@ -1,4 +1,4 @@
-"""SGLang's words for rollouts, weights, pauses and memory, as slime and miles speak them."""
+"""The routes of SGLang for rollouts, weights, pauses and memory, which slime and miles call."""
 
 from base64 import b64encode
 from collections.abc import Sequence

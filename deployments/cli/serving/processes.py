@@ -96,7 +96,10 @@ def _namespace() -> str:
 
 
 def marked(processes: Iterable[int]) -> dict[int, str]:
-    """Return the marks of the processes that have one and whose environment we may read, by pid."""
+    """Return pid -> mark of the server that started the process, from its environment.
+
+    Processes without a mark, or whose environment cannot be read, are left out.
+    """
     servers = {}
     wanted = f"{MARK}=".encode()
     for pid in processes:

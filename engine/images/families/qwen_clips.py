@@ -63,7 +63,7 @@ class QwenClips:
     """The clips of a folder of Qwen2-VL, as one piece, whose axis of time counts patches.
 
     placeholder: the text that the chat template writes for a clip.
-    outer: the texts beside the placeholder that its pieces have in their places.
+    outer: the texts before and after the placeholder that the pieces of a clip replace too.
     token_id: the token at whose positions the embeddings of clips stand.
     unit: pixels on the side of one embedding.
     least, most: the area of a frame in pixels.

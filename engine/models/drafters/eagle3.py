@@ -37,8 +37,9 @@ _EMBEDDING = "model.embed_tokens.weight"
 class Eagle3Drafter:
     """An EAGLE-3 drafter; implements drafter.ModelDrafter.
 
-    Its row reads the next token's embedding beside the state. The first state of a step is made of
-    the model's layer inputs, those of further passes are its own rows.
+    Each pass reads the next token's embedding and a hidden state. The first pass of a step computes
+    that state from the inputs of some of the model's layers; later passes read the drafter's own
+    output.
     """
 
     reads_states = True

@@ -127,9 +127,8 @@ class KVCache:
         at = (blocks.repeat_interleave(heads), head, places.repeat_interleave(heads))
         for number, (keys, own) in enumerate(self.layers.values()):
             assert isinstance(keys, QuantizedKV) and isinstance(own, QuantizedKV)
-            key = by_hadamard(
-                self.form, values[:, 2 * number].float()
-            )  # a layer transforms its own keys in the same way
+            # Layers rotate their own keys in the same way before they write them.
+            key = by_hadamard(self.form, values[:, 2 * number].float())
             keys.write(*at, key.reshape(-1, dim))
             own.write(*at, values[:, 2 * number + 1].reshape(-1, dim))
 

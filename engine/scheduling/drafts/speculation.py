@@ -262,7 +262,11 @@ class Speculation:
                 lengths.observe_drafts(own.record, drafted, verification.accepted)
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
-        """Note a step; see `DraftLengths.observe_step`. entries: 0 if it computed prompts too."""
+        """Record the time of a step, by which the number of drafts is chosen.
+
+        entries: requests that decoded; 0 if the step computed prompts too
+        drafts: draft tokens of all requests
+        """
         self._lengths.observe_step(entries, drafts, seconds)
 
     def forget_steps(self) -> None:

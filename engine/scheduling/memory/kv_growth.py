@@ -344,7 +344,7 @@ class KVGrowth:
             return
         idle = time.monotonic() - self._polled > 2 * _IDLE_TICK
         if idle:
-            self._short = 0  # no request waits
+            self._short = 0  # an engine that makes no steps has no request that lacks blocks
         share.report(used=self._used, short=self._short)
         self._asked = share.asked()
         lacking = sum(other.short for other in share.others())

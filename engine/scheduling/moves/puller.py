@@ -101,7 +101,7 @@ class Puller:
         threading.Thread(target=self._run, args=(pull,), name="kv-pull", daemon=True).start()
 
     def give_back(self, slot: int, pull: Pull) -> None:
-        """Let the slot in which a pull's block came get another one."""
+        """Free the slot in host memory that received a block of a pull."""
         if pull.borrowed is None:
             self._free.put(slot)
         else:

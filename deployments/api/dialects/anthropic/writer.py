@@ -47,7 +47,7 @@ class MessagesWriter:
         self.wire = Wire()
         self._naming = naming
         self._blocks: list[JsonObject] = []
-        self._open = ""  # kind of the last block while it is open: of an Event
+        self._open = ""  # the `Event.kind` whose block is open; "": none is
         self._arguments: list[str] = []  # of the open call
         self._cut = False  # whether the last block is a call without an end
         self._calls = 0

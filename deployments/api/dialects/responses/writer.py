@@ -49,7 +49,10 @@ class ItemEvents:
             self._about("response.content_part.added", content_index=0, part=part)
 
     def add_text(self, text: str, part: str = "", **more: Any) -> None:
-        """Add text to the open item. part: the type of the part that has it; "": a call has it."""
+        """Add text to the open item.
+
+        part: the type of the content part that grows; "" = the item is a call, whose input grows.
+        """
         if part:
             self._about(f"response.{part}.delta", content_index=0, delta=text, **more)
         else:
