@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from math import expm1
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +14,48 @@ from kernels.cpu.codegen.compiler import has_int8
 from tests.kernels.cpu.test_generated import able
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-# At most: the mean KL divergence from float32 over 929 tokens, in nats, and the relative change of
-# perplexity. Of what loses less than 0.02 nats the first is about twice what was measured: much of
-# that is how activations are rounded, which differs from processor to processor. Of the others it
-# is 1.25 times: most of that is of the weights, which every processor rounds alike. Perplexity of
-# so few tokens changes by 0.05 by chance; a bound above that is 1.25 times the change. Keys in 4
-# bits lost 0.083 with pairs of bfloat16 and 0.118 without: theirs is 1.25 times the larger.
-# `convert-int8` runs as `convert-w8a8` does here.
+# At most: the mean KL divergence from float32 over 929 tokens, in nats. Of what loses less than
+# 0.02 it is about twice what was measured: much of that is how activations are rounded, which
+# differs from processor to processor. Of the others it is 1.25 times: most of that is of the
+# weights, which every processor rounds alike. Keys in 4 bits lost 0.083 with pairs of bfloat16 and
+# 0.118 without: theirs is 1.25 times the larger. `convert-int8` runs as `convert-w8a8` does here.
 BOUNDS = {
-    "bf16": (0.0005, 0.05),
-    "gguf-file": (0.01, 0.05),
-    "gguf-q8_0": (0.01, 0.05),
-    "gguf-q5_1": (0.282, 0.348),
-    "gguf-q5_0": (0.182, 0.204),
-    "gguf-q4_1": (0.099, 0.113),
-    "gguf-q4_0": (0.732, 0.423),
-    "int8": (0.015, 0.05),
-    "w8a8": (0.024, 0.05),
-    "uint8-64": (0.014, 0.05),
-    "uint8-128": (0.014, 0.05),
-    "uint8-256": (0.015, 0.05),
-    "uint8-512": (0.016, 0.05),
-    "uint4-32": (0.074, 0.1),
-    "uint4-64": (0.71, 0.531),
-    "uint4-128": (0.919, 1.118),
-    "convert-fp8": (0.035, 0.056),
-    "convert-w8a8": (0.019, 0.05),
-    "convert-int4": (0.588, 0.479),
-    "convert-nf4": (0.604, 0.507),
-    "kv-int8": (0.005, 0.05),
-    "kv-fp8": (0.02, 0.05),
-    "kv-int4": (0.147, 0.11),
+    "bf16": 0.0005,
+    "gguf-file": 0.01,
+    "gguf-q8_0": 0.01,
+    "gguf-q5_1": 0.282,
+    "gguf-q5_0": 0.182,
+    "gguf-q4_1": 0.099,
+    "gguf-q4_0": 0.732,
+    "int8": 0.015,
+    "w8a8": 0.024,
+    "uint8-64": 0.014,
+    "uint8-128": 0.014,
+    "uint8-256": 0.015,
+    "uint8-512": 0.016,
+    "uint4-32": 0.074,
+    "uint4-64": 0.569,
+    "uint4-128": 0.836,
+    "convert-fp8": 0.035,
+    "convert-w8a8": 0.019,
+    "convert-int4": 0.588,
+    "convert-nf4": 0.604,
+    "kv-int8": 0.005,
+    "kv-fp8": 0.02,
+    "kv-int4": 0.147,
 }
+# Of perplexity, which so few tokens change by chance.
+CHANCE = 0.05
 
 
 def beyond(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that lose more than they may."""
+    """Those that lose more than they may.
+
+    Of a text that float32 weights wrote, perplexity is exp(KL) times theirs."""
     worse = []
     for row in rows:
-        kl, change = BOUNDS[row["case"].removeprefix("smollm2-135m/")]
-        if not (row["kl"] < kl and abs(row["perplexity_ratio"] - 1) < change):
+        kl = BOUNDS[row["case"].removeprefix("smollm2-135m/")]
+        if not (row["kl"] < kl and abs(row["perplexity_ratio"] - 1) < expm1(kl) + CHANCE):
             worse.append(row)
     return worse
 

@@ -361,7 +361,7 @@ def build_on(runs_on: str, config: ModelConfig) -> Model:
 @pytest.mark.parametrize("name", [name for name in METHODS if name.startswith("uint")])
 def test_groups_are_rounded_to_the_nearest(name: str) -> None:
     """Bug: an offset of the neighbouring group, codes that are cut instead of rounded, a group that
-    reaches into the next row."""
+    reaches into the next row, 4 bits on the grid between a group's ends."""
     method = METHODS[name]["cpu"](kernels_for("cpu"))
     assert isinstance(method, RoundedCpu)
     bits, group = (int(number) for number in name.removeprefix("uint").split("-"))
@@ -380,6 +380,11 @@ def test_groups_are_rounded_to_the_nearest(name: str) -> None:
         form.group, 1
     )
     assert (off <= half + cut).all() and (off > half).float().mean() < 0.05
+    if bits == 4:
+        ends = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        step = ((ends[1] - ends[0]) / 15).clamp(min=1e-30)
+        between_ends = ((groups - ends[0]) / step).round() * step + ends[0]
+        assert off.square().sum() < 0.89 * (between_ends - groups).square().sum()
     if able():
         state = method.finish(DenseState(weight.bfloat16(), None))
         want = unpacked(form, rounded(form, weight.bfloat16())).double()
