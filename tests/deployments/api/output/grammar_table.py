@@ -231,7 +231,8 @@ class Table:
             mask = np.frombuffer(matcher.compute_bitmask(), np.int32).copy()
             why = constraint.finish_mask(mask)
             assert not why, why
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            # bool: NumPy finds what is set five times as fast as in bytes
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little").view(np.bool_)
             allowed = np.flatnonzero(bits)
             assert allowed.size, f"nothing may follow {self._shown(tokens)}"
             legal_ends = [end for end in ends if bits[end]]
