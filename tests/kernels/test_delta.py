@@ -93,11 +93,11 @@ def test_mixed_step(
     assert row_error(state, want_state) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "sizes"), [((1, 2), (16, 16)), ((1, 1), (64, 48))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), grid([((1, 2), (16, 16)), ((1, 1), (64, 48))], DTYPES), ids=str
+)
 def test_chunks(
-    heads: tuple[int, int],
-    sizes: tuple[int, int],
+    shape: tuple[tuple[int, int], tuple[int, int]],
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,6 +106,7 @@ def test_chunks(
     of several chunks, one that goes on, and what a graph knows of them."""
     multiply_rows_apart(monkeypatch)
     torch.manual_seed(2)
+    heads, sizes = shape
     how = made(heads, sizes, 4)
     lengths, kv_len = [1, 130, 64, 65, 3], [7, 130, 100, 65, 30]
     meta = step(kv_len, lengths, 1)
@@ -304,8 +305,7 @@ def test_decays_by_key(heads: int, sizes: tuple[int, int], back_end: str) -> Non
     assert row_error(state, want_state) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(16, 24), (64, 64)], ids=str)
+@pytest.mark.parametrize(("sizes", "dtype"), grid([(16, 24), (64, 64)], DTYPES), ids=str)
 def test_chunks_by_key(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     """Decays of single elements that add up to hundreds within a chunk, or within 16 tokens, beside
     others that keep all: factors of pairs that overflow, or that vanish where their product does

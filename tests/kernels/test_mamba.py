@@ -56,12 +56,14 @@ def test_mamba2(heads: tuple[int, int], sizes: tuple[int, int], back_end: str) -
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "sizes"), [((2, 1), (16, 16)), ((4, 2), (40, 24))], ids=str)
-def test_mamba2_chunks(heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"), grid([((2, 1), (16, 16)), ((4, 2), (40, 24))], DTYPES), ids=str
+)
+def test_mamba2_chunks(shape: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype) -> None:
     """A state that is lost between two chunks, a slot of one entry's last chunk that is the next
     one's first: decodes, prompts of several chunks, one that goes on, and what a graph knows."""
     torch.manual_seed(2)
+    heads, sizes = shape
     how = made(heads[0], sizes[0], heads[1], sizes[1], 4)
     lengths = [1, 130, 64, 65, 3]
     meta = step([7, 130, 100, 65, 30], lengths, 1)
