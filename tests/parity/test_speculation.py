@@ -2,6 +2,7 @@
 The scheduler's part alone, with a fake device: tests/engine/scheduling/test_speculation.py."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,8 +229,18 @@ def any_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
     return prompt, SamplingParams(**fields)
 
 
+def of_all_kinds() -> Iterator[Any]:
+    """Each kind of model with each drafter. CI has both with attention alone, and the real drafter
+    with recurrent states, whose drafts of a fake one `test_text_with_drafts_is_the_text_without`
+    has there."""
+    for kind in ("llama", *SLOW):
+        yield pytest.param(kind, "lookup", marks=pytest.mark.slow)
+        marks = [pytest.mark.nightly] if kind in HYBRIDS else [pytest.mark.slow]
+        yield pytest.param(kind, "mixed", marks=marks if kind in SLOW else [])
+
+
 @pytest.mark.parametrize("count", [64, pytest.param(2000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("drafter", [pytest.param("lookup", marks=pytest.mark.slow), "mixed"])
+@pytest.mark.parametrize(("folder", "drafter"), [*of_all_kinds()], indirect=["folder"])
 def test_requests_of_all_kinds(folder: Path, drafter: str, count: int) -> None:
     """Bugs: drafts change the text of a request beside others of any kind, when some of them are
     preempted and computed again, one batch ahead or not."""
