@@ -36,6 +36,7 @@ _OTHERS = (
 
 
 _QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+_KIMI = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 # Wrapper.images -> Wrapper.place
 _PLACES = {
     "gemma3": "<start_of_image>",
@@ -43,6 +44,8 @@ _PLACES = {
     "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
     "idefics3": "<image>",
     "internvl": "<IMG_CONTEXT>\n",
+    "kimi": _KIMI,
+    "kimi_split": _KIMI,
     "llama4": "<|image|>",
     "paddleocr_vl": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
     "pixtral": "[IMG]",
@@ -73,8 +76,13 @@ WRAPPERS: dict[str, Wrapper] = {
             "Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)", images="gemma4"
         ),
         _wrapper("Llama4ForConditionalGeneration", "Llama 4 (Scout, Maverick)", images="llama4"),
-        _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6"),
-        _wrapper("Kimi_K25ForConditionalGeneration", "Kimi K2.5 and K2.6, as transformers has it"),
+        _wrapper("KimiVLForConditionalGeneration", "Kimi-VL", images="kimi"),
+        _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6", images="kimi"),
+        _wrapper(
+            "Kimi_K25ForConditionalGeneration",
+            "Kimi K2.5 and K2.6 (transformers)",
+            images="kimi_split",
+        ),
         _wrapper(
             "LlavaForConditionalGeneration",
             "LLaVA, Pixtral (which alone sees images)",

@@ -17,6 +17,7 @@ from engine.images.families.gemma4 import Gemma4Images
 from engine.images.families.glm4v import GlmImages
 from engine.images.families.idefics3 import Idefics3Images
 from engine.images.families.internvl import InternImages
+from engine.images.families.kimi import KimiImages
 from engine.images.families.llama4 import Llama4Images
 from engine.images.families.paddleocr_vl import PaddleImages
 from engine.images.families.pixtral import PixtralImages
@@ -100,6 +101,8 @@ FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
     "idefics3": Idefics3Images,
     "internvl": InternImages,
     "internvl_chat": InternImages,
+    "kimi": KimiImages,
+    "kimi_split": KimiImages,
     "llama4": Llama4Images,
     "qwen2_vl": Qwen2Images,
     "qwen2_5_vl": Qwen25Images,

@@ -97,7 +97,8 @@ class Seeing:
         inputs: dict[str, Any] = {}
         if pictures:
             inputs = their_inputs(self.case, pictures, self.processor)
-            inputs[self.case.types] = (ids == self.processor.image_token_id).int()
+            if self.case.types:
+                inputs[self.case.types] = (ids == self.processor.image_token_id).int()
         logits = self.theirs(input_ids=ids, **inputs).logits[0, len(prompt) - 1 : -1]
         for row, ours in zip(logits.double().log_softmax(-1), output.logprobs, strict=True):
             assert abs(float(row[ours.token_id]) - ours.logprob) < self.tie

@@ -10,6 +10,7 @@ from engine.config.towers.gemma4 import read_gemma4
 from engine.config.towers.glm4v import read_glm4v
 from engine.config.towers.idefics3 import read_idefics3
 from engine.config.towers.internvl import read_internvl, read_internvl_chat
+from engine.config.towers.kimi import read_kimi, read_kimi_split
 from engine.config.towers.llama4 import read_llama4
 from engine.config.towers.paddleocr_vl import read_paddleocr_vl
 from engine.config.towers.pixtral import read_pixtral
@@ -30,6 +31,8 @@ FAMILIES: Mapping[str, _Read] = {
     "idefics3": read_idefics3,
     "internvl": read_internvl,
     "internvl_chat": read_internvl_chat,
+    "kimi": read_kimi,
+    "kimi_split": read_kimi_split,
     "llama4": read_llama4,
     "qwen2_vl": read_qwen2_vl,
     "qwen2_5_vl": read_qwen2_5_vl,

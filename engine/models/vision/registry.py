@@ -9,6 +9,7 @@ from engine.models.vision.gemma4 import Gemma4Tower
 from engine.models.vision.glm4v import GlmTower
 from engine.models.vision.idefics3 import Idefics3Tower
 from engine.models.vision.internvl import InternTower
+from engine.models.vision.kimi import KimiTower
 from engine.models.vision.llama4 import Llama4Tower
 from engine.models.vision.paddleocr_vl import PaddleTower
 from engine.models.vision.pixtral import PixtralTower
@@ -22,6 +23,8 @@ TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
     "idefics3": Idefics3Tower,
     "internvl": InternTower,
     "internvl_chat": InternTower,
+    "kimi": KimiTower,
+    "kimi_split": KimiTower,
     "llama4": Llama4Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen25Tower,

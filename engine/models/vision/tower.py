@@ -13,7 +13,7 @@ from engine.layers.norm import LayerNorm, RMSNorm
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import LinearSpec, Part
 from engine.quantization.registry import linear_method
-from engine.weights.parameter import Fill, Parameter, Source
+from engine.weights.parameter import Fill, Parameter, Rows, Source
 from kernels.metadata import AttentionMeta, RotaryPlaces
 
 
@@ -65,12 +65,14 @@ class Tower(ABC):
         *,
         bias: bool = True,
         transposed: bool = False,
+        rows: Sequence[Rows] = (),
     ) -> Linear:
         """Make a linear layer of one matrix of `out` rows, or of several, one below the other.
 
         transposed: whether the checkpoint has their columns as rows.
+        rows: the order in which each matrix's rows are taken; () = as they are.
         """
-        linear = Linear(self._spec(names, out, features, bias, transposed), self._method)
+        linear = Linear(self._spec(names, out, features, bias, transposed, rows), self._method)
         self.linears.append(linear)
         return linear
 
@@ -90,10 +92,13 @@ class Tower(ABC):
         features: int,
         bias: bool,
         transposed: bool = False,
+        rows: Sequence[Rows] = (),
     ) -> LinearSpec:
         names = (names,) if isinstance(names, str) else tuple(names)
-        whole = (0, out), (0, features)
-        parts = tuple(Part(name, out, features, *whole, transposed) for name in names)
+        parts = tuple(
+            Part(name, out, features, taken, (0, features), transposed)
+            for name, taken in zip(names, rows or [(0, out)] * len(names), strict=True)
+        )
         return LinearSpec(names[0], parts, bias, self.dtype, self.device)
 
     def layer_norm(self, name: str, size: int, eps: float | None = None) -> LayerNorm:

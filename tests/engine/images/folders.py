@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from PIL import Image as Pillow
 from tokenizers.models import WordLevel
 
 from engine.images.processor import ImageProcessor, image_processor
+from tests.engine.images.kimi_files import write_kimi_k25
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,7 +109,9 @@ class Case:
     outer: dict[str, Any]
     tokens: dict[str, int] = field(default_factory=dict)
     seed: int = 0  # one with which no output has the token of images
-    types: str = "mm_token_type_ids"  # what transformers calls the kinds of tokens
+    types: str = "mm_token_type_ids"  # what transformers calls the kinds of tokens; "" = nothing
+    # writes config.json and weights, where `save_pretrained` writes what is not published
+    write: Callable[[Path, Any], None] | None = None
 
 
 TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92}
@@ -328,6 +331,52 @@ CASES = {
             "<|tile_y_separator|>": 95,
         },
     ),
+    # A table of positions that is no grid's, and pictures that are shrunk.
+    "Kimi K2.5": Case(
+        "Kimi_K25",
+        TEXT
+        | {
+            "head_dim": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 2,
+        },
+        {
+            "hidden_size": 64,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "patch_size": 4,
+            "pos_emb_height": 7,
+            "pos_emb_width": 7,
+        },
+        "",
+        {
+            "media_proc_cfg": {
+                "in_patch_limit": 100,
+                "patch_size": 4,
+                "image_mean": [0.5, 0.4, 0.3],
+                "image_std": [0.5, 0.6, 0.7],
+                "merge_kernel_size": 2,
+                "fixed_output_tokens": None,
+                "patch_limit_on_one_side": 40,
+            }
+        },
+        {
+            "image_token_id": 90,
+            "video_token_id": 91,
+            "projection_hidden_size": 64,
+            "tie_word_embeddings": False,
+        },
+        {"<|media_pad|>": 90},
+        seed=1,
+        types="",
+        write=write_kimi_k25,
+    ),
     # Two patches are a side of an embedding, which transformers' own class knows.
     "Mistral 3": Case(
         "Mistral3",
@@ -390,7 +439,10 @@ def save_model(folder: Path, case: Case) -> "PreTrainedModel":
                 tensor.fill_(-0.9 if name.endswith("min") else 1.1)
             if "norm" in name and name.endswith("weight") and tensor.dim() == 1:
                 tensor.add_(1)
-    model.save_pretrained(folder)
+    if case.write is None:
+        model.save_pretrained(folder)
+    else:
+        case.write(folder, model)
     settings = {"image_processor_type": case.processor.removesuffix("Pil"), **case.settings}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     save_tokenizer(folder, case)
@@ -442,12 +494,27 @@ def their_inputs(
     """
     if not case.processor:
         tiles = [ours.pixels(image, ours.layout(*image.size)) for image in pictures]
+        if case.name == "Kimi_K25":
+            return _kimi_inputs(tiles, case.settings["media_proc_cfg"])
         pixels = torch.from_numpy(np.concatenate(tiles)).permute(0, 3, 1, 2)
         return {"pixel_values": (pixels.float() / 255 - 0.5) / 0.5}
     inputs = dict(their_processor(case)(images=pictures, return_tensors="pt"))
     for key in ("num_crops", "num_patches", "num_soft_tokens_per_image"):  # for their tokens
         inputs.pop(key, None)
     return inputs
+
+
+def _kimi_inputs(tiles: Sequence[Any], media: dict[str, Any]) -> dict[str, Any]:
+    """Return patches [n, 3, side, side] of pictures, and their grids."""
+    side = media["patch_size"]
+    cut, grids = [], []
+    for tile in tiles:
+        scaled = (tile[0] / 255 - media["image_mean"]) / media["image_std"]
+        rows, columns = scaled.shape[0] // side, scaled.shape[1] // side
+        patches = scaled.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
+        cut.append(torch.from_numpy(patches.reshape(-1, 3, side, side)).float())
+        grids.append([1, rows, columns])
+    return {"pixel_values": torch.cat(cut), "image_grid_thw": torch.tensor(grids)}
 
 
 def picture(width: int, height: int, seed: int = 0) -> Pillow.Image:

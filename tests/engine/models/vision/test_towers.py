@@ -252,7 +252,8 @@ def test_other_names_of_tensors(
 
 
 @pytest.mark.parametrize(
-    "name", ["Gemma 3", "Qwen2.5-VL", "Mistral 3", "SmolVLM", "InternVL", "Llama 4"]
+    "name",
+    ["Gemma 3", "Qwen2.5-VL", "Mistral 3", "SmolVLM", "InternVL", "Llama 4", "Kimi K2.5"],
 )
 def test_converted_folders(name: str, tmp_path: Path) -> None:
     """Bug: a converted folder has its tensors under our names, and served text alone, or named one
