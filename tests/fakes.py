@@ -100,7 +100,7 @@ def expected(request: EngineRequest, config: CoreConfig) -> tuple[list[int], str
     return tokens[virtual + len(request.token_ids) :], "length"
 
 
-IMAGE_TOKEN = 3
+IMAGE_TOKEN = 0  # which the prompts of texts do not have
 ROW_END = 4
 
 

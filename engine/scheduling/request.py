@@ -310,8 +310,7 @@ def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -
             param="prompt",
             code="token_out_of_range",
         )
-    if message.images:
-        check_images(message, config.images)
+    check_images(message, config.images)
     context = config.max_model_len - num_virtual
     if num_prompt > context - (message.params.max_tokens != 0) or len(token_ids) > context:
         raise context_too_long(context, num_prompt, virtual=num_virtual)

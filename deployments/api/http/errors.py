@@ -47,7 +47,7 @@ _BACKEND_STATUS = {
             *("unsatisfiable_schema", "grammar_too_complex", "grammar_too_large"),
             *("no_token_left", "embeddings_not_supported", "generation_not_supported"),
             "routed_experts_not_supported",
-            *("images_not_supported", "image_too_large", "invalid_image"),
+            *("images_not_supported", "image_too_large", "invalid_image", "image_not_shown"),
         ),
         400,
     ),

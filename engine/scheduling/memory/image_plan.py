@@ -67,10 +67,30 @@ class ImagePlan:
 
 
 def check_images(message: EngineRequest, plan: ImagePlan | None) -> None:
-    """Refuse a request whose images the engine cannot compute. Raises InvalidRequest.
+    """Refuse a request whose images the engine cannot compute, or whose prompt has placeholders
+    without an image. Raises InvalidRequest.
 
     plan: of the engine; None = it takes no images.
     """
+    if message.images:
+        _check_each(message, plan)
+    if plan is None:
+        return
+    prompt, most = message.token_ids, message.num_prompt_tokens
+    if len(prompt) > most:  # the output may have these tokens
+        prompt = prompt[:most]
+    for kind, token_id in zip(("image", "clip"), plan.token_ids, strict=False):
+        own = [image.size for image in message.images if prompt[image.start] == token_id]
+        if (lone := prompt.count(token_id) - sum(own)) > 0:
+            raise InvalidRequest(
+                f"the prompt has {lone} placeholders of {kind}s (token {token_id}) without "
+                f"{'an' if kind == 'image' else 'a'} {kind}: send the {kind}, or leave them out",
+                param="prompt",
+                code="image_not_shown",
+            )
+
+
+def _check_each(message: EngineRequest, plan: ImagePlan | None) -> None:
     if plan is None:
         raise InvalidRequest(
             "this model takes no images", param="images", code="images_not_supported"

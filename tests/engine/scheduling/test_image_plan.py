@@ -1,5 +1,6 @@
 """ImagePlan: engines that take images, and requests whose images are refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -8,9 +9,9 @@ import pytest
 from engine.errors import ConfigError
 from engine.images.image import Image
 from engine.scheduling.memory.image_plan import ImagePlan
-from tests.fakes import make_core, make_request, run
+from tests.fakes import IMAGE_TOKEN, make_core, make_request, run
 
-TOKEN = 3
+TOKEN, CLIP = IMAGE_TOKEN, 4
 PLAN = ImagePlan((TOKEN,), cache_tokens=32, largest=8, row_size=3)
 PROMPT = [5, TOKEN, TOKEN, 6, TOKEN, TOKEN, 7, 8]
 IMAGE = Image(bytes(16), 1, 5, 4, (2, 2), (1, 2, 2), bytes(12))
@@ -50,6 +51,30 @@ def test_images_that_overlap_are_refused() -> None:
     core, _ = make_core(images=PLAN)
     output = run(core, [make_request(1, PROMPT, images=[IMAGE, IMAGE])])[1]
     assert output.deltas[0].error.startswith("invalid_image: images must be in the order")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ([5, CLIP, CLIP, 6], "the prompt has 2 placeholders of clips (token 4) without a clip"),
+        ([5, TOKEN, 6], "the prompt has 1 placeholders of images (token 0) without an image"),
+        ([*PROMPT, CLIP], "the prompt has 1 placeholders of clips (token 4) without a clip"),
+        ([*PROMPT, TOKEN], "the prompt has 1 placeholders of images (token 0) without an image"),
+    ],
+)
+def test_placeholders_without_an_image(prompt: list[int], error: str) -> None:
+    """Bug: a model answers about a clip that nobody sent."""
+    core, _ = make_core(images=replace(PLAN, token_ids=(TOKEN, CLIP)))
+    images = [IMAGE] if prompt[: len(PROMPT)] == PROMPT else []
+    output = run(core, [make_request(1, prompt, images=images)])[1]
+    assert output.deltas[0].error.startswith(f"image_not_shown: {error}: send the ")
+
+
+def test_placeholders_in_an_output() -> None:
+    """Bug: a request whose replica died ends, because it had sampled such a token."""
+    core, _ = make_core(images=replace(PLAN, token_ids=(TOKEN, CLIP)))
+    request = make_request(1, [*PROMPT, TOKEN, CLIP], images=[IMAGE], num_prompt_tokens=len(PROMPT))
+    assert not any(delta.error for delta in run(core, [request])[1].deltas)
 
 
 def test_images_are_refused_where_nothing_computes_them() -> None:
