@@ -57,6 +57,7 @@ class EngineFacts:
 
     model: the name that requests use. dtype: as in "bfloat16"; "": unknown.
     logprobs_mode: of requests that name none. replicas: their number.
+    tensor_parallel, pipeline_parallel: ranks of a replica's stage, and its stages.
     """
 
     model: str
@@ -64,6 +65,8 @@ class EngineFacts:
     dtype: str
     logprobs_mode: str
     replicas: int
+    tensor_parallel: int
+    pipeline_parallel: int
 
 
 class Training(Protocol):

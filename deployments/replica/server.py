@@ -253,6 +253,8 @@ class ReplicaServer:
             "prefix_caching": config.prefix_caching and ready.prefix_caching,
             "dtype": ready.dtype,
             "logprobs_mode": config.logprobs_mode,
+            "tensor_parallel": config.tensor_parallel,
+            "pipeline_parallel": config.pipeline_parallel,
         }
         if self.kv is not None:
             source, token_bytes = self.kv

@@ -80,7 +80,13 @@ class RouterTraining:
         card, clients = dispatcher.cards.base, dispatcher.weights.connected()
         endpoint = clients[0].endpoint
         return EngineFacts(
-            card.id, card.max_model_len, endpoint.dtype, endpoint.logprobs_mode, len(clients)
+            card.id,
+            card.max_model_len,
+            endpoint.dtype,
+            endpoint.logprobs_mode,
+            len(clients),
+            endpoint.tensor_parallel,
+            endpoint.pipeline_parallel,
         )
 
     def _of(self, model: str) -> Dispatcher:

@@ -156,7 +156,8 @@ class FleetWeights:
         if isinstance(offset, int) and isinstance(size, int) and size != offset + len(replicas):
             raise InvalidRequest(
                 f"world_size is {size}, and there are {len(replicas)} replicas from rank_offset "
-                f"{offset} on; /get_world_size tells their number",
+                f"{offset} on, each one receiver whatever its ranks; /get_world_size tells their "
+                "number, and /update_weights_from_disk needs no group",
                 param="init_info",
             )
 

@@ -108,7 +108,8 @@ async def server_info(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the settings that trainers look for, as vLLM and SGLang name them.
 
     Adapters are no way to send weights, so there is no lora_config. For SGLang's trainers the
-    fleet is one engine.
+    fleet is one engine with data-parallel attention, whose tp_size counts the ranks of all
+    replicas: slime takes tp_size x pp_size for its GPUs.
     """
     training, model = trained(context), model_of(exchange)
     engine, state = await training.engine(model), await training.state(model)
@@ -119,7 +120,11 @@ async def server_info(context: ApiContext, exchange: HttpExchange) -> None:
             "max_model_len": engine.max_model_len,
             "logprobs_mode": engine.logprobs_mode,
         },
-        "parallel_config": {"data_parallel_size": engine.replicas},
+        "parallel_config": {
+            "tensor_parallel_size": engine.tensor_parallel,
+            "pipeline_parallel_size": engine.pipeline_parallel,
+            "data_parallel_size": engine.replicas,
+        },
         "lora_config": None,
         "weight_transfer_config": {"backend": "nccl"},
     }
@@ -129,9 +134,13 @@ async def server_info(context: ApiContext, exchange: HttpExchange) -> None:
         "served_model_name": engine.model,
         "dtype": engine.dtype,
         "context_length": engine.max_model_len,
-        "tp_size": 1,
-        "pp_size": 1,
+        "tp_size": engine.tensor_parallel * engine.replicas,
+        "pp_size": engine.pipeline_parallel,
         "dp_size": engine.replicas,
+        "ep_size": 1,
+        "enable_dp_attention": engine.replicas > 1,
+        "nnodes": 1,
+        "node_rank": 0,
         "disaggregation_mode": "null",
         "weight_version": state["weight_version"],
     }

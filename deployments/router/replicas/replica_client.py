@@ -30,6 +30,7 @@ class ReplicaEndpoint:
     start_seconds: duration of the replica's start; 0: not reported.
     dtype: of the engine's weights, as in "bfloat16"; "": not reported.
     logprobs_mode: of requests that name none.
+    tensor_parallel, pipeline_parallel: ranks of a stage, and stages.
     kv_port, kv_secret: where its KV blocks are pulled; 0 and "": they are not.
     kv_token_bytes: bytes of a token in KV blocks.
     role: "prefill" computes prompts for others, "decode" goes on with them; "engine" does both.
@@ -49,6 +50,8 @@ class ReplicaEndpoint:
     start_seconds: float = 0.0
     dtype: str = ""
     logprobs_mode: str = "raw_logprobs"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     kv_port: int = 0
     kv_secret: str = ""
     kv_token_bytes: float = 0.0
@@ -76,6 +79,8 @@ class ReplicaEndpoint:
             start_seconds=float(metadata.get("start_seconds", 0.0)),
             dtype=str(metadata.get("dtype", "")),
             logprobs_mode=str(metadata.get("logprobs_mode", "raw_logprobs")),
+            tensor_parallel=int(metadata.get("tensor_parallel", 1)),
+            pipeline_parallel=int(metadata.get("pipeline_parallel", 1)),
             kv_port=int(metadata.get("kv_port", 0)),
             kv_secret=str(metadata.get("kv_secret", "")),
             kv_token_bytes=float(metadata.get("kv_token_bytes", 0.0)),

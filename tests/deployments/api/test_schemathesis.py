@@ -91,7 +91,7 @@ class FakeTraining:
         }  # fmt: skip
 
     async def engine(self, model: str) -> EngineFacts:
-        return EngineFacts(model, 256, "float32", "raw_logprobs", 1)
+        return EngineFacts(model, 256, "float32", "raw_logprobs", 1, 1, 1)
 
 
 async def nobody() -> list[dict[str, Any]]:

@@ -284,7 +284,11 @@ def test_over_http(tmp_path: Path) -> None:
         assert (await client.request("GET", "/get_world_size")).json() == {"world_size": 2}
         settings = (await client.request("GET", "/server_info")).json()["vllm_config"]
         assert settings["model_config"]["max_model_len"] == 4096
-        assert settings["parallel_config"] == {"data_parallel_size": 2}
+        assert settings["parallel_config"] == {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 2,
+        }
         info = (await client.request("GET", "/weight_info")).json()
         assert info["weight_version"] == "1" and len(info["replicas"]) == 2
         for path, text in (
@@ -368,8 +372,14 @@ def test_the_calls_of_slime(tmp_path: Path) -> None:
 
         for path in ("/server_info", "/get_server_info"):
             info = await get(path)
-            assert (info["tp_size"], info["pp_size"], info["dp_size"]) == (1, 1, 2)
+            assert (info["tp_size"], info["pp_size"], info["dp_size"]) == (2, 1, 2)
+            assert (info["nnodes"], info["node_rank"], info["ep_size"]) == (1, 0, 1)
             assert info["disaggregation_mode"] not in ("prefill", "decode")
+        ranks = info["tp_size"] * info["pp_size"]  # as slime counts the GPUs of an engine
+        group = {"master_address": "h", "master_port": 1, "rank_offset": 1, "group_name": "slime"}
+        await tell("/init_weights_update_group", **group, world_size=1 + ranks, backend="nccl")
+        assert [one.info[-1]["rank_offset"] for one in receivers(fleet).values()] == [1, 2]
+        await tell("/destroy_weights_update_group", group_name="slime")
         await get("/health_generate")
         await get("/flush_cache")
         sampling = {"max_new_tokens": LONG, "ignore_eos": True, "no_stop_trim": True}
@@ -405,6 +415,31 @@ def test_the_calls_of_slime(tmp_path: Path) -> None:
         assert refused.status == 400 and "/weight_info" in refused.json()["error"]["message"]
         nameless = await post(client, "/abort_request")
         assert nameless.status == 400 and nameless.json()["error"]["param"] == "rid"
+
+    run(body)
+
+
+def test_the_sizes_of_replicas_of_several_ranks() -> None:
+    """slime takes a replica of several GPUs for one GPU, or waits for ranks that do not join."""
+
+    async def body(fleet: Fleet) -> None:
+        await fleet.add_replica("r2")
+        sizes = {"tensor_parallel": 4, "pipeline_parallel": 2}
+        fleet.dispatcher.set_replicas({"r2": fleet.published("r2")["r2"] | sizes})
+        await until(lambda: list(fleet.dispatcher.state().replicas) == ["r2"])
+        client = front_of(fleet)
+        info = (await client.request("GET", "/server_info")).json()
+        assert (info["tp_size"], info["pp_size"], info["dp_size"]) == (4, 2, 1)
+        assert not info["enable_dp_attention"]
+        assert info["vllm_config"]["parallel_config"] == {
+            "tensor_parallel_size": 4,
+            "pipeline_parallel_size": 2,
+            "data_parallel_size": 1,
+        }
+        group = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 9}
+        refused = await post(client, "/init_weights_update_group", group)
+        assert refused.status == 400 and refused.json()["error"]["param"] == "world_size"
+        assert "/update_weights_from_disk" in refused.json()["error"]["message"]
 
     run(body)
 
