@@ -35,6 +35,9 @@ class KVSource(msgspec.Struct, array_like=True, frozen=True):
     shared: bool = True
 
 
+BATCH_PRIORITY = 16  # of batch work: the lowest priority that a router's queue distinguishes
+
+
 class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     """A request for one choice; a client's n > 1 becomes n messages with the same seed.
 
@@ -44,7 +47,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     cache_salt: part of the prefix-cache key; only requests of one salt share cached blocks.
     adapter: name of a known adapter, or "name@revision" (a request that is resumed elsewhere needs
         the weights that it began with); "" = the model itself.
-    priority: smaller runs earlier; ties by arrival.
+    priority: smaller runs earlier; ties by arrival. From BATCH_PRIORITY on the request is batch
+        work, which takes a small part of steps beside other requests.
     request_id: the caller's id of the request, only for logs.
     prediction: tokens that the client expects in the output, for drafts.
     speculate: whether the engine may draft for the request; the text is the same without drafts.
@@ -371,6 +375,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv_shrinks: int = 0
     kv_pause_seconds: float = 0.0
     kv_longest_pause: float = 0.0
+    # Of batch work: requests, running and waiting, and their prompt tokens not yet computed.
+    batch_requests: int = 0
+    batch_waiting_tokens: int = 0
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

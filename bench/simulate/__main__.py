@@ -1,8 +1,9 @@
-"""python -m bench.simulate routing|scaling|overload|scale|roles|costs|calibrate
+"""python -m bench.simulate routing|scaling|overload|beside|scale|roles|costs|calibrate
 
 routing, scaling: the real functions in a simulated fleet, against other policies; seeded, so rows
 are equal on any machine. overload: routers and replicas in virtual time with slow engines, at ten
-times their capacity. roles: prompts at some replicas and answers at others, against both at all.
+times their capacity. beside: a dataset's rows beside interactive requests, with the real scheduler.
+roles: prompts at some replicas and answers at others, against both at all.
 costs: the time of a routing decision and of prefix reports here. calibrate:
 the cost of a real replica's step here, and the simulator's error. --out FOLDER writes
 simulate-NAME-DATE.json and .jsonl, --pictures FOLDER the pictures of docs/. On a GPU machine:
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import result_file
-from bench.simulate import calibrate, costs, overload, roles, routing, scale, scaling
+from bench.simulate import beside, calibrate, costs, overload, roles, routing, scale, scaling
 from bench.simulate.fleet.cluster import RoutingOutcome
 from bench.simulate.pictures import Line, Panel, svg
 from bench.versus.engine import engine_fields
 
-_NAMES = ("routing", "scaling", "overload", "scale", "costs", "calibrate")
+_NAMES = ("routing", "scaling", "overload", "beside", "scale", "roles", "costs", "calibrate")
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("what", choices=_NAMES)
     parser.add_argument("--out", type=Path, help="folder for the result files")
     parser.add_argument("--pictures", type=Path, help="folder for SVG files")
-    parser.add_argument("--quick", action="store_true", help="the smallest fleet only")
+    parser.add_argument("--quick", action="store_true", help="the smallest fleet, or case, only")
     parser.add_argument("--model", help="calibrate: folder; default: the default model")
     parser.add_argument("--name", default="default", help="calibrate: label of the cases")
     parser.add_argument(
@@ -52,6 +53,9 @@ def main() -> None:
                 pictures["routing-" + name.replace("/", "-")] = _waits(name, outcomes)
     elif args.what == "scale":
         rows, lines = scale.all_rows(args.quick)
+        _show(rows)
+    elif args.what == "beside":
+        rows, lines = beside.all_rows(args.quick)
         _show(rows)
     elif args.what in ("costs", "overload", "roles"):
         measure = {"costs": costs.all_rows, "overload": overload.rows, "roles": roles.all_rows}

@@ -115,10 +115,17 @@ def chats(dice: Random) -> tuple[int, int]:
 
 
 class Service:
-    """Routers and replicas, connected with each other."""
+    """Routers and replicas, connected with each other. make_engine: SimEngine or CoreEngine."""
 
-    def __init__(self, speeds: Sequence[Speed], routers: int, limits: DispatchLimits) -> None:
-        self.engines: list[SimEngine] = []
+    def __init__(
+        self,
+        speeds: Sequence[Speed],
+        routers: int,
+        limits: DispatchLimits,
+        make_engine: Callable[..., Any] = SimEngine,
+    ) -> None:
+        self.engines: list[Any] = []
+        self._make_engine = make_engine
         self.replica_servers: list[ReplicaServer] = []
         self._speeds = speeds
         self._limits = limits
@@ -132,8 +139,8 @@ class Service:
         columns = {}
         for number, speed in enumerate(self._speeds):
 
-            def make(*callbacks: Any, speed: Speed = speed) -> SimEngine:
-                self.engines.append(SimEngine(speed, *callbacks))
+            def make(*callbacks: Any, speed: Speed = speed) -> Any:
+                self.engines.append(self._make_engine(speed, *callbacks))
                 return self.engines[-1]
 
             replica_server = ReplicaServer(self._limits.channel, StallLimits(), make)

@@ -22,7 +22,7 @@ from deployments.routing.prefix_index import hash_prefix, pack_hashes
 from deployments.routing.route import route
 from deployments.transport.channel import AdapterRef, Submit
 from engine.errors import MantaError, Overloaded
-from engine.messages import Abort, KVSource
+from engine.messages import BATCH_PRIORITY, Abort, KVSource
 
 
 class DisplacedChoices:
@@ -131,6 +131,7 @@ class Assignment:
             else [],
             "" if adapter is None else adapter.name,  # the adapter's name at replicas
             request.session,
+            request.priority >= BATCH_PRIORITY,
         )
         now = time.monotonic()
         sent_before = inflight.replicas or request.emitted

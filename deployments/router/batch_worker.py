@@ -27,7 +27,8 @@ from deployments.api.fields.pooled import BYTES, BYTES_ONLY
 from deployments.api.http.errors import ApiError, internal
 from deployments.api.http.json_body import parse_json
 from deployments.api.options import ApiOptions
-from deployments.router.serve.handle_call import BATCH_PRIORITY, AsgiApp, post, wait_of
+from deployments.router.serve.handle_call import AsgiApp, post, wait_of
+from engine.messages import BATCH_PRIORITY
 
 logger = logging.getLogger("manta.router")
 

@@ -11,6 +11,7 @@ class RoutingRequest:
     prefix_hashes: hashes of the prompt's prefixes (prefix_index.hash_prefix).
     sequences: number of choices.
     adapter: name of the adapter; "": none.
+    batch_work: whether it waits for rows that other requests leave free.
     session: digest of the session that the client names, whose requests go to one replica; b"":
         none.
     """
@@ -21,6 +22,7 @@ class RoutingRequest:
     prefix_hashes: Sequence[bytes] = ()
     adapter: str = ""
     session: bytes = b""
+    batch_work: bool = False
 
 
 @dataclass(frozen=True, slots=True)

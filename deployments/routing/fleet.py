@@ -33,8 +33,8 @@ Fields = NDArray[np.float64]  # [fields, columns]
 FIXED, TOKEN, DECODE, _ROOM, _BEYOND, _DUE, _STEP, _VICTIM, _ENDING, _MOVE = range(10)
 # What admission asks of each replica: see `Fleet.places` and the fields after it.
 _PLACES, _FREE_ROWS, _ROUTERS, _RATE, _ROWS, _FIRST, _ROLE = range(10, 17)
-_LOAD = 17
-_FIELDS = 18
+_LOAD, _BATCH_PLACES = 17, 18
+_FIELDS = 19
 # The codes of `ReplicaState.role`; DECODES goes on with prompts of others.
 ENGINE, PREFILL, DECODES = range(3)
 _ROLES = {"engine": ENGINE, "prefill": PREFILL, "decode": DECODES}
@@ -100,6 +100,7 @@ class Fleet:
         self.victim = table[_VICTIM]  # popularity of the adapter that a further one would evict
         # ReplicaState.room; -inf where no request may be sent.
         self.places, self.free_rows = table[_PLACES], table[_FREE_ROWS]
+        self.batch_places = table[_BATCH_PLACES]  # like `places`, of batch work
         # ReplicaState.rate, its share of all rows, and first_seconds.
         self.rates, self.rows, self.first_seconds = table[_RATE], table[_ROWS], table[_FIRST]
         self.roles = table[_ROLE]
@@ -108,7 +109,8 @@ class Fleet:
         """Let columns stand for no replica."""
         for field in (FIXED, _DUE, _MOVE):
             self._table[field, columns] = np.inf
-        self._table[_PLACES, columns] = self._table[_FREE_ROWS, columns] = -np.inf
+        for field in (_PLACES, _FREE_ROWS, _BATCH_PLACES):
+            self._table[field, columns] = -np.inf
         self._table[_ROUTERS, columns] = 0
 
     # -- members
@@ -208,7 +210,13 @@ class Fleet:
         """
         uncached = request.prompt_tokens - decision.cached
         for choice in choices:
-            replica.book(choice, request.prompt_tokens, uncached, request.adapter)
+            replica.book(
+                choice,
+                request.prompt_tokens,
+                uncached,
+                request.adapter,
+                batch_work=request.batch_work,
+            )
             uncached = 0
         if replica.column < 0:
             return
@@ -316,13 +324,15 @@ class Fleet:
         token = cost.token + step / chunk
         # Part of the waiting prompts will be found in the cache. Of its own prompts this router
         # knows which part.
-        queued = stats.waiting_tokens * replica.missed + routers * replica.uncached_tokens
+        waiting_tokens = stats.waiting_tokens - stats.batch_waiting_tokens
+        queued = waiting_tokens * replica.missed + routers * replica.uncached_tokens
         # Seconds between two ends, if all sequences have the mean length.
         output = stats.output_tokens / stats.finished if stats.finished else OUTPUT_GUESS
         ending = step * output / max(1, crowd)
         fixed = queued * token + step * (1.5 if sequences else 1.0)
-        if sequences >= limit:
-            fixed += (sequences - limit + 1) * ending
+        others = sequences - stats.batch_requests  # batch work gives its rows up
+        if others >= limit:
+            fixed += (others - limit + 1) * ending
         if stats.asleep:
             fixed += stats.wake_seconds or _WAKE_SECONDS
         table[FIXED, column] = fixed if replica.available else np.inf
@@ -339,9 +349,11 @@ class Fleet:
         table[_DUE, column] = replica.seen + _STALE + 3 * stats.step_seconds if running else np.inf
         table[_ROUTERS, column], table[_ROLE, column] = stats.routers, _ROLES[replica.role]
         table[_PLACES, column] = table[_FREE_ROWS, column] = -np.inf
+        table[_BATCH_PLACES, column] = -np.inf
         if replica.available:
             room, free_rows, rows = replica.room()
             table[_PLACES, column], table[_FREE_ROWS, column] = room, free_rows
+            table[_BATCH_PLACES, column] = replica.batch_room()
             table[_ROWS, column], table[_RATE, column] = rows, replica.rate()
             table[_FIRST, column] = replica.first_seconds
         table[_STEP, column] = step

@@ -22,6 +22,7 @@ _ALL_HERE = 2.0  # seconds after which all routers have connected to a new repli
 
 # Choices that may wait at the replica, as a share of its rows, so that freed rows are refilled.
 _SPARE = 1 / 16
+_KEPT = 8  # 1 / the share of rows and blocks that batch work leaves free
 # Prompt tokens that may wait at the replica: as many as it computes in _AHEAD_SECONDS or in
 # _AHEAD_STEPS steps, enough for its next step. The router can no longer reorder such prompts, and
 # prompts that start together also finish together.
@@ -101,6 +102,7 @@ class ReplicaState:
         self.uncached_tokens = 0  # booked prompt tokens that are not expected in its cache
         # booked choice -> (its prompt tokens, those of them not expected in the cache)
         self.bookings: dict[int, tuple[int, int]] = {}
+        self._batch_bookings: dict[int, int] = {}  # the same of batch work -> prompt tokens
         self._ours: set[int] = set()  # this router's choices at the replica
         self._unbegun: dict[int, str] = {}  # this router's choices without a token -> adapter
         # Fading mean of the seconds from sending a choice to its first token.
@@ -151,6 +153,7 @@ class ReplicaState:
         self.stats = EngineStats()
         self.booked_tokens = self.uncached_tokens = 0
         self.bookings.clear()
+        self._batch_bookings.clear()
         self._ours.clear()
         self._unbegun.clear()
 
@@ -161,7 +164,15 @@ class ReplicaState:
         """The number of this router's choices at the replica."""
         return len(self._ours)
 
-    def book(self, choice: int, tokens: int, uncached: int, adapter: str = "") -> None:
+    def book(
+        self,
+        choice: int,
+        tokens: int,
+        uncached: int,
+        adapter: str = "",
+        *,
+        batch_work: bool = False,
+    ) -> None:
         """Note that a choice was sent.
 
         tokens: tokens of its prompt.
@@ -170,6 +181,8 @@ class ReplicaState:
         self._room = None
         self._changed.add(self)
         self.bookings[choice] = tokens, uncached
+        if batch_work:
+            self._batch_bookings[choice] = tokens
         self._ours.add(choice)
         self._unbegun[choice] = adapter
         self.booked_tokens += tokens
@@ -183,6 +196,7 @@ class ReplicaState:
             if booking is not None:
                 self.booked_tokens -= booking[0]
                 self.uncached_tokens -= booking[1]
+                self._batch_bookings.pop(choice, None)
                 settled = True
         if settled:
             self._touch()
@@ -234,7 +248,7 @@ class ReplicaState:
 
     def _measure(self, last: EngineStats, stats: EngineStats, seconds: float) -> None:
         computed = stats.prompt_tokens - last.prompt_tokens
-        if last.waiting_tokens:
+        if last.waiting_tokens > last.batch_waiting_tokens:
             self._prompts.observe(computed, seconds)
         if last.waiting or last.waiting_tokens or 0 < last.rows <= last.running:
             cached = stats.prefix_hits - last.prefix_hits
@@ -283,21 +297,26 @@ class ReplicaState:
         """
         if self._room is not None:
             return self._room
-        stats, booked = self.stats, len(self.bookings)
-        routers = max(1, stats.routers, self._sharing)  # those that share the replica, or soon will
-        tokens = stats.waiting_tokens + self.booked_tokens
-        rows_left = stats.rows - stats.running - stats.waiting
+        stats, booked = self.stats, len(self.bookings) - len(self._batch_bookings)
+        routers = self._routers
+        booked_tokens = self.booked_tokens - sum(self._batch_bookings.values())
+        waiting_tokens = stats.waiting_tokens - stats.batch_waiting_tokens
+        tokens = waiting_tokens + booked_tokens
+        waiting = stats.waiting - max(0, stats.batch_requests - stats.running)
+        # The engine takes rows and memory from batch work.
+        rows_left = stats.rows - stats.running - stats.waiting + stats.batch_requests
         # While choices wait for memory, a free row is of no use.
         short = stats.total_blocks > 0 and tokens > stats.free_blocks * stats.block_size
+        short = short and not stats.batch_requests
         if short:
             free_rows: float = 0
         elif not stats.rows:
             free_rows = math.inf
         else:
             free_rows = -(-rows_left // routers) - booked
-        backlog = stats.waiting_tokens + routers * self.booked_tokens
+        backlog = waiting_tokens + routers * booked_tokens
         spare = max(1, max(2, int(stats.rows * _SPARE)) // routers)
-        free = -stats.waiting if short else rows_left
+        free = -waiting if short else rows_left
         if backlog and backlog > self._prompts_ahead():
             room = 0
         elif not stats.rows:
@@ -308,10 +327,33 @@ class ReplicaState:
             # take all rows.
             room = spare - (-free // routers) - booked
         else:
-            over, waiting = booked - free, stats.waiting + booked
-            room = spare - min(over, over * len(self._unbegun) // max(1, waiting))
+            over = booked - free
+            room = spare - min(over, over * len(self._unbegun) // max(1, waiting + booked))
         self._room = room, free_rows, -(-stats.rows // routers) or math.inf
         return self._room
+
+    @property
+    def _routers(self) -> int:
+        """The number of routers that share the replica, or soon will."""
+        return max(1, self.stats.routers, self._sharing)
+
+    def batch_room(self) -> int:
+        """Return how many more choices of batch work this router should send.
+
+        Batch work waits in routers until rows and memory are free beyond a part that is kept for
+        other requests, which then need not wait for a step that preempts.
+        """
+        stats, routers = self.stats, self._routers
+        room = self.room()[0]
+        if not stats.rows:
+            return room
+        kept = -(-stats.rows // _KEPT) if stats.rows > 1 else 0
+        rows_left = stats.rows - stats.running - stats.waiting - kept
+        tokens = stats.waiting_tokens + routers * self.booked_tokens
+        free_tokens = (stats.free_blocks - stats.total_blocks // _KEPT) * stats.block_size
+        if tokens > self._prompts_ahead() or (stats.total_blocks and tokens > free_tokens):
+            return 0
+        return min(room, -(-rows_left // routers) - len(self.bookings))
 
     def _prompts_ahead(self) -> float:
         """Return how many prompt tokens may wait at the replica."""

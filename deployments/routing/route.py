@@ -116,7 +116,8 @@ def route(
             absent[has] = 0.0
         cost += absent
     if with_room:
-        cost[fleet.places <= 0] = np.inf
+        places = fleet.batch_places if request.batch_work else fleet.places
+        cost[places <= 0] = np.inf
     if among is not None and len(among) < len(fleet.replicas):
         allowed = np.full(len(cost), np.inf)
         allowed[[fleet.replicas[name].column for name in among]] = 0.0

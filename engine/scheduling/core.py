@@ -520,6 +520,8 @@ class EngineCore:
             update_seconds=self._updates.seconds,
             drafts=counters.drafts,
             draft_tokens=counters.draft_tokens,
+            batch_requests=scheduler.num_batch,
+            batch_waiting_tokens=scheduler.batch_waiting_tokens() if scheduler.num_batch else 0,
             accepted_by_position=counters.accepted_by_position.copy(),
             **_of_states(scheduler),
             **({} if scheduler.images is None else scheduler.images.stats()),

@@ -7,9 +7,13 @@ them is done.
 """
 
 import logging
+import math
+import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
+from heapq import nlargest
 
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
@@ -66,6 +70,8 @@ class RequestPhases:
         self.requests: dict[int, Request] = {}  # id -> request that has not ended
         self.queue = WaitingQueue()
         self.num_constrained = 0  # number of requests with a grammar
+        self.num_batch = 0  # number of requests that are batch work
+        self.last_interactive = -math.inf  # time.monotonic() of the last request that was none
         self.computing: list[Request] = []  # requests in phase COMPUTING
         self.decode_groups = [
             DecodeGroup(config.block_size, len(config.kinds), micro_batch)
@@ -93,6 +99,10 @@ class RequestPhases:
         self._end_tokens |= request.stop_ids
         self.requests[request.id] = request
         self.num_constrained += request.constraint is not None
+        if request.batch_work:
+            self.num_batch += 1
+        else:
+            self.last_interactive = time.monotonic()
         if request.adapter is not None:
             self._adapters.claim(request.adapter)
         if self.images is not None and request.images:
@@ -266,6 +276,7 @@ class RequestPhases:
             logger.debug(text, *figures, extra={"request_id": request.request_id})
         del self.requests[request.id]
         self.num_constrained -= request.constraint is not None
+        self.num_batch -= request.batch_work
         self.counters.finished += 1
         for launched in self.in_flight:
             launched.some_ended = True
@@ -305,6 +316,34 @@ class RequestPhases:
         in_flight = sum(launched.prompt_tokens for launched in self.in_flight)
         computing = sum(r.remaining for r in self.computing if r.remaining > 1)
         return self.queue.num_tokens + computing + in_flight
+
+    def interactive_tokens(self) -> int:
+        """Return the prompt tokens to compute of requests that are not batch work."""
+        tokens = sum(r.remaining for r in self.computing if not r.batch_work)
+        for request in self.queue.waiting:
+            if request.batch_work:  # so are all behind it
+                break
+            tokens += request.queued_tokens
+        return tokens
+
+    def batch_victims(self, free: int) -> list[Request]:
+        """Return the running batch work to preempt for waiting requests that are none, the last in
+        the order of service first.
+
+        free: rows for which no batch work has to be preempted.
+        """
+        wanted = bisect_left(self.queue.waiting, True, key=lambda r: r.batch_work) - free
+        if wanted <= 0:
+            return []
+        running = (r for r in self.running.values() if r.batch_work)
+        movable = (r for r in running if r.phase is not RequestPhase.FINISHING)
+        return nlargest(wanted, movable, key=lambda r: r.order)
+
+    def batch_waiting_tokens(self) -> int:
+        """Return the known tokens of batch work that are not in any step yet."""
+        queued = sum(request.queued_tokens for request in self.queue.waiting if request.batch_work)
+        computing = (r.remaining for r in self.computing if r.batch_work and r.remaining > 1)
+        return queued + sum(computing)
 
     def check_integrity(self) -> None:
         """Assert the invariants of requests, rows and blocks. Legal between steps."""

@@ -22,7 +22,7 @@ from engine.batch import NewRow, TokenLogprobs
 from engine.errors import InvalidRequest, context_too_long, no_vectors
 from engine.images.image import Image
 from engine.lora.tiers.adapter import Adapter
-from engine.messages import Delta, EngineRequest
+from engine.messages import BATCH_PRIORITY, Delta, EngineRequest
 from engine.pooling import PooledText
 from engine.scheduling.admission import Footprint
 from engine.scheduling.core_config import CoreConfig
@@ -57,6 +57,7 @@ class Request:
         "adapter_us",
         "arrived",
         "base",
+        "batch_work",
         "blocks",
         "cache_salt",
         "cacheable",
@@ -120,6 +121,7 @@ class Request:
         self.seed = message.seed
         self.choice = message.choice
         self.order = (*message.urgency, arrival)
+        self.batch_work = message.priority >= BATCH_PRIORITY
         # set before the request is queued, if it has a grammar
         self.constraint: Constraint | None = None
         self.adapter = adapter

@@ -44,7 +44,9 @@ from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_cache import ImageCache
 from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.pacing.chunking import (
+    CALM_SECONDS,
     PromptPace,
+    batch_limits,
     prefill_tokens,
     scored_prefill_tokens,
     startable_tokens,
@@ -70,6 +72,7 @@ class Scheduler(RequestPhases):
     ) -> None:
         super().__init__(config, adapters, free_blocks, speculation, tier, moves)
         self.decoding = self.decode_groups[0]  # the group of the step that is being scheduled
+        self.lacks_blocks = False  # whether a request that is no batch work waits for blocks
         # the most tokens of a step; the core may lower it
         self.token_limit = config.max_num_batched_tokens
         # the pace limits prompt tokens, from step times that the core reports
@@ -106,8 +109,10 @@ class Scheduler(RequestPhases):
                 self.decode_groups, {launched.micro_batch for launched in newest}
             )
         self._grow_decodes(builder)
+        if self.num_batch:
+            self._limit_batch_work(builder)
         if self.computing or self.queue.waiting:
-            builder.prompt_limit = self._prompt_limit()
+            builder.prompt_limit = self._prompt_limit(builder)
         if self.computing:
             self._schedule_running(builder)
         if self.queue.waiting and not builder.preempted:
@@ -133,7 +138,7 @@ class Scheduler(RequestPhases):
         due = self.decoding.block_due(index)
         if not due:
             return
-        stalled = any(r.remaining == 1 for r in self.computing)
+        stalled = any(r.remaining == 1 and not r.batch_work for r in self.computing)
         for request in due:
             pool = self.memory.pool(request)
             pool.hash_blocks(request, request.base + index)
@@ -155,6 +160,35 @@ class Scheduler(RequestPhases):
             if self.memory.snapshots is not None:
                 self.memory.snapshots.decoded(request, request.base + index, builder.batch.step)
 
+    def _limit_batch_work(self, builder: StepBuilder) -> None:
+        """Limit the batch work of the step, if other requests run, wait, or came shortly before.
+
+        Batch work is preempted for requests that lack rows or blocks. Decodes beyond the limit
+        leave the decode group, the last in the order of service first.
+        """
+        if len(self.decode_groups) > 1 or self.queue.only is not None:
+            return
+        alone = len(self.requests) == self.num_batch
+        if alone and time.monotonic() - self.last_interactive >= CALM_SECONDS:
+            return
+        free = 0 if self.lacks_blocks else self.rows - len(self.running)
+        self.lacks_blocks = False
+        for victim in self.batch_victims(free):
+            self._preempt(victim, builder)
+        if not self.in_flight:  # so the rows are free, and the last tokens of victims known
+            builder.preempted = False
+        prompts = self.interactive_tokens() > 0
+        limits = batch_limits(self.rows, self.token_limit, prompts=prompts)
+        builder.batch_decodes, builder.batch_tokens = limits
+        decodes = [request for request in self.decoding.requests if request.batch_work]
+        if len(decodes) > builder.batch_decodes:
+            decodes.sort(key=lambda request: request.order)
+            for request in decodes[builder.batch_decodes :]:
+                self.decoding.leave(request)
+                request.phase = RequestPhase.COMPUTING
+                self.computing.append(request)
+        builder.batch_decodes = max(0, builder.batch_decodes - len(decodes))
+
     def _schedule_running(self, builder: StepBuilder) -> None:
         """Schedule running requests that do not decode, those with one token left first."""
         for request in sorted(self.computing, key=lambda r: (r.remaining > 1, r.order)):
@@ -165,6 +199,9 @@ class Scheduler(RequestPhases):
     def _schedule_chunk(self, request: Request, builder: StepBuilder) -> None:
         """Schedule as many of the request's tokens as budget and blocks allow, perhaps none."""
         budget = self._budget(builder)
+        if request.batch_work:
+            left = builder.batch_decodes if request.remaining == 1 else builder.batch_tokens
+            budget = min(budget, left)
         if self.config.whole_texts:
             if request.remaining > budget and builder.chunk_tokens:
                 return
@@ -185,7 +222,7 @@ class Scheduler(RequestPhases):
             builder.scored_tokens += length if scored else 0
             self._add_chunk(request, length, builder)
 
-    def _prompt_limit(self) -> int:
+    def _prompt_limit(self, builder: StepBuilder) -> int:
         """Return the most prompt tokens that this step may compute.
 
         If no request decodes they may fill the whole budget.
@@ -198,7 +235,11 @@ class Scheduler(RequestPhases):
         startable = max(0, min(free, len(self.queue.waiting)))
         queued = startable_tokens(self.queue.num_tokens, len(self.queue), startable)
         waiting = queued + sum(r.remaining for r in self.computing)
-        wanted = prefill_tokens(waiting, self.token_limit)
+        if self.num_batch and builder.batch_tokens < self.token_limit:
+            own = self.interactive_tokens()
+            wanted = builder.batch_tokens + (prefill_tokens(own, self.token_limit) if own else 0)
+        else:
+            wanted = prefill_tokens(waiting, self.token_limit)
         return self.pace.limit(wanted, len(self.decoding), self.decoding.context)
 
     def _budget(self, builder: StepBuilder) -> int:
@@ -291,6 +332,8 @@ class Scheduler(RequestPhases):
                 return
             if not queue.retry and self.running:
                 return
+            if request.batch_work and min(builder.batch_tokens, builder.batch_decodes) <= 0:
+                return
             if not self._joins(request, self.running, queue):
                 queue.retry = False  # until a request has ended
                 return
@@ -306,6 +349,7 @@ class Scheduler(RequestPhases):
                     memories = []
                     continue
                 queue.retry = False
+                self.lacks_blocks = not request.batch_work
                 return
             self._schedule_chunk(request, builder)
             if memories[0].regions:
@@ -442,6 +486,11 @@ class Scheduler(RequestPhases):
 
     def _add_chunk(self, request: Request, length: int, builder: StepBuilder) -> None:
         """Add `length` tokens of the request to the step. Their blocks must be allocated."""
+        if request.batch_work:
+            if length == 1 == request.remaining:
+                builder.batch_decodes -= 1
+            else:
+                builder.batch_tokens -= length
         reaches_end = length == request.remaining
         samples = reaches_end and request.num_tokens < request.limit
         if length == 1 and samples:

@@ -346,6 +346,8 @@ class StepBuilder:
     prefill_only: list[tuple[Request, int]] = field(default_factory=list)
     prompt_limit: int = 0  # the most prompt tokens of its chunks
     chunk_tokens: int = 0
+    batch_decodes: int = 1 << 62  # further decodes of batch work
+    batch_tokens: int = 1 << 62  # further prompt tokens of batch work
     scored_tokens: int = 0  # prompt tokens of the chunks that need log-probabilities
     preempted: bool = False
     # Rank -> number of blocks, among those that will be released, that a request already waits for.

@@ -20,6 +20,7 @@ from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import DECODES, PREFILL, Fleet
 from deployments.routing.replica_state import ReplicaState
 from engine.errors import MantaError, Overloaded
+from engine.messages import BATCH_PRIORITY
 
 _CAPACITY_SECONDS = 0.05  # seconds for which a computed capacity is reused
 
@@ -50,6 +51,8 @@ class RequestQueue:
         self._assignment = assignment
         self._waking = waking
         self._queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random.random)
+        # Batch work goes to replicas only while no other request waits.
+        self._batch_queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random.random)
         self._tickets: dict[InflightRequest, Ticket[InflightRequest]] = {}
         self._estimate = OutputEstimate()
         self._capacity = (0.0, Capacity())  # valid until, capacity
@@ -61,16 +64,16 @@ class RequestQueue:
     @property
     def choices(self) -> int:
         """The number of choices that wait."""
-        return self._queue.sequences
+        return self._queue.sequences + self._batch_queue.sequences
 
     @property
     def tokens(self) -> int:
         """The work of the waiting requests, in tokens."""
-        return int(self._queue.tokens)
+        return int(self._queue.tokens + self._batch_queue.tokens)
 
     def seconds(self) -> float:
         """Return the expected seconds until all waiting requests have gone to replicas."""
-        return self._queue.tokens / self._capacity_at(time.monotonic()).rate
+        return self.tokens / self._capacity_at(time.monotonic()).rate
 
     def ready(self) -> bool:
         """Whether any replica can be sent requests."""
@@ -79,7 +82,11 @@ class RequestQueue:
     def longest(self, count: int) -> list[tuple[str, int, float]]:
         """Return (key, number of requests, their tokens) for the keys with the most work
         waiting."""
-        return self._queue.longest(count)
+        keys = self._queue.longest(count) + self._batch_queue.longest(count)
+        return sorted(keys, key=lambda item: -item[2])[:count]
+
+    def _queue_of(self, request: GenerationRequest) -> FairQueue[InflightRequest]:
+        return self._batch_queue if _is_batch_work(request) else self._queue
 
     # -- in
 
@@ -98,22 +105,28 @@ class RequestQueue:
 
         Raises MantaError if the request is refused.
         """
-        limits = self._limits
-        ready, roomy, free = self._survey()
+        limits, batch_work = self._limits, _is_batch_work(request)
+        ready, roomy, free = self._survey(batch_work=batch_work)
         if not ready:
             self._waking.wake()
             self._waking.check(limits.wait_seconds)
         if len(self._requests) >= limits.in_flight:
             message = f"this router has {len(self._requests)} requests in flight already"
             raise Overloaded(message, retry_after=self.seconds())
-        if self._queue.sequences:
+        if self._queue.sequences or (batch_work and self._batch_queue.sequences):
             roomy = False
         elif free:
             return roomy
         if not ready and self.choices >= limits.waiting:
             message = "no replica is ready and too many requests wait for one"
             raise Overloaded(message, code="no_replica", retry_after=self._waking.seconds())
-        self._check(request.key, request.priority, self._work(request), request.deadline)
+        self._check(
+            request.key,
+            request.priority,
+            self._work(request),
+            request.deadline,
+            self._queue_of(request),
+        )
         # The request waits at a replica rather than here, for the next free row.
         return roomy
 
@@ -126,7 +139,7 @@ class RequestQueue:
             self._assignment.begin(inflight)
             return
         request = inflight.request
-        self._tickets[inflight] = self._queue.push(
+        self._tickets[inflight] = self._queue_of(request).push(
             inflight,
             request.key,
             request.priority,
@@ -151,11 +164,14 @@ class RequestQueue:
 
     def fill(self) -> None:
         """Send waiting requests while any replica has room."""
-        queue = self._queue
-        while queue.head() is not None and self._survey()[1]:
-            inflight = queue.pop()
-            del self._tickets[inflight]
-            self._assignment.begin(inflight)
+        for queue in (self._queue, self._batch_queue):
+            batch_work = queue is self._batch_queue
+            while queue.head() is not None and self._survey(batch_work=batch_work)[1]:
+                inflight = queue.pop()
+                del self._tickets[inflight]
+                self._assignment.begin(inflight)
+            if queue.head() is not None:
+                return
 
     def fail_all(self, error: MantaError) -> None:
         """Fail all waiting requests, as no replica will come for them."""
@@ -176,7 +192,8 @@ class RequestQueue:
 
     def hear_frame(self, replica: ReplicaState) -> None:
         """Place queued requests if this replica's last frame shows room."""
-        if self._queue.sequences and replica.room()[0] > 0:
+        room = replica.room()[0] if self._queue.sequences else replica.batch_room()
+        if self.choices and room > 0:
             self.fill()
         if self._leaving is not None:
             self.replicas_changed()
@@ -184,27 +201,29 @@ class RequestQueue:
     def ended(self, inflight: InflightRequest) -> None:
         """Remove a request that has ended, or learn from its output if it had been sent."""
         ticket = self._tickets.pop(inflight, None)
+        queue = self._queue_of(inflight.request)
         if ticket is not None:
-            self._queue.remove(ticket)
+            queue.remove(ticket)
             return
         limit = self._limit(inflight.request)
         expected = self._estimate.expected(limit) * len(inflight.choices)
         for choice in inflight.choices:
             expected -= len(choice.emitted)
             self._estimate.learn(limit, len(choice.emitted))
-        self._queue.correct(inflight.request.key, -expected)
+        queue.correct(inflight.request.key, -expected)
 
     # -- measures
 
-    def _survey(self) -> tuple[bool, bool, bool]:
+    def _survey(self, *, batch_work: bool = False) -> tuple[bool, bool, bool]:
         """Return whether a replica is available, whether one takes more choices, and whether one
         of these has a free row.
 
+        batch_work: whether the choices are batch work, which gets free rows only.
         It takes a few array operations, however many replicas there are.
         """
         fleet = self._fleet
         fleet.refresh()
-        places = fleet.places
+        places = fleet.batch_places if batch_work else fleet.places
         if not len(places):
             return False, False, False
         ready, takes = bool(places.max() > -math.inf), places > 0
@@ -228,9 +247,16 @@ class RequestQueue:
         output = self._estimate.expected(self._limit(request))
         return len(request.token_ids) + request.params.n * output
 
-    def _check(self, key: str, priority: int, work: float, deadline: float | None) -> None:
-        now = time.monotonic()
-        refusal = self._queue.refusal(key, priority, work, now, self._capacity_at(now), deadline)
+    def _check(
+        self,
+        key: str,
+        priority: int,
+        work: float,
+        deadline: float | None,
+        queue: FairQueue[InflightRequest] | None = None,
+    ) -> None:
+        now, queue = time.monotonic(), queue or self._queue
+        refusal = queue.refusal(key, priority, work, now, self._capacity_at(now), deadline)
         if refusal is None:
             return
         if refusal.code == "deadline_exceeded":
@@ -263,11 +289,16 @@ class RequestQueue:
         return capacity
 
     def _endings(self) -> list[float]:
-        """Return the expected seconds until each choice at a replica ends, ascending."""
+        """Return the expected seconds until each choice at a replica ends, ascending.
+
+        Rows of batch work count as free.
+        """
         self._fleet.refresh()
         replicas, step = self._fleet.replicas, self._fleet.step
         endings = []
         for request in self._requests:
+            if _is_batch_work(request.request):
+                continue
             limit = self._limit(request.request)
             for choice in request.choices:
                 replica = None if choice.done else replicas.get(choice.place)
@@ -275,3 +306,7 @@ class RequestQueue:
                     remaining_tokens = self._estimate.left(limit, len(choice.emitted))
                     endings.append(remaining_tokens * float(step[replica.column]))
         return sorted(endings)
+
+
+def _is_batch_work(request: GenerationRequest) -> bool:
+    return request.priority >= BATCH_PRIORITY

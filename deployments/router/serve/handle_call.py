@@ -28,7 +28,6 @@ AsgiApp = Callable[
     Awaitable[None],
 ]
 
-BATCH_PRIORITY = 16  # behind all others: the lowest priority that a queue distinguishes
 _MAX_PARTS = 16  # most unread parts of a response
 
 

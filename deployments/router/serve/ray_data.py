@@ -8,7 +8,8 @@ from typing import Any
 
 from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.caller import Caller
-from deployments.router.serve.handle_call import BATCH_PRIORITY, AsgiApp, post, wait_of
+from deployments.router.serve.handle_call import AsgiApp, post, wait_of
+from engine.messages import BATCH_PRIORITY
 
 # The stage adds these to a row's `request_kwargs`.
 _OF_STAGE = ("request_id", "idx_in_batch")

@@ -22,7 +22,7 @@ from deployments.api.key_limits import KeyLimits
 from deployments.api.options import ApiOptions
 from deployments.cli.batch import run
 from deployments.router.batch_worker import BatchWorker, asker
-from deployments.router.serve.handle_call import BATCH_PRIORITY
+from engine.messages import BATCH_PRIORITY
 from tests.deployments.api.asgi import COMPLETION, Client, Reply
 from tests.deployments.api.pooling.test_embeddings import POOLING
 from tests.deployments.api.server import serve

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.router.serve import ray_data
-from deployments.router.serve.handle_call import BATCH_PRIORITY
 from deployments.router.serve.ray_data import answer_row
 from engine.errors import MantaError, Overloaded
+from engine.messages import BATCH_PRIORITY
 from engine.pooling import Pooling
 from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend
 

@@ -2,6 +2,7 @@
 runs and the planted faults all drive it."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from engine.batch import Batch
@@ -180,7 +181,9 @@ class Driver:
             assert self._patience > 0, "the first of the queue starves"
 
 
-def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
+def random_run(
+    seed: int, steps: int = 120, priorities: Sequence[int] = (0, 0, 1), **changes: Any
+) -> Driver:
     """A random life of an engine: shared prefixes, salts, adapters, priorities, aborts, long and
     short, failing and unlimited requests, resets. Returns the driver after `finish`."""
     rng = random.Random(seed)
@@ -201,7 +204,7 @@ def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
                 "seed": rng.choice([1, 2, 3, 13]),
                 "cache_salt": rng.choice(["", "", "tenant"]),
                 "adapter": rng.choice(adapters),
-                "priority": rng.choice([0, 0, 1]),
+                "priority": rng.choice(priorities),
                 "ignore_eos": rng.random() < 0.3,
             }
             if rng.random() < 0.2:

@@ -1,0 +1,253 @@
+"""Batch work beside interactive requests, in virtual time.
+
+Routers, replica server and scheduler are the service's own; the device's steps take what a `Speed`
+says. Interactive requests arrive as a Poisson process, at a share of the rate that a full engine
+answers. Rows of a dataset, as Ray Data's Serve stage sends them, are at all times more than the
+engine has slots. The same arrivals run without rows and with them:
+
+p99_ttft: 99th percentile of the interactive requests' time to first token, with rows and without.
+idle_used: output tokens/s of the rows, against the idle share of what the rows have alone.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from bench.simulate.fleet import virtual_time
+from bench.simulate.fleet.core_engine import CoreEngine
+from bench.simulate.fleet.replica import Speed
+from bench.simulate.overload import Service
+from bench.simulate.routing import RoutingRow
+from deployments.backend import GenerationRequest
+from deployments.router.dispatcher import Dispatcher
+from deployments.router.models.model_settings import DispatchLimits
+from engine.errors import Overloaded
+from engine.messages import BATCH_PRIORITY
+from engine.sampling_params import SamplingParams
+
+SEED = 1
+LOADS = (0.3, 0.6, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class BesideCase:
+    """An engine and the median lengths of its requests, in tokens.
+
+    seconds: virtual seconds of a run, of which the first fifth does not count.
+    """
+
+    speed: Speed
+    prompt: int
+    output: int
+    row_prompt: int
+    row_output: int
+    seconds: float
+
+
+# Costs of a step, a sequence and a prompt token as `calibrate` has measured them.
+CASES = {
+    "default": BesideCase(
+        Speed("cpu", 0.0108, 0.00051, 0.00116, 60_000, 64, 512), 100, 30, 60, 20, 200.0
+    ),
+    "llama-8b": BesideCase(
+        Speed("gpu", 0.0043, 0.00005, 0.00002, 780_000, 256, 2048, ahead=True),
+        600,
+        150,
+        300,
+        100,
+        30.0,
+    ),
+}
+
+
+@dataclass
+class BesideRun:
+    """The outcome of a run.
+
+    seconds: virtual time that counts.
+    firsts: seconds to the first token of each interactive request of that time.
+    answers: interactive requests that ended in it. refused: those that the router refused.
+    rows, row_tokens: rows of the dataset that ended in it, and output tokens of rows.
+    preemptions: of the whole run.
+    """
+
+    seconds: float
+    firsts: list[float] = field(default_factory=list)
+    answers: int = 0
+    row_tokens: int = 0
+    rows: int = 0
+    refused: int = 0
+    preemptions: int = 0
+
+    @property
+    def p99(self) -> float:
+        ordered = sorted(self.firsts)
+        return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0
+
+
+def _length(dice: Random, median: int) -> int:
+    return max(4, min(int(median * math.exp(dice.gauss(0, 0.7))), 8192))
+
+
+class _Load:
+    """The requests of a run at one router."""
+
+    def __init__(self, router: Dispatcher, case: BesideCase, outcome: BesideRun) -> None:
+        self._router, self._case, self._outcome = router, case, outcome
+        self._loop = asyncio.get_running_loop()
+        self.began = self._loop.time()
+        self._counts_from = self.began + 0.2 * case.seconds
+        self.end = self.began + case.seconds
+        self._number = 0
+
+    def _counts(self) -> bool:
+        return self._counts_from <= self._loop.time() < self.end
+
+    def _request(self, prompt: int, output: int, **fields: Any) -> GenerationRequest:
+        self._number += 1  # no two prompts share a block
+        ids = [3 + self._number % 991, 3 + self._number // 991 % 991] + [5] * (prompt - 2)
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        return GenerationRequest(f"q{self._number}", "m", ids, params, seed=1, **fields)
+
+    async def ask(self, prompt: int, output: int) -> None:
+        """Send an interactive request."""
+        at, first, counts = self._loop.time(), 0.0, self._counts()
+        try:
+            self._router.admit("")
+            inflight = self._router.generate(self._request(prompt, output))
+            while await inflight.next():
+                if not first and counts:
+                    first = self._loop.time() - at
+                    self._outcome.firsts.append(first)
+        except Overloaded as refusal:
+            self._outcome.refused += counts
+            await asyncio.sleep(refusal.retry_after or 1.0)  # as a user waits; others are gone
+            return
+        self._outcome.answers += self._counts()
+
+    async def user(self, dice: Random) -> None:
+        """Ask for one answer after the other."""
+        while self._loop.time() < self.end:
+            await self.ask(_length(dice, self._case.prompt), _length(dice, self._case.output))
+
+    async def rows(self, dice: Random) -> None:
+        """Send a dataset's rows one after the other, as `router.serve.ray_data` does."""
+        while self._loop.time() < self.end:
+            prompt = _length(dice, self._case.row_prompt)
+            output = _length(dice, self._case.row_output)
+            place = {"key": "ray-data", "priority": BATCH_PRIORITY}
+            while self._loop.time() < self.end:
+                try:
+                    self._router.admit("ray-data")
+                    inflight = self._router.generate(self._request(prompt, output, **place))
+                    while items := await inflight.next():
+                        if self._counts():
+                            self._outcome.row_tokens += sum(
+                                len(item.token_ids) for _, item in items
+                            )
+                    self._outcome.rows += self._counts()
+                    break
+                except Overloaded as refusal:
+                    wait = max(1.0, refusal.retry_after or 1.0)
+                    await asyncio.sleep(min(wait, 60.0) * (1 + dice.random() / 4))
+
+
+async def _run(case: BesideCase, rate: float, users: int, rows: int) -> BesideRun:
+    service = Service([case.speed], 1, DispatchLimits(), CoreEngine)
+    await service.start()
+    (router,) = service.routers
+    router.random.seed(SEED)
+    outcome = BesideRun(0.8 * case.seconds)
+    load = _Load(router, case, outcome)
+    tasks = [asyncio.create_task(load.user(Random(number))) for number in range(users)]
+    tasks += [asyncio.create_task(load.rows(Random(1000 + number))) for number in range(rows)]
+    dice, loop, due = Random(SEED), asyncio.get_running_loop(), load.began
+    while rate and (due := due + dice.expovariate(rate)) < load.end:
+        lengths = _length(dice, case.prompt), _length(dice, case.output)
+        await asyncio.sleep(due - loop.time())
+        tasks.append(loop.create_task(load.ask(*lengths)))
+    await asyncio.sleep(load.end - loop.time())
+    outcome.preemptions = service.engines[0].core.scheduler.counters.preemptions
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await service.stop()
+    return outcome
+
+
+def run(case: BesideCase, rate: float = 0.0, users: int = 0, rows: int = 0) -> BesideRun:
+    """Simulate a case.
+
+    rate: interactive requests per second.
+    users: interactive users who ask again once they have an answer.
+    rows: rows of a dataset in flight.
+    """
+    return virtual_time.run(_run(case, rate, users, rows))
+
+
+def measure(name: str, loads: tuple[float, ...] = LOADS) -> Iterator[tuple[str, BesideRun]]:
+    """Yield the runs of a case by name: full of either kind, then each load without and with
+    rows."""
+    case = CASES[name]
+    slots = case.speed.max_num_seqs
+    full = run(case, users=slots)
+    yield f"{name}/full", full
+    yield f"{name}/rows alone", run(case, rows=3 * slots)
+    for load in loads:
+        rate = load * full.answers / full.seconds
+        yield f"{name}/{load:g}/without", run(case, rate)
+        yield f"{name}/{load:g}/with", run(case, rate, rows=3 * slots)
+
+
+def all_rows(quick: bool = False) -> tuple[list[RoutingRow], list[dict[str, Any]]]:
+    """Return the table of all cases, and a line for each run. quick: the first case."""
+    runs: dict[str, BesideRun] = {}
+    rows: list[RoutingRow] = []
+    for name in ("default",) if quick else CASES:
+        runs |= measure(name)
+        alone = runs[f"{name}/rows alone"].row_tokens
+        for load in LOADS:
+            row = f"{name}/{load:g}"
+            without, beside = runs[f"{row}/without"], runs[f"{row}/with"]
+            ratio = beside.p99 / without.p99
+            note = f"{len(beside.firsts)} requests, {beside.refused} of them refused"
+            rows.append(
+                RoutingRow(
+                    f"beside/{row}/p99_ttft",
+                    round(beside.p99, 4),
+                    round(without.p99, 4),
+                    "s",
+                    round(ratio, 3),
+                    note,
+                )
+            )
+            tokens = beside.row_tokens / beside.seconds
+            idle = (1 - load) * alone / beside.seconds
+            note = f"{beside.preemptions} preemptions"
+            rows.append(
+                RoutingRow(
+                    f"beside/{row}/idle_used",
+                    round(tokens, 1),
+                    round(idle, 1),
+                    "tokens/s",
+                    round(tokens / idle, 3),
+                    note,
+                )
+            )
+    return rows, [_line(name, outcome) for name, outcome in runs.items()]
+
+
+def _line(name: str, outcome: BesideRun) -> dict[str, Any]:
+    return {
+        "case": name,
+        "seconds": outcome.seconds,
+        "answers": outcome.answers,
+        "refused": outcome.refused,
+        "row_tokens": outcome.row_tokens,
+        "rows": outcome.rows,
+        "preemptions": outcome.preemptions,
+        "first_s": [round(first, 4) for first in outcome.firsts],
+    }

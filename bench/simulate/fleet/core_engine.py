@@ -1,0 +1,145 @@
+"""CoreEngine: the real scheduling of an engine on a simulated device, behind a real ReplicaServer
+in virtual time.
+
+A step takes what `Speed` says of its decodes, samples and prompt tokens. Like the engine's loop it
+accepts requests only between two calls of `EngineCore.step`, whose results are published when the
+device would have computed them.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench.simulate.fleet.replica import Speed
+from engine.batch import Batch, StepResult
+from engine.config.engine_config import EngineConfig
+from engine.errors import MantaError
+from engine.messages import AdapterInfo, Delta, EngineRequest, EngineStats, Pulse, Ready, StepFrame
+from engine.scheduling.core import CoreConfig, EngineCore
+
+_CONTEXT, _VOCABULARY, _BLOCK = 32768, 1000, 16
+
+
+class _Step:
+    """A launched step, which is done at `end`."""
+
+    def __init__(self, device: "Device", batch: Batch, end: float) -> None:
+        self._device, self._end = device, end
+        self._result = StepResult(batch.step, [7] * sum(batch.samples))
+
+    def sample(self, masks: Any = None) -> None:
+        return None
+
+    def conclude(self) -> None:
+        return None
+
+    def wait(self) -> StepResult:
+        self._device.now = max(self._device.now, self._end)
+        return self._result
+
+
+class Device:
+    """A runner whose steps take virtual time, one after the other.
+
+    now: the time of the host, which `wait` moves to the end of a step.
+    """
+
+    def __init__(self, speed: Speed) -> None:
+        self._speed = speed
+        self._free = 0.0  # the end of the newest step
+        self.now = 0.0
+
+    def launch(self, batch: Batch) -> _Step:
+        speed, samples = self._speed, sum(batch.samples)
+        tokens = batch.num_tokens - batch.num_decodes
+        seconds = speed.base + speed.sequence * samples + speed.token * tokens
+        self._free = max(self.now, self._free) + seconds
+        return _Step(self, batch, self._free)
+
+    def recover(self) -> bool:
+        return True
+
+    def shrink(self, num_blocks: int) -> None:
+        return None
+
+
+class CoreEngine:
+    """The part of an engine that replica/server.py uses, without aborts and adapters."""
+
+    alive = True
+    pid = 0
+    pulse = Pulse("step")
+
+    def __init__(
+        self, speed: Speed, on_frame: Callable[[StepFrame], None], _: Callable[[MantaError], None]
+    ) -> None:
+        self._speed = speed
+        self._device = Device(speed)
+        config = CoreConfig(
+            max_num_seqs=speed.max_num_seqs,
+            max_num_batched_tokens=speed.chunk,
+            max_model_len=_CONTEXT,
+            num_blocks=speed.kv_tokens // _BLOCK,
+            block_size=_BLOCK,
+            async_scheduling=speed.ahead,
+            vocab_size=_VOCABULARY,
+        )
+        self.core = EngineCore(config, self._device)
+        self._on_frame = on_frame
+        self._inbox: list[EngineRequest] = []
+        self._pulses = 0
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+
+    @property
+    def pulses(self) -> int:
+        """A liveness counter that grows at each read."""
+        self._pulses += 1
+        return self._pulses
+
+    async def start(self, config: EngineConfig) -> Ready:
+        blocks = self._speed.kv_tokens // _BLOCK
+        return Ready(_CONTEXT, _VOCABULARY, _BLOCK, blocks, [2], {}, "", self._speed.chunk)
+
+    def submit(self, request: EngineRequest) -> None:
+        self._inbox.append(request)
+        if self._timer is None:
+            self._timer = self._loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        self._timer = None
+        arrived, self._inbox = self._inbox, []
+        device = self._device
+        device.now = self._loop.time()
+        clocks = time.perf_counter, time.monotonic_ns
+        time.perf_counter = lambda: device.now
+        time.monotonic_ns = lambda: int(1e9 * device.now)
+        try:
+            for request in arrived:
+                self.core.add_request(request)
+            if not self.core.has_work():
+                return
+            deltas = self.core.step()
+            stats = self.core.stats()
+        finally:
+            time.perf_counter, time.monotonic_ns = clocks
+        taken = [request.id for request in arrived]
+        self._timer = self._loop.call_at(device.now, self._publish, stats, deltas, taken)
+
+    def _publish(self, stats: EngineStats, deltas: list[Delta], taken: list[int]) -> None:
+        self._on_frame(StepFrame(stats, deltas, taken=taken))
+        self._step()
+
+    def abort(self, ids: list[int]) -> None:
+        return None
+
+    async def add_adapter(self, name: str, folder: str, **_: Any) -> AdapterInfo:
+        raise NotImplementedError
+
+    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
