@@ -17,6 +17,8 @@ texts that are equal. On the CPU in float32 all are: tests/parity/test_speculati
 
 --host: without a model, the host's time of a step where nothing repeats, in microseconds: answers
 of 512 random tokens, one batch ahead, no device. Rows have a side's time divided by that of `off`.
+The side `model` has three drafts of a model for each request in each step, of which 1.33 are
+accepted.
 """
 
 import argparse
@@ -40,7 +42,11 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.drafts.speculation import Speculation
+from engine.speculation.computed import ComputedDrafter
+from engine.speculation.lengths import DraftRecord
+from engine.speculation.model_lengths import ModelLengths
 from engine.speculation.settings import read_speculation
+from engine.speculation.synthetic import SyntheticAcceptance
 from engine.text.tokenizer import Tokenizer
 
 SIDES: Mapping[str, Any] = {"off": "off", "own": {"method": "ngram"}, "auto": "auto"}
@@ -219,6 +225,17 @@ class DoneStep:
         return self._result
 
 
+class ThreeDrafts(ModelLengths):
+    """A controller that does its work, and then chooses three drafts."""
+
+    def begin_step(self, entries: int) -> int:
+        return max(3, super().begin_step(entries))
+
+    def worth(self, records: Sequence[DraftRecord], lengths: Sequence[int]) -> list[int]:
+        super().worth(records, lengths)
+        return list(lengths)
+
+
 class HostSide:
     """An engine core without a device, in which `streams` requests always run."""
 
@@ -227,13 +244,17 @@ class HostSide:
         config = CoreConfig(
             num_blocks=streams * most // 16,
             block_size=16,
-            max_num_seqs=2 * streams,
+            max_num_seqs=4 * streams,
             max_num_batched_tokens=2048,
             max_model_len=most,
             vocab_size=128_000,
         )
         self._runner = NoDevice()
-        drafts = Speculation.of(read_speculation(speculation))
+        if speculation == "model":
+            rates = SyntheticAcceptance((0.75, 0.55, 0.4))
+            drafts = Speculation(ComputedDrafter(), ThreeDrafts(3), rates)
+        else:
+            drafts = Speculation.of(read_speculation(speculation))
         self._core = EngineCore(config, self._runner, speculation=drafts)
         self._streams, self._added = streams, 0
 
@@ -257,7 +278,8 @@ class HostSide:
 def measure_host(streams: Sequence[int], rounds: int) -> Iterator[Line]:
     """Yield a line for each side and number of streams: the median of turns of 256 steps."""
     for count in streams:
-        sides = {name: HostSide(value, count) for name, value in SIDES.items()}
+        values = {**SIDES, "model": "model"}
+        sides = {name: HostSide(value, count) for name, value in values.items()}
         gc.collect()
         turns: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(8 * rounds + 4):

@@ -71,25 +71,8 @@ class PrefixCopy:
     kv_rank: int = 0  # the rank that has these blocks, as in NewRow
 
 
-@dataclass(slots=True)
-class Proposal:
-    """A row whose next tokens a step drafts; see engine/runner/drafts/drafting.py.
-
-    entry: the row's decode, or its chunk that samples.
-    first_draft: entry of the first of `drafts`; has no meaning without any.
-    verified: number of the row's drafts in this step. Where some are accepted, the new drafts
-        follow these.
-    count: number of new drafts, at least 1. The row has blocks for as many further tokens.
-    synthetic: how many drafts of this step count as accepted, whatever was sampled; -1 = those
-        that equal the samples.
-    """
-
-    row: int
-    entry: int
-    first_draft: int
-    verified: int
-    count: int
-    synthetic: int = -1
+# Lines of `Batch.proposals`
+ROW, POSITION, ENTRY, FIRST_DRAFT, COUNT, VERIFIED, SYNTHETIC = range(7)
 
 
 @dataclass(slots=True)
@@ -111,9 +94,16 @@ class Batch:
     # (row, position of the first id, draft ids): written into rows before anything reads them; of a
     # model's drafts, which are there already, all ids are ON_DEVICE
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    # Rows to draft for after sampling. The next step is launched when the samples are known, while
-    # the drafts are still computed.
-    proposals: list[Proposal] = field(default_factory=list)
+    # Rows to draft for after sampling, [7, rows] int64. The next step is launched when the samples
+    # are known, while the drafts are still computed. Lines:
+    #   ROW, POSITION   the row, and the position of the last token that its entry computes
+    #   ENTRY           its decode, or its chunk that samples
+    #   FIRST_DRAFT     entry of the first of its drafts; has no meaning without any
+    #   COUNT           new drafts, at least 1; the row has blocks for as many further tokens
+    #   VERIFIED        its drafts in this step; where some are accepted, the new ones follow these
+    #   SYNTHETIC       how many of these count as accepted, whatever was sampled; -1 = those that
+    #                   equal the samples
+    proposals: "NDArray[np.int64] | None" = None
     # whether no draft is due for long, so that a drafter need not read this step's tokens
     dormant: bool = False
     prefixes: list[PrefixCopy] = field(default_factory=list)  # copied before anything reads them
@@ -166,8 +156,9 @@ class StepResult:
     routes: entry index -> the experts of each of the chunk's tokens, [length, num_layers, chosen],
         where the request asked for them.
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
-    drafts: returns the new drafts of each of the batch's proposals, in their order. It waits for
-        their computation, which is done before the next step's samples.
+    drafts: returns the new drafts of the batch's proposals [proposals, most]; those after a
+        proposal's count have no meaning. It waits for their computation, which is done before the
+        next step's samples.
     encode_seconds: time that encodes of images took which have ended since the last result.
     encode_wait: the part of it in which steps waited for these encodes.
     """
@@ -179,6 +170,6 @@ class StepResult:
     pooled: "Mapping[int, NDArray[np.float32]]" = field(default_factory=dict)
     routes: "Mapping[int, NDArray[np.integer]]" = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
-    drafts: Callable[[], Sequence[Sequence[int]]] = tuple
+    drafts: "Callable[[], NDArray[np.int64] | Sequence[Sequence[int]]]" = tuple
     encode_seconds: float = 0.0
     encode_wait: float = 0.0

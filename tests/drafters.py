@@ -89,13 +89,15 @@ class ListedLengths(DraftLengths):
     def limit(self, record: DraftRecord) -> int:
         return self._now
 
-    def worth(self, record: DraftRecord, length: int) -> int:
-        return length
+    def worth(self, records: Sequence[DraftRecord], lengths: Sequence[int]) -> list[int]:
+        return list(lengths)
 
-    def observe_drafts(self, record: DraftRecord, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted
-        self.drafted += drafted
-        self.accepted += accepted
+    def observe_drafts(
+        self, records: Sequence[DraftRecord], drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        assert all(0 <= right <= count for right, count in zip(accepted, drafted, strict=True))
+        self.drafted += sum(drafted)
+        self.accepted += sum(accepted)
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
         self.steps.append((entries, drafts))
@@ -143,12 +145,13 @@ def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
     def watched(
         self: Speculation,
-        proposals: Sequence[tuple[Request, int]],
+        requests: Sequence[Request],
+        counts: Sequence[int],
         read: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
-        for (request, _), drafts in zip(proposals, read(), strict=True):
-            seen.append((request.token_ids.copy(), list(drafts)))
-        receive(self, proposals, read)
+        for request, count, drafts in zip(requests, counts, read(), strict=True):
+            seen.append((request.token_ids.copy(), [int(token) for token in drafts[:count]]))
+        receive(self, requests, counts, read)
 
     monkeypatch.setattr(Speculation, "receive", watched)
     return seen

@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgspec
 import numpy as np
 
-from engine.batch import Batch, NewRow, PrefixCopy, Proposal, StepResult, TokenLogprobs
+from engine.batch import Batch, NewRow, PrefixCopy, StepResult, TokenLogprobs
 from engine.config.kv_groups import KVKind
 from engine.errors import AdapterError
 from engine.images.image import Image
@@ -159,6 +159,24 @@ def make_prompt(*parts: int | list[int]) -> dict[str, Any]:
     return {"prompt": tokens, "images": images}
 
 
+class Proposal(NamedTuple):
+    """A column of `Batch.proposals`."""
+
+    row: int
+    position: int
+    entry: int
+    first_draft: int
+    count: int
+    verified: int
+    synthetic: int
+
+
+def proposals_of(batch: Batch) -> list[Proposal]:
+    """Return a batch's proposals by row."""
+    table = batch.proposals
+    return [] if table is None else [Proposal(*column) for column in table.T.tolist()]
+
+
 @dataclass
 class _Step:
     """A launched batch, copied: nothing the scheduler does later may reach it."""
@@ -271,7 +289,7 @@ class FakeRunner:
             list(batch.saved_states),
             list(batch.resumed_states),
             list(batch.masked),
-            list(batch.proposals),
+            proposals_of(batch),
             list(batch.images),
             list(batch.dropped_images),
             list(batch.ahead_images),
@@ -314,7 +332,8 @@ class FakeRunner:
                 if samples and not step.concluded
             }
             assert unknown.isdisjoint(batch.rows), "the last token is not known where it is needed"
-        assert not (batch.proposals and self.in_flight), "drafts for a text that is not known"
+        proposals = proposals_of(batch)
+        assert not (proposals and self.in_flight), "drafts for a text that is not known"
         for new in batch.new_rows:
             assert new.row not in busy, "a row was given away while a step uses it"
             self.launch_table[new.row] = {}
@@ -334,12 +353,13 @@ class FakeRunner:
                     at = (index if kind.by_position else 0) * self.groups + group
                     block = self.launch_table[row][at]
                     assert written.setdefault(block, row) == row, "two requests write one block"
-        proposed = [proposal.row for proposal in batch.proposals]
+        proposed = [proposal.row for proposal in proposals]
         assert len({*proposed}) == len(proposed), "a row gets drafts twice"
         verified = {row: (first, drafts) for row, first, drafts in batch.drafts}
-        for proposal in batch.proposals:
+        for proposal in proposals:
             row, entry = proposal.row, proposal.entry
             end = batch.starts[entry] + batch.lengths[entry]
+            assert proposal.position == end - 1
             assert batch.rows[entry] == row and batch.samples[entry] and proposal.count > 0
             first, own = verified.get(row, (end, ()))
             assert first == end and len(own) == proposal.verified
@@ -516,7 +536,8 @@ class FakeRunner:
         result.logprobs, result.prompt_logprobs, result.errors = logprobs, prompt_logprobs, errors
         drafted = [self._draft(step, p, verified.get(p.row, ())) for p in step.proposals]
         self.computed = {p.row: ids for p, ids in zip(step.proposals, drafted, strict=True)}
-        result.drafts = lambda: drafted
+        most = max((p.count for p in step.proposals), default=0)
+        result.drafts = lambda: [ids + [-1] * (most - len(ids)) for ids in drafted]
         return result
 
     def _draft(self, step: _Step, proposal: Proposal, verified: Sequence[int]) -> list[int]:

@@ -158,7 +158,7 @@ class ModelRunner:
             metas, read = hidden.metas or (), hidden.read
             states = hidden.states if hidden.every is None else hidden.every
             assert metas or read is not None
-            drafting.add_to(result, batch, drafting.launch(batch, metas, states, read))
+            drafting.add_to(result, drafting.launch(batch, metas, states, read))
 
         sample = result.unsampled
         if sample is None:

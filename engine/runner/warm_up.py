@@ -6,9 +6,10 @@ It runs the largest step, compiles the kernels that will be launched, and captur
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from engine.batch import Batch, Proposal
+from engine.batch import COUNT, ENTRY, FIRST_DRAFT, ROW, SYNTHETIC, Batch
 from engine.runner.drafts.drafting import Drafting
 from engine.runner.drafts.graphs import Record, Recorder
 from engine.runner.launch.graphs import StepGraphs
@@ -171,7 +172,9 @@ def _warm_up_drafts(runner: ModelRunner, drafting: Drafting) -> None:
     for count in dict.fromkeys((*range(1, min(pad, FEW_ROWS) + 1), pad)):
         batch = Batch(-1, [pad] * count, [0] * count, [1] * count, [True] * count)
         batch.num_decodes = count
-        batch.proposals = [Proposal(pad, entry, entry, 0, 2) for entry in range(count)]
+        table = batch.proposals = np.zeros((7, count), np.int64)
+        table[ROW], table[COUNT], table[SYNTHETIC] = pad, 2, -1
+        table[[ENTRY, FIRST_DRAFT]] = np.arange(count)
         step = forward.inputs.assemble(batch)
         hidden, tapped = forward.run_step(step), forward.tapped()
         drafting.launch(batch, step.metas, hidden if tapped is None else tapped)

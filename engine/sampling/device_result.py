@@ -5,7 +5,6 @@ Its `wait` waits for the device and returns the StepResult.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import torch
@@ -29,9 +28,7 @@ class DeviceResult:
     pooled: "tuple[list[int], Tensor] | None" = None  # (entries, [hidden_size] float32 of each)
     # (entry, the experts of its tokens [length, num_layers, chosen])
     routes: list[tuple[int, Tensor]] = field(default_factory=list)
-    # new drafts [proposals, most] int64 on the host, and how many of each count
-    drafts: Tensor | None = None
-    draft_counts: Sequence[int] = ()
+    drafts: Tensor | None = None  # new drafts [proposals, most] int64 on the host
     drafted: "torch.cuda.Event | None" = None  # when the drafts are on the host
     # Launches the sampling once the masks have come; None: it was launched.
     unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
@@ -70,7 +67,7 @@ class DeviceResult:
                 if token < 0
             }
         if self.drafts is not None:
-            result.drafts = cache(self._read_drafts)
+            result.drafts = self._read_drafts
         if self.logprobs is not None:
             result.logprobs = {
                 self._entry(i): item for i, item in self.logprobs.items(tokens) if item is not None
@@ -91,13 +88,12 @@ class DeviceResult:
                     result.errors = {**result.errors, entry: why}
         return result
 
-    def _read_drafts(self) -> list[list[int]]:
+    def _read_drafts(self) -> NDArray[np.int64]:
         """Block until the drafts are computed, and return those of each proposal."""
         assert self.drafts is not None
         if self.drafted is not None:
             self.drafted.synchronize()
-        lines = zip(self.drafts.tolist(), self.draft_counts, strict=True)
-        return [line[:count] for line, count in lines]
+        return self.drafts.numpy()
 
     def _entry(self, sample: int) -> int:
         return sample if self.entries is None else self.entries[sample]

@@ -3,7 +3,7 @@
 The order of operations is that of `SamplingParams`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -178,20 +178,19 @@ class Sampler:
         """Upload staged rows, asynchronously; call it before replaying a captured `sample`."""
         self._rows.flush()
 
-    def plan(self, rows: list[int]) -> SamplePlan:
+    def plan(self, rows: Collection[int]) -> SamplePlan:
         """Return the cheapest plan with all that the given rows' sampling parameters need."""
-        needs, logprobs = 0, -1
-        for row in rows:
-            needs |= self._rows.needs[row]
-            logprobs = max(logprobs, self._rows.logprobs[row])
+        needs = 0
+        for bits in set(map(self._rows.needs.__getitem__, rows)):
+            needs |= bits
         return SamplePlan(
             sampled=bool(needs & SAMPLED),
             filtered=bool(needs & FILTERED),
             biased=bool(needs & BIASED),
             penalised=bool(needs & PENALISED),
             banned=bool(needs & BANNED),
-            logprobs=logprobs,
-            processed=any(self._rows.processed[row] for row in rows),
+            logprobs=max(map(self._rows.logprobs.__getitem__, rows), default=-1),
+            processed=any(map(self._rows.processed.__getitem__, rows)),
         )
 
     def best(self, logits: Tensor, rows: Tensor) -> Tensor:

@@ -149,7 +149,8 @@ class StepSampler:
     def samples_of(self, batch: Batch) -> StepSamples:
         """Return the entries of the batch that sample."""
         if batch.num_decodes == len(batch.rows):
-            return StepSamples(batch.rows, None, self.sampler.plan(batch.rows))
+            rows = set(batch.rows) if batch.drafts else batch.rows
+            return StepSamples(batch.rows, None, self.sampler.plan(rows))
         entries = [entry for entry, samples in enumerate(batch.samples) if samples]
         rows = [batch.rows[entry] for entry in entries]
         return StepSamples(rows, entries, self.sampler.plan(rows))

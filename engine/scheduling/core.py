@@ -542,7 +542,7 @@ def _constraints(launched: LaunchedStep) -> list[Constraint]:
     """Return the constraints of the step's constrained entries, then of their drafts, in order."""
     constraints = [launched.requests[entry].constraint for entry in launched.constrained]
     known = [constraint for constraint in constraints if constraint is not None]
-    return known + [later for _, later in launched.later]
+    return known + [later for *_, later in launched.later]
 
 
 def _of_states(scheduler: Scheduler) -> dict[str, int]:

@@ -11,6 +11,9 @@ the step at which they happen:
  it needs a new block at           t = positions * block_size - base        -> _block_due[t]
  it samples its last token at      t = limit - 2 - base                     -> _last_sample[t]
 
+With drafts, positions of a request also grow by those that were accepted (`advance`). Then the
+events of the next step are found by a look at each member, and the tables are made again once no
+member has advanced.
 A request that cannot run in a step has to leave (see `Scheduler`), and may join again later.
 """
 
@@ -45,6 +48,9 @@ class DecodeGroup:
         # block_size steps. Last samples may be far in the future, so `leave` removes their entries.
         self._block_due: dict[int, list[Request]] = {}
         self._last_sample: dict[int, dict[Request, None]] = {}
+        # Whether members have advanced since the last step, and whether the tables above are empty
+        # because of it.
+        self._advanced = self._scattered = False
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -75,8 +81,7 @@ class DecodeGroup:
         self._sum_of_bases += base
         self.ids.append(request.id)
         self.token_lists.append(request.token_ids)
-        self._expect_block(request)
-        self._last_sample.setdefault(request.limit - 2 - base, {})[request] = None
+        self._expect_events(request)
 
     def leave(self, request: Request) -> None:
         """Remove a request before the next step, and set its num_computed; the caller sets its
@@ -96,32 +101,36 @@ class DecodeGroup:
             if not members:
                 del self._last_sample[key]
 
-    def advance(self, request: Request, count: int) -> None:
-        """Move a member forward between steps, by tokens that were accepted beyond its decode's."""
-        base = request.base
-        key = request.limit - 2 - base
-        members = self._last_sample.get(key)
-        if members is not None:  # else `last_samples` has returned it
-            members.pop(request, None)
-            if not members:
-                del self._last_sample[key]
-        self._last_sample.setdefault(key - count, {})[request] = None
-        base += count
-        request.base = self.bases[request.group_index] = base
-        self._sum_of_bases += count
-        # as `_expect_block`, without a call for each request
-        due = len(request.blocks) // self._num_groups * self._block_size - base
-        self._block_due.setdefault(due, []).append(request)
+    def advance(self, members: Sequence[tuple[Request, int]]) -> None:
+        """Move members forward between steps.
+
+        members: with the tokens that each accepted beyond its decode's.
+        """
+        bases = self.bases
+        for request, count in members:
+            bases[request.group_index] = request.base = request.base + count
+            self._sum_of_bases += count
+        self._advanced = self._scattered = True
+        self._block_due.clear()
+        self._last_sample.clear()
 
     def block_due(self, step_index: int) -> list[Request]:
         """Return the members that need a new block for their token of this step.
 
         Call once a step.
         """
+        size, groups = self._block_size, self._num_groups
+        if self._advanced:
+            self._advanced = False
+            at = step_index
+            return [r for r in self.requests if r.base + at == len(r.blocks) // groups * size]
+        if self._scattered:
+            self._scattered = False
+            for request in self.requests:
+                self._expect_events(request)
         due = self._block_due.pop(step_index, None)
         if due is None:
             return []
-        size, groups = self._block_size, self._num_groups
         members = [
             r
             for r in due
@@ -137,9 +146,20 @@ class DecodeGroup:
 
     def last_samples(self) -> list[Request]:
         """Return the members whose last token this step samples. Call once a step."""
-        return list(self._last_sample.pop(self.step_index, ()))
+        index = self.step_index
+        if self._scattered:
+            return [r for r in self.requests if r.limit - 2 - r.base == index]
+        return list(self._last_sample.pop(index, ()))
+
+    def _expect_events(self, request: Request) -> None:
+        if self._scattered:
+            return
+        self._expect_block(request)
+        self._last_sample.setdefault(request.limit - 2 - request.base, {})[request] = None
 
     def _expect_block(self, request: Request) -> None:
+        if self._scattered:
+            return
         due = len(request.blocks) // self._num_groups * self._block_size - request.base
         self._block_due.setdefault(due, []).append(request)
 

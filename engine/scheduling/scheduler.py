@@ -562,11 +562,13 @@ class Scheduler(RequestPhases):
         if launched.num_drafts:  # drafts' entries lie between the other decodes and the chunks
             first, count = launched.decodes - launched.num_drafts, launched.num_drafts
             batch.masked = [entry if entry < first else entry + count for entry in entries]
-            for verification in launched.verifications:
-                constraints = verification.constraints[: len(verification.drafts)]
+            verifications = launched.verifications
+            assert verifications is not None
+            for index, length in enumerate(verifications.lengths):
+                constraints = verifications.constraints.get(index, ())[:length]
                 batch.masked += range(first, first + len(constraints))
-                launched.later += [(verification, later) for later in constraints]
-                first += len(verification.drafts)
+                launched.later += [(index, at, later) for at, later in enumerate(constraints)]
+                first += length
 
     # ---- update --------------------------------------------------------------------------------
 

@@ -6,14 +6,28 @@ they run for every request in every step.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
-from engine.batch import Batch, Proposal, StepResult, TokenLogprobs
+import numpy as np
+
+from engine.batch import (
+    COUNT,
+    ENTRY,
+    FIRST_DRAFT,
+    POSITION,
+    ROW,
+    SYNTHETIC,
+    VERIFIED,
+    Batch,
+    StepResult,
+    TokenLogprobs,
+)
 from engine.messages import Delta
 from engine.scheduling.decode_group import DecodeGroup
-from engine.scheduling.drafts.speculation import Verification
+from engine.scheduling.drafts.verifications import Verifications
 from engine.scheduling.request import Request, RequestPhase
 
 if TYPE_CHECKING:
@@ -49,18 +63,20 @@ class LaunchedStep:
     micro_batch: int = 0  # number of the decode group
     began: float = 0.0  # time.perf_counter() at the launch
     decodes: int = 0  # decode entries, entries of drafts included
-    verifications: Sequence[Verification] = ()  # one a draft, in entries' order
+    verifications: Verifications | None = None
     context: int = 0  # tokens whose keys the decodes read
     num_drafts: int = 0
-    proposals: Sequence[tuple[Request, int]] = ()  # in the order of the batch's proposals
+    proposed: Sequence[Request] = ()  # for which the step computes drafts, in the batch's order
+    proposed_counts: Sequence[int] = ()  # how many drafts each gets
     prompt_tokens: int = 0  # tokens of its chunks
     num_images: int = 0  # images that it encodes
     ahead_tokens: int = 0  # embeddings that it encodes for later steps
     ahead: Sequence[Request] = ()  # the requests that need these
     some_ended: bool = False  # whether a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
-    # drafts' constraints, whose masks come after those of `constrained`
-    later: "list[tuple[Verification, Constraint]]" = field(default_factory=list)
+    # Drafts' constraints, whose masks come after those of `constrained`: (index among
+    # verifications, number of the draft, constraint)
+    later: "list[tuple[int, int, Constraint]]" = field(default_factory=list)
     awaits_masks: bool = False  # whether some constrained entries had an unknown last token
 
     def forbid_after(self, place: int) -> None:
@@ -68,11 +84,10 @@ class LaunchedStep:
 
         place: of the draft's constraint in `later`.
         """
-        verification, later = self.later[place]
-        before = next(
-            at for at, constraint in enumerate(verification.constraints) if constraint is later
-        )
-        verification.most = min(verification.most, before)
+        index, before, _ = self.later[place]
+        assert self.verifications is not None
+        most = self.verifications.most
+        most[index] = min(most.get(index, before), before)
 
     def accept(self, result: StepResult, end_tokens: set[int]) -> StepOutcome:
         """Append the token of each request that has not ended, and find the requests that end.
@@ -84,7 +99,7 @@ class LaunchedStep:
         """
         assert result.step == self.step
         drafted: _DraftResult | None = None
-        if self.verifications:
+        if self.verifications is not None:
             result, drafted = self._split(result)
         tokens, requests = result.tokens, self.requests
         assert len(tokens) == len(self.ids)
@@ -167,12 +182,16 @@ class LaunchedStep:
         """Split a result into the result without draft entries, and the result of draft entries."""
         first, stop = self.decodes - self.num_drafts, self.decodes
 
-        def without(items: Mapping[int, _Item]) -> dict[int, _Item]:
+        def without(items: Mapping[int, _Item]) -> Mapping[int, _Item]:
+            if not items:
+                return items
             earlier = {entry: item for entry, item in items.items() if entry < first}
             later = {entry: item for entry, item in items.items() if entry >= stop}
             return earlier | {entry - self.num_drafts: item for entry, item in later.items()}
 
-        def only(items: Mapping[int, _Item]) -> dict[int, _Item]:
+        def only(items: Mapping[int, _Item]) -> Mapping[int, _Item]:
+            if not items:
+                return items
             return {entry - first: item for entry, item in items.items() if first <= entry < stop}
 
         drafted = _DraftResult(
@@ -204,60 +223,81 @@ class LaunchedStep:
         tokens: the sampled tokens of entries that are not drafts.
         over: entries whose requests have ended or failed. The call adds to `failed` and `ended`.
         """
-        first = gained = 0
-        read: Callable[[], Sequence[Sequence[int]]] | None = None
-        computed: Sequence[Sequence[int]] = ()
-        for verification in self.verifications:
-            drafts, entry = verification.drafts, verification.entry
-            if verification.read is not None:
-                if verification.read is not read:  # one step has computed all of them
-                    read = verification.read
-                    computed = read()
-                drafts[:] = computed[verification.place][: len(drafts)]
-            sampled = drafted.tokens[first : first + len(drafts)]
-            accepted = verification.synthetic  # blocks may have cut drafts since
-            if accepted < 0:
-                accepted, token = 0, tokens[entry]
-                for draft, following in zip(drafts, sampled, strict=True):
-                    if draft != token:
-                        break
-                    accepted, token = accepted + 1, following
-            verification.accepted = accepted = min(accepted, len(drafts), verification.most)
-            if not accepted:
-                first += len(drafts)
+        verifications = self.verifications
+        assert verifications is not None
+        verifications.settle(tokens, drafted.tokens)
+        accepted, lengths = verifications.accepted, verifications.lengths
+        firsts = accumulate(lengths[:-1], initial=0)
+        verifications.gained = gained = [0] * len(accepted)
+        columns = verifications.requests, verifications.entries, firsts, accepted
+        rare = bool(over or drafted.logprobs or drafted.errors or self.constrained)
+        may_end = not end_tokens.isdisjoint(drafted.tokens)
+        for at, (request, entry, first, count) in enumerate(zip(*columns, strict=True)):
+            if not count:
                 continue
-            request, delta = verification.request, deltas[entry]
-            for at, token in enumerate(sampled[:accepted], start=first):
-                if entry in over:
-                    break
-                ends = False
-                stop_token: int | None = token
-                why = drafted.errors.get(at, "")
-                if request.constraint is not None and not why:
-                    try:
-                        ends, stop_token = _advance(request.constraint, token)
-                    except ValueError as error:
-                        why = str(error)
-                if why:
-                    failed[entry] = delta.error = why
-                    delta.finish = "error"
-                    over.add(entry)
-                    break
-                request.token_ids.append(token)
-                delta.token_ids.append(token)
-                if delta.logprobs is not None:
-                    delta.logprobs.append(drafted.logprobs[at])
-                verification.gained += 1
-                if ends or (token in end_tokens and request.stops_at(token)):
-                    delta.finish, delta.stop_token = "stop", stop_token
-                elif len(request.token_ids) == request.limit:
-                    delta.finish = "length"
-                else:
-                    continue
+            delta, new = deltas[entry], drafted.tokens[first : first + count]
+            if rare or (may_end and not end_tokens.isdisjoint(new)):
+                gained[at] = self._accept_each(
+                    drafted, request, delta, entry, range(first, first + count), over, failed, ended
+                )
+                continue
+            text = request.token_ids
+            text += new
+            delta.token_ids += new
+            gained[at] = count
+            if len(text) == request.limit:
+                delta.finish = "length"
                 ended.append(entry)
                 over.add(entry)
-            first += len(drafts)
-            gained += verification.gained
+        return sum(gained)
+
+    def _accept_each(
+        self,
+        drafted: "_DraftResult",
+        request: Request,
+        delta: Delta,
+        entry: int,
+        places: Iterable[int],
+        over: set[int],
+        failed: dict[int, str],
+        ended: list[int],
+    ) -> int:
+        """Append a request's accepted tokens one by one; return how many its text has got.
+
+        places: indices of the tokens in `drafted`.
+        over, failed, ended: as in `_accept_drafts`.
+        """
+        gained = 0
+        for at in places:
+            if entry in over:
+                break
+            token = drafted.tokens[at]
+            ends = False
+            stop_token: int | None = token
+            why = drafted.errors.get(at, "")
+            if request.constraint is not None and not why:
+                try:
+                    ends, stop_token = _advance(request.constraint, token)
+                except ValueError as error:
+                    why = str(error)
+            if why:
+                failed[entry] = delta.error = why
+                delta.finish = "error"
+                over.add(entry)
+                break
+            request.token_ids.append(token)
+            delta.token_ids.append(token)
+            if delta.logprobs is not None:
+                delta.logprobs.append(drafted.logprobs[at])
+            gained += 1
+            if ends or request.stops_at(token):
+                delta.finish, delta.stop_token = "stop", stop_token
+            elif len(request.token_ids) == request.limit:
+                delta.finish = "length"
+            else:
+                continue
+            ended.append(entry)
+            over.add(entry)
         return gained
 
     def _complete(
@@ -318,17 +358,15 @@ class SchedulerCounters:
         default_factory=list
     )  # drafts that were right, by position
 
-    def count_drafts(self, verifications: Sequence[Verification]) -> None:
+    def count_drafts(self, verifications: Verifications) -> None:
         """Count the decodes with drafts of a step."""
-        self.drafts += len(verifications)
-        counts = self.accepted_by_position
-        for verification in verifications:
-            drafted = len(verification.drafts)
-            self.draft_tokens += drafted
-            if drafted > len(counts):
-                counts += [0] * (drafted - len(counts))
-            for position in range(verification.accepted):
-                counts[position] += 1
+        lengths, counts = verifications.lengths, self.accepted_by_position
+        self.drafts += len(lengths)
+        self.draft_tokens += sum(lengths)
+        counts += [0] * (max(lengths) - len(counts))
+        for accepted, number in Counter(verifications.accepted).items():
+            for position in range(accepted):
+                counts[position] += number
 
 
 @dataclass(slots=True)
@@ -336,9 +374,10 @@ class StepBuilder:
     """A step while it is being built."""
 
     batch: Batch
-    verifications: list[Verification] = field(default_factory=list)
-    # (decoding request or request of a sampling chunk, how many new drafts the step computes)
-    proposals: list[tuple[Request, int]] = field(default_factory=list)
+    verifications: Verifications | None = None
+    # Indices of requests that get new drafts, among the group's and then those of sampling chunks,
+    # and how many each gets.
+    proposals: tuple[Sequence[int], Sequence[int]] = ((), ())
     joined: list[Request] = field(default_factory=list)  # requests that joined the decode group
     # (request, length) of each sampling chunk
     sampling: list[tuple[Request, int]] = field(default_factory=list)
@@ -369,9 +408,9 @@ class StepBuilder:
         starts = batch.starts
         requests, ids = group.requests.copy(), group.ids.copy()
         token_lists = group.token_lists.copy()
-        if self.verifications:
+        if self.verifications is not None:
             starts = batch.starts.copy()
-            context += self._add_drafts()
+            context += self._add_drafts(self.verifications)
             num_decodes = batch.num_decodes
         batch.lengths = [1] * num_decodes
         num_samples = num_decodes + len(self.sampling)
@@ -384,10 +423,11 @@ class StepBuilder:
             batch.starts.append(request.num_computed)
             batch.lengths.append(length)
             requests.append(request)
-        if self.verifications:
+        if self.verifications is not None:
             starts += batch.starts[num_decodes:]
-        if self.proposals:
-            self._add_proposals(num_decodes, num_decodes - len(group))
+        indices, counts = self.proposals
+        if indices:
+            self._add_proposals(len(group), indices, counts)
         return LaunchedStep(
             step,
             requests,
@@ -401,38 +441,53 @@ class StepBuilder:
             decodes=num_decodes,
             verifications=self.verifications,
             num_drafts=num_decodes - len(ids) + len(self.sampling),
-            proposals=self.proposals,
+            proposed=[requests[index] for index in indices] if indices else (),
+            proposed_counts=counts,
             context=context,
             prompt_tokens=self.chunk_tokens,
         )
 
-    def _add_drafts(self) -> int:
+    def _add_drafts(self, verifications: Verifications) -> int:
         """Add a decode for each draft; return the number of tokens whose keys these read."""
-        batch, context = self.batch, 0
-        for verification in self.verifications:
-            verification.entry = entry = verification.request.group_index
-            row, first, drafts = batch.rows[entry], batch.starts[entry] + 1, verification.drafts
-            batch.drafts.append((row, first, drafts))
-            batch.rows += [row] * len(drafts)
-            batch.starts += range(first, first + len(drafts))
-            context += sum(range(first + 1, first + 1 + len(drafts)))
+        batch = self.batch
+        entries, lengths = verifications.entries, np.asarray(verifications.lengths)
+        rows = [batch.rows[entry] for entry in entries]
+        firsts = [batch.starts[entry] + 1 for entry in entries]
+        batch.drafts = list(zip(rows, firsts, verifications.drafts, strict=True))
+        # positions of each request's drafts follow each other
+        skips = np.asarray(firsts) + lengths - lengths.cumsum()
+        positions = skips.repeat(lengths)
+        positions += np.arange(len(positions))
+        batch.rows += np.asarray(rows).repeat(lengths).tolist()
+        batch.starts += positions.tolist()
         batch.num_decodes = len(batch.rows)
-        return context
+        return int(positions.sum()) + len(positions)
 
-    def _add_proposals(self, num_decodes: int, num_drafts: int) -> None:
-        """Add the proposals to the batch, whose entries are complete."""
-        # request -> the entry of its first draft, their number, and of those accepted by chance
-        verified, at = dict[Request, tuple[int, int, int]](), num_decodes - num_drafts
-        for verification in self.verifications:
-            drafted = len(verification.drafts)
-            verified[verification.request] = at, drafted, min(verification.synthetic, drafted)
-            at += drafted
-        chunks = {request: num_decodes + i for i, (request, _) in enumerate(self.sampling)}
-        for request, count in self.proposals:
-            entry = request.group_index
-            if entry < 0:
-                entry = chunks[request]
-            first, drafted, synthetic = verified.get(request, (entry, 0, -1))
-            self.batch.proposals.append(
-                Proposal(request.row, entry, first, drafted, count, synthetic)
-            )
+    def _add_proposals(self, decodes: int, indices: Sequence[int], counts: Sequence[int]) -> None:
+        """Add the proposals to the batch, whose entries are complete.
+
+        decodes: the group's.
+        indices, counts: see `proposals`.
+        """
+        batch, verifications, first = self.batch, self.verifications, self.batch.num_decodes
+        chunks = range(first, first + len(self.sampling))
+        table = np.zeros((7, decodes + len(chunks)), np.int64)
+        table[ROW, :decodes], table[POSITION, :decodes] = (
+            batch.rows[:decodes],
+            batch.starts[:decodes],
+        )
+        table[ENTRY, :decodes] = np.arange(decodes)
+        for at, entry in enumerate(chunks, start=decodes):
+            last = batch.starts[entry] + batch.lengths[entry] - 1
+            table[: ENTRY + 1, at] = batch.rows[entry], last, entry
+        table[FIRST_DRAFT], table[SYNTHETIC] = table[ENTRY], -1
+        if verifications is not None:
+            entries, lengths = verifications.entries, np.asarray(verifications.lengths)
+            table[FIRST_DRAFT, entries] = decodes + lengths.cumsum() - lengths
+            table[VERIFIED, entries] = lengths
+            if verifications.synthetic is not None:
+                table[SYNTHETIC, entries] = np.minimum(verifications.synthetic, lengths)
+        if len(indices) < table.shape[1]:
+            table = table.take(indices, axis=1)  # lines stay contiguous
+        table[COUNT] = counts
+        batch.proposals = table

@@ -7,8 +7,8 @@ model_lengths.py decides about drafts of a model.
     if length := lengths.look_due():                    while it is 0: check one request, whether
         lengths.note_look(repeats)                      its last `length` tokens occur earlier
     drafts = source.propose(lengths.limit(record))
-    del drafts[lengths.worth(record, len(drafts)) :]    drop tokens that cost more than they gain
-    lengths.observe_drafts(record, drafted, accepted)   each verified draft (drafted >= 1)
+    [most] = lengths.worth([record], [len(drafts)])     drop tokens that cost more than they gain
+    lengths.observe_drafts([record], [drafted], [accepted])      verified drafts (drafted >= 1)
     lengths.observe_step(entries, drafts, seconds)      each step of decodes alone
 
 It decides twice, from figures that the engine measures:
@@ -23,6 +23,7 @@ It decides twice, from figures that the engine measures:
 """
 
 import math
+from collections.abc import Sequence
 
 # ---- Blocks and rests, in steps
 _SETTLING = 2  # unmeasured first steps of a block: a step of the block before may be in flight
@@ -285,11 +286,15 @@ class DraftLengths:
         """Return the most drafts of this request in the step that `begin_step` began."""
         return self._most if self._current.on else 0
 
-    def worth(self, record: DraftRecord, length: int) -> int:
-        """Return how many leading tokens of a request's draft gain more time than they cost.
+    def worth(self, records: Sequence[DraftRecord], lengths: Sequence[int]) -> list[int]:
+        """Return of each request how many leading tokens of its draft gain more time than they
+        cost.
 
-        length: tokens of the draft. It is at most `limit`.
+        lengths: tokens of the drafts, each at most `limit`.
         """
+        return list(map(self._worth, records, lengths))
+
+    def _worth(self, record: DraftRecord, length: int) -> int:
         if length == 0:
             return 0
         costs, entries = self._current, self._entries
@@ -314,8 +319,14 @@ class DraftLengths:
         self._probed = self._step
         return length
 
-    def observe_drafts(self, record: DraftRecord, drafted: int, accepted: int) -> None:
-        """Record that `accepted` of a request's `drafted` tokens were accepted."""
+    def observe_drafts(
+        self, records: Sequence[DraftRecord], drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Record how many of each request's drafted tokens were accepted."""
+        for request in zip(records, drafted, accepted, strict=True):
+            self._observe_draft(*request)
+
+    def _observe_draft(self, record: DraftRecord, drafted: int, accepted: int) -> None:
         hits = self._hits[max(drafted, record.proposed)]
         expected = 0.0
         for position in range(drafted):

@@ -9,6 +9,8 @@ soon once, as the first steps of new shapes take longer, and then rarely.
 """
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from statistics import median
 
 from engine.speculation.lengths import DraftRecord
@@ -207,21 +209,34 @@ class ModelLengths:
     def wake(self) -> None:
         """Do nothing: no text makes a model's drafts better."""
 
-    def worth(self, record: DraftRecord, length: int) -> int:
-        """Return how many drafts a request gets, at most `length`."""
-        poor = record.accepted < _POOR * record.expected and self._entries > 1
-        return min(length, 1 if poor else self._current.length)
+    def worth(self, records: Sequence[DraftRecord], lengths: Sequence[int]) -> list[int]:
+        """Return how many drafts each request gets, at most the given lengths."""
+        most, poor = self._current.length, _POOR if self._entries > 1 else -1.0
+        return [
+            (length if length < most else most) if record.accepted >= poor * record.expected else 1
+            for record, length in zip(records, lengths, strict=True)
+        ]
 
-    def observe_drafts(self, record: DraftRecord, drafted: int, accepted: int) -> None:
-        """Record that `accepted` of a request's `drafted` tokens were accepted."""
-        hits, expected, share = self._hits, 0.0, 1.0
-        for position in range(drafted):
-            share *= hits[position]
-            expected += share
-            if position <= accepted:
-                hits[position] += _HIT_WEIGHT * ((accepted > position) - hits[position])
-        record.expected = 0.9 * record.expected + expected
-        record.accepted = max(0.9 * record.accepted + accepted, 0.02 * record.expected)
+    def observe_drafts(
+        self, records: Sequence[DraftRecord], drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Record how many of each request's drafted tokens were accepted."""
+        gains, hits = self._gains(), self._hits
+        for record, count, right in zip(records, drafted, accepted, strict=True):
+            record.expected = expected = 0.9 * record.expected + gains[count]
+            known = 0.9 * record.accepted + right
+            least = 0.02 * expected
+            record.accepted = known if known > least else least
+        pairs = Counter(zip(drafted, accepted, strict=True))
+        for position in range(self._most):
+            tried = right = 0  # drafts at this position after accepted ones
+            for (count, last), number in pairs.items():
+                if count > position <= last:
+                    tried += number
+                    right += number * (last > position)
+            if tried:
+                weight = 1 - (1 - _HIT_WEIGHT) ** tried
+                hits[position] += weight * (right / tried - hits[position])
 
     def observe_forced(self, accepted: int) -> None:
         """Do nothing: what a grammar forces says nothing of a model's drafts."""

@@ -5,7 +5,8 @@ As many drafts are accepted as a hash of seed and position says, whatever they a
 with what the model sampled. It is not the text without speculation: this is for benchmarks alone.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -17,19 +18,17 @@ class SyntheticAcceptance:
     """
 
     def __init__(self, rates: Sequence[float]) -> None:
-        # of each draft and all before it, in units of the hash
-        self._limits = [round(share * 2**32) for share in accumulate(rates, mul)]
+        # of each draft and all before it, in units of the hash, the last first
+        self._least = [round(share * 2**32) for share in accumulate(rates, mul)][::-1]
 
-    def accepted(self, seed: int, choice: int, position: int, drafted: int) -> int:
-        """Return how many leading drafts are accepted, of those that begin at `position`."""
+    def accepted(self, places: Iterable[tuple[int, int, int]]) -> list[int]:
+        """Return how many leading drafts of each request are accepted, if it has as many.
+
+        places: seed, choice and the position where the drafts begin.
+        """
         # The hash of a tuple of integers is the same in all processes, and costs a step little.
-        number = hash((seed, choice, position)) & 0xFFFFFFFF
-        accepted = 0
-        for limit in self._limits[:drafted]:
-            if number >= limit:
-                break
-            accepted += 1
-        return accepted
+        least, most = self._least, len(self._least)
+        return [most - bisect_right(least, hash(place) & 0xFFFFFFFF) for place in places]
 
 
 class AnyDrafts:

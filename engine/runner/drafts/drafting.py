@@ -18,9 +18,10 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import COUNT, ENTRY, FIRST_DRAFT, POSITION, ROW, VERIFIED, Batch
 from engine.runner.drafts.graphs import DraftGraphs, Record, chain_sizes
 from engine.runner.drafts.passes import DraftPasses
 from engine.runner.inputs import CpuInputs, CudaInputs
@@ -92,11 +93,13 @@ class Drafting:
         if batch.dormant:
             return None
         rows = self.passes.read(metas, states) if read is None else read()
-        if not batch.proposals:
+        table = batch.proposals
+        if table is None:
             return None
-        ends = [*accumulate(batch.lengths)]
-        places = [(ends[p.entry] - 1, p.first_draft) for p in batch.proposals]
-        return self._propose(batch, rows, places)
+        if batch.num_decodes < len(batch.rows):  # tokens of chunks come after those of decodes
+            table = table.copy()
+            table[ENTRY] = np.cumsum(batch.lengths)[table[ENTRY]] - 1
+        return self._propose(table, rows)
 
     def _follow(self, batch: Batch) -> Tensor | None:
         """Run a draft model over tokens that it has not seen: of chunks, and of rows that are to
@@ -109,19 +112,21 @@ class Drafting:
             start = batch.starts[entry]
             spans[entry] = start, start + batch.lengths[entry]
             self._read[batch.rows[entry]] = spans[entry][1]
-        share = self._max_tokens - sum(end - start for start, end in spans.values())
-        share = max(0, share) // max(1, len(batch.proposals))
-        for proposal in batch.proposals:
-            entry, drafts = proposal.entry, proposal.verified
-            start, known = batch.starts[entry], batch.starts[entry] + batch.lengths[entry] + 1
-            end = known + drafts  # after the token that follows the last draft
-            if entry not in spans:
-                read = self._read[proposal.row]
-                # The newest token is read in any case. What is left out costs acceptance.
-                start = start if read < 0 else min(read, known - 1)
-                start = max(start, end - max(share, drafts + 2))
-            spans[entry] = start, end
-            self._read[proposal.row] = known
+        proposals = batch.proposals
+        if proposals is not None:
+            share = self._max_tokens - sum(end - start for start, end in spans.values())
+            share = max(0, share) // proposals.shape[1]
+            columns = proposals[[ROW, ENTRY, POSITION, VERIFIED]].T.tolist()
+            for row, entry, position, drafts in columns:
+                start, known = batch.starts[entry], position + 2
+                end = known + drafts  # after the token that follows the last draft
+                if entry not in spans:
+                    read = self._read[row]
+                    # The newest token is read in any case. What is left out costs acceptance.
+                    start = start if read < 0 else min(read, known - 1)
+                    start = max(start, end - max(share, drafts + 2))
+                spans[entry] = start, end
+                self._read[row] = known
         if not spans:
             return None
         starts = [start for start, _ in spans.values()]
@@ -131,34 +136,34 @@ class Drafting:
         step = self._inputs.assemble(Batch(batch.step, rows, starts, lengths, [True] * len(rows)))
         meta = step.metas[self.passes.group]
         out = self.passes.forward(step.token_ids.long(), step.token_ids, meta)
-        if not batch.proposals:
+        if proposals is None:
             return None
         ends = dict(zip(spans, accumulate(lengths), strict=True))
-        places = [(at := ends[p.entry] - 1 - p.verified, at + 1) for p in batch.proposals]
-        return self._propose(batch, out, places)
+        table = proposals.copy()
+        last = np.asarray([ends[entry] - 1 for entry in table[ENTRY].tolist()])
+        table[ENTRY] = last - table[VERIFIED]
+        table[FIRST_DRAFT] = table[ENTRY] + 1
+        return self._propose(table, out)
 
-    def _propose(self, batch: Batch, rows: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+    def _propose(self, host: NDArray[np.int64], rows: Tensor) -> Tensor:
         """Return the drafts of the batch's proposals.
 
+        host: the table of `DraftPasses`.
         rows: the drafter's rows of the tokens that it has read in this step.
-        places: of each proposal the indices in rows of the row that drafts if no draft of the step
-            is accepted, and if one is; that of more follow.
         """
         if self._like is None:
             self._like = rows[:1].clone()
-        host = _table(batch, places)
-        most = max(proposal.count for proposal in batch.proposals)
-        plan = replace(self.passes.sampler.plan([p.row for p in batch.proposals]), logprobs=-1)
+        most = int(host[COUNT].max())
+        plan = replace(self.passes.sampler.plan(host[ROW].tolist()), logprobs=-1)
         if self.graphs is not None:
             drafts = self.graphs.propose(host, rows, plan, most)
             if drafts is not None:
                 return drafts
         passes, table = self.passes, self._uploaded(host)
-        most_verified = max(proposal.verified for proposal in batch.proposals)
+        most_verified = int(host[VERIFIED].max())
         index, last = passes.accept(table, most_verified)
         states = rows.index_select(0, index)
-        longest = int(max(batch.starts[p.entry] + batch.lengths[p.entry] for p in batch.proposals))
-        longest += most_verified + most
+        longest = int(host[POSITION].max()) + 1 + most_verified + most
         drawn = [passes.draw(table, last, states, 1, plan)]
         for number in range(2, most + 1):
             states = passes.extend(table, last, drawn[-1], states, number, longest)
@@ -173,31 +178,11 @@ class Drafting:
             return host
         return host.pin_memory().to(self.passes.rows.tokens.device, non_blocking=True)
 
-    def add_to(self, result: DeviceResult, batch: Batch, drafts: Tensor | None) -> None:
+    def add_to(self, result: DeviceResult, drafts: Tensor | None) -> None:
         """Add the drafts to a step's result, and start their copy to the host."""
         if drafts is None:
             return
         result.drafts = drafts.to("cpu", non_blocking=True) if self.passes.cuda else drafts
-        result.draft_counts = [proposal.count for proposal in batch.proposals]
         if self.passes.cuda:
             result.drafted = torch.cuda.Event()
             result.drafted.record()
-
-
-def _table(batch: Batch, places: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the proposals as a table, [7, n] int64, each line of which is contiguous.
-
-    See `DraftPasses`; places: see `Drafting._propose`.
-    """
-    columns = [
-        (
-            proposal.row,
-            batch.starts[proposal.entry] + batch.lengths[proposal.entry] - 1,
-            *place,
-            proposal.count,
-            proposal.verified,
-            proposal.synthetic,
-        )
-        for place, proposal in zip(places, batch.proposals, strict=True)
-    ]
-    return np.ascontiguousarray(np.asarray(columns, np.int64).T)

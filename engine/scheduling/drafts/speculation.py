@@ -1,4 +1,4 @@
-"""Speculation, Verification: which drafts a step verifies, and what became of them.
+"""Speculation: which drafts a step verifies, and what became of them.
 
 engine/speculation/ proposes tokens and lengths. This file asks it for the requests of a step, and
 `LaunchedStep.accept` keeps the drafts that equal what was sampled. A request with drafts must have
@@ -15,10 +15,11 @@ verified.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from engine.scheduling.drafts.verifications import Verifications
 from engine.scheduling.request import Request
-from engine.speculation.computed import ON_DEVICE, ComputedDrafter, ComputedDrafts
+from engine.speculation.computed import ON_DEVICE, ComputedDrafter
 from engine.speculation.drafter import Drafter, Drafts
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup
@@ -33,6 +34,7 @@ logger = logging.getLogger("manta.engine")
 
 _READ = 8_192  # tokens that drafters may read in a step, so that no step waits for them: 2 ms
 _FEW = 16  # new tokens of a request that do not count
+_ON_DEVICE = [[ON_DEVICE] * count for count in range(MAX_TOKENS + 1)]  # by number of drafts
 
 
 @dataclass(slots=True)
@@ -41,46 +43,6 @@ class RequestDrafts:
 
     source: Drafts
     record: DraftRecord
-
-
-@dataclass(slots=True)
-class Verification:
-    """The drafts of a decode in a step.
-
-    drafts: the tokens; ON_DEVICE for those of a model, until the step's samples are known.
-    read, place: `read()[place]` has the tokens of a model's drafts; None = `drafts` has them.
-    entry: index of the request's decode among the step's entries.
-    synthetic: how many drafts to accept whatever is sampled; -1 = those that equal the samples.
-    constraints: those of the request after each of the drafts, if it has a grammar or lists.
-    forced: whether the drafts are what the grammar forces, and not the drafter's.
-    most: the most drafts to accept, as no mask of later ones is valid.
-    accepted: drafts that equal the sampled tokens, once the step is done.
-    gained: tokens that the text got beyond the decode's own; fewer than `accepted` if it ended.
-    """
-
-    request: Request
-    drafts: list[int]
-    entry: int = -1
-    synthetic: int = -1
-    constraints: "Sequence[Constraint]" = ()
-    forced: bool = False
-    most: int = MAX_TOKENS
-    accepted: int = 0
-    gained: int = 0
-    read: Callable[[], Sequence[Sequence[int]]] | None = None
-    place: int = 0
-
-    def follow(self, constraint: "Constraint") -> None:
-        """Set `constraints`, from that of the known text, and drop drafts that it forbids."""
-        constraints: list[Constraint] = []
-        for token in self.drafts:
-            later = constraint.after(token)
-            if later is None:
-                break
-            constraints.append(later)
-            constraint = later
-        del self.drafts[len(constraints) :]
-        self.constraints = constraints
 
 
 class Speculation:
@@ -112,6 +74,9 @@ class Speculation:
         self._lookup = lookup
         self._looked = 0  # requests looked at while drafts rested
         self._unread = _READ  # tokens that drafters may still read in this step
+        # Of a model's drafts that the last step computed: their place in `_read()` and number.
+        self._computed: dict[Request, tuple[int, int]] = {}
+        self._read: Callable[[], Any] = tuple
 
     @classmethod
     def of(cls, settings: SpeculationSettings | None) -> "Speculation | None":
@@ -168,22 +133,66 @@ class Speculation:
 
     def choose(
         self, requests: Sequence[Request], room: int, *, constrained: bool = False
-    ) -> list[Verification]:
+    ) -> Verifications:
         """Return the drafts to verify of decoding requests that have no token in flight.
 
+        requests: in the order of the step's entries.
         room: the most drafts in all.
         constrained: whether some of them may have grammars or lists of tokens.
         """
         awaited, self.awaited = self.awaited, None
+        computed, self._computed = self._computed, {}
+        chosen = Verifications()
         if not requests or room <= 0:
-            return []
+            return chosen
         if self.computes:
-            return self._synthesise(_cut(self._computed(requests), room))
-        asks = awaited is not None or self._begin_step(requests) > 0  # else `peek` began it
-        if not asks and not constrained:
-            return []
-        chosen = []
-        for request in requests:
+            self._add_computed(chosen, requests, computed)
+        else:
+            asks = awaited is not None or self._begin_step(requests) > 0  # else `peek` began it
+            if not asks and not constrained:
+                return chosen
+            self._add_proposed(chosen, requests, awaited, asks, constrained)
+        if sum(chosen.lengths) > room:
+            chosen.cut(_cut(chosen.lengths, room))
+        if self._acceptance is not None:
+            places = [(r.seed, r.choice, len(r.token_ids)) for r in chosen.requests]
+            chosen.synthetic = self._acceptance.accepted(places)
+        return chosen
+
+    def _add_computed(
+        self,
+        chosen: Verifications,
+        requests: Sequence[Request],
+        computed: Mapping[Request, tuple[int, int]],
+    ) -> None:
+        """Add the drafts that the last step has computed for requests.
+
+        computed: of each request the place of its drafts, and their number.
+        """
+        if not computed:
+            return
+        chosen.entries = [entry for entry, r in enumerate(requests) if r in computed]
+        chosen.requests = [requests[entry] for entry in chosen.entries]
+        own = [computed[request] for request in chosen.requests]
+        chosen.places = [place for place, _ in own]
+        chosen.lengths = [length for _, length in own]
+        chosen.drafts = [_ON_DEVICE[length] for length in chosen.lengths]
+        chosen.read = self._read
+
+    def _add_proposed(
+        self,
+        chosen: Verifications,
+        requests: Sequence[Request],
+        awaited: Request | None,
+        asks: bool,
+        constrained: bool,
+    ) -> None:
+        """Add the drafts that the drafter proposes, or a grammar forces, for requests.
+
+        awaited: the request that the step has waited for.
+        asks: whether to ask the drafter.
+        """
+        for entry, request in enumerate(requests):
             forced = self._forced(request) if constrained else []
             drafts = forced or (self._propose(request) if asks else [])
             if not drafts:
@@ -191,75 +200,80 @@ class Speculation:
             length = len(forced) or self._worth(request, len(drafts))
             if request is awaited:
                 length = max(length, self._awaited_length)
-            verification = Verification(request, drafts[:length], forced=bool(forced))
+            del drafts[length:]
+            constraints: Sequence[Constraint] = ()
             if request.constraint is not None:
-                verification.follow(request.constraint)
-            if verification.drafts:
-                chosen.append(verification)
-        return self._synthesise(_cut(chosen, room))
+                constraints = _after(request.constraint, drafts)
+            if not drafts:
+                continue
+            if constraints:
+                chosen.constraints[len(chosen)] = constraints
+            if forced:
+                chosen.forced.add(len(chosen))
+            chosen.requests.append(request)
+            chosen.entries.append(entry)
+            chosen.lengths.append(len(drafts))
+            chosen.drafts.append(drafts)
 
-    def _synthesise(self, verifications: list[Verification]) -> list[Verification]:
-        """Return the verifications, with synthetic acceptance if the engine has it."""
-        if self._acceptance is not None:
-            for verification in verifications:
-                request, drafted = verification.request, len(verification.drafts)
-                verification.synthetic = self._acceptance.accepted(
-                    request.seed, request.choice, len(request.token_ids), drafted
-                )
-        return verifications
-
-    def compute(self, lasts: Mapping[Request, int]) -> list[tuple[Request, int]]:
+    def compute(
+        self, requests: Sequence[Request], lasts: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
         """Return for which requests a step computes drafts after sampling, and how many.
 
-        lasts: of each request that samples in the step the position of its last token or draft.
+        requests: those that sample in the step.
+        lasts: of each the position of its last token or draft.
+        Returns indices in `requests`, and a number for each.
         """
         lengths = self._lengths
-        if not self.computes or not lasts or not (most := lengths.begin_step(len(lasts))):
-            return []
-        counts = []
-        for request, last in lasts.items():
-            room = request.limit - last - 3  # the next token, the drafts, and one more
-            # as `_may_draft`, without a call for each request
-            if room > 0 and request.speculates and request.constraint is None:
-                own = request.drafts or self._begun(request)
-                count = lengths.worth(own.record, min(room, most))
-                if count:
-                    counts.append((request, count))
-        return counts
+        if not self.computes or not requests or not (most := lengths.begin_step(len(requests))):
+            return [], []
+        # as `_may_draft`, without a call for each request; a text gets the next token, the drafts,
+        # and one more
+        indices = [
+            at
+            for at, (request, last) in enumerate(zip(requests, lasts, strict=True))
+            if request.limit - last > 3 and request.speculates and request.constraint is None
+        ]
+        able = [requests[at] for at in indices]
+        records = [(request.drafts or self._begun(request)).record for request in able]
+        rooms = [requests[at].limit - lasts[at] - 3 for at in indices]
+        counts = lengths.worth(records, [room if room < most else most for room in rooms])
+        if all(counts):
+            return indices, counts
+        worth = [(at, count) for at, count in zip(indices, counts, strict=True) if count]
+        return [at for at, _ in worth], [count for _, count in worth]
 
     def receive(
-        self,
-        proposals: Sequence[tuple[Request, int]],
-        read: Callable[[], Sequence[Sequence[int]]],
+        self, requests: Sequence[Request], counts: Sequence[int], read: Callable[[], Any]
     ) -> None:
         """Note the drafts that a step computes for requests, whose texts have the step's tokens.
 
-        proposals: the requests, and how many drafts each gets.
+        They are drafts of the next step alone, as a text that has grown is another text.
+
+        counts: how many drafts each gets.
         read: returns the drafts of each, in the same order, once they are computed.
         """
-        for place, (request, count) in enumerate(proposals):
-            own: RequestDrafts | None = request.drafts
-            if own is not None:
-                source = own.source
-                assert isinstance(source, ComputedDrafts)
-                source.continued = len(request.token_ids) - request.num_virtual
-                source.count, source.place, source.read = count, place, read
+        self._computed = dict(zip(requests, enumerate(counts), strict=True))
+        self._read = read
 
     def expect(self, request: Request) -> None:
         """Note that a request begins to decode."""
         if request.prediction:
             self._lengths.wake()
 
-    def observe(self, verifications: Sequence[Verification]) -> None:
+    def observe(self, verifications: Verifications) -> None:
         """Note what a step accepted."""
-        lengths = self._lengths
-        for verification in verifications:
-            own: RequestDrafts | None = verification.request.drafts
-            if verification.forced:
-                lengths.observe_forced(verification.accepted)
-            elif own is not None:
-                drafted = len(verification.drafts)
-                lengths.observe_drafts(own.record, drafted, verification.accepted)
+        forced, accepted = verifications.forced, verifications.accepted
+        for at in forced:
+            self._lengths.observe_forced(accepted[at])
+        own = [(at, r.drafts) for at, r in enumerate(verifications.requests) if r.drafts]
+        if forced:
+            own = [(at, drafts) for at, drafts in own if at not in forced]
+        self._lengths.observe_drafts(
+            [drafts.record for _, drafts in own],
+            [verifications.lengths[at] for at, _ in own],
+            [accepted[at] for at, _ in own],
+        )
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
         """Record the time of a step, by which the number of drafts is chosen.
@@ -297,7 +311,7 @@ class Speculation:
 
     def _worth(self, request: Request, length: int) -> int:
         own: RequestDrafts | None = request.drafts
-        return 0 if own is None else self._lengths.worth(own.record, length)
+        return 0 if own is None else self._lengths.worth([own.record], [length])[0]
 
     def _propose(self, request: Request, ahead: int = 0) -> list[int]:
         """Return the request's drafts, as many as its length and the controller allow.
@@ -320,25 +334,6 @@ class Speculation:
             return []
         self._text_known(request, own.source)
         return own.source.propose(min(room, most + ahead))
-
-    @staticmethod
-    def _computed(requests: Sequence[Request]) -> list[Verification]:
-        """Return the verifications of the drafts that the last step computed for requests."""
-        verifications = []
-        for request in requests:
-            own: RequestDrafts | None = request.drafts
-            if own is None:
-                continue
-            source, known = own.source, len(request.token_ids)
-            assert isinstance(source, ComputedDrafts)
-            if source.continued == known - request.num_virtual:  # else the text has grown since
-                count = min(source.count, request.limit - known - 1)
-                if count > 0:
-                    drafts = [ON_DEVICE] * count
-                    verifications.append(
-                        Verification(request, drafts, read=source.read, place=source.place)
-                    )
-        return verifications
 
     def _may_draft(self, request: Request, room: int = 1) -> bool:
         """Whether a request may have drafts, of at most `room` tokens."""
@@ -379,15 +374,25 @@ def _room(request: Request) -> int:
     return request.limit - len(request.token_ids) - 1
 
 
-def _cut(chosen: list[Verification], room: int) -> list[Verification]:
-    """Shorten the longest drafts until at most `room` tokens are left; a request loses its last
-    draft only when none has more."""
-    lengths = [len(verification.drafts) for verification in chosen]
-    if sum(lengths) <= room:
-        return chosen
+def _cut(lengths: list[int], room: int) -> list[int]:
+    """Return shorter lengths of drafts, at most `room` together: the longest lose most; a request
+    loses its last draft only when none has more."""
     longest = max(lengths)
-    while longest > 1 and sum(min(longest, len(v.drafts)) for v in chosen) > room:
+    while longest > 1 and sum(min(longest, length) for length in lengths) > room:
         longest -= 1
-    for verification in chosen:
-        del verification.drafts[longest:]
-    return chosen[:room] if longest == 1 else chosen
+    if longest == 1:
+        return [int(at < room) for at in range(len(lengths))]
+    return [min(longest, length) for length in lengths]
+
+
+def _after(constraint: "Constraint", drafts: list[int]) -> "list[Constraint]":
+    """Return the constraints after each draft, and drop the drafts that they forbid."""
+    constraints: list[Constraint] = []
+    for token in drafts:
+        later = constraint.after(token)
+        if later is None:
+            break
+        constraints.append(later)
+        constraint = later
+    del drafts[len(constraints) :]
+    return constraints

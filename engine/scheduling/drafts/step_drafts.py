@@ -10,6 +10,8 @@ from engine.batch import Batch, StepResult
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.drafts.speculation import Speculation
+from engine.scheduling.drafts.verifications import Verifications
+from engine.scheduling.memory.block_manager import BlockManager
 from engine.scheduling.memory.request_memory import RequestMemory
 from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.request import Request, RequestPhase
@@ -67,21 +69,24 @@ class StepDrafts:
         No request is preempted for drafts, and each running request keeps a free block.
         """
         snapshots = self._memory.snapshots
-        groups, size = len(self._config.kinds), self._config.block_size
         if snapshots is not None:
             self._take_snapshots(snapshots, group, builder.batch.step)
-        for verification in self.speculation.choose(group.requests, room, constrained=constrained):
-            request, drafts = verification.request, verification.drafts
-            start = request.base + group.step_index + 1
-            if snapshots is not None:
-                del drafts[snapshots.room(request, start) :]
-            wanted = start + 1 + len(drafts)
-            if len(request.blocks) // groups * size < wanted:
-                places = self._places(request, wanted, builder, group)
-                if places < wanted:
-                    del drafts[max(0, places - start - 1) :]
-            if drafts:
-                builder.verifications.append(verification)
+        chosen = self.speculation.choose(group.requests, room, constrained=constrained)
+        if not chosen:
+            return
+        requests, bases, lengths = chosen.requests, group.bases, chosen.lengths
+        first = group.step_index + 2
+        firsts = [bases[entry] + first for entry in chosen.entries]
+        if snapshots is not None:
+            lengths = [
+                min(length, snapshots.room(request, first - 1))
+                for request, first, length in zip(requests, firsts, lengths, strict=True)
+            ]
+        if chosen.read is None:  # else they have blocks since they were computed
+            lengths = self._reserve(requests, firsts, lengths, builder, group)
+        if lengths != chosen.lengths:
+            chosen.cut(lengths)
+        builder.verifications = chosen if chosen else None
 
     def _take_snapshots(self, snapshots: Snapshots, group: DecodeGroup, step: int) -> None:
         """Take the snapshots that are due of decoding requests.
@@ -98,22 +103,76 @@ class StepDrafts:
     def _add_proposals(self, builder: StepBuilder, group: DecodeGroup) -> None:
         """Let the step compute drafts of requests that sample, as far as free blocks allow.
 
-        A drafter's cache may keep the next token and all drafts but the last.
+        The next token and all drafts get places, as the next step verifies these.
         """
         index = group.step_index + 1
-        groups, size = len(self._config.kinds), self._config.block_size
-        lasts = {request: request.base + index for request in group.requests}
-        for request, length in builder.sampling:
-            lasts[request] = request.num_computed + length - 1
-        for verification in builder.verifications:
-            lasts[verification.request] += len(verification.drafts)
-        for request, count in self.speculation.compute(lasts):
-            first = lasts[request] + 1
-            if len(request.blocks) // groups * size < first + count:
-                places = self._places(request, first + count, builder, group)
-                count = min(count, places - first)
-            if count > 0:
-                builder.proposals.append((request, count))
+        requests, lasts = group.requests, [base + index for base in group.bases]
+        if builder.sampling:
+            requests = requests + [request for request, _ in builder.sampling]
+            lasts += [request.num_computed + length - 1 for request, length in builder.sampling]
+        verifications = builder.verifications
+        if verifications is not None:
+            for entry, length in zip(verifications.entries, verifications.lengths, strict=True):
+                lasts[entry] += length
+        indices, counts = self.speculation.compute(requests, lasts)
+        chosen = [requests[at] for at in indices]
+        firsts = [lasts[at] + 2 for at in indices]
+        counts = self._reserve(chosen, firsts, counts, builder, group)
+        if not all(counts):
+            indices = [number for number, count in zip(indices, counts, strict=True) if count]
+            counts = [count for count in counts if count]
+        builder.proposals = indices, counts
+
+    def _reserve(
+        self,
+        requests: Sequence[Request],
+        firsts: Sequence[int],
+        lengths: list[int],
+        builder: StepBuilder,
+        group: DecodeGroup,
+    ) -> list[int]:
+        """Give requests free blocks for tokens; return for how many tokens each has blocks.
+
+        firsts: of each request the position of the first of these tokens.
+        lengths: the most tokens of each.
+        """
+        groups, size, memory = len(self._config.kinds), self._config.block_size, self._memory
+        short = [
+            at
+            for at, (request, first, length) in enumerate(
+                zip(requests, firsts, lengths, strict=True)
+            )
+            if len(request.blocks) // groups * size < first + length
+        ]
+        if not short:
+            return lengths
+        some, pool = [requests[at] for at in short], memory.pools[0]
+        cost = pool.next_cost(some[0])
+        if (
+            len(memory.pools) == 1
+            and self._extends(pool)
+            and pool.num_free >= (len(memory.running) + len(some)) * cost
+            and all(
+                (len(requests[at].blocks) // groups + 1) * size >= firsts[at] + lengths[at]
+                for at in short
+            )
+        ):  # a block for each: almost always
+            builder.batch.new_blocks += pool.extend(some)
+            for request in some:
+                if request.group_index >= 0:
+                    group.extended(request)
+            return lengths
+        lengths = lengths.copy()
+        for at in short:
+            first = firsts[at]
+            places = self._places(requests[at], first + lengths[at], builder, group)
+            lengths[at] = max(0, min(lengths[at], places - first))
+        return lengths
+
+    def _extends(self, pool: BlockManager) -> bool:
+        """Whether drafts may take blocks of a pool before their request needs them."""
+        # a table with more blocks than a window needs would break the other strategies
+        return pool.regions is None and (pool.whole or self._config.admission == "optimistic")
 
     def _places(
         self, request: Request, tokens: int, builder: StepBuilder, group: DecodeGroup
@@ -122,13 +181,10 @@ class StepDrafts:
 
         Each running request keeps a free block.
         """
-        memory, config = self._memory, self._config
-        pool, size = memory.pool(request), config.block_size
+        memory, size = self._memory, self._config.block_size
+        pool = memory.pool(request)
         places = len(request.blocks) // pool.num_groups * size
-        if places >= tokens or pool.regions is not None:
-            return places
-        # a table with more blocks than a window needs would break the other strategies
-        if not pool.whole and config.admission != "optimistic":
+        if places >= tokens or not self._extends(pool):
             return places
         free = pool.num_free - len(memory.running) * pool.next_cost(request)
         count = max(0, min(-(-(tokens - places) // size), free // pool.next_cost(request)))
@@ -142,7 +198,7 @@ class StepDrafts:
         """Note a step as launched, and complete its batch."""
         batch.dormant = self.speculation.dormant
         batch.settled, self._settled = self._settled, []
-        self.verifying = step.num_drafts > 0 or bool(step.proposals)
+        self.verifying = step.num_drafts > 0 or bool(step.proposed)
 
     def update(self, step: LaunchedStep, result: StepResult, groups: Sequence[DecodeGroup]) -> None:
         """Apply the result of a step in flight, whose tokens its requests have.
@@ -150,21 +206,22 @@ class StepDrafts:
         groups: those of the scheduler, by micro-batch.
         """
         self.verifying = False  # a step with drafts is the only one in flight
-        if not (step.verifications or step.proposals):
-            return
-        self._observe(step, groups)
-        if step.proposals:
-            self.speculation.receive(step.proposals, result.drafts)
+        if step.verifications is not None:
+            self._observe(step.verifications, groups[step.micro_batch])
+        if step.proposed:
+            self.speculation.receive(step.proposed, step.proposed_counts, result.drafts)
 
-    def _observe(self, step: LaunchedStep, groups: Sequence[DecodeGroup]) -> None:
+    def _observe(self, verifications: Verifications, group: DecodeGroup) -> None:
         """Advance requests by their accepted draft tokens, and count drafted and accepted ones."""
-        decoding, snapshots = RequestPhase.DECODING, self._memory.snapshots
-        for verification in step.verifications:
-            request = verification.request
-            if request.phase is decoding:
-                if verification.gained:
-                    groups[request.micro_batch].advance(request, verification.gained)
-                if snapshots is not None:
-                    self._settled.append((request.row, 1 + verification.gained))
-        self._counters.count_drafts(step.verifications)
-        self.speculation.observe(step.verifications)
+        decoding = RequestPhase.DECODING
+        advanced = [
+            (request, gained)
+            for request, gained in zip(verifications.requests, verifications.gained, strict=True)
+            if request.phase is decoding
+        ]
+        if advanced:
+            group.advance(advanced)
+        if self._memory.snapshots is not None:
+            self._settled += [(request.row, 1 + gained) for request, gained in advanced]
+        self._counters.count_drafts(verifications)
+        self.speculation.observe(verifications)

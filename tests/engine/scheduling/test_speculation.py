@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from engine.config.kv_groups import Full, Window
 from engine.scheduling.core import EngineCore
 from engine.scheduling.drafts import speculation as module
-from engine.scheduling.drafts.speculation import Speculation, Verification, _cut
+from engine.scheduling.drafts.speculation import Speculation, _cut
 from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions
@@ -19,7 +20,7 @@ from engine.speculation.model_lengths import ModelLengths
 from engine.speculation.synthetic import SyntheticAcceptance
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
-from tests.fakes import EOS, expected, make_core, make_request, run
+from tests.fakes import EOS, expected, make_core, make_request, proposals_of, run
 
 ENGINE = str(Path(EngineCore.step.__code__.co_filename).parents[1])
 
@@ -125,7 +126,7 @@ def test_synthetic_acceptance_of_the_devices_drafts() -> None:
     synthetic = set()
     while core.has_work():
         core.step()
-        for proposal in runner.batches[-1].proposals:
+        for proposal in proposals_of(runner.batches[-1]):
             synthetic.add((proposal.verified, proposal.synthetic))
     counters = core.scheduler.counters
     assert counters.accepted_by_position[:2] == [counters.drafts] * 2
@@ -139,9 +140,9 @@ class AlwaysOn(ModelLengths):
         super().begin_step(entries)
         return self._most
 
-    def worth(self, record: DraftRecord, length: int) -> int:
-        super().worth(record, length)
-        return length
+    def worth(self, records: Sequence[DraftRecord], lengths: Sequence[int]) -> list[int]:
+        super().worth(records, lengths)
+        return list(lengths)
 
 
 @pytest.mark.parametrize("requests", [64, pytest.param(256, marks=pytest.mark.slow)])
@@ -174,7 +175,8 @@ def test_a_request_with_drafts_makes_few_calls(requests: int) -> None:
         core.step()
     sys.setprofile(None)
     assert core.scheduler.counters.drafts > requests * steps
-    assert calls.total() <= 7.5 * requests * steps, calls.most_common(12)
+    # what steps call whatever their requests, and of each request reserving and hashing blocks
+    assert calls.total() <= (150 + 0.9 * requests) * steps, calls.most_common(12)
 
 
 def test_wrong_drafts_cost_no_step() -> None:
@@ -266,17 +268,10 @@ def test_entries_and_budget_bound_drafts() -> None:
 def test_cut_takes_from_the_longest() -> None:
     """Rows for one request's long draft, and none for the first token of another's."""
 
-    def cut(lengths: list[int], room: int) -> list[int]:
-        request: Any = None
-        verifications = [Verification(request, [5] * length) for length in lengths]
-        return [len(verification.drafts) for verification in _cut(verifications, room)]
-
-    assert cut([7, 3, 1], 20) == [7, 3, 1]
-    assert cut([7, 3, 1], 8) == [4, 3, 1]
-    assert cut([7, 3, 1], 7) == [3, 3, 1]
-    assert cut([7, 7], 5) == [2, 2]
-    assert cut([7, 7, 7], 2) == [1, 1]
-    assert cut([], 2) == []
+    assert _cut([7, 3, 1], 8) == [4, 3, 1]
+    assert _cut([7, 3, 1], 7) == [3, 3, 1]
+    assert _cut([7, 7], 5) == [2, 2]
+    assert _cut([7, 7, 7], 2) == [1, 1, 0]
 
 
 def test_a_failure_at_a_draft_ends_the_request_only_if_the_draft_is_right() -> None:

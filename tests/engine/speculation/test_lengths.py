@@ -72,12 +72,12 @@ class Engine:
                     break
                 choices = TEXTS[text]
                 (length, right, _) = rng.choices(choices, [share for *_, share in choices])[0]
-                length = lengths.worth(record, min(length, lengths.limit(record)))
+                [length] = lengths.worth([record], [min(length, lengths.limit(record))])
                 if length:
                     accepted = 0
                     while accepted < length and rng.random() < right:
                         accepted += 1
-                    lengths.observe_drafts(record, length, accepted)
+                    lengths.observe_drafts([record], [length], [accepted])
                     tokens += accepted
                     drafts += length
             tokens += entries
@@ -194,7 +194,7 @@ def _no_blocks(lengths: DraftLengths) -> None:
 
 
 def _all_worth(lengths: DraftLengths) -> None:
-    lengths.worth = lambda record, length: length  # type: ignore[method-assign]
+    lengths._worth = lambda record, length: length  # type: ignore[method-assign]
 
 
 def _free_rows(lengths: DraftLengths) -> None:

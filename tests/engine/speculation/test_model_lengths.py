@@ -54,17 +54,18 @@ def speed_up(
     records, coming = [DraftRecord() for _ in range(streams)], [0] * streams
     tokens, total, seen = 0, 0.0, dict[int, int]()
     for _ in range(steps):
-        drafts = sum(coming)
-        for record, drafted in zip(records, coming, strict=True):
+        drafts, right = sum(coming), []
+        for drafted in coming:
             accepted = 0
             while accepted < drafted and rng.random() < rates[accepted]:
                 accepted += 1
-            tokens += 1 + accepted
-            if drafted and lengths is not None:
-                lengths.observe_drafts(record, drafted, accepted)
+            right.append(accepted)
+        tokens += streams + sum(right)
+        if drafts and lengths is not None:
+            lengths.observe_drafts(records, coming, right)
         most = forced if lengths is None else lengths.begin_step(streams)
         if lengths is not None and most:
-            coming = [lengths.worth(record, most) for record in records]
+            coming = lengths.worth(records, [most] * streams)
         else:
             coming = [most] * streams
         step = seconds(streams, drafts / streams)
@@ -123,9 +124,8 @@ def test_poor_requests_get_a_draft_alone() -> None:
     poor, good = DraftRecord(), DraftRecord()
     for _ in range(40):
         lengths.begin_step(2)
-        for record, right in ((poor, 0), (good, 3)):
-            lengths.observe_drafts(record, 3, right)
+        lengths.observe_drafts([poor, good], [3, 3], [0, 3])
         lengths.observe_step(2, 6, 5e-3)
     while not lengths.begin_step(2):
         lengths.observe_step(2, 0, 5e-3)
-    assert lengths.worth(poor, 3) == 1 and lengths.worth(good, 3) == 3
+    assert lengths.worth([poor, good], [3, 3]) == [1, 3]

@@ -1,0 +1,102 @@
+"""Verifications: the drafts that a step verifies, in columns with an element for each decode.
+
+Hundreds of requests have drafts in a step, so numpy does what all of them need: a loop in Python
+only appends the tokens of requests that accept some.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.scheduling.request import Request
+
+if TYPE_CHECKING:
+    from engine.structured.constraint import Constraint
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Verifications:
+    """The drafts of a step's decodes. Requests without drafts are not in it.
+
+    requests: the requests.
+    entries: the index of each request's decode among the step's entries.
+    lengths: the numbers of drafts, at least 1.
+    drafts: the tokens; ON_DEVICE for those of a model. A list may be shared, so none
+        changes.
+    read, places: `read()[place]` begins with the tokens of a model's drafts; None = `drafts` has
+        them.
+    synthetic: how many drafts to accept whatever is sampled; None = those that equal the samples.
+    constraints: index -> those of the request after each of its drafts, if it has a grammar or
+        lists of tokens.
+    forced: indices of drafts that are what a grammar forces, and not the drafter's.
+    most: index -> the most drafts to accept, as no mask of later ones is valid.
+    accepted: the numbers of drafts that equal the sampled tokens, once the step is done.
+    gained: tokens that each text got beyond the decode's own; fewer than `accepted` if it ended.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    read: Callable[[], Any] | None = None
+    places: list[int] = field(default_factory=list)
+    synthetic: list[int] | None = None
+    constraints: "dict[int, Sequence[Constraint]]" = field(default_factory=dict)
+    forced: set[int] = field(default_factory=set)
+    most: dict[int, int] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
+    gained: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Shorten each request's drafts to a length; a request without drafts leaves."""
+        kept = [at for at, length in enumerate(lengths) if length]
+        self.lengths = [lengths[at] for at in kept]
+        self.drafts = [self.drafts[at][: lengths[at]] for at in kept]
+        if len(kept) == len(lengths):
+            return
+        self.requests = [self.requests[at] for at in kept]
+        self.entries = [self.entries[at] for at in kept]
+        self.places = [self.places[at] for at in kept] if self.places else []
+        self.constraints = {
+            new: self.constraints[at] for new, at in enumerate(kept) if at in self.constraints
+        }
+        self.forced = {new for new, at in enumerate(kept) if at in self.forced}
+
+    def settle(self, tokens: Sequence[int], sampled: Sequence[int]) -> None:
+        """Set `accepted` by what was sampled.
+
+        tokens: of the step's entries without drafts.
+        sampled: the tokens of the drafts' entries, in order.
+        """
+        if self.synthetic is None:
+            accepted = self._equal(np.asarray(tokens), np.asarray(sampled))
+        else:
+            accepted = np.minimum(self.synthetic, self.lengths)
+        for at, most in self.most.items():
+            accepted[at] = min(accepted[at], most)
+        self.accepted = accepted.tolist()
+
+    def _equal(self, tokens: Ints, sampled: Ints) -> Ints:
+        """Return how many leading drafts of each request equal the samples before them."""
+        counts, width = np.asarray(self.lengths), max(self.lengths)
+        used = np.arange(width) < counts[:, None]
+        # what is sampled at each draft's place: of the decode, then after the drafts before it
+        right = np.full((len(counts), width + 1), -1)
+        right[:, 0] = tokens[self.entries]
+        right[:, 1:][used] = sampled
+        if self.read is None:
+            drafts = np.full(used.shape, -1)
+            drafts[used] = np.fromiter(chain.from_iterable(self.drafts), np.int64, len(sampled))
+        else:
+            drafts = np.asarray(self.read())[self.places, :width]
+        agree = used & (drafts == right[:, :-1])
+        return np.logical_and.accumulate(agree, axis=1).sum(1)
