@@ -180,6 +180,11 @@ class Backend(Protocol):
     @property
     def adapters(self) -> AdapterDirectory: ...
 
+    @property
+    def only(self) -> str:
+        """The one served model; "" if there are several."""
+        ...
+
     def models(self) -> Mapping[str, ModelCard]:
         """Return the model cards by request name. Adapters are included under their bare names."""
         ...

@@ -1,7 +1,9 @@
 """build_asgi: the OpenAI-compatible HTTP API over a Backend, as a bare ASGI application."""
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,8 @@ from deployments.api.context import ApiContext
 from deployments.api.dialects.anthropic import routes as anthropic
 from deployments.api.dialects.ollama import routes as ollama
 from deployments.api.dialects.ollama.writer import error_body as ollama_error
+from deployments.api.generate import generates
+from deployments.api.generation.tenancy import QueueFields, queue_place
 from deployments.api.http.cors import answer_preflight, is_preflight, tell_origin
 from deployments.api.http.errors import ApiError, from_backend, internal
 from deployments.api.http.exchange import (
@@ -22,6 +26,7 @@ from deployments.api.http.exchange import (
     Scope,
     Send,
 )
+from deployments.api.http.off_loop import INLINE_CHARS
 from deployments.api.options import ApiOptions
 from deployments.api.page.routes import FILES, LIVE
 from deployments.api.pooling import tei
@@ -38,6 +43,7 @@ _TRAINERS = frozenset().union(
     *(routes.ADMIN_PATHS for routes in (vllm, sglang, sglang_tensors, skyrl))
 )
 _ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
+_REFUSING = 1.0  # seconds after a refusal for which heads alone are looked at first
 
 
 def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
@@ -53,6 +59,7 @@ class Api:
 
     def __init__(self, backend: Backend, options: ApiOptions) -> None:
         self.context = ApiContext(backend, options, ResponseStore(options.store_bytes))
+        self._refused_at = -math.inf  # monotonic seconds of the last 429 or 503
 
     @property
     def options(self) -> ApiOptions:
@@ -88,12 +95,7 @@ class Api:
                 exchange.check_envelope()
                 path, route = locate(exchange.path)
                 exchange.path = path
-                if path.startswith(anthropic.PATH) or models.VERSION_HEADER in exchange.headers:
-                    exchange.error_body = anthropic.error_body
-                elif path.startswith(ollama.PREFIX):
-                    exchange.error_body = ollama_error
-                elif path in tei.PATHS:
-                    exchange.error_body = tei.error_body
+                _choose_errors(exchange)
                 if origins and is_preflight(exchange):
                     await answer_preflight(exchange, origins)
                     status = 200
@@ -116,6 +118,8 @@ class Api:
             except (ApiError, MantaError) as error:
                 answer = from_backend(error)
                 status = answer.status
+                if status in (429, 503):
+                    self._refused_at = time.monotonic()
                 await exchange.fail(answer)
             except Exception as error:
                 status = 500
@@ -131,6 +135,62 @@ class Api:
                 end()
             if options.observe is not None:
                 options.observe(named, status, time.monotonic() - began)
+
+    async def refuse_early(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Refuse a generation request by its head alone; return whether it has been answered.
+
+        For the moments after a refusal: a request costs Serve's layers many times as much as its
+        refusal. A request that is not refused here is still to be answered, and checked again with
+        its body. The order of the answers is that of `generate`: a key's limits, then the queue.
+        """
+        began = time.monotonic()
+        if began - self._refused_at > _REFUSING or scope["method"] != "POST":
+            return False
+        context = self.context
+        options, model = context.options, context.backend.only
+        exchange = HttpExchange(scope, receive, send)
+        exchange.path, route = locate(exchange.path)
+        if not model or route is None or not generates(route.handler):
+            return False
+        try:
+            exchange.check_envelope()
+            caller = exchange.caller = authenticate(exchange, options, admin=False)
+            if options.share_by == "user" and not caller.tenant:
+                return False  # the body has the user
+            place = queue_place(exchange, QueueFields(), options)
+        except ApiError:
+            return False
+        if exchange.content_length is None or exchange.content_length > INLINE_CHARS:
+            return False  # what a client still sends has to be read before its connection is free
+        try:
+            context.backend.admit(place.key, model)
+            return False
+        except MantaError as error:
+            answer = from_backend(error)
+        try:
+            context.count_request(exchange)
+        except ApiError as error:
+            answer = error
+        self._refused_at = began
+        if options.cors_origins:
+            tell_origin(exchange, options.cors_origins)
+        _choose_errors(exchange)
+        with contextlib.suppress(ClientDisconnected):
+            await exchange.fail(answer)
+        if options.observe is not None:
+            options.observe(route.path, answer.status, time.monotonic() - began)
+        return True
+
+
+def _choose_errors(exchange: HttpExchange) -> None:
+    """Let the errors of a request have the form of its dialect."""
+    path = exchange.path
+    if path.startswith(anthropic.PATH) or models.VERSION_HEADER in exchange.headers:
+        exchange.error_body = anthropic.error_body
+    elif path.startswith(ollama.PREFIX):
+        exchange.error_body = ollama_error
+    elif path in tei.PATHS:
+        exchange.error_body = tei.error_body
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -153,6 +153,11 @@ def answers(dialect: Callable[[], DialectRequest]) -> Handler:
     return partial(generate, new_request=dialect)
 
 
+def generates(handler: Handler) -> bool:
+    """Return whether a route's handler is one of `answers`."""
+    return isinstance(handler, partial) and handler.func is generate
+
+
 async def _answer(
     context: ApiContext,
     exchange: HttpExchange,

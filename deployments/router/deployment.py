@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import build_asgi
 from deployments.api.batch_folder import BatchFolder, BatchSettings
+from deployments.api.http import uvicorn_hooks
 from deployments.api.options import ApiOptions
 from deployments.cluster_store import event_secret
 from deployments.environment import installed_version
@@ -196,6 +197,7 @@ class Router:
         keys = await key_service.start()
         options = replace(options, tell_request_id=False, limits=key_service.limits, **keys)
         http = self._http = build_asgi(front, options)
+        uvicorn_hooks.refuse_early(http.refuse_early)
 
         def keys_changed(fields: dict[str, Any]) -> None:
             http.change_options(**fields)

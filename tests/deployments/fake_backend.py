@@ -171,6 +171,10 @@ class FakeBackend:
         settings = AdapterSettings(MODEL, roots=("/adapters",))
         self.adapters = AdapterRegistry(settings, self, self._set_cards)
 
+    @property
+    def only(self) -> str:
+        return MODEL
+
     def models(self) -> Mapping[str, ModelCard]:
         return self.cards
 

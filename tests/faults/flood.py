@@ -126,13 +126,14 @@ def leave_to_engines(live: Live, cores: set[int]) -> None:
 
 async def flood(live: Live, report: Report, options: argparse.Namespace) -> None:
     client, rows = Client(live.port, options.lengths), options.rows
+    beyond: list[int] = []
+    # In both parts: asking replicas through Ray takes CPU time from the engines.
+    watch = asyncio.create_task(most_beyond(live, rows, beyond))
     began = time.monotonic() + options.warm_up
     calm = await client.closed(REPLICAS * rows, options.warm_up + options.seconds / 2)
     # Without its beginning: users who begin together have no answer for as long as one takes.
     capacity = rate(calm, began, began + options.seconds / 2, good=False)
     assert capacity, f"no user got an answer: {Counter(item.said.error for item in calm)}"
-    beyond: list[int] = []
-    watch = asyncio.create_task(most_beyond(live, rows, beyond))
     began = time.monotonic()
     asked = await client.open(options.times * capacity, options.warm_up + options.seconds)
     watch.cancel()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import re
 import sys
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,19 @@ _INVALID_HTTP = {
 }
 
 
+# Answers a request before Serve's layers see it, and returns whether it did; None: no router.
+_refuse_early: Callable[[Scope, Receive, Send], Awaitable[bool]] | None = None
+
+
+def refuse_early(refuse: Callable[[Scope, Receive, Send], Awaitable[bool]] | None) -> None:
+    """Let a router's API answer requests of this process before Serve's layers see them.
+
+    refuse: answers a request, or returns False and leaves it to Serve; None: Serve gets all.
+    """
+    global _refuse_early
+    _refuse_early = refuse
+
+
 def install() -> list[Middleware]:
     """Install Manta's HTTP parser, and return the middleware; Serve calls it as its hook.
 
@@ -74,6 +88,8 @@ class EdgeMiddleware:
             # Serve would send the first id back unchecked, and decodes it as UTF-8.
             others = [header for header in scope["headers"] if header[0] != _ID]
             scope["headers"] = [*others, (_ID, known.encode())]
+        if _refuse_early is not None and await _refuse_early(scope, receive, send):
+            return
         answer = _RefusalFilter(send)
         try:
             await self._app(scope, receive, answer)

@@ -1,6 +1,8 @@
 """Around the application: what Serve's own layers refuse has the error object too."""
 
 import asyncio
+import hashlib
+import json
 from typing import Any
 
 import pytest
@@ -9,9 +11,12 @@ from ray.serve._private import http_util
 from starlette.applications import Starlette
 
 from deployments.api.app import build_asgi
+from deployments.api.http import uvicorn_hooks
 from deployments.api.http.uvicorn_hooks import EdgeMiddleware, JsonRefusals, install
+from deployments.api.options import ApiOptions
+from engine.errors import Overloaded
 from tests.deployments.api.asgi import Client, Reply
-from tests.deployments.fake_backend import FakeBackend
+from tests.deployments.fake_backend import MODEL, FakeBackend
 
 
 def answering(status: int, content_type: bytes | None, body: bytes = b"replica abc is gone") -> Any:
@@ -135,3 +140,51 @@ def test_serve_and_uvicorn_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert issubclass(protocol, JsonRefusals)
     assert "send_400_response" in vars(protocol.__mro__[2]), "uvicorn calls it something else now"
     assert len(install()) == 1, "each process may call it more than once"
+
+
+def test_a_refusal_by_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: under overload each refusal passes through all of Serve's layers, whose CPU time is
+    taken from engines; or a refusal without them differs, or meets requests that may come in."""
+    monkeypatch.setattr(uvicorn_hooks, "_refuse_early", None)
+    backend, seen, counted = FakeBackend(), [], []
+    digest = hashlib.sha256(b"secret").digest()
+    options = ApiOptions(
+        api_keys=frozenset({digest}), observe=lambda route, status, _: counted.append(status)
+    )
+    api = build_asgi(backend, options)
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["path"])
+        await api(scope, receive, send)
+
+    client = Client(EdgeMiddleware(serve))
+    body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 2}).encode()
+
+    def ask(*more: tuple[bytes, bytes], path: str = "/v1/completions", size: int = 0) -> Reply:
+        headers = dict([(b"authorization", b"Bearer secret"), (b"x-request-id", b"mine"), *more])
+        headers |= {b"content-type": b"application/json"}
+        headers[b"content-length"] = b"%d" % (size or len(body))
+        return asyncio.run(client.request("POST", path, body.ljust(size), list(headers.items())))
+
+    uvicorn_hooks.refuse_early(api.refuse_early)
+    assert ask().status == 200 and len(seen) == 1, "nothing was refused yet"
+    backend.refuse = Overloaded("too much work is waiting", retry_after=3)
+    through = ask()
+    assert (through.status, len(seen)) == (503, 2)
+    early = ask()
+    assert (early.status, len(seen)) == (503, 2), "it went through Serve"
+    assert (early.body, sorted(early.headers)) == (through.body, sorted(through.headers))
+    assert early.header("retry-after") == "3" and early.header("x-request-id") == "mine"
+    assert ask(path="/v1/messages").json()["type"] == "error", "in its dialect's form"
+    assert len(seen) == 2
+    assert counted == [200, 503, 503, 503], "refusals are missing in the metrics"
+    assert ask((b"authorization", b"Bearer other")).status == 401
+    assert ask(size=20_000).status == 503, "its body has to be read"
+    assert ask((b"x-deadline-seconds", b"soon")).status == 400
+    assert ask(path="/v1/embeddings").status != 200
+    assert len(seen) == 6
+    backend.refuse = None
+    assert ask().status == 200 and len(seen) == 7
+    backend.refuse = Overloaded("too much work is waiting")
+    api.change_options(share_by="user")
+    assert ask().status == 503 and len(seen) == 8, "the body has the user"
