@@ -8,6 +8,7 @@ import contextlib
 import socket
 import ssl
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -16,6 +17,9 @@ clock = time.monotonic
 
 _MAX_HEAD = 2**16
 _MAX_LINE = 2**12
+# Some servers close a connection right after an answer and do not say so in its head. A connection
+# rests for so many seconds, in which that is seen, before it has another request.
+_REST_S = 0.01
 IDLE_S = 2.0  # Servers close idle connections after 5 s or more; a request must not meet that.
 
 
@@ -252,8 +256,10 @@ class ConnectionPool:
         self._idle: list[HttpConnection] = []
 
     def take_connection(self, now: float) -> HttpConnection | None:
-        while self._idle:
-            connection = self._idle.pop()
+        resting = bisect_right(self._idle, now - _REST_S, key=lambda idle: idle.idle_since)
+        while resting:
+            resting -= 1
+            connection = self._idle.pop(resting)
             if connection.usable and now - connection.idle_since < IDLE_S:
                 return connection
             connection.abandon()

@@ -40,6 +40,7 @@ class FakeServer:
     """fault: (number of the request, from 0; its body) -> one of FAULTS or None.
 
     first: seconds to the first token; gap: between chunks; per_chunk: tokens in each.
+    closes: whether each connection ends after an answer whose head does not say so.
     until_seen: no answer begins before so many requests are there, or 30 s are over.
     seen: every generation's body, in the order of arrival; open: connections at this moment.
     """
@@ -56,10 +57,11 @@ class FakeServer:
         until_seen: int = 0,
         timing: Any = None,
         port: int = 0,
+        closes: bool = False,
     ) -> None:
         self.first, self.gap, self.per_chunk, self.fault = first, gap, per_chunk, fault
         self.headers, self.tells_ids, self.timing = headers or {}, tells_ids, timing
-        self.until_seen = until_seen
+        self.until_seen, self.closes = until_seen, closes
         self.seen: list[dict[str, Any]] = []
         self.seen_headers: list[dict[str, str]] = []
         self.broken_off = 0
@@ -130,7 +132,8 @@ class FakeServer:
         self.seen.append(body)
         self.seen_headers.append(headers)
         fault = self.fault(number, body) if self.fault else None
-        return await self._answer(writer, body, number, fault, "chat" in path)
+        keep = await self._answer(writer, body, number, fault, "chat" in path)
+        return keep and not self.closes
 
     async def _answer(
         self,

@@ -140,6 +140,14 @@ def test_nobody_there() -> None:
     assert all(r.status == 0 and not r.chunks for r in records)
 
 
+def test_a_server_that_closes_after_each_answer() -> None:
+    """Bug: llama.cpp's server ends connections after streams without a word in the head, and each
+    second request of a closed loop counts as a failure."""
+    with FakeServer(closes=True) as server:
+        records = load(server, tokens("kind: closed, concurrency: 2", count=30))
+    assert len(records) == 30 and not [r for r in records if not r.ok]
+
+
 def test_unary() -> None:
     """A unary answer has no TTFT; its tokens are the usage's."""
     with FakeServer(first=0.05) as server:
@@ -331,5 +339,5 @@ def test_several_urls_take_turns() -> None:
 def test_connections_are_reused_and_idle_ones_dropped() -> None:
     """A new connection a request costs ports and time; a stale one costs a failure."""
     with FakeServer() as server:
-        records = load(server, tokens("kind: closed, concurrency: 1", count=10))
-    assert sum(r.connect_s > 0 for r in records) == 1
+        records = load(server, tokens("kind: closed, concurrency: 1", count=60))
+    assert 1 <= sum(r.connect_s > 0 for r in records) < 30, "they rest for 10 ms at most"
