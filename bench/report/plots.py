@@ -34,6 +34,7 @@ MADE_BY = {
     "faults-flood": "`python -m tests.faults.flood`: ten times the load, real engines",
     "faults-grpo": "`python -m tests.faults.grpo`: a GRPO loop whose replicas are killed",
     "faults-neighbours": "`python -m tests.faults.neighbours`: streams beside dear requests",
+    "faults-refusals": "`python -m tests.faults.refusals`: CPU time of a refusal, by process",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "cpu-steps": "`python -m bench.cpu.steps`: steps on the CPU beside their products and limits",
     "embeddings": "`python -m bench.embeddings`: vectors of texts against transformers",
