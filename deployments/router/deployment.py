@@ -143,11 +143,11 @@ class Router:
         for model in settings.models or ():
             await self._models.serve(model, self._engines)
         await self._models.follow(settings.find_models)
-        self._export = ServeExport(front.figures)
+        self._export = ServeExport(front.metric_families)
         self._application_metrics = ApplicationMetrics(
             name,
             "" if front.several else front.only,
-            front.figures,
+            front.metric_families,
             lambda: front.state().replicas,
             partial(self._peers.ask, _FIGURES_SECONDS, "figures"),
         )

@@ -128,7 +128,7 @@ class LoraDevice:
         place = self._slab[slot, : weights.blob.numel()]
         self._uploader.copy([(weights.blob, place), (weights.table, self._table[slot])])
 
-    def pretend(self, num_tokens: int) -> LoraStep:
+    def warm_up_step(self, num_tokens: int) -> LoraStep:
         """Return a step for warm-up, with adapters of the largest rank in all slots and layers.
 
         Tokens are spread evenly over the slots. Call `forget` afterwards. CUDA only.
@@ -137,6 +137,7 @@ class LoraDevice:
         return self.lay_out((np.arange(num_tokens) % self.num_slots).astype(np.int16))
 
     def forget(self) -> None:
+        """Take the adapters of `warm_up_step` out of all slots."""
         self._table.zero_()
 
     # ---- steps ---------------------------------------------------------------------------------

@@ -438,7 +438,7 @@ class StepImages:
             pixels = torch.zeros(*shape, 3, dtype=torch.uint8, device=self._device)
             self._encoder.encode([pixels])
 
-    def pretend(self, step: DeviceStep) -> None:
+    def add_warm_up_inputs(self, step: DeviceStep) -> None:
         """Give a warm-up step the inputs that images have, so that their kernels are compiled."""
         tokens = torch.arange(len(step.token_ids), device=self._device)
         if len(self._cache):

@@ -90,6 +90,7 @@ class Refill:
         return {source.name for parameter in parameters for source in parameter.sources}
 
     def _outlined(self) -> Loadable:
+        """Return the model's outline, which is made at the first call."""
         self._whole = self._whole or self._outline()
         return self._whole
 

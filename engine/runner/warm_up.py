@@ -77,7 +77,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, *, drafts: bool = False) -> No
     if runner.lora is not None and forward.cuda:
         _warm_up_adapters(runner, batch)
         step = forward.inputs.assemble(batch)
-        step.adapt(runner.lora.pretend(batch.num_tokens))
+        step.adapt(runner.lora.warm_up_step(batch.num_tokens))
     hidden = forward.run_step(step)
     if runner.lora is not None:
         runner.lora.forget()
@@ -231,7 +231,7 @@ def _warm_up_images(runner: ModelRunner, most: int) -> None:
     assert forward.images is not None
     length = largest_step(runner, most).lengths[0]
     step = forward.inputs.assemble(Batch(-1, [pad], [0], [length], [True]))
-    forward.images.pretend(step)
+    forward.images.add_warm_up_inputs(step)
     forward.run_step(step)
 
 
@@ -244,5 +244,5 @@ def _warm_up_adapters(runner: ModelRunner, largest: Batch) -> None:
     for size in warm_up_sizes(largest.num_tokens, runner.lora.num_slots):
         lengths = [min(size, largest.lengths[0])]
         step = runner.forward.inputs.assemble(Batch(-1, [pad], [0], lengths, [True]))
-        step.adapt(runner.lora.pretend(lengths[0]))
+        step.adapt(runner.lora.warm_up_step(lengths[0]))
         runner.forward.run_step(step)

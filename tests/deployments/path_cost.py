@@ -94,7 +94,7 @@ async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
             await asyncio.sleep(0.01)
 
     async def metrics() -> str:
-        return render(front.figures(), front.only)
+        return render(front.metric_families(), front.only)
 
     async def others() -> list[dict[str, Any]]:
         return []  # Ray would ask them, and there is none here

@@ -125,14 +125,14 @@ def test_a_layout_of_some_tokens_lies_beside_that_of_all(device: LoraDevice) -> 
 
 def test_warm_up_is_of_the_largest_rank(device: LoraDevice) -> None:
     """Bug: memory is proved with the adapters that happen to be listed first, and the first large
-    one that comes is too much. The pretended step has the largest rank on all parts of all slots,
+    one that comes is too much. The warm-up step has the largest rank on all parts of all slots,
     its matrices fill a slot, and its sums fit."""
     generator = torch.Generator().manual_seed(0)
     largest = host_lora(dict.fromkeys(range(len(SIZES)), MAX_RANK), generator)
     device.upload(largest, SLOTS - 1)
     assert largest.blob.numel() == device._slab.shape[1]
     device.forget()
-    step = device.pretend(TOKENS)
+    step = device.warm_up_step(TOKENS)
     assert (step.table[..., 0] == padded(MAX_RANK)).all()
     tiles = step.tiles[step.tiles[:, 2] > 0]
     assert set(tiles[:, 0].tolist()) == set(range(SLOTS)) and tiles[:, 2].sum() == TOKENS

@@ -177,7 +177,7 @@ class ModelsBackend:
         yield from self.dispatchers.values()
         yield from self._leaving
 
-    def figures(self) -> Iterator[MetricFamily]:
+    def metric_families(self) -> Iterator[MetricFamily]:
         """Yield the router's metrics, for /metrics and Ray's exporter."""
         for model, dispatcher in self.dispatchers.items():
             figures = families(dispatcher.metrics, dispatcher.state())

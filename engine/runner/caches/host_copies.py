@@ -329,7 +329,9 @@ class CudaCopies:
         """Return a copy that begins now. pairs, states: (item, slot)."""
         items = _ends((item for item, _ in pairs), (item for item, _ in states))
         slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
-        copy = _Copy(ticket, items, slots, _size(self, pairs, states), _event(), _event())
+        copy = _Copy(
+            ticket, items, slots, _size(self, pairs, states), _timing_event(), _timing_event()
+        )
         copy.began.record(stream)
         return copy
 
@@ -426,7 +428,7 @@ def _enqueue(slots: HostSlots, pairs: Pairs, stream: int, to_host: bool) -> None
         at += rows * width
 
 
-def _event() -> torch.cuda.Event:
+def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 

@@ -276,10 +276,10 @@ class Speculation:
         )
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
-        """Record the time of a step, by which the number of drafts is chosen.
+        """Record what a step took, which the length of later drafts depends on.
 
-        entries: requests that decoded; 0 if the step computed prompts too
-        drafts: draft tokens of all requests
+        entries: the number of decodes; 0 if the step computed prompts too.
+        drafts: the number of draft tokens of all entries.
         """
         self._lengths.observe_step(entries, drafts, seconds)
 

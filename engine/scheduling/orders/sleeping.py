@@ -43,7 +43,7 @@ class EngineSleep:
         self._memory = memory
         self.wanted: frozenset[str] = frozenset()
         self._drop = False
-        self._asked: list[int] = []  # tickets to be answered once the engine sleeps
+        self._pending_tickets: list[int] = []  # tickets to be answered once the engine sleeps
         self._answers: list[Answer] = []
         self.parts: frozenset[str] = frozenset()
         self.dropped = False
@@ -69,7 +69,7 @@ class EngineSleep:
             message = f"sleep: level is {KEEP} or {DROP}, not {level}"
             self._answers.append(Answer(ticket, InvalidRequest.code, message, "level"))
             return
-        if not self._knows(parts, ticket):
+        if not self._check_parts(parts, ticket):
             return
         if level == CHECK:
             self._answers.append(Answer(ticket))
@@ -77,11 +77,12 @@ class EngineSleep:
         self.wanted = frozenset(parts or PARTS) - self.parts
         self._drop = level == DROP and WEIGHTS in self.wanted
         if self.wanted:
-            self._asked.append(ticket)
+            self._pending_tickets.append(ticket)
         else:
             self._answers.append(Answer(ticket))
 
-    def _knows(self, parts: Sequence[str], ticket: int) -> bool:
+    def _check_parts(self, parts: Sequence[str], ticket: int) -> bool:
+        """Return whether all parts have known names; if not, refuse the ticket's order."""
         unknown = [part for part in parts if part not in PARTS]
         if unknown:
             message = f"tags: known are {', '.join(PARTS)}, not {unknown[0]!r}"
@@ -89,13 +90,13 @@ class EngineSleep:
         return not unknown
 
     def begin(self) -> None:
-        """Free the memory."""
+        """Free the memory of the parts in `wanted`, and answer the pending tickets."""
         assert self._memory is not None
         began = time.perf_counter()
         self._memory.sleep(self.wanted, drop=self._drop)
         self.parts |= self.wanted
         self.dropped |= self._drop
-        self._end_wish()
+        self._settle_pending()
         logger.info("asleep after %.2f s: %s", time.perf_counter() - began, _listed(self.parts))
 
     def end(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
@@ -103,9 +104,9 @@ class EngineSleep:
 
         Raises MantaError without free memory.
         """
-        if not self._knows(parts, ticket):
+        if not self._check_parts(parts, ticket):
             return
-        self._end_wish()
+        self._settle_pending()
         waking = self.parts & frozenset(parts or PARTS)
         if waking:
             assert self._memory is not None
@@ -119,10 +120,11 @@ class EngineSleep:
                 logger.warning("the weights were dropped: requests wait for new weights")
         self._answers.append(Answer(ticket))
 
-    def _end_wish(self) -> None:
+    def _settle_pending(self) -> None:
+        """Clear the pending order to sleep, and answer its tickets."""
         self.wanted, self._drop = frozenset(), False
-        self._answers += [Answer(ticket) for ticket in self._asked]
-        self._asked = []
+        self._answers += [Answer(ticket) for ticket in self._pending_tickets]
+        self._pending_tickets = []
 
     def replaced(self) -> None:
         """Note that all weights were replaced."""

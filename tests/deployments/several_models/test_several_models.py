@@ -235,7 +235,7 @@ async def test_a_full_model_refuses_none_of_anothers_requests(
     assert asked == ["b", "a"], "a name that nobody knows is refused for that, later"
     front.generate(request("b"))
     assert front.held()["requests"] == 2 and front.state().queued == 2
-    text = render(front.figures(), "")
+    text = render(front.metric_families(), "")
     assert 'manta_request_failure_total{model_name="a",code="no_replica"} 1' in text
     assert 'manta_prompt_tokens_total{model_name="b"} 3' in text
     front.close()

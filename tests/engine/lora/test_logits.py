@@ -337,7 +337,7 @@ def test_the_largest_step_is_warmed_up_with_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: the memory that is left for KV blocks is measured without adapters, or with a step that
-    is smaller than the largest. What is pretended: tests/kernels/test_lora_device.py."""
+    is smaller than the largest. The contents of that step: tests/kernels/test_lora_device.py."""
     save_checkpoint(tmp_path / "base", "llama")
     runner: Any = engine(tmp_path / "base")._runner
     assert runner.lora is not None
@@ -349,12 +349,12 @@ def test_the_largest_step_is_warmed_up_with_adapters(
         return run_step(step)
 
     monkeypatch.setattr(runner.forward, "run_step", watched)
-    monkeypatch.setattr(runner.lora, "pretend", lambda n: seen.append(("pretend", n)))
+    monkeypatch.setattr(runner.lora, "warm_up_step", lambda n: seen.append(("warm-up", n)))
     monkeypatch.setattr(runner.lora, "forget", lambda: seen.append(("forget", 0)))
     monkeypatch.setattr(warm_up, "_warm_up_adapters", lambda runner, batch: None)
     monkeypatch.setattr(runner.forward, "cuda", True)
     warm_up.warm_up(runner, 48)
-    assert seen[:3] == [("pretend", 48), ("forward", 48), ("forget", 0)]
+    assert seen[:3] == [("warm-up", 48), ("forward", 48), ("forget", 0)]
 
 
 @pytest.mark.gpu
