@@ -73,7 +73,7 @@ class RandomSteps:
         decodes, chunks = [], []
         for row in rng.sample(range(self._num_rows), rng.randint(1, self._num_rows)):
             if self._left(row) < 1 or rng.random() < 0.2:
-                self._take(row, batch, 1 if decodes_only else rng.randint(1, MAX_LEN - 1))
+                self._add_request(row, batch, 1 if decodes_only else rng.randint(1, MAX_LEN - 1))
             left = self._left(row)
             length = 1 if decodes_only else rng.randint(1, left)
             (decodes if left == length == 1 else chunks).append((row, length, left == length))
@@ -98,7 +98,7 @@ class RandomSteps:
         tokens = self._tokens.get(row, ())
         return len(tokens) - self._computed[row] if 0 < len(tokens) < MAX_LEN else 0
 
-    def _take(self, row: int, batch: Batch, length: int) -> None:
+    def _add_request(self, row: int, batch: Batch, length: int) -> None:
         self._tokens[row] = [self._random.randrange(1000) for _ in range(length)]
         self._blocks[row], self._computed[row] = [], 0
         batch.new_rows.append(new_row(row, list(self._tokens[row])))

@@ -44,7 +44,7 @@ class Offered:
         self.failed: list[str] = []
         self.rows: list[int] = []  # rows that ran, per frame
         self.over = asyncio.Event()  # every request was submitted
-        self.client = EngineClient(self._take, lambda error: self._died(str(error)))
+        self.client = EngineClient(self._take_frame, lambda error: self._died(str(error)))
         requests = workloads.build("dialogue") * ROUNDS_OF_STREAMS
         self._left = iter(enumerate(requests, 1))
         self._last: dict[int, float] = {}  # time of each request's last tokens
@@ -63,7 +63,7 @@ class Offered:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
         self.client.submit(EngineRequest(number, ids, len(ids), params, seed=0))
 
-    def _take(self, frame: StepFrame) -> None:
+    def _take_frame(self, frame: StepFrame) -> None:
         if self.over.is_set():
             return
         now = time.perf_counter()

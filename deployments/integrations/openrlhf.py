@@ -165,7 +165,7 @@ class RolloutActor:
         self, name: str, dtype: torch.dtype, shape: Sequence[int], empty_cache: bool = False
     ) -> None:
         """Take a tensor that the trainer broadcasts. Raises UpdateFailed, and the update ends."""
-        await self._take(_tensor(name, dtype, shape), last=empty_cache)
+        await self._take_tensor(_tensor(name, dtype, shape), last=empty_cache)
 
     async def update_weight_cuda_ipc(
         self,
@@ -181,9 +181,9 @@ class RolloutActor:
         """
         places = {uuid: plain_handle(handle) for uuid, handle in ipc_handles.items()}
         tensor = _tensor(name, dtype, shape) | {"cuda_handles": [places]}
-        await self._take(tensor, last=empty_cache)
+        await self._take_tensor(tensor, last=empty_cache)
 
-    async def _take(self, tensor: dict[str, Any], *, last: bool) -> None:
+    async def _take_tensor(self, tensor: dict[str, Any], *, last: bool) -> None:
         if not self._updating:
             await self._engine.start_weight_update()
         # An error ends the update.

@@ -83,9 +83,9 @@ class FleetWeights:
             return
         good = record is not None and record.base == self._base
         if record is not None and good and record.number > self._record.number:
-            self._take(record)
+            self._take_record(record)
 
-    def _take(self, record: WeightsRecord) -> None:
+    def _take_record(self, record: WeightsRecord) -> None:
         self._record = record
         self.version, self.paused = record.version, bool(record.paused)
         self.asleep = bool(record.asleep) or record.dozes
@@ -104,7 +104,7 @@ class FleetWeights:
             raise Overloaded(
                 f"the weights were not changed: {error}", code="store_unavailable"
             ) from None
-        self._take(record)
+        self._take_record(record)
 
     # -- orders
 

@@ -316,7 +316,7 @@ class EngineClient:
             raise EngineDead("the engine has not been started")
         return self._engine
 
-    def _take(self, raw: bytes) -> None:
+    def _handle_message(self, raw: bytes) -> None:
         message = self._decoder.decode(raw)
         if type(message) is StepFrame:
             self.stats = message.stats
@@ -359,7 +359,7 @@ class EngineClient:
         assert self._loop is not None and self._started is not None
         try:
             for _ in range(MAX_FRAMES_A_TURN):
-                self._take(receive(zmq.NOBLOCK))
+                self._handle_message(receive(zmq.NOBLOCK))
         except zmq.Again:
             if self.ready is not None and not self._started.done():
                 self._started.set_result(self.ready)

@@ -145,7 +145,7 @@ class StateVerification:
 
     def upload(self, batch: Batch, graph: GraphRuns) -> None:
         """Upload the runs of a batch of decodes, some of which have drafts, for a captured step."""
-        tokens = self._take(batch)
+        tokens = self._record_runs(batch)
         others = np.asarray(batch.rows)
         others[tokens] = self._pad_row
         graph.fill(others.tolist(), tokens, self._rows, self._starts, self._lengths)
@@ -158,7 +158,7 @@ class StateVerification:
         """
         if not batch.drafts:
             return
-        tokens = self._take(batch)
+        tokens = self._record_runs(batch)
         in_run = np.zeros(batch.num_tokens, dtype=bool)
         in_run[tokens] = True
         others = np.flatnonzero(~in_run)
@@ -184,7 +184,7 @@ class StateVerification:
         for meta in metas:
             meta.state_runs = self._runs
 
-    def _take(self, batch: Batch) -> list[int]:
+    def _record_runs(self, batch: Batch) -> list[int]:
         """Note the runs of a batch; return the indices of their tokens."""
         at = batch.num_decodes - sum(len(drafts) for _, _, drafts in batch.drafts)
         entries = {row: entry for entry, row in enumerate(batch.rows[:at])}

@@ -88,16 +88,16 @@ class WeightStage:
                 return
             except torch.OutOfMemoryError:
                 self._hold_none()
-        self._take(name, tensor)
+        self._add_host_copy(name, tensor)
 
     def _hold_none(self) -> None:
         """Stage in files alone from here on."""
         while self.held:
-            self._take(*self.held.popitem())
+            self._add_host_copy(*self.held.popitem())
         self._hold_on = None
         torch.cuda.empty_cache()
 
-    def _take(self, name: str, tensor: Tensor) -> None:
+    def _add_host_copy(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor to the host, for the next file."""
         # a view of a larger storage, or of one that others share, is copied too
         copied = torch.empty(tensor.shape, dtype=tensor.dtype)

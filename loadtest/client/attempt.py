@@ -225,7 +225,7 @@ class RequestAttempt:
         if part.error is not None:
             self._error = self._error or ("stream_error", *_code_and_message(part.error))
             return
-        self._take(part, now)
+        self._take_part(part, now)
 
     def _unary(self, now: float) -> None:
         try:
@@ -238,9 +238,9 @@ class RequestAttempt:
         elif not part.choices:
             self._error = "bad_answer", None, "an answer without choices"
         else:
-            self._take(part, now)
+            self._take_part(part, now)
 
-    def _take(self, part: _ResponsePart, now: float) -> None:
+    def _take_part(self, part: _ResponsePart, now: float) -> None:
         known: int | None = None
         if part.usage is not None:
             before = self._usage.completion_tokens if self._usage else 0

@@ -46,7 +46,7 @@ def jobs(mix: Mix, rate: float, seconds: float, routers: int, seed: int) -> list
 
 def _jobs(mix: Mix, rate: float, seconds: float, routers: int, dice: Random) -> Iterator[Job]:
     new = iter(_random_hashes(dice))
-    prefixes = [_take(new, _length(dice, mix.prefix) // STRIDE) for _ in range(mix.groups)]
+    prefixes = [_take_hashes(new, _length(dice, mix.prefix) // STRIDE) for _ in range(mix.groups)]
     group_sums = _zipf(mix.groups, 1.0)
     adapter_sums = _zipf(mix.adapters, mix.zipf) if mix.adapters else []
     turns = 4  # turns per conversation, so one start stands for four requests
@@ -111,8 +111,8 @@ def _job(
     dice: Random,
 ) -> Job:
     prompt = len(head) * STRIDE + max(1, tail)
-    prefix_hashes = head + _take(new, (prompt - 1) // STRIDE - len(head))
-    full = prefix_hashes + _take(new, (prompt + output) // STRIDE - len(prefix_hashes))
+    prefix_hashes = head + _take_hashes(new, (prompt - 1) // STRIDE - len(head))
+    full = prefix_hashes + _take_hashes(new, (prompt + output) // STRIDE - len(prefix_hashes))
     return Job(now, prompt, output, prefix_hashes, full, adapter, dice.randrange(routers))
 
 
@@ -138,7 +138,7 @@ def _random_hashes(dice: Random) -> Iterator[bytes]:
         yield dice.getrandbits(64).to_bytes(8, "little")
 
 
-def _take(new: Iterator[bytes], count: int) -> list[bytes]:
+def _take_hashes(new: Iterator[bytes], count: int) -> list[bytes]:
     return [next(new) for _ in range(count)]
 
 

@@ -82,7 +82,7 @@ class ChannelParser(StepParser):
         return False
 
     def _body(self) -> bool:
-        text, mark = self._take((*MESSAGE_ENDS, MESSAGE_START))
+        text, mark = self._take_until((*MESSAGE_ENDS, MESSAGE_START))
         if text:
             self._begun.add(self._kind)
             self._out.append(Event(self._kind, self._due + text))
@@ -99,7 +99,7 @@ class ChannelParser(StepParser):
 
     def _behind(self) -> bool:
         """Skip the text between a call and the end of its message."""
-        _, mark = self._take((*MESSAGE_ENDS, MESSAGE_START))
+        _, mark = self._take_until((*MESSAGE_ENDS, MESSAGE_START))
         return self._ended(mark)
 
     def _ended(self, mark: str) -> bool:

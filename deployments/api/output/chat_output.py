@@ -114,7 +114,7 @@ class ParsedChoice:
         tokens = delta.token_ids
         if not tokens:
             decoded = self.decoder.feed([], delta.finish, delta.stop_token)
-            self._take(decoded.text, bool(delta.finish))
+            self._parse_text(decoded.text, bool(delta.finish))
             return self._ended(decoded, 0)
         for count, token in enumerate(tokens, 1):
             last = count == len(tokens)
@@ -125,7 +125,7 @@ class ParsedChoice:
                 self.reasoning_tokens += 1
             decoded = self.decoder.feed([] if hidden else [token], finish, stop_token)
             self.decoder.num_tokens += hidden
-            has_content = self._take(decoded.text, bool(finish))
+            has_content = self._parse_text(decoded.text, bool(finish))
             self.is_content.append(has_content or stop_token is not None)
             if self._stop is not None:
                 return Decoded("", "stop", self._stop, count)
@@ -141,7 +141,7 @@ class ParsedChoice:
             return Decoded("", "stop", self._stop, count)
         return Decoded("", reason, decoded.stop_reason, count)
 
-    def _take(self, text: str, final: bool) -> bool:
+    def _parse_text(self, text: str, final: bool) -> bool:
         """Parse a text; return whether there was content. final: whether it is the last text."""
         events = self._parser.feed(text) if text else []
         if final:

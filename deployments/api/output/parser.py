@@ -88,7 +88,7 @@ class OutputParser(StepParser):
         assert self._reasoning is not None
         trigger = self._format.trigger if self._format is not None else ""
         marks = (self._reasoning.end, trigger) if trigger else (self._reasoning.end,)
-        before, mark = self._take(marks)
+        before, mark = self._take_until(marks)
         self._show("reasoning", before)
         if not mark:
             return False
@@ -149,7 +149,7 @@ class OutputParser(StepParser):
         if not marks:
             self._step = self._rest
             return True
-        before, mark = self._take(marks)
+        before, mark = self._take_until(marks)
         self._show("content", before)
         if mark and mark == trigger:
             self._text = mark + self._text
@@ -274,7 +274,7 @@ class OutputParser(StepParser):
 
     def _raw_value(self) -> bool:
         assert self._format is not None and self._format.tagged is not None
-        before, mark = self._take((self._format.tagged.value_close,))
+        before, mark = self._take_until((self._format.tagged.value_close,))
         if before or mark:
             self._out.append(Event("arguments", quoted(before)[1:-1] + ('"' if mark else "")))
         if mark:
@@ -290,7 +290,7 @@ class OutputParser(StepParser):
 
     def _bare_value(self) -> bool:
         assert self._format is not None and self._format.tagged is not None
-        before, mark = self._take((self._format.tagged.value_close,))
+        before, mark = self._take_until((self._format.tagged.value_close,))
         if before:
             self._out.append(Event("arguments", before))
         if mark:

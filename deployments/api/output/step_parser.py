@@ -63,7 +63,7 @@ class StepParser:
             merged.append(event)
         return merged
 
-    def _take(self, until: tuple[str, ...]) -> tuple[str, str]:
+    def _take_until(self, until: tuple[str, ...]) -> tuple[str, str]:
         """Consume the text before the first mark in `until`, and the mark; return both.
 
         Without a mark the second is "", and text that may begin a mark is kept.

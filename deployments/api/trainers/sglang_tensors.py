@@ -66,7 +66,7 @@ async def from_distributed(context: ApiContext, exchange: HttpExchange) -> None:
         "packed": flat,
         "packed_buffer_size_bytes": _ONE_BROADCAST,
     }
-    await _take(context, exchange, body, info, "names")
+    await _take_tensors(context, exchange, body, info, "names")
 
 
 async def from_tensor(context: ApiContext, exchange: HttpExchange) -> None:
@@ -76,10 +76,10 @@ async def from_tensor(context: ApiContext, exchange: HttpExchange) -> None:
         "serialized_named_tensors": body.serialized_named_tensors,
         "load_format": body.load_format or "",
     }
-    await _take(context, exchange, body, info, "serialized_named_tensors")
+    await _take_tensors(context, exchange, body, info, "serialized_named_tensors")
 
 
-async def _take(
+async def _take_tensors(
     context: ApiContext,
     exchange: HttpExchange,
     body: FromDistributed | FromTensor,

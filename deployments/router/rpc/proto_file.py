@@ -42,7 +42,7 @@ def read_proto(path: Path) -> FileDescriptorProto:
     open_: list[DescriptorProto | ServiceDescriptorProto | EnumDescriptorProto | str] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         text = line.partition("//")[0].strip()
-        if not _take(file, open_, text):
+        if not _parse_statement(file, open_, text):
             raise ValueError(f"{path}:{number}: not understood: {text}")
     if open_ or not file.package:
         raise ValueError(f"{path}: it ends in the middle, or has no package")
@@ -58,7 +58,7 @@ def read_proto(path: Path) -> FileDescriptorProto:
     return file
 
 
-def _take(
+def _parse_statement(
     file: FileDescriptorProto,
     open_: list[DescriptorProto | ServiceDescriptorProto | EnumDescriptorProto | str],
     text: str,

@@ -49,7 +49,7 @@ class TokenPool:
             return []
         assert count <= self._count
         with self._stream_context():
-            twice, *blocks = self._take(count).tolist()
+            twice, *blocks = self._take_free_blocks(count).tolist()
         if twice:
             raise RuntimeError("a block was freed twice")
         self._count -= count
@@ -59,7 +59,7 @@ class TokenPool:
     def _stream_context(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _take(self, count: int) -> Tensor:
+    def _take_free_blocks(self, count: int) -> Tensor:
         """Return [1 + count]: whether a returned block was free already, then the blocks."""
         free, index = self._free, self._index
         returned = torch.tensor(self._returned, dtype=torch.int64).to(free.device)

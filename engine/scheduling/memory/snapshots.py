@@ -161,7 +161,7 @@ class Snapshots:
         if marks is None or not request.cacheable:
             return remaining
         if at == marks.border:
-            self._take(request, marks, at, step, rolling=False)
+            self._take_snapshot(request, marks, at, step, rolling=False)
         elif remaining == 1:
             self.decoded(request, at, step)
         if remaining == 1:
@@ -184,7 +184,7 @@ class Snapshots:
         if marks is None or position % self._block_size or not request.cacheable:
             return
         if position - marks.last >= self.plan.gap:
-            self._take(request, marks, position, step, rolling=True)
+            self._take_snapshot(request, marks, position, step, rolling=True)
 
     def room(self, request: Computed, position: int) -> int:
         """Return the most drafts of a decode at `position`, whose step may not pass a border where
@@ -195,7 +195,7 @@ class Snapshots:
         due = max(marks.last + self.plan.gap, position + 1)
         return -(-due // size) * size - 1 - position
 
-    def _take(
+    def _take_snapshot(
         self, request: Computed, marks: Marks, position: int, step: int, *, rolling: bool
     ) -> None:
         digest = request.hashes[position // self._block_size - 1]

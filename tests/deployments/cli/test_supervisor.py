@@ -44,7 +44,7 @@ class Serving:
         while text not in self.output:
             line = self.process.stdout.readline()
             assert line, self.output
-            self._take(line)
+            self._take_line(line)
 
     def is_there(self) -> None:
         """The driver has said what it had to, and the server has heard it."""
@@ -52,7 +52,7 @@ class Serving:
         if self.serves:
             self.until("Serving")
 
-    def _take(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         self.output += line
         name, _, pid = line.strip().partition(" ")
         if pid.isdecimal():
@@ -63,7 +63,7 @@ class Serving:
         """The exit code. Asserts that it ends in time and leaves nothing."""
         rest, _ = self.process.communicate(timeout=seconds)
         for line in rest.splitlines(keepends=True):
-            self._take(line)
+            self._take_line(line)
         left = [pid for pid in self.all if processes.read(pid) is not None]
         assert not left, (left, self.output)
         assert self.all, self.output

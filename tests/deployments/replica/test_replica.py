@@ -43,7 +43,7 @@ class Router:
                 FAST,
                 "test",
                 on_open=opened.set_result,
-                on_frame=self._take,
+                on_frame=self._take_message,
                 on_close=self._close,
             ),
             "127.0.0.1",
@@ -52,7 +52,7 @@ class Router:
         await opened
         return self
 
-    def _take(self, _, message) -> None:
+    def _take_message(self, _, message) -> None:
         if isinstance(message, Failed):
             self.failed = message
         else:

@@ -35,9 +35,9 @@ class Engine:
         self.failures: list[str] = []
         self.deaths: list[MantaError] = []
         self.last = 0.0  # when tokens came
-        self.client = EngineClient(self._take, self.deaths.append)
+        self.client = EngineClient(self._take_frame, self.deaths.append)
 
-    def _take(self, frame: StepFrame) -> None:
+    def _take_frame(self, frame: StepFrame) -> None:
         for delta in frame.deltas:
             self.last = time.monotonic()
             self.tokens[delta.id] += delta.token_ids
