@@ -329,7 +329,10 @@ class EngineCore:
         return self._fail_masks(launched, errors)
 
     def _fail_masks(self, launched: LaunchedStep, errors: dict[int, str]) -> list[Delta]:
-        """End the requests whose grammar allows no token, and drop drafts after which none does.
+        """End the requests whose grammar allows no token; return their last deltas.
+
+        If a grammar allows no token after a draft, its `Verification.most` is lowered: that
+        draft and the request's later ones are not accepted.
 
         errors: row of the masks -> message.
         """

@@ -218,10 +218,13 @@ class LaunchedStep:
         ended: list[int],
         end_tokens: set[int],
     ) -> int:
-        """Append the tokens that accepted drafts add to their requests; return their number.
+        """Append the tokens of accepted drafts to requests and deltas; return their number.
+
+        Each verification records its accepted drafts, and grammars advance. Entries that end
+        or fail are added to `over`, and to `ended` or `failed`.
 
         tokens: the sampled tokens of entries that are not drafts.
-        over: entries whose requests have ended or failed. The call adds to `failed` and `ended`.
+        over: entries whose requests have ended or failed.
         """
         verifications = self.verifications
         assert verifications is not None

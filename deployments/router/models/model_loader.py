@@ -224,7 +224,9 @@ class ModelLoader:
         ]
 
     def _disconnect(self, connected: _Connected, same: ServedModel | None = None) -> None:
-        """Disconnect a model from its replicas once its last request has ended.
+        """Start a task that disconnects a model from its replicas after its last request.
+
+        The task ends the subscriptions to the replicas' addresses and closes the handles.
 
         same: the new version of the model, whose handles stay open; None: the model was removed.
         """

@@ -286,6 +286,7 @@ class CudaCopies:
         return bool(self._stores)
 
     def room(self) -> int:
+        """Return how many further blocks may be queued, after removing finished stores."""
         self._take_stored()
         queued = sum(store.size for store in self._stores)
         return max(0, _QUEUE_BYTES - queued) // max(1, self.blocks.num_bytes)
@@ -388,6 +389,7 @@ class CudaCopies:
         self.store_seconds = self.load_seconds = 0.0
 
     def _take_stored(self) -> None:
+        """Remove the finished copies from `_stores`, and add their time to `store_seconds`."""
         while self._stores and self._stores[0].done.query():
             store = self._stores.popleft()
             self.store_seconds += store.began.elapsed_time(store.done) / 1000

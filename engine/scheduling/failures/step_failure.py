@@ -30,7 +30,7 @@ class StepBlame:
         return self
 
     def __enter__(self) -> None:
-        """Enter the `with` block whose exception is noted."""
+        """Change nothing: `__call__` has set the step that the block works on."""
 
     def __exit__(
         self,

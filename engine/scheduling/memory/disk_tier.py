@@ -78,7 +78,7 @@ class BlockFiles(Protocol):
         ...
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Delete the files of some blocks."""
+        """Begin to delete the files of some blocks, which `has` no longer finds from now on."""
         ...
 
     def clear(self) -> None:
