@@ -110,8 +110,8 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
     ticket: the next frame returns it, so that the sender can tell that frame from an earlier one.
     argument: the mode of a pause, see `engine.scheduling.orders.updates.Pause`; the address on
         which a "serve_kv" listens.
-    level: of a sleep: 1 keeps the weights in host memory, 2 drops them; 0 only asks whether the
-        engine would refuse.
+    level: what a sleep does with the weights: 1 keeps them in host memory, 2 drops them; 0 only
+        asks whether the engine would refuse.
     tags: the parts of the memory to free or to take, of PARTS; none = all.
     """
 
@@ -384,7 +384,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     """The result of a step, and the engine's state after it.
 
     prefix_hashes: hashes of prompts that other routers sent to this replica; set by the replica.
-    ticket: of the newest order that the engine had carried out before this frame.
+    ticket: the ticket of the newest order that the engine had carried out before this frame.
     taken: ids of requests that `stats` counts for the first time, refused ones included. Until its
         id is here, the router that sent a request adds it to the figures itself.
     gone: joined hashes of prefixes that have left the prefix cache and the tiers below it.

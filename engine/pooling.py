@@ -67,7 +67,7 @@ class Pooling:
     matryoshka: whether the first elements of a vector are a vector themselves.
     dimensions: the allowed numbers of first elements; () = any.
     max_tokens: the most tokens of a text; 0 = the model's context.
-    labels: of a classifier, the label of each number of its "vector"; () for an embedder.
+    labels: the label of each number of a classifier's "vector"; () for an embedder.
     independent: whether labels do not exclude each other, so that each gets a sigmoid instead of
         all a softmax.
     raw: "relevance" = a reranker's score is its number without a sigmoid; "labels" = labels' scores

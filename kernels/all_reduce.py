@@ -311,7 +311,7 @@ class PeerMemory:
     ) -> "PeerMemory":
         """Make the memory of one rank from all ranks' regions.
 
-        addresses: of the regions, in the order of ranks, each of `region_bytes` that are zeros.
+        addresses: where the regions begin, in the order of ranks; each has `region_bytes` zeros.
         """
         peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         missing_rank = torch.full((1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -119,7 +119,7 @@ def _delta(
 ):  # fmt: skip
     """Return B times the sum over splits, [BLOCK_M, BLOCK_N].
 
-    pieces, weights: of the first BLOCK_R ranks.
+    pieces, weights: the values of the first BLOCK_R ranks.
     """
     s = tl.sum(pieces, 0).to(weights.dtype)
     acc = tl.dot(s, weights, input_precision="ieee")
@@ -310,7 +310,11 @@ def tile_rows(num_tokens: int, slots: int) -> int:
 
 
 def num_splits(num_tokens: int, parts: int, columns: int) -> int:
-    """Return the number of splits of the columns in shrink, of at least 256 columns each."""
+    """Return into how many pieces the shrink kernel splits the sums over a layer's inputs.
+
+    parts: the number of linear layers that are fused into this layer.
+    columns: the inputs of the layer; a piece has at least 256 of them.
+    """
     splits = next(splits for most, _, *splits in CLASSES if num_tokens <= most)[parts > 1]
     while splits * 256 > columns and splits > 1:
         splits //= 2

@@ -47,7 +47,7 @@ Decoded = tuple[Tensor, Tensor, Tensor | None]
 class Format:
     """A format of packed weights: scale * (code - zero) + offset.
 
-    bits: of a code: 4 or 8, unsigned.
+    bits: size of a code, which is unsigned: 4 or 8.
     group: inputs that share a scale and an offset: 16, or a multiple of 32.
     scale: dtype of scales and offsets.
     zero: a whole number.

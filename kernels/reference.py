@@ -342,7 +342,7 @@ class Kernels:
 
         qkv [num_tokens, 3 * num_heads * head_dim], which is written over, ->
         [num_tokens, num_heads * head_dim]. cos_sin: as of RopeInputs; None = no rotation.
-        dtype: of the model, to which keys and values may be rounded.
+        dtype: the model's type, to which keys and values may be rounded.
         """
         q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
         if cos_sin is not None:

@@ -47,9 +47,9 @@ class DialectRequest(ABC):
     def read(
         self, context: ApiContext, body: Mapping[str, Any]
     ) -> ChatRequest | TextRequest | None:
-        """Return what the body asks for; None: no text. Raises ApiError naming its fields.
+        """Return the request of a body; None: the body asks for no text.
 
-        A large body is read in a thread.
+        A thread reads large bodies. Raises ApiError naming the body's fields.
         """
 
     async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:

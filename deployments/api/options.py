@@ -127,7 +127,7 @@ class Training(Protocol):
         ...
 
     async def engine(self, model: str) -> "EngineFacts":
-        """Return what all replicas' engines have in common."""
+        """Return the settings that the engines of all replicas share."""
         ...
 
 

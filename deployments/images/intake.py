@@ -49,7 +49,7 @@ class ImageSource:
 class PlacedPicture:
     """A picture, or a piece of a clip, whose place in the prompt is known.
 
-    sources, files: of the picture, or of all frames of the clip.
+    sources, files: those of the picture, or of all frames of the clip.
     start: index of its first token.
     """
 

@@ -226,7 +226,7 @@ class RolloutServer:
 class Bucket:
     """Tensors that go to the engine in one message, in memory that both processes see.
 
-    num_bytes: of the memory, which a larger tensor makes grow.
+    num_bytes: size of the memory, which a larger tensor makes grow.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -303,7 +303,8 @@ class FleetWeights:
     async def sleep(self, level: int, tags: Sequence[str], mode: str) -> None:
         """Pause all replicas, and free memory of their engines; see `engine.LLM.sleep`.
 
-        mode: of the pause, which the end of the sleep ends; a pause that is there stays.
+        mode: how running requests are paused. The end of the sleep ends this pause, but not a
+            pause that was there before.
         Raises MantaError, with no pause begun; engines that cannot sleep refuse before any request
         ends.
         """

@@ -34,7 +34,7 @@ def hash_prefix(
 
     adapter: adapter as "name@revision"; "": none.
     salt: cache salt of the request.
-    images: of the prompt.
+    images: the images of the prompt, in its order.
     """
     prefix_hashes: list[bytes] = []
     if len(token_ids) <= STRIDE:

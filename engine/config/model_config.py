@@ -152,7 +152,8 @@ class ModelConfig:
 
     architecture: the name of its record.
     wrapper: the name of the multimodal model around it; "" = none.
-    attention: of each layer. num_heads, num_kv_heads, head_dim and rope are those of a plain layer.
+    attention: each layer's kind of attention.
+    num_heads, num_kv_heads, head_dim, rope: those of a layer with plain attention.
     embedding_size: width of embedding and head, which is projected to hidden_size and back.
     embedding_scale: factor of embeddings.
     residual_scale: factor of what attention or MLP adds to the residual.

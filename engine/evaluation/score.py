@@ -35,7 +35,7 @@ PIECE = 512  # tokens of a text that are computed together, in one context
 class Score:
     """The scores of one model.
 
-    perplexity: of the text, where each piece of PIECE tokens is a context of its own.
+    perplexity: the text's perplexity; each piece of PIECE tokens is a context of its own.
     tasks: name -> accuracy and number of questions; "acc_norm" is the accuracy of log-probabilities
         divided by a choice's bytes.
     """

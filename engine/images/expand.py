@@ -68,7 +68,7 @@ def expand_placeholders(
 
     ids: tokens of the rendered chat, in which one placeholder stands for each layout.
     token_id: returns the token of a placeholder.
-    places: of the images and clips that the template was given, in its order.
+    places: the layouts of the images and clips in the chat, in the order of the template.
     count: images and clips of the request.
 
     Raises InvalidRequest where the template has not written one placeholder for each, ConfigError

@@ -116,7 +116,7 @@ FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
 def image_processor(folder: Path, encode: Encode | None = None) -> ImageProcessor | None:
     """Return the processor of a model folder; None if the model takes no pictures here.
 
-    encode: of the model's tokenizer, as of `ProcessorSettings`. Some families need none.
+    encode: returns the tokens of a text with special tokens in it. Some families need none.
     Raises ConfigError naming the file and key that cannot be read.
     """
     config = Reader.from_file(folder / "config.json")

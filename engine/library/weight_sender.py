@@ -22,7 +22,7 @@ class WeightSender:
 
     address, port: where engines reach this process; the port must be free.
     receivers: number of engines (`GET /get_world_size`).
-    device: of the tensors: NCCL connects GPUs, gloo CPUs.
+    device: the device of the tensors: NCCL connects GPUs, gloo CPUs.
     packed: whether tensors share broadcasts of about buffer_bytes.
     seconds: longest wait for the engines.
     """

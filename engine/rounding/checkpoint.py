@@ -421,7 +421,12 @@ class _Encoder:
         return {f"{stem}.{key}": tensor for key, tensor in tensors.items()}
 
     def _grown(self, key: str, tensor: Tensor, weight: Tensor) -> tuple[int, ...]:
-        """Return the shape of a whole matrix's tensor, from one that was quantised for 8 rows."""
+        """Return the shape that a quantised tensor of a matrix has, without quantising the matrix.
+
+        key: the suffix of the tensor's name.
+        tensor: the same tensor of a matrix of 8 rows.
+        weight: the matrix, which may be on the meta device.
+        """
         if key == _STATE:
             return tuple(_state(weight).shape)
         if key in ("weight_shape", "weight.quant_map"):

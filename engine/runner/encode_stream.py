@@ -33,7 +33,7 @@ class EncodeStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._gathered: torch.cuda.Event | None = None  # after the newest gather
-        self.launched: deque[Encoding] = deque()  # those whose seconds were not taken
+        self.launched: deque[Encoding] = deque()  # those not yet in `take_seconds`
 
     @contextmanager
     def encoding(self) -> Iterator[Encoding]:
@@ -47,12 +47,12 @@ class EncodeStream:
         self.launched.append(encoding)
 
     def await_gathers(self) -> None:
-        """Order what follows in the encode behind all gathers that are launched."""
+        """Let the rest of the encode wait for all gathers launched so far."""
         if self._gathered is not None:
             self._stream.wait_event(self._gathered)
 
     def await_encoding(self, encoding: Encoding) -> None:
-        """Order the steps that follow behind an encode."""
+        """Let all later steps wait for an encode, on the device."""
         encoding.awaited = torch.cuda.Event(enable_timing=True)
         encoding.awaited.record()
         torch.cuda.current_stream(self._device).wait_event(encoding.end)
@@ -64,7 +64,7 @@ class EncodeStream:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Launch a block on this stream, behind the steps before and ahead of those after."""
+        """Launch the block's work on this stream, after earlier steps and before later ones."""
         steps = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(steps)
         with torch.cuda.stream(self._stream):

@@ -421,7 +421,7 @@ class StepImages:
             self._see_each_other(batch, step, firsts)
 
     def _await(self, digest: bytes) -> None:
-        """Order the step behind the encode of an image, if no step has waited for it."""
+        """Let the step wait for the encode of an image, if no earlier step has waited for it."""
         encoding = self._encodings.pop(digest, None)
         if encoding is not None and encoding.awaited is None and self._stream is not None:
             self._stream.await_encoding(encoding)

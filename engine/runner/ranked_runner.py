@@ -84,7 +84,7 @@ class RankedRefill:
     def __init__(self, refill: Refill, ranks: Ranks, copies: RankedCopies | None = None) -> None:
         """Set up the replacement.
 
-        copies: of the ranks' host memory, if they have any.
+        copies: the copies between the ranks and their host memory, if they have any.
         """
         self._refill = refill
         self._ranks = ranks

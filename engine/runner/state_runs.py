@@ -102,8 +102,9 @@ class GraphRuns:
     ) -> None:
         """Upload a step's runs.
 
-        others: of each decode its row; the padding row for those of runs.
-        tokens: indices of the runs' tokens.
+        others: the row of each decode; the padding row for decodes that belong to a run.
+        tokens: indices of the runs' tokens among the decodes.
+        rows, starts, lengths: each run's row, first position and number of tokens.
         """
         own_others, own_tokens, own_rows, back = self._numbers.arrays
         own_others[: len(others)], own_others[len(others) :] = others, self._pad_row
@@ -137,9 +138,10 @@ class StateVerification:
         self._lengths: list[int] = []
 
     def graphed(self, decodes: int, like: AttentionMeta) -> GraphRuns:
-        """Return the runs of a step that is to be captured.
+        """Return the runs of verified tokens for a decode step that is about to be captured.
 
-        like: its meta, at the places that the graph reads.
+        decodes: the step's number of decode entries, those of drafts included.
+        like: the step's attention meta, whose tensors the CUDA graph reads.
         """
         return GraphRuns(decodes, like, self._pad_row, self._device)
 

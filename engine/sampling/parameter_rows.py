@@ -25,7 +25,7 @@ class ParameterRows:
 
     words: [num_rows, word.NUM_WORDS] int32 on the host; floats is the same memory as float32.
     device_words: the copy, as of the last `flush`; None on the CPU.
-    processed: of each row, whether its log-probabilities are of the distribution that is sampled
+    processed: for each row, whether its log-probabilities are of the distribution that is sampled
         from.
     needs: bits of each row. Rows start as greedy, without other operations.
     """

@@ -72,7 +72,7 @@ class Hidden:
     are_logits: whether `states` are logits already, [n, vocab_size].
     graphs: the sampling graphs, if the step was a CUDA graph.
     size: the (entries, tokens) of the step's graph.
-    metas: of the step, by groups of layers; None where `read` has them, or no drafter
+    metas: the step's attention metas, by KV group; None where `read` has them, or no drafter
         needs them.
     every: the states of all tokens of the step, for a drafter; None = `states` has them.
     read: launches a drafter's pass over the step's tokens as a graph and returns its rows; None =
@@ -312,9 +312,9 @@ class StepSampler:
     def _launch_pooled(
         self, batch: Batch, hidden: Tensor, mode: str
     ) -> tuple[list[int], Tensor] | None:
-        """Return what this step's chunks add to their texts' embeddings; None if nothing.
+        """Return the vectors that this step's chunks add to the embeddings of their texts.
 
-        The result is the entries, and [entries, hidden_size] float32.
+        The result is the entries, and [entries, hidden_size] float32; None without such entries.
         """
         entries, spans = [], []
         at = 0

@@ -80,9 +80,9 @@ class LaunchedStep:
     awaits_masks: bool = False  # whether some constrained entries had an unknown last token
 
     def forbid_after(self, place: int) -> None:
-        """Accept no token after a draft, as no token may follow it.
+        """Accept no token after a draft, as its constraint allows none to follow.
 
-        place: of the draft's constraint in `later`.
+        place: the index of that constraint in `later`.
         """
         index, before, _ = self.later[place]
         assert self.verifications is not None

@@ -58,11 +58,13 @@ class _Seconds:
 
 
 class _Block:
-    """The lengths of drafts in steps of about equally many decodes, and the current block.
+    """The measured drafts for steps of about as many decodes, by length, and the length now tried.
 
-    length: of the drafts in this block; 0 = none.
-    block, left: the block's steps, and its remaining ones.
-    resting: whether the block is a rest.
+    A block is a number of consecutive steps whose drafts have one length.
+
+    length: the length of drafts in the current block; 0 = no drafts.
+    block, left: the number of the current block's steps, and how many of them are left.
+    resting: whether the current block is without drafts because drafts did not pay.
     """
 
     __slots__ = (

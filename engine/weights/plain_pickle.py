@@ -120,7 +120,7 @@ class _Reader:
         return Name(name)
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        """Return what stands for a call. Raises UpdateFailed for one that is not on the list."""
+        """Return the object that replaces a call. Raises UpdateFailed for other calls."""
         assert isinstance(function, Name) and isinstance(arguments, tuple)
         if function == _SIZE:
             (size,) = arguments

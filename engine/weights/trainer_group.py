@@ -75,7 +75,7 @@ def open_group(
 ) -> TrainerGroup:
     """Join a trainer's group, or open it as rank 0; return when all have joined.
 
-    address, port: of the store, which rank 0 holds.
+    address, port: where the store of rank 0 listens.
     seconds: longest wait for the others, here and in a broadcast.
     name: that of a process group of torch's own, which rank 0 has opened; "": vLLM's kind.
     Raises UpdateFailed.

@@ -46,7 +46,7 @@ class InitInfo(msgspec.Struct):
     world_size: of trainer and engines together.
     packed, packed_buffer_size_bytes: of every update whose UpdateInfo does not name them, as
         trainers of vLLM 0.28 or later have it.
-    group_name: that of a group of torch, as SGLang has it; "": vLLM's, which has no name.
+    group_name: name of a process group of torch (SGLang); "": vLLM's group, which has no name.
     backend: of torch's group, which must be that of the engine's device.
     """
 
@@ -130,7 +130,7 @@ class UpdateInfo(msgspec.Struct):
 class WeightTransfer:
     """An engine's end of a trainer's transfers of weights. Calls come from one thread.
 
-    device: of the engine, where broadcasts arrive.
+    device: the engine's device, where broadcasts arrive.
     num_bytes: size of the checkpoint, as far as it is known.
     seconds: longest wait for the trainer.
     hold: a function to call with the folder of each complete update and its tensors, on the device;

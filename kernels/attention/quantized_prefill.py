@@ -83,7 +83,7 @@ def _walk(
     row_last,  # the last key that each row sees
     top,
     denominator,
-    middle,  # sum of weights times `middle_of` values, if int4; in parts as the denominator
+    middle,  # if int4: sum of weights times `middle_of` values, [rows, 8] like the denominator
     acc,
     cap_log2,
     slope,  # each row's ALiBi slope, if SLOPES

@@ -116,7 +116,7 @@ class Gather:
     def __init__(self, rows: Tensor, cache: Cache, shape: tuple[int, ...]) -> None:
         """Allocate the buffer for rows [n] int64.
 
-        shape: of the keys as SDPA takes them, -1 for their number.
+        shape: the shape in which SDPA takes the keys, with -1 for their number.
         """
         size = (2, rows.shape[0], cache.shape[2] * cache.shape[3])
         buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)

@@ -166,7 +166,7 @@ def _rows_times_x(
     PER: tl.constexpr = 2 if FORMAT.bits == 4 else 4  # numbers in a word of x
     RUN: tl.constexpr = FORMAT.span // 4
     SUMS: tl.constexpr = FORMAT.base != 0 or FORMAT.offset != 0
-    WHOLE: tl.constexpr = FORMAT.group == COLUMNS and not SUMS  # a scale an output
+    WHOLE: tl.constexpr = FORMAT.group == COLUMNS and not SUMS  # one scale for each output
     unit = tl.arange(0, UNITS)
     index = tl.arange(0, TILE.ints)[None, None, :]
     first = unit * (TILE.ints * EACH)  # a unit's first input in its group

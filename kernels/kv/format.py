@@ -8,7 +8,7 @@ class KVFormat:
     """The number format of cached keys and values. name: "int8", "fp8", "int4", or "" for the
     model's type.
 
-    bits: of an element. words: bfloat16 numbers beside each token and head (`quantized`).
+    bits: size of an element. words: bfloat16 numbers beside each token and head (`quantized`).
     hadamard: elements that queries and keys are rotated in by Hadamard's matrix before keys are
         written, a power of two; 0 = they are not (`quantized.by_hadamard`).
     """

@@ -54,7 +54,7 @@ def _mamba2_prepare_kernel(
     inner,  # [slots, HEADS, CHUNK, SIZES]: convolved x
     inputs,  # [slots, GROUPS, CHUNK, STATES]: B; outputs is C
     outputs,
-    sizes,  # [slots, HEADS, CHUNK] float32: steps
+    sizes,  # [slots, HEADS, CHUNK] float32: the time steps, Mamba's delta
     totals,  # the same: cumulated logarithms of decays in the chunk
     rows,
     query_start,

@@ -11,7 +11,7 @@ class DeltaSizes(NamedTuple):
 
     key_heads, value_heads: numbers of key heads, and of value heads, which have the states.
     key_dim, value_dim: elements of a head's key and value.
-    channels, taps: of the convolution.
+    channels, taps: sizes of the convolution.
     most: the largest factor of a correction.
     by_key: whether each row of a state decays separately (Kimi Delta Attention).
     keys, values: `key_dim` and `value_dim`, padded.
@@ -42,7 +42,7 @@ class Mamba2Sizes(NamedTuple):
 
     heads, size: heads and the channels of a head.
     groups, state: groups of heads that share B and C, and the elements of these.
-    channels, taps: of the convolution.
+    channels, taps: sizes of the convolution.
     least, most: limits of a step's length.
     sizes, states: `size` and `state`, padded.
     """

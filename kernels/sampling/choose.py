@@ -59,7 +59,7 @@ def _group_noise(seed, choice, position, block):
 def _noisy(x, word, scale, minimum, lane, lanes):
     """Return x * scale + Gumbel noise for a quarter of a block, [16, 64].
 
-    lane, minimum: of the columns' groups, from `_group_noise`.
+    lane, minimum: the results of `_group_noise` for the columns' groups.
     """
     extra = -tl.log(word.to(tl.float32) * (2.0**-32) + 2.0**-33)
     extra = tl.where(lane[None, :] == lanes, 0.0, extra)

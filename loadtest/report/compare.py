@@ -46,7 +46,7 @@ class ComparisonRow:
     """A row of a comparison.
 
     change: b/a - 1, or b - a for shares; low, high: its 95 % interval.
-    p: of the Mann-Whitney test, in a metric's first row; None without a test.
+    p: p-value of the Mann-Whitney test, in a metric's first row; None without a test.
     """
 
     metric: str

@@ -42,7 +42,7 @@ class Visit:
 class PhasePlan:
     """The plan of a phase.
 
-    visits: of an open loop, ascending; empty for a closed loop.
+    visits: the visits of an open loop, ascending in time; empty for a closed loop.
     seconds: duration of the phase; None for a closed loop that ends with its requests.
     """
 

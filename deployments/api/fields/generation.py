@@ -49,7 +49,7 @@ from engine.sampling_params import (
 
 
 def _fault_of(name: str, value: Any) -> InvalidRequest | None:
-    """Return what SamplingParams says of a field's value; None if it takes the value."""
+    """Return the error with which SamplingParams refuses a field's value; None if it takes it."""
     try:
         SamplingParams(**{name: value})
     except InvalidRequest as error:

@@ -340,9 +340,10 @@ _NO, _MAYBE = -2, -1
 
 
 def _matched(mark: str, text: str) -> int:
-    """Return how many characters a mark has at the beginning of a text.
+    """Return the length of the mark with which a text begins.
 
-    _NO: the mark is not there. _MAYBE: all of the text is the beginning of one.
+    _NO: the text begins otherwise. _MAYBE: the text ends inside what may become the mark.
+    mark: may contain NUMBER, which stands for any decimal number.
     """
     at = 0
     for i, part in enumerate(mark.split(NUMBER)):

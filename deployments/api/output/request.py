@@ -169,7 +169,7 @@ def add_custom(
 ) -> None:
     """Add a custom tool as a function of one text, because templates know only functions.
 
-    grammar: of the text; None: any text
+    grammar: the grammar that the text has to follow; None: any text
     where: the client's name of the tool
 
     Raises ApiError 400.

@@ -132,7 +132,7 @@ class StreamReplay:
         return fresh.feed(Delta(0, tokens)).finish_reason is not None
 
     def skip(self, index: int, choice: ChoiceOutput, delta: Delta) -> tuple[Delta, Decoded]:
-        """Return what a delta has after the tokens to skip, for a choice in `skipping`.
+        """Return the rest of a delta after the tokens to skip, for a choice in `skipping`.
 
         Raises ApiError 409 stream_lost, and as `ChoiceOutput.feed`.
         """

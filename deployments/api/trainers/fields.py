@@ -34,7 +34,7 @@ class _RolloutSampling(Struct, kw_only=True, gc=False):
 
 
 class TokenSampling(_RolloutSampling, kw_only=True, gc=False):
-    """`sampling_params` of a rollout, as vLLM has them."""
+    """The field `sampling_params` of a rollout, with vLLM's names."""
 
     max_tokens: Annotated[int, sampled("max_tokens")] | None = None
     min_tokens: Annotated[int, sampled("min_tokens")] | None = None
@@ -64,7 +64,7 @@ _THEIR_NAMES = {
 
 
 class TheirSampling(_RolloutSampling, kw_only=True, gc=False, rename=_THEIR_NAMES):
-    """`sampling_params` of /generate, as SGLang has them."""
+    """The field `sampling_params` of /generate, with SGLang's names."""
 
     max_tokens: Annotated[int, sampled("max_tokens")] | None = None
     min_tokens: Annotated[int, sampled("min_tokens")] | None = None
@@ -77,7 +77,7 @@ class TheirSampling(_RolloutSampling, kw_only=True, gc=False, rename=_THEIR_NAME
 class TheirRollout(
     Struct, kw_only=True, gc=False, rename={"token_ids": "input_ids", "request_id": "rid"}
 ):
-    """The body of /generate, as SGLang has it."""
+    """The body of SGLang's route /generate."""
 
     token_ids: _TokenIds
     sampling_params: TheirSampling | None = None
@@ -89,7 +89,7 @@ class TheirRollout(
 
 
 class FromDisk(Struct, kw_only=True, gc=False):
-    """The body of /update_weights_from_disk, as SGLang has it."""
+    """The body of SGLang's route /update_weights_from_disk."""
 
     model_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     weight_version: _Version = None
@@ -97,9 +97,9 @@ class FromDisk(Struct, kw_only=True, gc=False):
 
 
 class InitGroup(Struct, kw_only=True, gc=False):
-    """The body of /init_weights_update_group, as SGLang has it: a process group of torch.
+    """The body of SGLang's route /init_weights_update_group: a process group of torch.
 
-    world_size: of the trainer and all replicas.
+    world_size: the number of ranks of the trainer and all replicas.
     backend: nccl for engines on CUDA, gloo for those on CPUs.
     """
 
@@ -112,7 +112,7 @@ class InitGroup(Struct, kw_only=True, gc=False):
 
 
 class DestroyGroup(Struct, kw_only=True, gc=False):
-    """The body of /destroy_weights_update_group, as SGLang has it."""
+    """The body of SGLang's route /destroy_weights_update_group."""
 
     group_name: _Group = "weight_update_group"
 
@@ -130,7 +130,7 @@ class _SentTensors(Struct, kw_only=True, gc=False):
 
 
 class FromDistributed(_SentTensors, kw_only=True, gc=False):
-    """The body of /update_weights_from_distributed, as SGLang has it: tensors of a broadcast."""
+    """The body of SGLang's route /update_weights_from_distributed: tensors of a broadcast."""
 
     names: list[str]
     dtypes: list[str]
@@ -139,58 +139,58 @@ class FromDistributed(_SentTensors, kw_only=True, gc=False):
 
 
 class FromTensor(_SentTensors, kw_only=True, gc=False):
-    """The body of /update_weights_from_tensor, as SGLang has it: a base64 pickle for each rank."""
+    """The body of SGLang's route /update_weights_from_tensor: a base64 pickle for each rank."""
 
     serialized_named_tensors: Annotated[list[str], Meta(min_length=1)]
 
 
 class InitTransfer(Struct, kw_only=True, gc=False):
-    """The body of /init_weight_transfer_engine, as vLLM has it."""
+    """The body of vLLM's route /init_weight_transfer_engine."""
 
     init_info: dict[str, Any]
 
 
 class StartUpdate(Struct, kw_only=True, gc=False):
-    """The body of /start_weight_update, as vLLM has it. Names are always the checkpoint's."""
+    """The body of vLLM's route /start_weight_update. Tensors always have the checkpoint's names."""
 
     is_checkpoint_format: bool | None = None
 
 
 class UpdateTensors(Struct, kw_only=True, gc=False):
-    """The body of /update_weights, as vLLM has it."""
+    """The body of vLLM's route /update_weights."""
 
     update_info: dict[str, Any]
     weight_version: _Version = None
 
 
 class FinishUpdate(Struct, kw_only=True, gc=False):
-    """The body of /finish_weight_update, as vLLM has it."""
+    """The body of vLLM's route /finish_weight_update."""
 
     weight_version: _Version = None
 
 
 class AbortRequests(Struct, kw_only=True, gc=False):
-    """The body of /abort_requests, as vLLM has it; without ids all requests are meant."""
+    """The body of vLLM's route /abort_requests; without ids all requests are meant."""
 
     request_ids: list[str] | None = None
 
 
 class AbortRequest(Struct, kw_only=True, gc=False, rename={"request_id": "rid"}):
-    """The body of /abort_request, as SGLang has it."""
+    """The body of SGLang's route /abort_request."""
 
     request_id: str | None = None
     abort_all: bool | None = None
 
 
 class CollectiveRpc(Struct, kw_only=True, gc=False):
-    """The body of /collective_rpc, as SkyRL has it."""
+    """The body of SkyRL's route /collective_rpc."""
 
     method: str
     kwargs: dict[str, Any] | None = None
 
 
 class PauseOrder(Struct, kw_only=True, gc=False):
-    """The fields of /pause, which may be in the body, or in the query as vLLM has them.
+    """The fields of /pause, in the body or, as vLLM's clients send them, in the query.
 
     wait_for_inflight_requests: the word of older clients of vLLM for mode=wait.
     """
@@ -202,7 +202,7 @@ class PauseOrder(Struct, kw_only=True, gc=False):
 
 
 class PauseGeneration(Struct, kw_only=True, gc=False):
-    """The body of /pause_generation, as SGLang has it."""
+    """The body of SGLang's route /pause_generation."""
 
     mode: str | None = None
 

@@ -112,7 +112,7 @@ async def end_update(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def continue_generation(context: ApiContext, exchange: HttpExchange) -> None:
-    """End the pause of all replicas, which have the tensors sent meanwhile as weights first."""
+    """End the pause of all replicas, after their weights became the tensors of an open update."""
     with refusing(None):
         await trained(context).end_sent(model_of(exchange))
     await trained(context).resume(model_of(exchange))

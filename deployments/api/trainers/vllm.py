@@ -38,9 +38,10 @@ GENERATE = "/inference/v1/generate"
 
 
 async def pause(context: ApiContext, exchange: HttpExchange) -> None:
-    """Pause all replicas, as vLLM has it, but for fields in the body and unknown ones.
+    """Pause all replicas by vLLM's fields, which may be in the body too.
 
-    An order that is not understood must not end requests. Raises ApiError, MantaError.
+    An unknown field is refused, because an order that is not understood must not end requests.
+    Raises ApiError, MantaError.
     """
     fields: JsonObject = {**exchange.parameters()}
     for name in ("clear_cache", "wait_for_inflight_requests"):
@@ -79,7 +80,10 @@ def _tags(exchange: HttpExchange) -> list[str]:
 
 
 async def sleep(context: ApiContext, exchange: HttpExchange) -> None:
-    """Free memory of all replicas' engines, as vLLM has it. Raises ApiError, MantaError."""
+    """Free memory of all replicas' engines, by vLLM's parameters in the query.
+
+    Raises ApiError, MantaError.
+    """
     if body := await context.read(exchange, empty=True):
         raise invalid("level, mode and tags go into the query", next(iter(body)), "unknown_field")
     query = exchange.parameters()
@@ -93,7 +97,7 @@ async def sleep(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def wake_up(context: ApiContext, exchange: HttpExchange) -> None:
-    """Take the engines' memory again, as vLLM has it."""
+    """Take the memory again that `sleep` freed, or that of the tags in the query."""
     with refusing("tags"):
         await trained(context).wake(model_of(exchange), _tags(exchange))
     await exchange.answer_json({"status": "awake"})
@@ -160,7 +164,7 @@ async def reset_prefix_cache(context: ApiContext, exchange: HttpExchange) -> Non
 
 
 async def init_transfer(context: ApiContext, exchange: HttpExchange) -> None:
-    """Let all replicas join a trainer's group, as vLLM has it."""
+    """Let all replicas join a trainer's group, whose place `init_info` says."""
     body = await context.read_as(exchange, INIT_TRANSFER)
     with refusing("init_info"):
         await trained(context).init_transfer(model_of(exchange), body.init_info)
@@ -168,7 +172,7 @@ async def init_transfer(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def start_update(context: ApiContext, exchange: HttpExchange) -> None:
-    """Begin an update of several messages, as vLLM has it."""
+    """Begin an update of the weights, whose tensors come in several messages."""
     await context.read_as(exchange, START_UPDATE, empty=True)
     with refusing(None):
         await trained(context).start_update(model_of(exchange))
@@ -176,7 +180,7 @@ async def start_update(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def update_weights(context: ApiContext, exchange: HttpExchange) -> None:
-    """Take tensors from a trainer, as vLLM has it."""
+    """Take tensors from a trainer, as a part of an update that was started, or as a whole one."""
     body = await context.read_as(exchange, UPDATE_TENSORS)
     with refusing("update_info"):
         version = await trained(context).take_tensors(
@@ -187,7 +191,7 @@ async def update_weights(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def finish_update(context: ApiContext, exchange: HttpExchange) -> None:
-    """Replace the weights by what a trainer has sent, as vLLM has it."""
+    """Replace the weights by the tensors that a trainer has sent since the update began."""
     body = await context.read_as(exchange, FINISH_UPDATE, empty=True)
     with refusing(None):
         version = await trained(context).finish_update(

@@ -132,7 +132,7 @@ def run(
 
 
 def _task_manager(tasks: list[str], include: Path | None) -> Any:
-    """Return what finds the tasks. Raises ConfigError if it does not."""
+    """Return lm-eval's manager of tasks. Raises ConfigError if it does not find a task."""
     from lm_eval.tasks import TaskManager
 
     folder = None if include is None else str(include.absolute())

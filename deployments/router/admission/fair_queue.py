@@ -97,7 +97,7 @@ class Capacity:
 
         A replica with an unknown rate is assumed to have the mean rate of the others.
 
-        rates, rows, free, first_seconds: of each replica; see Capacity.
+        rates, rows, free, first_seconds: the figures of Capacity, one for each replica.
         endings: see Capacity; of all replicas.
         """
         count = len(rates)

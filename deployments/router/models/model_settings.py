@@ -70,6 +70,6 @@ class ServedModel:
 
 
 def _made_of(function: Callable[[], Path]) -> object:
-    """Return what to compare a partial function by, as two partials are never equal."""
+    """Return a value by which partial functions can be compared; two partials are never equal."""
     parts = ("func", "args", "keywords")
     return [getattr(function, name, None) for name in parts] or function

@@ -28,9 +28,9 @@ class ReplicaEndpoint:
     adapter_slots: adapters that fit on the device; 0: not reported.
     weights, tokenizer: fields of checkpoints.resolve.ModelIdentity.
     start_seconds: duration of the replica's start; 0: not reported.
-    dtype: of the engine's weights, as in "bfloat16"; "": not reported.
-    logprobs_mode: of requests that name none.
-    tensor_parallel, pipeline_parallel: ranks of a stage, and stages.
+    dtype: the type of the engine's weights, as in "bfloat16"; "": not reported.
+    logprobs_mode: the mode of requests that name none.
+    tensor_parallel, pipeline_parallel: the number of ranks of a stage, and of stages.
     kv_port, kv_secret: where its KV blocks are pulled; 0 and "": they are not.
     kv_token_bytes: bytes of a token in KV blocks.
     role: "prefill" computes prompts for others, "decode" goes on with them; "engine" does both.

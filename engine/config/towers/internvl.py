@@ -26,7 +26,8 @@ class InternVision(TileVision):
     qkv_bias: whether the projections to queries, keys and values have biases.
     qk_norm: whether queries and keys are normed over all heads together.
     last_norm: whether a norm follows the last layer.
-    projector_activation: of the two layers from the tower's width to the text model's.
+    projector_activation: the activation between the two layers that lead from the tower's width
+        to the text model's.
     """
 
     positions: int

@@ -22,9 +22,9 @@ class PixtralVision(VisionConfig):
 
     theta: the base of rotary positions.
     merge: patches on the side of one embedding.
-    merger_eps: of the norm before patches are merged; None = each patch is an embedding.
-    projector_activation, projector_bias: of the two layers from the tower's width to the text
-        model's.
+    merger_eps: epsilon of the norm before patches are merged; None = each patch is an embedding.
+    projector_activation, projector_bias: the activation and biases of the two layers from the
+        tower's width to the text model's.
     """
 
     theta: float

@@ -48,7 +48,7 @@ def load_drafter(
 ) -> None:
     """Fill the drafter from its folder, or with random weights if folder is None.
 
-    folder: of the model.
+    folder: the model's folder.
     Raises ConfigError as `check_drafter` does.
     """
     own = folder and Path(settings.model or folder)
@@ -66,7 +66,7 @@ def check_drafter(drafter: ModelDrafter, settings: SpeculationSettings, folder: 
     Faults are a tensor that is missing, unexpected or of another shape, and other tokens.
 
     drafter: on any device.
-    folder: of the model.
+    folder: the model's folder.
     """
     own = Path(settings.model or folder)
     if isinstance(drafter, DraftModel):

@@ -493,7 +493,10 @@ class DiskFiles:
             self._measure_again()
 
     def _measure_again(self) -> None:
-        """Read some files that are there, as a disk that was slow once would never be read."""
+        """Measure the disk's read rate again, by reading some of this engine's files.
+
+        Loads alone cannot correct a rate that was measured too low, because it forbids loads.
+        """
         self._measured_at = time.monotonic()
         memory = self._memory((0, b""))
         hashes = list(self._index[0])[: max(1, _PROBE_BYTES // memory.num_bytes)]

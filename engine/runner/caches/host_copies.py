@@ -51,8 +51,9 @@ Pairs = Sequence[tuple[int, int]]
 class HostSlots:
     """Slots of host memory, each for one item of the device: a KV block, or a snapshot.
 
-    parts: return what an item consists of, uint8 [rows, items, bytes of a row] each.
-    num_bytes: of an item.
+    parts: functions that return the device memory of the items, uint8 [rows, items, bytes of a
+        row] each.
+    num_bytes: size of an item.
     Raises RuntimeError if the memory cannot be pinned.
     """
 
@@ -112,7 +113,10 @@ class HostSlots:
         return first
 
     def _unpin_at_end(self, memory: Tensor) -> "weakref.finalize[..., HostSlots]":
-        """Unpin memory before it goes, also where the process goes on; return what does it."""
+        """Return a finalizer that unpins the memory when these slots are freed or it is called.
+
+        The end of the process does not run it.
+        """
         end = weakref.finalize(self, unpin, memory, self._device)
         end.atexit = False
         return end
@@ -380,7 +384,7 @@ class CudaCopies:
         """Measure the rate of loads, with the first blocks of caches that nothing uses yet."""
         count = min(_PROBED, self.blocks.least, self.blocks.count)
         pairs = [(number, number) for number in range(count)]
-        self.store(pairs)  # so that what comes back is what was there
+        self.store(pairs)  # the loads below then write the same bytes
         for ticket in range(2):
             self.load(ticket, pairs)
         self.wait()
@@ -454,9 +458,9 @@ def host_copies(
 ) -> Copies:
     """Return the copies of caches to slots, whose memory is taken now.
 
-    caches: the model's, which may have states, and others with the same block ids.
+    caches: the model's caches, which may have states, and others with the same block ids.
     after_steps: see `CudaCopies`.
-    memory: of the slots for blocks, if it is to be this one.
+    memory: host memory to use for the slots of blocks; None = new memory.
     Raises RuntimeError if the memory cannot be pinned.
     """
     blocks = HostSlots.of_blocks(caches, num_blocks, device, memory)

@@ -272,7 +272,10 @@ class CudaSleepMemory(SleepMemory):
         self._finish_work()
 
     def _copy_in(self) -> None:
-        """Take the weights' pages again. Copies run while further pages are taken."""
+        """Map pages for the weights again, and copy the weights from host memory.
+
+        A region is copied while the pages of the next one are mapped.
+        """
         for index, region in enumerate(self._weights):
             region.take_pages()
             if not self._dropped:

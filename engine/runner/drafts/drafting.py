@@ -84,7 +84,7 @@ class Drafting:
 
         A proposal's drafts after its count have no meaning. None without proposals.
 
-        metas: of the step, by groups.
+        metas: the step's attention metas, by KV group.
         states: of all tokens of the step, as `ModelDrafter.fused` takes them.
         read: launches the pass over the step's tokens as a graph, and returns its rows.
         """

@@ -156,7 +156,7 @@ class DraftGraphs:
     ) -> Tensor | None:
         """Return the drafts of proposals [n, most] int64; None if no graph can give them.
 
-        table: of the proposals, see `DraftPasses`.
+        table: the table of proposals, see `DraftPasses`.
         rows: the drafter's rows of the step's tokens.
         """
         count = table.shape[1]

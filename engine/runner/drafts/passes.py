@@ -57,7 +57,7 @@ class DraftPasses:
     def read(self, metas: Sequence[AttentionMeta], states: Tensor) -> Tensor:
         """Return the drafter's rows of a step's tokens, whose successors are sampled.
 
-        metas: of the step, by groups.
+        metas: the step's attention metas, by KV group.
         states: of all tokens of the step, as `ModelDrafter.fused` takes them.
         """
         meta = metas[self.group]
@@ -135,7 +135,7 @@ class DraftPasses:
 
         drawn: [n] int64, the newest drafts.
         states: the rows that they were drawn from; may be overwritten.
-        number: of the drafts that the new rows give.
+        number: place of the drafts that the new rows give, counted within a proposal.
         longest: the most tokens of a row.
         """
         row, wanted = table[0], table[4] >= number

@@ -198,7 +198,7 @@ class DiskTier:
         """Begin to read the request's prefix, if it reaches further on disk than in memory and
         reading is faster than computing; return whether the request waits for that.
 
-        hashes: of the blocks that the request can share.
+        hashes: the hashes of the blocks that the request can share.
         """
         host, groups = self._host, pool.num_groups
         files = [self.files.hashes(group) for group in range(groups)]

@@ -201,7 +201,10 @@ class HostTier:
             self._free_states.append(slot)
 
     def _busy(self, group: int) -> Collection[int]:
-        """Return the slots that a load or a write reads: of blocks, or of states."""
+        """Return the slots that must not be reused, because a load or a write to disk reads them.
+
+        group: STATES for the slots of recurrent states; any KV group for those of blocks.
+        """
         reading = self._reading_states if group == STATES else self._reading
         if self.disk is None or not self.disk.writing:
             return reading
@@ -242,7 +245,7 @@ class HostTier:
         """Return the prefix to load before a request starts; None if the device has as much, or
         computing is faster. Changes nothing: follow with `begin`.
 
-        hashes: of the blocks that the request can share.
+        hashes: the hashes of the blocks that the request can share.
         """
         if not (self._order or self.states):
             return None
@@ -383,7 +386,7 @@ class HostTier:
             waiting.tickets.discard(ticket)
 
     def end_request(self, request: Request) -> None:
-        """Note that a request no longer waits, because it has ended."""
+        """Forget a request that has ended while it waited for its blocks to be loaded."""
         del self._waiting[request]
 
     # ---- what the disk tier asks for -----------------------------------------------------------

@@ -70,7 +70,7 @@ def check_images(message: EngineRequest, plan: ImagePlan | None) -> None:
     """Refuse a request whose images the engine cannot compute, or whose prompt has placeholders
     without an image. Raises InvalidRequest.
 
-    plan: of the engine; None = it takes no images.
+    plan: the engine's plan; None = the engine takes no images.
     """
     if message.images:
         _check_each(message, plan)
@@ -117,7 +117,7 @@ def _check_each(message: EngineRequest, plan: ImagePlan | None) -> None:
 
 
 def _problem(image: Image, message: EngineRequest, plan: ImagePlan, end: int) -> str:
-    """Return what is wrong with an image; "" = nothing.
+    """Return the fault of an image as a text; "" = none.
 
     end: where the image before it ends.
     """

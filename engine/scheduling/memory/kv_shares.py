@@ -110,7 +110,7 @@ class KVShare:
             self._write()
 
     def others(self) -> list[Holding]:
-        """Return what the other engines hold, and delete the files of dead ones."""
+        """Return the shares of the other engines, and delete the files of dead ones."""
         with self._mutex():
             return self._others()
 

@@ -49,7 +49,7 @@ def extend_hashes(
 
     Existing hashes are kept, so that each block is hashed once. Token ids are below 2**31.
 
-    images: of the prompt, in its order; their pixels are not needed.
+    images: the images of the prompt, in its order; their pixels are not needed.
     """
     first = len(hashes)
     if num_blocks <= first:

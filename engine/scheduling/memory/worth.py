@@ -40,7 +40,7 @@ class Worth:
     def start(self, request: Request, hashes: Sequence[bytes], num_cached: int) -> None:
         """Note that a request starts.
 
-        hashes: of the blocks that it could share.
+        hashes: the hashes of the blocks that it could share.
         num_cached: leading blocks that it found in the prefix cache.
         """
         again = request.num_cached >= 0  # it was preempted

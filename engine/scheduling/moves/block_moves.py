@@ -114,7 +114,7 @@ class BlockMoves:
 
         copies: between blocks and slots, with twice as many slots as the plan has.
         memory: the bytes of these slots.
-        sharing: of the same slots, with other engines of this machine.
+        sharing: shares the same slots with other engines of this machine.
         """
         self.plan = plan
         self.copies = copies
@@ -421,7 +421,7 @@ class BlockMoves:
     ) -> bool:
         """Begin to pull a request's prefix; return whether the request waits for it.
 
-        hashes: of the blocks that it can share.
+        hashes: the hashes of the blocks that the request can share.
         """
         near = len(pool.match_prefix(hashes)) // pool.num_groups
         if near >= len(hashes) or len(self._imports) >= _MOST_PULLS:

@@ -221,7 +221,8 @@ class Puller:
         wanted = deque(offer.indices)
         while wanted:
             while not peer.readable(IDLE_SECONDS):
-                if not borrowed.fills:  # else the source may wait for this engine's step
+                # A source without a free slot waits until this engine's steps have read some.
+                if not borrowed.fills:
                     raise PeerError("the source says nothing")
             if pull.cancelled:
                 raise PeerError("cancelled")

@@ -128,7 +128,7 @@ class Sharing:
 class Borrowed:
     """The slots of a source that a pull reads, each until it is given back.
 
-    fills: of each slot that is not given back, `SharedSlots.fill_of` when it was announced.
+    fills: slot that is not given back -> `SharedSlots.fill_of` when it was announced.
     """
 
     peer: Peer

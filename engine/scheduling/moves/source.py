@@ -46,7 +46,7 @@ class Order:
 
     proof: `Offer.proof`, if the puller reads the slots itself, over one connection.
     answer: gets the offer, once.
-    staged: of each stripe, the blocks to send in order; None ends it.
+    staged: for each stripe, the blocks to send in order; None ends a stripe.
     num_sent: blocks sent so far.
     ended: set when no block is left to send.
     """

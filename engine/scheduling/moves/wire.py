@@ -70,8 +70,8 @@ class Place(msgspec.Struct, array_like=True, tag="place"):
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
     """The order to hold blocks, and to send those that the puller lacks.
 
-    compatibility: of the puller's engine; see `BlockMoves`.
-    hashes: of the request's blocks, joined.
+    compatibility: digest of what the blocks depend on in the puller's engine; see `BlockMoves`.
+    hashes: the hashes of the request's blocks, joined.
     near: leading blocks that the puller has.
     stripes: number of connections.
     proof: `Peer.memory_proof` of a puller that has mapped the source's slots; else empty.
@@ -96,7 +96,7 @@ class Offer(msgspec.Struct, array_like=True, tag="offer"):
 
     refusal: why it sends none; "": it sends some.
     ticket: name of the offer, for a Join.
-    indices: of the blocks in the request's table, in the order of sending.
+    indices: the blocks' places in the request's table, in the order of sending.
     block_bytes: size of each.
     proof: the source's `Peer.memory_proof`, if the bytes stay in its slots; else empty.
     """

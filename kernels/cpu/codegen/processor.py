@@ -117,7 +117,7 @@ def amx_int8() -> bool:
 
 
 def target() -> Target:
-    """Return what LLVM compiles for on this machine. Raises CompilerUnavailable."""
+    """Return LLVM's target for this machine: processor and features. Raises CompilerUnavailable."""
     lanes()
     if aarch64():
         extensions = (f"+{name}" for name in _HWCAPS if _has_extension(name))

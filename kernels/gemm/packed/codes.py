@@ -75,7 +75,7 @@ def code_of(weight: PackedWeight) -> int:
 class CodeFormat(NamedTuple):
     """The format of a packed weight as kernels take it: one `tl.constexpr`.
 
-    bits: of a code, 4 or 8.
+    bits: size of a code, 4 or 8.
     code: INT, E2M1_CODE, TABLE, E4M3_CODE or E4M3_BITS.
     base: what kernels take off a decoded code, for scale * (code - zero).
     offset: a value of OFFSETS.

@@ -87,7 +87,7 @@ class DotTile(NamedTuple):
     tokens: int
     width: int  # words or codes of a row at a time
     split: int  # shares of the columns
-    whole_steps: bool  # no column sticks out
+    whole_steps: bool  # whether every step's columns exist, so that no mask is needed
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def add_step(
     table,
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     WIDTH: tl.constexpr,
-    WHOLE_STEPS: tl.constexpr,  # no column sticks out
+    WHOLE_STEPS: tl.constexpr,  # whether every step's columns exist, so that no mask is needed
     DECODE: tl.constexpr,  # `Decoding`
 ):
     """Add the matmul of WIDTH words, or codes, of each row with x to acc.

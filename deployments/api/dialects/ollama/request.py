@@ -116,7 +116,7 @@ def ollama_generate(
 
 
 def _common(fields: OllamaGeneration, user: Any) -> dict[str, Any]:
-    """Return what chats and completions have in common, by the names of GenerationFields."""
+    """Return the fields that chats and completions share, by the names of GenerationFields."""
     options = Options() if fields.options is None else fields.options
     most, logprobs = options.num_predict, fields.top_logprobs or 0
     sampling = take_sampling(

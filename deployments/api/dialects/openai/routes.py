@@ -27,7 +27,7 @@ DEFAULT_TOKENS = 16  # of a completion
 def _common(
     fields: Generation, body: Mapping[str, Any], default: int | None, logprobs: int | None
 ) -> dict[str, Any]:
-    """Return what chats and completions have in common, by the names of GenerationFields.
+    """Return the fields that chats and completions share, by the names of GenerationFields.
 
     default: the limit of output tokens where the body names none
 

@@ -77,7 +77,10 @@ class ItemEvents:
 
 
 class ResponsesWriter:
-    """One item is open at a time: reasoning, a message, or a call."""
+    """The writer of an answer of the Responses API: its events, and the response as a whole.
+
+    One output item is open at a time: reasoning, a message, or a call.
+    """
 
     def __init__(
         self, request: ResponsesRequest, call: GenerationCall, naming: Naming, created: int
