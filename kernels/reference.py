@@ -341,7 +341,7 @@ class Kernels:
         A token sees all tokens of its text, or with window > 0 those up to so many places away.
 
         qkv [num_tokens, 3 * num_heads * head_dim], which is written over, ->
-        [num_tokens, num_heads * head_dim]. cos_sin: as of RopeInputs; None = no rotation.
+        [num_tokens, num_heads * head_dim]. cos_sin: see RopeInputs; None = no rotation.
         dtype: the model's type, to which keys and values may be rounded.
         """
         q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
@@ -394,9 +394,10 @@ class Kernels:
     ) -> Tensor:
         """Compute causal attention of each entry's queries over its latents, this step's included.
 
-        q: of latent_write. up [heads, nope + value, rank]: its products with a latent are a head's
-        key, before the shared one, and its value. Returns [num_tokens, heads * value]; of padding
-        tokens finite values of no meaning.
+        q: the queries from latent_write.
+        up [heads, nope + value, rank]: its products with a latent are a head's key, before the
+        shared one, and its value. Returns [num_tokens, heads * value]; of padding tokens finite
+        values of no meaning.
         """
         up = up.to(q.dtype)
         num_tokens, heads, head_dim = q.shape

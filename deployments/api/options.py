@@ -56,8 +56,8 @@ class EngineFacts:
     """The engine settings that trainers ask for.
 
     model: the name that requests use. dtype: as in "bfloat16"; "": unknown.
-    logprobs_mode: of requests that name none. replicas: their number.
-    tensor_parallel, pipeline_parallel: ranks of a replica's stage, and its stages.
+    logprobs_mode: the mode of requests that name none. replicas: their number.
+    tensor_parallel, pipeline_parallel: the ranks of a replica's stage, and its stages.
     """
 
     model: str
@@ -102,7 +102,7 @@ class Training(Protocol):
         ...
 
     async def take_sent(self, model: str, info: dict[str, Any], version: str) -> str:
-        """Take tensors of an update in SGLang's way. info: as of `take_tensors`.
+        """Take tensors of an update in SGLang's way. info: see `take_tensors`.
 
         Returns the version of the weights if these tensors have completed them; else "".
         """
@@ -148,18 +148,18 @@ class ApiOptions:
         English.
     body_timeout_s: seconds in which the body of a request must have arrived.
     max_prompts: in one completions request; each becomes n requests to the engines.
-    max_choices: of all prompts of a request together.
+    max_choices: the most choices of all prompts of a request together.
     max_in_flight: generation requests at once; more are answered 503 with Retry-After. Bounds the
         router's memory: waiting requests hold their tokens and a connection each.
     share_by: by what waiting requests take turns: "api_key", "user" (the field) or the
         name of a header in lower case.
     deadline_s: seconds in which an answer must have ended that names no deadline; None: any time.
-    cors_origins: of web pages that may ask, e.g. "https://chat.example.com"; "*" is any.
+    cors_origins: origins of web pages that may ask, e.g. "https://chat.example.com"; "*" is any.
     keepalive_s: seconds between the signs of life of a stream that waits for its first token; 0:
         none.
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
-    store_bytes: of answers of /v1/responses that are kept for later turns; 0: none are.
+    store_bytes: room for answers of /v1/responses that are kept for later turns; 0: none are.
     images: reads the images of requests, within the operator's limits.
     page: the page at /page is served, and /v1/live for it.
     batches: where /v1/files and /v1/batches keep theirs; None: there are none.

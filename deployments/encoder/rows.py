@@ -57,7 +57,10 @@ class ImageRows:
     """
 
     def __init__(self, pool: EncoderPool, begin: Callable[[Any], None]) -> None:
-        """begin: goes on with a request, once its embeddings are there or given up."""
+        """Set up an empty list of waiting requests.
+
+        begin: goes on with a request, once its embeddings are there or given up.
+        """
         self.size = self.failures = 0
         self._pool = pool
         self._begin = begin

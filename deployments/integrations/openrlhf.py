@@ -73,10 +73,10 @@ def read_sampling(theirs: Any) -> SamplingParams:
 
 
 class RolloutActor:
-    """The actor that OpenRLHF's `create_vllm_engines` makes; it has the methods of its own.
+    """The actor that replaces that of OpenRLHF's `create_vllm_engines`, with the same methods.
 
-    Weights come one tensor a call. They are in place, all at once, after the tensor that is sent
-    with empty_cache, which OpenRLHF's last one is.
+    Weights come one tensor a call. They take effect all at once, after the tensor that OpenRLHF
+    sends with empty_cache, its last one.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -177,7 +177,7 @@ class RolloutActor:
     ) -> None:
         """Take a tensor that the trainer shares on this GPU. Raises UpdateFailed.
 
-        ipc_handles: of torch's `reduce_tensor`, by the GPU's UUID.
+        ipc_handles: GPU's UUID -> the result of torch's `reduce_tensor`.
         """
         places = {uuid: plain_handle(handle) for uuid, handle in ipc_handles.items()}
         tensor = _tensor(name, dtype, shape) | {"cuda_handles": [places]}

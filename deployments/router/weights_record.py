@@ -21,7 +21,7 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: the name of these weights.
     paused: the mode of the pause; "": none.
     asleep: the parts of the engines' memory that a trainer's sleep has freed.
-    level: of that sleep.
+    level: the level of that sleep.
     dozes: whether the sleep has begun the pause, which ends with it.
     sending: whether tensors of an update have come by SGLang's routes, and others will.
     sent_version: the name of their weights; "": none was given.

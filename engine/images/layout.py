@@ -28,10 +28,10 @@ class ImageLayout:
     token_ids: the tokens that stand in the prompt for one placeholder of the chat template.
     first: the index in token_ids of the first image token.
     length: tokens from the first to the last image token.
-    size, grid, shape: as of `engine.images.image.Image`.
+    size, grid, shape: see `engine.images.image.Image`.
     before, after: text around the tokens, which is encoded together with the text beside it.
     frames: the indices of the pictures whose pixels are taken, of those of a clip.
-    time_step: as of `engine.images.image.Image`.
+    time_step: see `engine.images.image.Image`.
     """
 
     token_ids: tuple[int, ...]

@@ -102,7 +102,7 @@ class Prompts:
 
     tokenizer: None allows only prompts of token ids.
     model: the model's folder, which says whether it takes images.
-    images: as of `EngineConfig`.
+    images: see `EngineConfig`.
     """
 
     def __init__(

@@ -79,8 +79,10 @@ class RankLoop:
                 self._wait_for_oldest()
 
     def conclude(self) -> None:
-        """Conclude the oldest unfinished step, on the first of several stages that have several
-        ranks."""
+        """Receive the last stage's output of the oldest unfinished step, and launch its sampling.
+
+        Called on a pipeline's first stage, if stages have several ranks.
+        """
         for at, launched in enumerate(self._launched):
             if launched is None:
                 del self._launched[at]

@@ -151,7 +151,10 @@ class _Sums:
     """The sums of Inputs for the matrices of one state, over the calls of its method."""
 
     def __init__(self, calls: list[list[tuple[Tensor, Tensor | None]]]) -> None:
-        """calls: by piece of the text, the inputs and residuals of the unrounded model."""
+        """Set up the sums.
+
+        calls: by piece of the text, the inputs and residuals of the unrounded model.
+        """
         self._calls = calls
         self._piece, self._call = -1, 0
         self._paired = True
@@ -295,13 +298,17 @@ class _Run:
         return self._paged.metas([(ids, range(-(-len(ids) // BLOCK)), 0)])
 
     def exact(self, layer: DecoderLayer) -> None:
-        """Run a layer that is not rounded yet over what unrounded layers computed."""
+        """Run a layer that is not rounded yet on the output of the unrounded layers before it."""
         with self._observer.recording():
             for at in range(len(self._pieces)):
                 self._exact[at] = self._through(layer, at, self._exact[at])
 
     def inputs_of(self, layer: DecoderLayer, state: int) -> Inputs:
-        """Run a layer over what rounded layers computed, up to one state; return its inputs."""
+        """Run a layer on the output of the rounded layers, up to the matrices of one state.
+
+        state: the id of the state, which matrices with the same input share.
+        Returns the sums over the inputs of these matrices.
+        """
         with self._observer.watching(state) as inputs:
             for at in range(len(self._pieces)):
                 with suppress(_Seen):
@@ -309,7 +316,7 @@ class _Run:
             return inputs()
 
     def rounded(self, layer: DecoderLayer) -> None:
-        """Run a rounded layer over what rounded layers computed."""
+        """Run a rounded layer on the output of the rounded layers before it."""
         for at in range(len(self._pieces)):
             self._residuals[at] = self._through(layer, at, self._residuals[at])
 

@@ -203,7 +203,7 @@ class _PinnedCopy:
 def save_file(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write contiguous tensors in host memory as a safetensors file.
 
-    Other threads run meanwhile, as they do not beside safetensors' own writer. Raises OSError.
+    Other threads run meanwhile; safetensors' own writer would stop them. Raises OSError.
     """
     header, _ = file_header(tensors.items())
     with file.open("wb") as stream:

@@ -43,11 +43,11 @@ def num_bytes(header: Header) -> int:
 class InitInfo(msgspec.Struct):
     """The way into a trainer's group.
 
-    world_size: of trainer and engines together.
+    world_size: the number of ranks of trainer and engines together.
     packed, packed_buffer_size_bytes: of every update whose UpdateInfo does not name them, as
         trainers of vLLM 0.28 or later have it.
     group_name: name of a process group of torch (SGLang); "": vLLM's group, which has no name.
-    backend: of torch's group, which must be that of the engine's device.
+    backend: the backend of torch's group, which must be that of the engine's device.
     """
 
     master_address: str

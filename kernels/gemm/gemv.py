@@ -5,11 +5,6 @@
     y = act(Wg x) * (Wu x)       GATED: W holds the gate's rows, then the up's
     y = W x + r                  ADD
 
-    y = W x                      plain
-    y = W (x / rms(x) * w)       NORM: 1 / rms(x) leaves the sum; the squares are summed on the way
-    y = act(Wg x) * (Wu x)       GATED: W holds the gate's rows, then the up's
-    y = W x + r                  ADD
-
 A program owns a few outputs and walks all columns: no second kernel merges anything. Under
 programmatic dependent launch its first weights are on their way before the previous kernel has
 finished; only x waits for that.

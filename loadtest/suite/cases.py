@@ -43,7 +43,7 @@ _START_S = 0.05  # seconds from planning to the first request
 class SuiteOptions:
     """The options of the suite.
 
-    cases: of CASES.
+    cases: names of CASES.
     users: clients at once that measure the capacity; at best as many as the server runs at once.
     seconds: duration of each case.
     questions: number of different questions.

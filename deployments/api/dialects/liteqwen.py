@@ -134,8 +134,10 @@ class LiteqwenRequest(DialectRequest):
 
 
 class LiteqwenWriter:
-    """The answer, as events {text, delta, logits, code, flag} and as a whole. begin: what the
-    caller has the reply begin with."""
+    """The writer of an answer: events {text, delta, logits, code, flag}, or all in one object.
+
+    begin: the text with which the caller lets the reply begin.
+    """
 
     def __init__(self, body: LiteqwenChat, begin: str, *, logits: bool) -> None:
         self.wire = Wire()

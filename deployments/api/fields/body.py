@@ -7,11 +7,11 @@ type says, `Meta(extra=...)` may hold
 
     expected   "X must be ...", for a type that has no short name
     items      what a list is of, where its length is refused: "X takes 1 to 9 texts, got 10"
-    whole      that errors inside of the value are told of the whole value
-    needed     that an empty text is a field that is not there
+    whole      whether an error inside of the value names the whole value
+    needed     whether an empty text counts as a missing field
     unknown    a function of an object without a known tag, and its path: the error
-    always     that `unknown` tells of what is no object, too
-    up         how many steps above the value an error is told
+    always     whether `unknown` is also called for a value that is no object
+    up         the number of levels above the value that an error names
     code       the error's code, where it is not invalid_type or invalid_value
     sizes      the error of a list of another length: "must have 1 to 9 items"
     large      the code of the error of a text with too many characters

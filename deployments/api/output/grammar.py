@@ -271,7 +271,7 @@ class _Builder:
     ) -> str:
         """Return the grammar of text without the marks, in which other control tokens may stand.
 
-        marks, starts, ends, tail: as of `_without`
+        marks, starts, ends, tail: see `_without`
         """
         head = self._up_to_shown(marks, starts)
         if not head:
@@ -284,7 +284,7 @@ class _Builder:
     ) -> str:
         """Return any text up to the first of this mark, and the mark.
 
-        others, starts: as of `_free`
+        others, starts: see `_free`; `others` are its marks
         """
         if match := self._cuts.search(mark):
             # The text goes up to the token: nothing else tells where it ends. The mark may begin

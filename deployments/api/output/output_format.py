@@ -99,7 +99,7 @@ class Reasoning:
     def known_by(self) -> str:
         """The mark by which a chat template is recognised as one with this reasoning.
 
-        The end of a message says nothing of it.
+        With channels it is the start, because their end is that of any message.
         """
         return self.start if self.channels else self.end
 

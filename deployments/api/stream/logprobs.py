@@ -86,7 +86,7 @@ def completion_logprobs(
 
     top_logprobs always has the token itself, also where it is not among the most likely. Tokens
     that are no whole characters are written ``bytes:\\xNN``, so that two of them stay apart.
-    by_id: as of `chat_logprobs`.
+    by_id: see `chat_logprobs`.
     """
     return ScoredTexts(
         [_name(tokenizer, token, by_id) for token in token_ids],

@@ -229,7 +229,10 @@ class ChoiceOutput:
         return decoded
 
     def bring(self, token_ids: list[int]) -> None:
-        """Take the tokens that the client has already, none of which ended the choice."""
+        """Feed the tokens that a resuming client already has, so that they are not sent again.
+
+        token_ids: none of them ended the choice.
+        """
         if self.predicted is not None:
             self.predicted.feed(token_ids)
         if self.parsed is None:

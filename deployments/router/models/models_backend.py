@@ -244,7 +244,7 @@ class ModelsBackend:
 
 
 class AdaptersByModel:
-    """The adapters of all models. A name is an adapter of one model."""
+    """The adapters of all models. An adapter's name belongs to one model only."""
 
     def __init__(self, front: ModelsBackend) -> None:
         self._front = front

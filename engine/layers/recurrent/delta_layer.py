@@ -49,7 +49,7 @@ class DeltaRuleLayer(ABC):
         """Apply the delta rule; return the input of `out`.
 
         parts: the pieces of the first matmul's output, as views.
-        states: the layer's own, as of `kv`.
+        states: the layer's own states, views of the cache.
         """
 
     def apply(

@@ -25,8 +25,8 @@ def build_drafter(
 ) -> ModelDrafter | None:
     """Allocate the drafter beside a model, on its device; None if no model drafts.
 
-    settings: of `engine.speculation`, which `resolve` has checked for this model.
-    quantization: as of `build_model`.
+    settings: the section `engine.speculation`, which `resolve` has checked for this model.
+    quantization: see `build_model`.
     """
     if settings is None or not settings.by_model:
         return None

@@ -26,7 +26,7 @@ class DraftModel:
     def __init__(self, config: ModelConfig, model: Decoder, quantization: str) -> None:
         """Allocate the draft model beside a model, on its device.
 
-        quantization: of weights that are stored in 16 or 32 bits.
+        quantization: the format for weights that are stored in 16 or 32 bits.
         """
         on_load = quantization if config.quantized is None and quantization != "gguf" else "none"
         build = model.build

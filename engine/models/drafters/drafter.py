@@ -47,7 +47,7 @@ class ModelDrafter(Loadable, Protocol):
         """Compute the tokens' hidden states [n, drafter's hidden size], the next pass's `states`.
 
         token_ids: [n] int64, the token after each row's own; its own without states.
-        states: of `fused`, or rows of the last pass; may be overwritten.
+        states: the result of `fused`, or the rows of the last pass; may be overwritten.
         kv: the layers' caches, written in place.
         """
         ...

@@ -288,7 +288,7 @@ def sampled_positions(table: Tensor, entered: Entered, mode: str) -> Tensor:
     """Return learned positions [n, width] of patches, whose grids have the table's outer edges.
 
     table: [side * side, width] float32.
-    mode: the interpolation, as of `grid_sample`.
+    mode: the interpolation, as in torch's `grid_sample`.
     """
     side = round(len(table) ** 0.5)
     counts = torch.tensor(entered.grids, dtype=torch.float32)

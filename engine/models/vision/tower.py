@@ -127,7 +127,7 @@ class Tower(ABC):
     ) -> Parameter:
         """Make a vector of all elements of the checkpoint's tensor `stored`, of any shape.
 
-        std, offset, fill: as of `Parameter`.
+        std, offset, fill: see `Parameter`.
         """
         tensor = torch.empty(size, dtype=dtype, device=self.device)
         source = Source(stored, (size,), flat=True)

@@ -85,7 +85,7 @@ class Drafting:
         A proposal's drafts after its count have no meaning. None without proposals.
 
         metas: the step's attention metas, by KV group.
-        states: of all tokens of the step, as `ModelDrafter.fused` takes them.
+        states: the states of all the step's tokens, as `ModelDrafter.fused` takes them.
         read: launches the pass over the step's tokens as a graph, and returns its rows.
         """
         if not self.reads_states:

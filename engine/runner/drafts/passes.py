@@ -58,7 +58,7 @@ class DraftPasses:
         """Return the drafter's rows of a step's tokens, whose successors are sampled.
 
         metas: the step's attention metas, by KV group.
-        states: of all tokens of the step, as `ModelDrafter.fused` takes them.
+        states: the states of all the step's tokens, as `ModelDrafter.fused` takes them.
         """
         meta = metas[self.group]
         meta = meta.elsewhere(meta.slots, meta.block_table)

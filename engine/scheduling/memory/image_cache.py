@@ -201,7 +201,7 @@ class ImageCache:
         Returns how many of the next `length` tokens need no embeddings of such encodes.
 
         most: the tokens that this step and the next may compute of the request.
-        step_tokens: as of `reach`.
+        step_tokens: see `reach`.
         """
         start = request.num_computed
         for image in self._between(request, start, start + self.reach(request, most, step_tokens)):

@@ -44,7 +44,7 @@ class Pull:
     """A pull in progress.
 
     request: id of the request that waits for it.
-    hashes: of all blocks that the request can share.
+    hashes: the hashes of all blocks that the request can share.
     near: leading blocks that this engine had when the pull began.
     groups: blocks of each position.
     cancelled: whether nobody wants the blocks any more.

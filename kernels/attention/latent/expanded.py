@@ -145,7 +145,7 @@ class ExpandedSizes(NamedTuple):
     """The sizes of a layer whose keys and values are made from latents, as one `tl.constexpr`.
 
     nope: elements of a head's key without rotary embeddings.
-    rope: those with them, which heads share.
+    rope: elements of a key with rotary embeddings, which all heads share.
     rank: elements of a latent.
     value_dim: elements of a head's value.
     nopes, ropes, values: `nope`, `rope` and `value_dim`, padded.

@@ -66,11 +66,12 @@ def _scaled(words, s, DECODE: tl.constexpr, AT: tl.constexpr):
 class Decoding(NamedTuple):
     """The rule by which packed codes become operands of the matrix units, as one `tl.constexpr`.
 
-    by_ptx: inline PTX decodes pairs of codes, and scales come to the sums of their groups.
-    scale_codes: scales come to the codes instead, and a step is one matmul.
-    scale_outputs: a scale is an output's. Codes of 8 bits by PTX are scaled after the last step.
+    by_ptx: inline PTX decodes pairs of codes, and a group's sum is multiplied by its scale.
+    scale_codes: decoded codes are multiplied by their scales instead, and a step is one matmul.
+    scale_outputs: there is one scale for each output. Sums of 8-bit codes decoded by PTX are scaled
+        after the last step.
     ptx: PTX for each of the four codes of a word; "" where there is none.
-    precision: of `tl.dot`, for float32.
+    precision: the input precision of `tl.dot` for float32.
     """
 
     by_ptx: bool
