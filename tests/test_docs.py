@@ -294,14 +294,27 @@ def test_pages_name_tests_and_commands_that_exist() -> None:
     assert named > 100 and not gone
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page: of its headings, and those written in HTML."""
+    text = page.read_text("utf-8")
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    plain = (re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings)
+    named = re.findall(r'<a id="([^"]+)"', text)
+    return {*named, *(re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain)}
+
+
 def test_links_lead_somewhere() -> None:
-    """Pages move; links stay."""
+    """Pages move and headings change; links stay."""
     broken = []
     others = (ROOT / folder / "README.md" for folder in ("", "tests/faults", "kernels"))
     for page in (*others, *DOCS.glob("*.md")):
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
-            if "://" not in target and not (page.parent / target).exists():
-                broken.append(f"{page.name}: {target}")
+        links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text("utf-8"))
+        for target, anchor in links:
+            other = page.parent / target if target else page
+            if "://" not in target and not (
+                other.exists() and (not anchor or other.suffix != ".md" or anchor in anchors(other))
+            ):
+                broken.append(f"{page.name}: {target}#{anchor}")
     assert not broken
 
 
