@@ -394,10 +394,9 @@ class Kernels:
     ) -> Tensor:
         """Compute causal attention of each entry's queries over its latents, this step's included.
 
-        q: the queries from latent_write.
-        up [heads, nope + value, rank]: its products with a latent are a head's key, before the
-        shared one, and its value. Returns [num_tokens, heads * value]; of padding tokens finite
-        values of no meaning.
+        q: the queries of latent_write. up [heads, nope + value, rank]: its products with a latent
+        are a head's key, before the shared one, and its value. Returns [num_tokens, heads * value];
+        of padding tokens finite values of no meaning.
         """
         up = up.to(q.dtype)
         num_tokens, heads, head_dim = q.shape

@@ -180,7 +180,7 @@ class Assignment:
         """Return the replica for choices where some replicas compute prompts for others, and
         whether it computes the prompt only; (None, False) if none of the right role may be chosen.
 
-        A prompt that a replica has, but for a few tokens, starts there.
+        A prompt of which a replica's cache lacks only a few tokens starts at that replica.
         """
         fleet, first = self._replicas.fleet, choices[0]
 

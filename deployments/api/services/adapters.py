@@ -150,13 +150,13 @@ ROUTES = (
     Route(
         LOAD,
         load_lora,
-        post=Operation("An adapter, added as vLLM has it", _CHANGES, LOAD_LORA, kinds=(PLAIN,)),
+        post=Operation("An adapter, added by vLLM's route", _CHANGES, LOAD_LORA, kinds=(PLAIN,)),
     ),
     Route(
         UNLOAD,
         unload_lora,
         post=Operation(
-            "An adapter, taken away as vLLM has it", _CHANGES, UNLOAD_LORA, kinds=(PLAIN,)
+            "An adapter, removed by vLLM's route", _CHANGES, UNLOAD_LORA, kinds=(PLAIN,)
         ),
     ),
     Route(

@@ -40,8 +40,8 @@ class Drafting:
     ) -> None:
         """Set up drafting.
 
-        inputs: make the inputs of a draft model, and of nothing else. They have room for
-            max_tokens, and for a token more of each row.
+        inputs: make the inputs of a draft model's passes, with room for max_tokens and one token
+            more for each row; None for a drafter that reads states.
         max_tokens: the most tokens of a step.
         """
         self.passes, self.kv, self.reads_states = passes, passes.kv, passes.drafter.reads_states
