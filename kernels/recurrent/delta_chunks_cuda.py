@@ -184,7 +184,7 @@ def _delta_convolve_kernel(
     before = tl.load(kv_len + entry) - length  # 0: the request begins
     tail += tl.load(rows + entry).to(tl.int64) * (SIZES.taps - 1) * SIZES.channels
     if head < 2 * SIZES.key_heads:
-        dims = tl.arange(0, SIZES.keys)
+        dims = tl.arange(0, SIZES.key_columns)
         qk = convolved_rows(
             x, tail, conv, None, first_token, first, length, before, head * SIZES.key_dim + dims,
             dims < SIZES.key_dim, x_stride, ROWS, SIZES.channels, SIZES.taps,
@@ -197,10 +197,10 @@ def _delta_convolve_kernel(
             qk *= SIZES.key_dim**-0.5
         into += (
             slot.to(tl.int64) * SIZES.key_heads + head % SIZES.key_heads
-        ) * CHUNK * SIZES.keys + origin * SIZES.keys
-        tl.store(into + steps[:, None] * SIZES.keys + dims[None, :], qk.to(dtype))
+        ) * CHUNK * SIZES.key_columns + origin * SIZES.key_columns
+        tl.store(into + steps[:, None] * SIZES.key_columns + dims[None, :], qk.to(dtype))
     else:
-        columns = tl.arange(0, SIZES.values)
+        columns = tl.arange(0, SIZES.value_columns)
         head -= 2 * SIZES.key_heads
         # A new name instead of `qk`, because a name assigned in both branches must have one shape.
         v = convolved_rows(
@@ -210,15 +210,17 @@ def _delta_convolve_kernel(
         )  # fmt: skip
         into = (
             values
-            + ((slot.to(tl.int64) * SIZES.value_heads + head) * CHUNK + origin) * SIZES.values
+            + ((slot.to(tl.int64) * SIZES.value_heads + head) * CHUNK + origin)
+            * SIZES.value_columns
         )
-        tl.store(into + steps[:, None] * SIZES.values + columns[None, :], silu(v).to(dtype))
+        tl.store(into + steps[:, None] * SIZES.value_columns + columns[None, :], silu(v).to(dtype))
         if LATE:
             own = tl.load(rows + entry).to(tl.int64) * SIZES.value_heads + head
             if first == 0:
                 _make_whole(
                     state + own * SIZES.key_dim * SIZES.value_dim, late + own * LATE * ENTRY,
-                    before, SIZES.key_dim, SIZES.value_dim, SIZES.keys, LATE, ENTRY, SIZES.by_key,
+                    before, SIZES.key_dim, SIZES.value_dim, SIZES.key_columns, LATE, ENTRY,
+                    SIZES.by_key,
                 )  # fmt: skip
 
 
@@ -253,16 +255,16 @@ def _delta_solve_kernel(
         return
     dtype = keys.dtype.element_ty
     steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, SIZES.keys)
-    columns = tl.arange(0, SIZES.values)
+    dims = tl.arange(0, SIZES.key_columns)
+    columns = tl.arange(0, SIZES.value_columns)
     of_keys = (
         (slot.to(tl.int64) * SIZES.key_heads + head // (SIZES.value_heads // SIZES.key_heads))
         * CHUNK
-        * SIZES.keys
+        * SIZES.key_columns
     )
-    key_tile = of_keys + steps[:, None] * SIZES.keys + dims[None, :]
+    key_tile = of_keys + steps[:, None] * SIZES.key_columns + dims[None, :]
     at = (slot.to(tl.int64) * SIZES.value_heads + head) * CHUNK
-    value_tile = at * SIZES.values + steps[:, None] * SIZES.values + columns[None, :]
+    value_tile = at * SIZES.value_columns + steps[:, None] * SIZES.value_columns + columns[None, :]
     k = tl.load(keys + key_tile)
     v = tl.load(values + value_tile)
     there = first + steps < length
@@ -284,7 +286,10 @@ def _delta_solve_kernel(
     tl.store(values + value_tile, u.to(dtype))
     since = tl.exp2(total * LOG2E)
     w = tl.dot((inverse * since[None, :]).to(dtype), k, input_precision="ieee")
-    tl.store(weights + at * SIZES.keys + steps[:, None] * SIZES.keys + dims[None, :], w.to(dtype))
+    tl.store(
+        weights + at * SIZES.key_columns + steps[:, None] * SIZES.key_columns + dims[None, :],
+        w.to(dtype),
+    )
 
 
 @triton.jit
@@ -344,13 +349,13 @@ def _delta_pass_kernel(
     dtype = keys.dtype.element_ty
     key_head = head // (SIZES.value_heads // SIZES.key_heads)
     steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, SIZES.keys)
+    dims = tl.arange(0, SIZES.key_columns)
     columns = piece * TILE.columns + tl.arange(0, TILE.columns)
     channels = (head * tl.num_programs(1) + piece) * TILE.slice + tl.arange(0, TILE.slice)
-    key_tile = steps[:, None] * SIZES.keys + dims[None, :]
-    turned_tile = steps[None, :] * SIZES.keys + dims[:, None]
+    key_tile = steps[:, None] * SIZES.key_columns + dims[None, :]
+    turned_tile = steps[None, :] * SIZES.key_columns + dims[:, None]
     square = steps[:, None] * CHUNK + steps[None, :]
-    value_tile = steps[:, None] * SIZES.values + columns[None, :]
+    value_tile = steps[:, None] * SIZES.value_columns + columns[None, :]
     own_tile = dims[:, None] * SIZES.value_dim + columns[None, :]
     own_mask = (dims < SIZES.key_dim)[:, None] & (columns < SIZES.value_dim)[None, :]
     first_entry = tl.load(counts) + tl.program_id(2)
@@ -367,20 +372,20 @@ def _delta_pass_kernel(
             last = first + tl.cdiv(end - begin, CHUNK)
             # Load the decay one chunk ahead: its latency would otherwise delay the state's update.
             whole = _whole(
-                totals, (first * SIZES.value_heads + head) * CHUNK, SIZES.keys, CHUNK, BY_KEY
+                totals, (first * SIZES.value_heads + head) * CHUNK, SIZES.key_columns, CHUNK, BY_KEY
             )
             for slot in tl.range(first, last, num_stages=STAGES):
                 at = slot * SIZES.value_heads + head
-                of_keys = (slot * SIZES.key_heads + key_head) * CHUNK * SIZES.keys
-                w = tl.load(weights + at * CHUNK * SIZES.keys + key_tile)
-                u = tl.load(values + at * CHUNK * SIZES.values + value_tile)
+                of_keys = (slot * SIZES.key_heads + key_head) * CHUNK * SIZES.key_columns
+                w = tl.load(weights + at * CHUNK * SIZES.key_columns + key_tile)
+                u = tl.load(values + at * CHUNK * SIZES.value_columns + value_tile)
                 k = tl.load(keys + of_keys + turned_tile)
                 q = tl.load(queries + of_keys + key_tile)
                 overlap = tl.load(overlaps + at * CHUNK * CHUNK + square)
                 if not BY_KEY:
                     total = tl.load(totals + at * CHUNK + steps)
                 following = tl.minimum(slot + 1, last - 1) * SIZES.value_heads + head
-                next_whole = _whole(totals, following * CHUNK, SIZES.keys, CHUNK, BY_KEY)
+                next_whole = _whole(totals, following * CHUNK, SIZES.key_columns, CHUNK, BY_KEY)
                 known = matrix.to(dtype)
                 corrections = u.to(tl.float32) - tl.dot(w, known, input_precision="ieee")
                 rounded = corrections.to(dtype)

@@ -249,11 +249,11 @@ def _delta_decode_kernel(
     entry = tl.program_id(0)
     head = tl.program_id(1)
     SHARED: tl.constexpr = SIZES.value_heads // SIZES.key_heads
-    WIDTH: tl.constexpr = SIZES.values // PARTS
+    WIDTH: tl.constexpr = SIZES.value_columns // PARTS
     PIECES: tl.constexpr = WIDTH // COLUMNS
     key_head = head // SHARED
     first = tl.program_id(2) * WIDTH
-    dims = tl.arange(0, SIZES.keys)
+    dims = tl.arange(0, SIZES.key_columns)
     key_mask = dims < SIZES.key_dim
     own = first + tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)[:, None]
@@ -384,9 +384,9 @@ def _delta_decode_kernel(
         into = out + (token * SIZES.value_heads + head) * SIZES.value_dim + columns
         tl.store(into, outputs.to(out.dtype.element_ty), mask=columns < SIZES.value_dim)
     else:
-        whole = tl.arange(0, SIZES.values)[None, :]
+        whole = tl.arange(0, SIZES.value_columns)[None, :]
         there = whole < SIZES.value_dim
-        partial += (entry * SIZES.value_heads + head) * SIZES.values
+        partial += (entry * SIZES.value_heads + head) * SIZES.value_columns
         tl.store(partial + columns, outputs)
         heads_arrived = arrived + tl.num_programs(0) * SIZES.key_heads
         if comes_last(heads_arrived + entry * SIZES.value_heads + head, PARTS):
@@ -463,10 +463,10 @@ def _delta_walk_kernel(
     ENTRY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    VALUES: tl.constexpr = SIZES.values
+    VALUES: tl.constexpr = SIZES.value_columns
     entry = tl.program_id(0)
     head = tl.program_id(1)
-    dims = tl.arange(0, SIZES.keys)
+    dims = tl.arange(0, SIZES.key_columns)
     columns = tl.arange(0, VALUES)
     key_mask = dims < SIZES.key_dim
     value_mask = columns < SIZES.value_dim
@@ -643,7 +643,7 @@ def _by_token(
             SIZES=sizes,
             **late_sizes(late),
             # Two tokens of 32 requests with 32 states of 128 x 128: 69 us, with 16 warps 361.
-            num_warps=4 if sizes.keys * values <= 128 * 128 else 16,
+            num_warps=4 if sizes.key_columns * values <= 128 * 128 else 16,
             **pdl(x.device),
         )
         return

@@ -14,7 +14,8 @@ class DeltaSizes(NamedTuple):
     channels, taps: sizes of the convolution.
     most: the largest factor of a correction.
     by_key: whether each row of a state decays separately (Kimi Delta Attention).
-    keys, values: `key_dim` and `value_dim`, padded.
+    key_columns, value_columns: `key_dim` and `value_dim`, padded. Triton 3.8 has attributes of its
+        own in tuples, `values` among them, so no field may be called that.
     """
 
     key_heads: int
@@ -25,8 +26,8 @@ class DeltaSizes(NamedTuple):
     taps: int
     most: float
     by_key: bool
-    keys: int
-    values: int
+    key_columns: int
+    value_columns: int
 
 
 def delta_sizes(heads: DeltaHeads, keys: int, values: int) -> DeltaSizes:

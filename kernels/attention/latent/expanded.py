@@ -103,7 +103,7 @@ def _walk(
     """
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, SIZES.nopes)
-    columns = tl.arange(0, SIZES.values)
+    columns = tl.arange(0, SIZES.value_columns)
     rotary = tl.arange(0, SIZES.ropes)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         own = made + start * WIDTH
@@ -131,7 +131,7 @@ def _walk(
         denominator = denominator * shrink + tl.sum(weight, axis=1)
         acc = acc * shrink[:, None]
         from_made = own + keys[:, None] * WIDTH + (SIZES.nope + columns)[None, :]
-        if MASKED or SIZES.value_dim < SIZES.values:
+        if MASKED or SIZES.value_dim < SIZES.value_columns:
             mask = seen[:, None] & (columns < SIZES.value_dim)[None, :]
             value = tl.load(from_made, mask=mask, other=0.0)
         else:
@@ -148,7 +148,7 @@ class ExpandedSizes(NamedTuple):
     rope: elements of a key with rotary embeddings, which all heads share.
     rank: elements of a latent.
     value_dim: elements of a head's value.
-    nopes, ropes, values: `nope`, `rope` and `value_dim`, padded.
+    nopes, ropes, value_columns: `nope`, `rope` and `value_dim`, padded.
     """
 
     heads: int
@@ -158,7 +158,7 @@ class ExpandedSizes(NamedTuple):
     value_dim: int
     nopes: int
     ropes: int
-    values: int
+    value_columns: int
 
 
 @triton.jit(
@@ -185,7 +185,7 @@ def _latent_expanded_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    VALUES: tl.constexpr = SIZES.values
+    VALUES: tl.constexpr = SIZES.value_columns
     EACH: tl.constexpr = SIZES.nope + SIZES.value_dim
     WIDTH: tl.constexpr = SIZES.heads * EACH
     KEPT: tl.constexpr = SIZES.rank + SIZES.rope
@@ -271,10 +271,10 @@ def expanded_launch(sizes: "ExpandedSizes", element_size: int, room: int) -> Exp
     """
     if element_size > 2:
         return ExpandedLaunch(16, 16, 4, 1)
-    wide = max(sizes.nopes, sizes.values) > 128
+    wide = max(sizes.nopes, sizes.value_columns) > 128
     launch = ExpandedLaunch(128, 32, 8, 2) if wide else ExpandedLaunch(128, 64, 8, 3)
     queries = (sizes.nopes + sizes.ropes) * element_size  # bytes of a row
-    stage = launch.keys * (queries + sizes.values * element_size)
+    stage = launch.keys * (queries + sizes.value_columns * element_size)
     if launch.rows * queries + (launch.num_stages - 1) * stage > room:
         launch = launch._replace(num_stages=2)
     if launch.rows * queries + stage > room:
