@@ -109,6 +109,7 @@ def compare(
     names: Sequence[str],
     runs: int,
     sides: Sequence[str],
+    common: Sequence[str],
     out: Path,
     resume: bool,
 ) -> None:
@@ -116,6 +117,7 @@ def compare(
 
     folder: of the model.
     case: a label, also of the drafter.
+    common: options KEY=JSON of both engines.
     """
     harness = Harness(out, "versus-speculation", ("case", "run", "side"), resume=resume)
     with tempfile.TemporaryDirectory() as scratch:
@@ -125,7 +127,7 @@ def compare(
 
         def run_piece(piece: Piece) -> Iterator[Line]:
             engine, drafts = SIDES[piece[2]]
-            change = options(engine, method, drafter, rates) if drafts else []
+            change = [*common, *(options(engine, method, drafter, rates) if drafts else ())]
             for line in run_side(engine, str(folder), list(names), change, None):
                 yield {**line, "side": piece[2]}
 
@@ -156,6 +158,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--max-num-seqs", type=int, help="of both engines, for large states")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     args = parser.parse_args()
@@ -168,6 +171,7 @@ def main() -> None:
         args.workloads,
         args.runs,
         args.sides,
+        [] if args.max_num_seqs is None else [f"max_num_seqs={args.max_num_seqs}"],
         args.out,
         args.resume,
     )
