@@ -30,6 +30,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +66,25 @@ def configuration(args: argparse.Namespace, replicas: int) -> dict[str, Any]:
 
 
 class Server:
-    """A server in this process's own Ray cluster, which starts with `replicas` replicas."""
+    """A server in this process's own Ray cluster, which starts with `replicas` replicas.
 
-    def __init__(self, args: argparse.Namespace, replicas: int) -> None:
+    configure: returns the configuration, in the form of manta.yaml, for a number of replicas.
+    """
+
+    def __init__(self, configure: Callable[[int], dict[str, Any]], replicas: int = 1) -> None:
         from deployments.cli.serving.cluster import Cluster
         from deployments.config.load import parse_config
 
-        self.args = args
+        self.configure = configure
         self.replicas = replicas
-        self.url = f"http://127.0.0.1:{args.port}"
+        self.url = f"http://127.0.0.1:{configure(replicas)['http']['port']}"
         self._parse = parse_config
         self._cluster = Cluster("local")
 
     def __enter__(self) -> "Server":
         from deployments.app import proxy
 
-        config = self._parse(configuration(self.args, self.replicas))
+        config = self._parse(self.configure(self.replicas))
         self.edge = proxy(config)
         try:
             self._cluster.start(config)
@@ -100,7 +105,7 @@ class Server:
     def deploy(self, replicas: int) -> None:
         from deployments.app import deploy, serve_config
 
-        deploy(serve_config(configuration(self.args, replicas)))
+        deploy(serve_config(self.configure(replicas)))
 
     def answered(self) -> dict[str, float]:
         """Return the output tokens by replica, from the metrics of some router."""
@@ -246,7 +251,7 @@ def main() -> int:
         have = max((count for count in args.replicas if count < counts[0]), default=counts[0])
         with tempfile.TemporaryDirectory(prefix="so") as folder:
             os.environ["TMPDIR"] = folder  # a short path, because haproxy puts sockets in it
-            with Server(args, have) as server:
+            with Server(partial(configuration, args), have) as server:
                 keep({"label": "start", "replicas_at_start": have, "edge": server.edge})
                 for replicas in counts:
                     if replicas > have:

@@ -121,8 +121,8 @@ def compare(
     Returns rows: the costs fitted to the first run, then predictions (ours) and the second run
     (peer). Also returns lines: the second run's stretches and requests.
     """
-    cost = fit(first)
-    stretches = intervals(second)
+    cost = fit(intervals(first.frames)).cost
+    stretches = intervals(second.frames)
     predicted = [stretch.predicted(cost) for stretch in stretches]
     errors = sorted(
         abs(guess - stretch.seconds) / stretch.seconds
@@ -178,11 +178,12 @@ def compare(
     return rows, lines
 
 
-def fit(observed: Observed) -> StepCost:
+def fit(stretches: list[Stretch]) -> StepCostModel:
+    """Fit the cost of steps to stretches of work."""
     model = StepCostModel(StepCost.mean([]), fade=1.0)
-    for interval in intervals(observed) * _PASSES:
-        model.observe(interval.steps, interval.outputs, interval.prompts, interval.seconds)
-    return model.cost
+    for stretch in stretches * _PASSES:
+        model.observe(stretch.steps, stretch.outputs, stretch.prompts, stretch.seconds)
+    return model
 
 
 def simulate(real: Observed, cost: StepCost) -> list[Job]:
@@ -192,11 +193,11 @@ def simulate(real: Observed, cost: StepCost) -> list[Job]:
     return run([speed], RoundRobin(), work, routers=1).jobs
 
 
-def intervals(observed: Observed) -> list[Stretch]:
-    """Join the run's frames into stretches of at least STRETCH busy seconds."""
+def intervals(frames: list[EngineStats]) -> list[Stretch]:
+    """Join an engine's frames into stretches of at least STRETCH busy seconds."""
     stretches: list[Stretch] = []
-    began = observed.frames[0]
-    for stats in observed.frames:
+    began = frames[0]
+    for stats in frames:
         seconds = stats.busy_seconds - began.busy_seconds
         if seconds >= STRETCH:
             stretches.append(
