@@ -7,6 +7,7 @@ and one prefix tree shared by all routers.
 from collections.abc import Sequence
 from random import Random
 
+from bench.simulate.fleet.cluster import NOWHERE
 from bench.simulate.fleet.replica import Job, SimReplica
 from deployments.routing.decision import RoutingRequest
 from deployments.routing.fleet import Fleet
@@ -128,10 +129,14 @@ class PrefixTree(TwoChoices):
 
 
 class MantaRouting:
-    """Manta's own `route`, with a `Fleet` for each router."""
+    """Manta's own `route`, with a `Fleet` for each router.
+
+    ready: indices of the replicas that may be chosen; None: all.
+    """
 
     name = "manta"
     popular = True
+    ready: Sequence[int] | None = None
 
     def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None:
         self.replicas = replicas
@@ -155,9 +160,12 @@ class MantaRouting:
                 state.observe(replica.stats(), (), 0.0)
 
     def choose(self, job: Job, now: float) -> int:
+        if self.ready is not None and not self.ready:
+            return NOWHERE
         fleet = self.fleets[job.router]
         work = RoutingRequest(job.prompt, 256, 1, job.prefix_hashes, job.adapter)
-        decision = route(work, fleet, self.dice, now)
+        among = None if self.ready is None else [str(index) for index in self.ready]
+        decision = route(work, fleet, self.dice, now, among=among)
         assert decision is not None
         self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
         index = int(decision.replica)

@@ -2,7 +2,7 @@
 job's replica.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
@@ -11,6 +11,8 @@ from typing import Protocol
 from bench.simulate.fleet.replica import Job, SimReplica, Speed
 
 _HOP = 0.0005  # seconds from router to replica
+_TICK = 1.0  # seconds between two calls of `tick`
+NOWHERE = -1  # a policy's choice while no replica is ready
 
 
 class RoutingPolicy(Protocol):
@@ -89,9 +91,13 @@ def run(
     warm_up: float = 0.0,
     patience: float = 20.0,
     seed: int = 1,
+    tick: Callable[[float, Sequence[SimReplica], Sequence[Job]], None] | None = None,
 ) -> RoutingOutcome:
     """Serve `work` until every job has its first token, at most `patience` seconds after the
     last arrival.
+
+    tick: called each second with the time, the replicas, and the jobs for which none was ready;
+        these are then placed again.
     """
     dice = Random(seed)
     replicas = [
@@ -105,6 +111,8 @@ def run(
     arrivals = iter(work)
     coming = next(arrivals, None)
     hops: list[tuple[float, int, Job]] = []
+    held: list[Job] = []
+    next_tick = 0.0 if tick else float("inf")
     left = sum(job.arrival >= warm_up for job in work)
     loads_before = 0
     warm = False
@@ -118,11 +126,21 @@ def run(
             number += 1
             heappush(events, (at, number, replica.index, replica.version))
 
+    def place(job: Job, now: float) -> None:
+        nonlocal number
+        job.replica = policy.choose(job, now)
+        if job.replica == NOWHERE:
+            held.append(job)
+            return
+        number += 1
+        heappush(hops, (now + _HOP, number, job))
+
     while left:
         times = (
             coming.arrival if coming is not None else float("inf"),
             hops[0][0] if hops else float("inf"),
             events[0][0] if events else float("inf"),
+            next_tick,
         )
         now = min(times)
         if now > last + patience:
@@ -132,9 +150,7 @@ def run(
             loads_before = sum(replica.loads for replica in replicas)
         if now == times[0]:
             assert coming is not None
-            coming.replica = policy.choose(coming, now)
-            number += 1
-            heappush(hops, (now + _HOP, number, coming))
+            place(coming, now)
             coming = next(arrivals, None)
         elif now == times[1]:
             _, _, job = heappop(hops)
@@ -147,6 +163,13 @@ def run(
                 replica.version += 1
                 number += 1
                 heappush(events, (at, number, replica.index, replica.version))
+        elif now == times[3]:
+            assert tick is not None
+            tick(now, replicas, held)
+            next_tick = now + _TICK
+            waiting, held = held, []
+            for job in waiting:
+                place(job, now)
         else:
             _, _, index, version = heappop(events)
             replica = replicas[index]
