@@ -1,0 +1,47 @@
+"""A day's load within minutes: a seeded trace, and the scenario that replays it."""
+
+import json
+import math
+from pathlib import Path
+
+from loadtest.scenario.arrivals import TraceRow, rng_of, schedule
+
+# A prompt begins one of so many blocks, so that a quiet server can answer all questions beforehand.
+QUESTIONS = 16
+PROMPTS, OUTPUTS = (32, 400), (16, 64)  # tokens
+_SLICES = 96  # quarters of an hour
+_NIGHT, _NOON = 0.03, 0.6  # shares of the peak rate, which only bursts have
+_BURSTS, _BURST = 2, 3  # number of bursts, and quarters of an hour of each
+
+
+def day(peak: float, seed: int) -> list[float]:
+    """Return the rates of a day's slices: a curve with its top at noon, and bursts at the peak."""
+    waves = ((1 - math.cos(2 * math.pi * n / _SLICES)) / 2 for n in range(_SLICES))
+    rates = [peak * (_NIGHT + (_NOON - _NIGHT) * wave**1.5) for wave in waves]
+    rng = rng_of(seed, "bursts")
+    for _ in range(_BURSTS):
+        start = rng.randrange(_SLICES // 4, 3 * _SLICES // 4)  # between 6 and 18 o'clock
+        rates[start : start + _BURST] = [peak] * _BURST
+    return rates
+
+
+def trace_of(seconds: float, peak: float, seed: int) -> list[TraceRow]:
+    """Return a day's requests, each with a question that others have, too."""
+    rng = rng_of(seed, "questions")
+    questions = [(rng.randint(*PROMPTS), rng.randint(*OUTPUTS)) for _ in range(QUESTIONS)]
+    segments = [(seconds / _SLICES, rate, rate) for rate in day(peak, seed)]
+    times = schedule(segments, 1.0, rng_of(seed, "times"), duration=seconds, requests=None)
+    numbers = [rng.randrange(QUESTIONS) for _ in times]
+    rows = zip(times, numbers, strict=True)
+    return [TraceRow(t - times[0], *questions[n], (n,)) for t, n in rows]
+
+
+def scenario(url: str, trace: list[TraceRow], seed: int, file: Path) -> str:
+    """Return the load tester's scenario of a trace, and write the trace in Mooncake's format."""
+    names = "timestamp", "input_length", "output_length", "hash_ids"
+    rows = [(1000 * t, *fields) for t, *fields in trace]
+    file.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    phase = {"name": "day", "arrivals": {"kind": "trace", "file": str(file)}}
+    target = {"url": url, "model": "m", "timeout": 300, "chunk_timeout": 200}
+    work = {"name": "trace", "sampling": {"temperature": 0}}
+    return json.dumps({"seed": seed, "target": target, "work": work, "phases": [phase]})
