@@ -351,9 +351,8 @@ class Fleet:
         table[_PLACES, column] = table[_FREE_ROWS, column] = -np.inf
         table[_BATCH_PLACES, column] = -np.inf
         if replica.available:
-            room, free_rows, rows = replica.room()
+            room, free_rows, rows, table[_BATCH_PLACES, column] = replica.room()
             table[_PLACES, column], table[_FREE_ROWS, column] = room, free_rows
-            table[_BATCH_PLACES, column] = replica.batch_room()
             table[_ROWS, column], table[_RATE, column] = rows, replica.rate()
             table[_FIRST, column] = replica.first_seconds
         table[_STEP, column] = step

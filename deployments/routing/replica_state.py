@@ -111,7 +111,8 @@ class ReplicaState:
         self._sharing = 0  # number of routers that a new replica will soon have
         self._opened = 0.0
         self._changed: set[ReplicaState] = set() if changed is None else changed
-        self._room: tuple[int, float, float] | None = None  # result of `room`; None: to be computed
+        # result of `room`; None: to be computed
+        self._room: tuple[int, float, float, int] | None = None
         self._part = FadingRate()  # this router's share of all choices there, while it is full
         self._prompts = FadingRate()  # prompt tokens/s, while a prompt waits
         # tokens/s of prompts (computed or cached) and outputs, while it is full
@@ -283,9 +284,10 @@ class ReplicaState:
 
     # -- how many more choices to send
 
-    def room(self) -> tuple[int, float, float]:
-        """Return how many more choices this router should send, its share of the free rows, and
-        its share of all rows; inf: the replica's rows are unknown.
+    def room(self) -> tuple[int, float, float, int]:
+        """Return how many more choices this router should send, its share of the free rows, its
+        share of all rows, and how many of batch work it should send; inf: the replica's rows are
+        unknown.
 
         Zero or less: send none. Routers do not know of each other's requests. Each takes its share
         of the free rows, and sees in the next frame how many are left. It also sends its share of
@@ -298,7 +300,7 @@ class ReplicaState:
         if self._room is not None:
             return self._room
         stats, booked = self.stats, len(self.bookings) - len(self._batch_bookings)
-        routers = self._routers
+        routers = max(1, stats.routers, self._sharing)
         booked_tokens = self.booked_tokens - sum(self._batch_bookings.values())
         waiting_tokens = stats.waiting_tokens - stats.batch_waiting_tokens
         tokens = waiting_tokens + booked_tokens
@@ -317,7 +319,8 @@ class ReplicaState:
         backlog = waiting_tokens + routers * booked_tokens
         spare = max(1, max(2, int(stats.rows * _SPARE)) // routers)
         free = -waiting if short else rows_left
-        if backlog and backlog > self._prompts_ahead():
+        ahead = self._prompts_ahead()
+        if backlog and backlog > ahead:
             room = 0
         elif not stats.rows:
             room = spare
@@ -329,31 +332,20 @@ class ReplicaState:
         else:
             over = booked - free
             room = spare - min(over, over * len(self._unbegun) // max(1, waiting + booked))
-        self._room = room, free_rows, -(-stats.rows // routers) or math.inf
+        # Batch work waits in routers until rows and memory are free beyond a part that is kept for
+        # other requests, which then need not wait for a step that preempts.
+        batch_room = room
+        if stats.rows:
+            tokens = stats.waiting_tokens + routers * self.booked_tokens
+            free_tokens = (stats.free_blocks - stats.total_blocks // _KEPT) * stats.block_size
+            kept_rows = -(-stats.rows // _KEPT) if stats.rows > 1 else 0
+            batch_rows = stats.rows - stats.running - stats.waiting - kept_rows
+            batch_room = min(room, -(-batch_rows // routers) - len(self.bookings))
+            if tokens > ahead or (stats.total_blocks and tokens > free_tokens):
+                batch_room = 0
+        rows = -(-stats.rows // routers) or math.inf
+        self._room = room, free_rows, rows, batch_room
         return self._room
-
-    @property
-    def _routers(self) -> int:
-        """The number of routers that share the replica, or soon will."""
-        return max(1, self.stats.routers, self._sharing)
-
-    def batch_room(self) -> int:
-        """Return how many more choices of batch work this router should send.
-
-        Batch work waits in routers until rows and memory are free beyond a part that is kept for
-        other requests, which then need not wait for a step that preempts.
-        """
-        stats, routers = self.stats, self._routers
-        room = self.room()[0]
-        if not stats.rows:
-            return room
-        kept = -(-stats.rows // _KEPT) if stats.rows > 1 else 0
-        rows_left = stats.rows - stats.running - stats.waiting - kept
-        tokens = stats.waiting_tokens + routers * self.booked_tokens
-        free_tokens = (stats.free_blocks - stats.total_blocks // _KEPT) * stats.block_size
-        if tokens > self._prompts_ahead() or (stats.total_blocks and tokens > free_tokens):
-            return 0
-        return min(room, -(-rows_left // routers) - len(self.bookings))
 
     def _prompts_ahead(self) -> float:
         """Return how many prompt tokens may wait at the replica."""

@@ -86,7 +86,7 @@ class RequestQueue:
         return sorted(keys, key=lambda item: -item[2])[:count]
 
     def _queue_of(self, request: GenerationRequest) -> FairQueue[InflightRequest]:
-        return self._batch_queue if _is_batch_work(request) else self._queue
+        return self._batch_queue if request.priority >= BATCH_PRIORITY else self._queue
 
     # -- in
 
@@ -105,7 +105,7 @@ class RequestQueue:
 
         Raises MantaError if the request is refused.
         """
-        limits, batch_work = self._limits, _is_batch_work(request)
+        limits, batch_work = self._limits, request.priority >= BATCH_PRIORITY
         ready, roomy, free = self._survey(batch_work=batch_work)
         if not ready:
             self._waking.wake()
@@ -192,8 +192,8 @@ class RequestQueue:
 
     def hear_frame(self, replica: ReplicaState) -> None:
         """Place queued requests if this replica's last frame shows room."""
-        room = replica.room()[0] if self._queue.sequences else replica.batch_room()
-        if self.choices and room > 0:
+        room, *_, batch_room = replica.room()
+        if self.choices and (room if self._queue.sequences else batch_room) > 0:
             self.fill()
         if self._leaving is not None:
             self.replicas_changed()
@@ -297,7 +297,7 @@ class RequestQueue:
         replicas, step = self._fleet.replicas, self._fleet.step
         endings = []
         for request in self._requests:
-            if _is_batch_work(request.request):
+            if request.request.priority >= BATCH_PRIORITY:
                 continue
             limit = self._limit(request.request)
             for choice in request.choices:
@@ -306,7 +306,3 @@ class RequestQueue:
                     remaining_tokens = self._estimate.left(limit, len(choice.emitted))
                     endings.append(remaining_tokens * float(step[replica.column]))
         return sorted(endings)
-
-
-def _is_batch_work(request: GenerationRequest) -> bool:
-    return request.priority >= BATCH_PRIORITY

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 PRODUCT = tuple(f"{ROOT / name}/" for name in ("deployments", "engine"))
 API = ("deployments/api/", "engine/text/", "engine/sampling_params.py", "engine/typecheck.py")
 # Calls and functions of each leg, with two calls to spare: 161 of 138 together.
-BOUNDS = {"api": (106, 92), "router": (55, 47)}
+BOUNDS = {"api": (106, 93), "router": (55, 47)}
 BODY = {
     "model": "m",
     "messages": [{"role": "user", "content": "Tell me something about the sea, please"}],
