@@ -119,6 +119,7 @@ class Compilers:
         """
         if not _ours(fn.module):
             return False
+        hash_callees(fn.jit_function)
         job = (fn.module, fn.name, key)
         if self._collecting:
             if job not in self._jobs and not self._given_up:
@@ -211,6 +212,22 @@ def _ours(module: str) -> bool:
     return module.startswith("kernels.")
 
 
+def hash_callees(kernel: Any) -> None:
+    """Compute the cache keys of the functions that a kernel calls, before its own.
+
+    Up to Triton 3.7 a key holds the constants of those callees whose keys are known by then. So it
+    would depend on which kernels a process has compiled before, and no other process would find
+    what a worker has compiled.
+    """
+    from triton.runtime.jit import JITFunction
+
+    for name in kernel.fn.__code__.co_names:
+        callee = kernel.fn.__globals__.get(name)
+        if isinstance(callee, JITFunction) and callee.hash is None:
+            hash_callees(callee)
+            _ = callee.cache_key
+
+
 class _Target:
     """A stub of Triton's driver for compiling, so that workers do not use the device."""
 
@@ -250,6 +267,7 @@ def _compile(
 
     driver.set_active(_Target(GPUTarget(*target)))
     function = getattr(import_module(module), name)
+    hash_callees(function)
     # this sets the function's `ASTSource`
     _ = function.device_caches[driver.active.get_current_device()]
     make_source = function.ASTSource

@@ -293,6 +293,31 @@ def test_no_number_of_prompts_is_new(
     assert {name for _, name, _ in set(compilers._jobs) - collected} == set()
 
 
+KEY = """
+import sys
+from kernels.launch.compiling import hash_callees
+from kernels.sampling import logprobs
+for name in sys.argv[1:]:
+    kernel = getattr(logprobs, name)
+    hash_callees(kernel)
+    print(kernel.cache_key)
+"""
+
+
+def test_a_key_does_not_depend_on_what_was_compiled_before() -> None:
+    """Bug of Triton up to 3.7: the second kernel that calls a function has the function's constants
+    in its key, the first has not; so a worker that compiled it alone did so for nothing."""
+
+    def keys(*kernels: str) -> list[str]:
+        command = [sys.executable, "-c", KEY, *kernels]
+        root = Path(__file__).parents[3]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    both = keys("_logprob_block_kernel", "_logprob_row_kernel")
+    assert [*keys("_logprob_block_kernel"), *keys("_logprob_row_kernel")] == both
+
+
 # ---- only a device can tell: `python -m pytest -m gpu tests/engine/process/test_first_start.py`
 
 START = """
