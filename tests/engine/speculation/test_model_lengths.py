@@ -1,7 +1,7 @@
 """ModelLengths on a simulated H200: the best length is found, and losing drafts rest.
 
 The step times are those of llama-8b with an EAGLE-3 drafter, from
-bench/results/versus-speculation-2026-11-28.json and bench/notes/speculation.md. The cost of a step
+bench/notes/speculation.md (an H200, before drafts were columns). The cost of a step
 in which the drafter reads and does not draft is a guess, as are times between the measured ones.
 """
 
