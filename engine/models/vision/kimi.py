@@ -36,8 +36,8 @@ class KimiTower(QwenTower):
             rows = np.arange(width).reshape(heads, 2, -1, 2).swapaxes(2, 3)
         turned, whole = rows.ravel(), np.arange(width)
         if config.fused:
-            each = np.concatenate((turned, width + turned, 2 * width + whole))
-            qkv = self.linear(f"{name}.wqkv", 3 * width, width, rows=(each,))
+            fused_rows = np.concatenate((turned, width + turned, 2 * width + whole))
+            qkv = self.linear(f"{name}.wqkv", 3 * width, width, rows=(fused_rows,))
         else:
             parts = [f"{name}.attn.{part}_proj" for part in "qkv"]
             qkv = self.linear(parts, width, width, rows=(turned, turned, whole))

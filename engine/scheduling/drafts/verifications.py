@@ -58,18 +58,18 @@ class Verifications:
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Shorten each request's drafts to a length; a request without drafts leaves."""
-        kept = [at for at, length in enumerate(lengths) if length]
-        self.lengths = [lengths[at] for at in kept]
-        self.drafts = [self.drafts[at][: lengths[at]] for at in kept]
-        if len(kept) == len(lengths):
+        staying = [at for at, length in enumerate(lengths) if length]
+        self.lengths = [lengths[at] for at in staying]
+        self.drafts = [self.drafts[at][: lengths[at]] for at in staying]
+        if len(staying) == len(lengths):
             return
-        self.requests = [self.requests[at] for at in kept]
-        self.entries = [self.entries[at] for at in kept]
-        self.places = [self.places[at] for at in kept] if self.places else []
+        self.requests = [self.requests[at] for at in staying]
+        self.entries = [self.entries[at] for at in staying]
+        self.places = [self.places[at] for at in staying] if self.places else []
         self.constraints = {
-            new: self.constraints[at] for new, at in enumerate(kept) if at in self.constraints
+            new: self.constraints[at] for new, at in enumerate(staying) if at in self.constraints
         }
-        self.forced = {new for new, at in enumerate(kept) if at in self.forced}
+        self.forced = {new for new, at in enumerate(staying) if at in self.forced}
 
     def settle(self, tokens: Sequence[int], sampled: Sequence[int]) -> None:
         """Set `accepted` by what was sampled.
