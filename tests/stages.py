@@ -12,8 +12,8 @@ passes alone does not; it is counted and named at the end, and `.pytest_cache/st
 has a line for each run. Whatever is not a failed test fails the stage, too: a crash, a stage in
 which nothing was collected, a process that a test has left behind. Later stages run all the same.
 
-Tests that start Ray wait more than they compute: more than half of two cores is idle. Slow tests
-wait, too. Stages that look at no clock run beside them, in that time (`Beside`).
+Tests that start Ray wait more than they compute: more than half of two cores is idle. Stages that
+look at no clock run beside them, in that time (`Beside`).
 """
 
 import argparse
@@ -79,29 +79,20 @@ INTERPRETER: dict[str, Any] = {
 }
 # Folders and files of tests that look at numbers and at no clock.
 NUMBERS = (
-    "tests/test_docs.py",
-    "tests/test_tree.py",
     "tests/bench/test_simulate.py",
     "tests/bench/versus",
     "tests/deployments/api/generation",
     "tests/deployments/api/output",
-    "tests/deployments/api/test_openai_types.py",
-    "tests/deployments/api/test_openapi.py",
-    "tests/deployments/api/test_round_trip.py",
     "tests/deployments/api/test_schemathesis.py",
-    "tests/deployments/test_other_clients.py",
     "tests/deployments/tokenizer_files",
     "tests/kernels",
     "tests/parity",
     "tests/engine/lora",
     "tests/engine/models",
-    "tests/engine/scheduling",
-    "tests/engine/speculation",
     "tests/engine/text",
     "tests/engine/weights",
 )
-WAITING = ("slow", "smoke", "ray")
-QUICK = "not triton and not serve and not timed and not slow and not nightly"
+WAITING = ("smoke", "ray")
 SLOW = "slow and not triton and not serve and not timed and not nightly"
 
 
@@ -132,17 +123,8 @@ STAGES = {
         Stage(
             "quick",
             "What starts no Ray",
-            QUICK,
+            "not triton and not serve and not timed and not slow and not nightly",
             processes=4,
-            without=NUMBERS,
-        ),
-        Stage(
-            "quick-numbers",
-            "What starts no Ray and looks at no clock",
-            QUICK,
-            processes=2,
-            paths=NUMBERS,
-            beside=WAITING,
         ),
         Stage(
             "smoke",

@@ -53,6 +53,8 @@ ALLOWED = {
         "engine/runner/caches/token_pool.py",
         "TokenPool.take_blocks",
     ): "in schedule, of the mode that waits",
+    ("engine/runner/drafts/drafting.py", "Drafting._follow"): "a numpy table of proposals",
+    ("engine/runner/drafts/drafting.py", "Drafting._propose"): "a numpy table of proposals",
     ("engine/runner/drafts/passes.py", "DraftPasses._single"): _CPU,
     ("engine/runner/launch/graphs.py", "StepGraphs._seconds"): _START,
     ("engine/sampling/device_result.py", "DeviceResult._read_drafts"): (
