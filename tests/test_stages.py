@@ -247,14 +247,14 @@ def test_stages_that_wait_follow_one_another(monkeypatch: pytest.MonkeyPatch) ->
     assert {outcome.stage.name for outcome in stages.in_turns(everything)} == {
         stage.name for stage in everything
     }
-    first = ["quick", "slow", "begin interpreter numbers", "smoke", "ray", "end", "costs"]
+    first = ["quick", "begin interpreter numbers", "slow", "smoke", "ray", "end", "costs"]
     assert steps == first
     steps.clear()
     stages.in_turns(STAGES["test"])
     stages.in_turns(STAGES["rest"])
     assert steps == [
         *("quick", "begin interpreter", "smoke", "end"),
-        *("slow", "begin numbers", "ray", "end", "costs"),
+        *("begin numbers", "slow", "ray", "end", "costs"),
     ]
 
 
@@ -290,9 +290,9 @@ def test_each_test_is_in_one_stage() -> None:
     assert paths == {"interpreter": triton, "grids": triton, "numbers": NUMBERS}
     assert [stage.without for stage in every if stage.without] == [NUMBERS]
     assert all((ROOT / path).exists() for path in NUMBERS)
-    assert {stage.beside for stage in every} == {(), ("smoke", "ray")}
+    assert {stage.beside for stage in every} == {(), ("slow", "smoke", "ray")}
     fronts = {
         part: {front_of(stage, STAGES[part]) for stage in STAGES[part]} for part in ("test", "rest")
     }
-    assert fronts == {"test": {"", "smoke"}, "rest": {"", "ray"}}
-    assert {front_of(stage, [*STAGES["test"], *STAGES["rest"]]) for stage in every} == {"", "smoke"}
+    assert fronts == {"test": {"", "smoke"}, "rest": {"", "slow"}}
+    assert {front_of(stage, [*STAGES["test"], *STAGES["rest"]]) for stage in every} == {"", "slow"}
