@@ -34,10 +34,8 @@ from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels, kernels_for
 from kernels.metadata import AttentionMeta
 
-# Tokens of the text that attend to each other. The first token's activations are the largest and
-# most of attention goes to it, so that many firsts count for more than long pieces.
-PIECE = 64
-PIECES = 512  # of a longer text, evenly
+PIECE = 512  # tokens of the text that attend to each other
+PIECES = 64  # of a longer text, evenly
 LEAST = 1024  # tokens; fewer say little of how large inputs are
 BLOCK = 16
 
