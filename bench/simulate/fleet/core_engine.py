@@ -6,19 +6,16 @@ accepts requests only between two calls of `EngineCore.step`, whose results are 
 device would have computed them.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
 
+from bench.simulate.fleet.engine import BLOCK, CONTEXT, VOCABULARY, VirtualEngine
 from bench.simulate.fleet.replica import Speed
 from engine.batch import Batch, StepResult
-from engine.config.engine_config import EngineConfig
 from engine.errors import MantaError
-from engine.messages import AdapterInfo, Delta, EngineRequest, EngineStats, Pulse, Ready, StepFrame
+from engine.messages import Delta, EngineRequest, EngineStats, StepFrame
 from engine.scheduling.core import CoreConfig, EngineCore
-
-_CONTEXT, _VOCABULARY, _BLOCK = 32768, 1000, 16
 
 
 class _Step:
@@ -64,43 +61,28 @@ class Device:
         return None
 
 
-class CoreEngine:
-    """The part of an engine that replica/server.py uses, without aborts and adapters."""
-
-    alive = True
-    pid = 0
-    pulse = Pulse("step")
+class CoreEngine(VirtualEngine):
+    """A simulated engine with the real scheduling."""
 
     def __init__(
-        self, speed: Speed, on_frame: Callable[[StepFrame], None], _: Callable[[MantaError], None]
+        self,
+        speed: Speed,
+        on_frame: Callable[[StepFrame], None],
+        on_error: Callable[[MantaError], None],
     ) -> None:
-        self._speed = speed
+        super().__init__(speed, on_frame, on_error)
         self._device = Device(speed)
         config = CoreConfig(
             max_num_seqs=speed.max_num_seqs,
             max_num_batched_tokens=speed.chunk,
-            max_model_len=_CONTEXT,
-            num_blocks=speed.kv_tokens // _BLOCK,
-            block_size=_BLOCK,
+            max_model_len=CONTEXT,
+            num_blocks=speed.kv_tokens // BLOCK,
+            block_size=BLOCK,
             async_scheduling=speed.ahead,
-            vocab_size=_VOCABULARY,
+            vocab_size=VOCABULARY,
         )
         self.core = EngineCore(config, self._device)
-        self._on_frame = on_frame
         self._inbox: list[EngineRequest] = []
-        self._pulses = 0
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.Handle | None = None
-
-    @property
-    def pulses(self) -> int:
-        """A liveness counter that grows at each read."""
-        self._pulses += 1
-        return self._pulses
-
-    async def start(self, config: EngineConfig) -> Ready:
-        blocks = self._speed.kv_tokens // _BLOCK
-        return Ready(_CONTEXT, _VOCABULARY, _BLOCK, blocks, [2], {}, "", self._speed.chunk)
 
     def submit(self, request: EngineRequest) -> None:
         self._inbox.append(request)
@@ -124,22 +106,9 @@ class CoreEngine:
             stats = self.core.stats()
         finally:
             time.perf_counter, time.monotonic_ns = clocks
-        taken = [request.id for request in arrived]
-        self._timer = self._loop.call_at(device.now, self._publish, stats, deltas, taken)
+        accepted_ids = [request.id for request in arrived]
+        self._timer = self._loop.call_at(device.now, self._publish, stats, deltas, accepted_ids)
 
-    def _publish(self, stats: EngineStats, deltas: list[Delta], taken: list[int]) -> None:
-        self._on_frame(StepFrame(stats, deltas, taken=taken))
+    def _publish(self, stats: EngineStats, deltas: list[Delta], accepted_ids: list[int]) -> None:
+        self._on_frame(StepFrame(stats, deltas, taken=accepted_ids))
         self._step()
-
-    def abort(self, ids: list[int]) -> None:
-        return None
-
-    async def add_adapter(self, name: str, folder: str, **_: Any) -> AdapterInfo:
-        raise NotImplementedError
-
-    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()

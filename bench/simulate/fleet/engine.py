@@ -13,10 +13,13 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import MantaError
 from engine.messages import AdapterInfo, Delta, EngineRequest, Pulse, Ready, StepFrame
 
+CONTEXT, VOCABULARY, BLOCK = 32768, 1000, 16
 
-class SimEngine:
-    """The part of an engine that replica/server.py uses. It does not support aborts, as
-    simulated clients never leave.
+
+class VirtualEngine:
+    """The part of an engine that replica/server.py uses, on a timer of virtual time.
+
+    It does not support aborts, as simulated clients never leave, nor adapters.
     """
 
     alive = True
@@ -26,11 +29,8 @@ class SimEngine:
     def __init__(
         self, speed: Speed, on_frame: Callable[[StepFrame], None], _: Callable[[MantaError], None]
     ) -> None:
-        self.replica = SimReplica(0, speed, 1)
-        self.most_waiting = 0  # most requests beyond its rows in any frame
         self._speed = speed
         self._on_frame = on_frame
-        self._inbox: list[Job] = []
         self._pulses = 0
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
@@ -42,8 +42,36 @@ class SimEngine:
         return self._pulses
 
     async def start(self, config: EngineConfig) -> Ready:
-        speed = self._speed
-        return Ready(32768, 1000, 16, speed.kv_tokens // 16, [2], {}, "", speed.chunk)
+        blocks = self._speed.kv_tokens // BLOCK
+        return Ready(CONTEXT, VOCABULARY, BLOCK, blocks, [2], {}, "", self._speed.chunk)
+
+    def abort(self, ids: list[int]) -> None:
+        return None
+
+    async def add_adapter(self, name: str, folder: str, **_: Any) -> AdapterInfo:
+        raise NotImplementedError
+
+    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class SimEngine(VirtualEngine):
+    """A simulated engine, whose scheduling is simulated as well."""
+
+    def __init__(
+        self,
+        speed: Speed,
+        on_frame: Callable[[StepFrame], None],
+        on_error: Callable[[MantaError], None],
+    ) -> None:
+        super().__init__(speed, on_frame, on_error)
+        self.replica = SimReplica(0, speed, 1)
+        self.most_waiting = 0  # most requests beyond its rows in any frame
+        self._inbox: list[Job] = []
 
     def submit(self, request: EngineRequest) -> None:
         job = Job(self._loop.time(), len(request.token_ids), request.params.max_tokens or 1)
@@ -84,16 +112,3 @@ class SimEngine:
 
     def _delta(self, job: Job, tokens: int, ends: bool) -> Delta:
         return Delta(job.number, [7] * tokens, "length" if ends else "")
-
-    def abort(self, ids: list[int]) -> None:
-        return None
-
-    async def add_adapter(self, name: str, folder: str, **_: Any) -> AdapterInfo:
-        raise NotImplementedError
-
-    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
