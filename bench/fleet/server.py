@@ -60,7 +60,7 @@ def configuration(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 class Watch:
-    """What Serve and a router report, once a second, while the block runs."""
+    """Records what Serve and a router report, once a second, while the block runs."""
 
     def __init__(self, pools: Sequence[str]) -> None:
         # (time.monotonic(), {pool: (ready, starting, stopping replicas)})

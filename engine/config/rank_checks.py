@@ -1,4 +1,4 @@
-"""Which numbers of ranks and stages a model can be divided among."""
+"""Checks of the numbers of ranks and stages that a model is divided among."""
 
 from collections.abc import Sequence
 

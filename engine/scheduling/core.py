@@ -331,7 +331,7 @@ class EngineCore:
     def _fail_masks(self, launched: LaunchedStep, errors: dict[int, str]) -> list[Delta]:
         """End the requests whose grammar allows no token; return their last deltas.
 
-        If a grammar allows no token after a draft, its `Verification.most` is lowered: that
+        If a grammar allows no token after a draft, `Verifications.most` is lowered there: that
         draft and the request's later ones are not accepted.
 
         errors: row of the masks -> message.

@@ -200,8 +200,8 @@ class Scheduler(RequestPhases):
         """Schedule as many of the request's tokens as budget and blocks allow, perhaps none."""
         budget = self._budget(builder)
         if request.batch_work:
-            left = builder.batch_decodes if request.remaining == 1 else builder.batch_tokens
-            budget = min(budget, left)
+            decodes = request.remaining == 1
+            budget = min(budget, builder.batch_decodes if decodes else builder.batch_tokens)
         if self.config.whole_texts:
             if request.remaining > budget and builder.chunk_tokens:
                 return

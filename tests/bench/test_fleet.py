@@ -121,8 +121,8 @@ async def test_kills_do_not_wait_for_an_empty_pool(monkeypatch: pytest.MonkeyPat
     with subprocess.Popen(["sleep", "60"]) as sleep:
         (process,) = (p for p in server_processes._table().values() if p.pid == sleep.pid)
         router = replace(process, title="ray::ServeReplica:manta:router")
-        found = argparse.Namespace(find=lambda target: [router])
-        monkeypatch.setattr(server, "instance_at", lambda url: found)
+        instance = argparse.Namespace(find=lambda target: [router])
+        monkeypatch.setattr(server, "instance_at", lambda url: instance)
         clock = RunClock(time.monotonic())
         task = asyncio.create_task(server.kills("", ("gpu",), 0.1)(clock))
         try:

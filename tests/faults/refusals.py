@@ -1,4 +1,4 @@
-"""What a refused request costs in CPU, by the process that spends it.
+"""Measures the CPU time of a refused request, by the process that spends it.
 
     python -m tests.faults.refusals
 

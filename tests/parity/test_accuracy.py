@@ -49,7 +49,7 @@ CHANCE = 0.05
 
 
 def beyond(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that lose more than they may.
+    """Return the rows that lose more than they may.
 
     Of a text that float32 weights wrote, perplexity is exp(KL) times theirs."""
     worse = []
