@@ -9,7 +9,10 @@ from engine.config_reader import CLASSIFIER, Reader
 
 
 def find(config: Reader) -> tuple[Architecture, str, Reader]:
-    """Return the architecture's record, the wrapper's name or "", and the text model's config."""
+    """Return the architecture's record, the wrapper's name or "", and the text model's config.
+
+    Raises ConfigError for an architecture that is not supported; the message names the nearest one.
+    """
     names = config.get("architectures", [])
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", f"must be a list of one name, got {names!r}")

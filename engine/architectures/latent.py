@@ -109,9 +109,11 @@ def _queries(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _behind(queries: Rows) -> Rows:
-    """Return a function of the stored rows: queries first, then the latent and the shared key.
+    """Return a function that gives the stored order of the rows of one merged matrix.
 
-    queries: gives the rows of queries.
+    The matrix has queries first, then the latent and the rotary key that heads share.
+
+    queries: gives the stored order of the queries' rows.
     """
 
     def rows(model: "ModelConfig") -> "NDArray[np.int64]":

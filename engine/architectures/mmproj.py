@@ -265,7 +265,11 @@ _LAYER = "v.blk.{i}."
 
 
 def _layer(before: str, **names: str) -> dict[str, str]:
-    """Return names of a layer's tensors. before: of the folder's, up to the layer's number."""
+    """Return the names of a layer's tensors: the file's name -> the converted folder's.
+
+    before: the beginning of the folder's names, up to the layer's number.
+    names: the end of the file's name -> the end of the folder's.
+    """
     return {f"{_LAYER}{stem}": f"{before}.{{i}}.{name}" for stem, name in names.items()}
 
 
@@ -299,7 +303,10 @@ _QWEN_TOKENS = {
 def _qwen2_merged(
     projector: str, wrapper: str, vision: Callable[[Tower], Values], **mlp: str
 ) -> Mmproj:
-    """Return the record of Qwen2-VL's or Qwen2.5-VL's tower. mlp: names of a layer's MLP."""
+    """Return the record of Qwen2-VL's or Qwen2.5-VL's tower.
+
+    mlp: names of the tensors of a layer's MLP, as for `_layer`.
+    """
     return Mmproj(
         projector,
         wrapper,
@@ -314,7 +321,11 @@ def _qwen2_merged(
 
 
 def _siglip(before: str, projector: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of SigLIP's tensors. before: of all of the folder's."""
+    """Return the names of SigLIP's tensors: the file's name -> the converted folder's.
+
+    before: the beginning of all names of the folder.
+    projector: the names of the projector's tensors, which are added.
+    """
     return {
         "v.patch_embd": f"{before}.embeddings.patch_embedding",
         "v.position_embd": f"{before}.embeddings.position_embedding",

@@ -26,8 +26,8 @@ class Eagle3Config:
     taps: layers of the model whose inputs it reads, ascending; the number of layers stands for the
         last one's output.
     norm_before_residual: whether the residual begins with the normed state.
-    norm_before_fc: whether the inputs are normed together before they are joined.
-    fc_norm: whether each is normed by itself.
+    norm_before_fc: whether all inputs together have one norm before the matmul that joins them.
+    fc_norm: whether each input has a norm of its own before that matmul.
     norm_output: whether the next pass reads the normed row.
     """
 
@@ -43,7 +43,8 @@ class Eagle3Config:
     def from_folder(cls, folder: str | Path, model: ModelConfig) -> "Eagle3Config":
         """Read config.json of a drafter for a model.
 
-        Raises ConfigError naming file and key where it is none, or one of another model.
+        Raises ConfigError naming file and key if the folder has no EAGLE-3 drafter, or one of
+        another model.
         """
         path = Path(folder) / "config.json"
         if not path.is_file():

@@ -142,7 +142,7 @@ class KVGroup:
         return heads * dim
 
     def token_bytes(self, form: KVFormat) -> int:
-        """The bytes of one token's keys, or values, in one layer."""
+        """Return the bytes of one token's keys, or values, in one layer, in this format."""
         return form.token_bytes(*self.attention.kept)
 
 
@@ -218,7 +218,7 @@ class KVGroups:
         return max(group.elements for group in self.groups)
 
     def place_bytes(self, form: KVFormat) -> int:
-        """The bytes of one token's keys, or values, in one place."""
+        """Return the bytes of one token's keys, or values, in one place, in this format."""
         return max(group.token_bytes(form) for group in self.groups)
 
     def bytes_per_block(self, size: int, form: KVFormat) -> int:
@@ -260,7 +260,11 @@ class KVGroups:
 
 
 def blocks_for(kinds: Sequence[KVKind], tokens: int, size: int) -> int:
-    """Return the peak number of blocks of a request with the given number of tokens."""
+    """Return the peak number of blocks of a request with the given number of tokens.
+
+    kinds: the kind of each group.
+    size: tokens of a block.
+    """
     return sum(kind.most(tokens, size) for kind in kinds)
 
 

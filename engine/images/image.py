@@ -20,7 +20,7 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     pixels: 8-bit RGB, [tiles, height, width, 3], after the model's resize, before any
         normalisation.
     rows: the image's embeddings where an encoder pool has computed them, [size, width] without
-        gaps; width is hidden_size * (1 + levels), as of `ImageRows`. b"": the engine computes them.
+        gaps; width is hidden_size * (1 + levels), see `ImageRows`. b"": the engine computes them.
     rows_dtype: the type of their numbers: float32, bfloat16 or float16.
     time_step: the distance of a clip's grids on the axis of time, which may be a fraction.
     """

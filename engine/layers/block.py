@@ -43,8 +43,8 @@ class Block(Protocol):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden].
+        """Return self(norm(x)) of x [n, hidden], in the same shape.
 
-        residual: if given, residual + self(norm(x)) is written over it.
+        residual: if given, self(norm(x)) is added to it in place, and the residual is returned.
         """
         ...

@@ -123,9 +123,9 @@ class Experts:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden].
+        """Return self(norm(x)) of x [n, hidden], in the same shape.
 
-        residual: if given, residual + self(norm(x)) is written over it.
+        residual: if given, self(norm(x)) is added to it in place, and the residual is returned.
         """
         x, weights, ids = self._routed(x, norm, residual)
         out = self._shared(x, kv, meta, residual)
@@ -228,7 +228,7 @@ class ExpertsBeside(Experts):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) like `Experts.forward`.
+        """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`).
 
         norm: the norm before the MLP.
         """
@@ -267,8 +267,10 @@ class ExpertsAhead(Experts):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute mlp(norm(x)) like `Experts.forward`, and keep the experts' output for the next
-        layer."""
+        """Return mlp(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`).
+
+        The experts' output is kept in `ahead`, from which the next layer takes it.
+        """
         x, weights, ids = self._routed(x, norm, residual)
         weights, ids, of_same = self._real(weights, ids)
         routed = self.stack.apply(x, weights, ids, None)
@@ -293,7 +295,7 @@ class MlpBehindExperts(Mlp):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) like `Mlp.forward`."""
+        """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`)."""
         return super().forward(x, kv, meta, norm=norm, residual=residual).add_(self.ahead.pop())
 
 

@@ -59,7 +59,7 @@ class Linear:
         norm: Norm | None = None,
         gate: str | None = None,
     ) -> Tensor:
-        """Compute gate(self(norm(x))).
+        """Return gate(self(norm(x))), [n, out].
 
         gate: the activation of a gated MLP. The output is then [n, out / 2]; the gate's rows come
             first, then the up projection's.
@@ -113,9 +113,9 @@ class RowParallelLinear(Linear):
         return lora is None and self.method.takes_gate(self.state, x)
 
     def inner(self, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
-        """Compute self(gate(both)) of both [n, 2 * in].
+        """Return self(gate(both)) of both [n, 2 * in], summed over all ranks.
 
-        residual: if given, the result is added to it in place.
+        residual: if given, the sum is added to it in place, and the residual is returned.
         """
         if residual is not None and self.group.size == 1:
             return self.method.apply_inner(self.state, both, gate, residual)
@@ -124,9 +124,9 @@ class RowParallelLinear(Linear):
     def forward(  # type: ignore[override]  # nothing stands before it that could ride along
         self, x: Tensor, lora: LoraStep | None = None, *, residual: Tensor | None = None
     ) -> Tensor:
-        """Compute self(x).
+        """Return self(x), summed over all ranks.
 
-        residual: if given, the result is added to it in place.
+        residual: if given, the sum is added to it in place, and the residual is returned.
         """
         # with several ranks the residual is added after the all-reduce
         if residual is not None and self.group.size == 1:
@@ -138,9 +138,9 @@ class RowParallelLinear(Linear):
         return self._summed(y, residual)
 
     def _summed(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """All-reduce y, this rank's part.
+        """Return the all-reduce of y, this rank's part of the output.
 
-        residual: if given, the sum is added to it in place.
+        residual: if given, the sum is added to it in place, and the residual is returned.
         """
         if residual is None:
             return self.group.all_reduce(y)

@@ -52,7 +52,7 @@ def without(tensors: Mapping[str, CheckpointTensor], *ours: str) -> dict[str, Ch
 def one_llama_layer(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a Llama with one layer, for a drafter that has such a layer.
 
-    values: the layer's keys.
+    values: the layer's keys of config.json, such as hidden_size.
     """
     return {
         **values,

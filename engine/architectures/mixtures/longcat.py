@@ -48,7 +48,10 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _of_pair(stored: CheckpointTensor) -> CheckpointTensor:
-    """Return a tensor of Llama or DeepSeek with its name in files that count two layers as one."""
+    """Return the place of a tensor of Llama or DeepSeek in LongCat's files.
+
+    These files count two layers as one, so names have "{pair}" and "{half}" instead of "{i}".
+    """
     names = []
     for name in stored.names:
         for theirs, ours in (("{i}", "{pair}"), *_HALVES):

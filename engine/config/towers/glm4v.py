@@ -12,7 +12,7 @@ _IMAGE = 151343  # the token of pictures, where the file is silent
 class GlmVision(QwenVision):
     """The tower of GLM-4.1V and later, whose MLPs have the width of its embeddings.
 
-    qkv_bias: whether queries, keys and values have one.
+    qkv_bias: whether the projections to queries, keys and values have biases.
     merger_size: the inner width of the MLP that makes embeddings.
     positions: rows of the table of learned positions, a square.
     """

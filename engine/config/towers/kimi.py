@@ -25,7 +25,7 @@ class KimiVision(QwenVision):
 
     positions: rows of the table of learned positions, a square.
     theta: the base of rotary positions.
-    merger_eps: of the norm before patches are joined.
+    merger_eps: epsilon of the norm before patches are joined.
     fused: whether queries, keys and values are in one matrix, whose rotary pairs are adjacent, as
         in published files; else three, whose pairs are half a head apart, as in transformers.
     """
@@ -37,14 +37,14 @@ class KimiVision(QwenVision):
 
 
 def read_kimi_split(config: Reader, settings: Reader) -> KimiVision | None:
-    """Read the tower of transformers' format, as `read_kimi`."""
+    """Read a tower in transformers' format; the result and errors are those of `read_kimi`."""
     return read_kimi(config, settings, fused=False)
 
 
 def read_kimi(config: Reader, settings: Reader, *, fused: bool = True) -> KimiVision | None:
     """Read the tower; None for one of another kind. Raises ConfigError naming file and key.
 
-    fused: as of `KimiVision`.
+    fused: see `KimiVision`.
     """
     vision, media = config.inner("vision_config"), settings_of_media(settings)
     kind = vision.get("mm_projector_type", "patchmerger")

@@ -19,7 +19,7 @@ _AROUND = "\n\n"  # before and after a picture
 class Gemma3Images:
     """The pictures of a folder whose model resizes them to a square.
 
-    side: its pixels.
+    side: pixels on the side of the square.
     count: embeddings of a picture.
     """
 

@@ -23,7 +23,7 @@ class Gemma4Images:
     """The pictures of a folder whose model resizes them, up or down, to one area.
 
     unit: pixels on the side of one embedding.
-    most: embeddings of the area.
+    most: the most embeddings of a picture, whose area the model resizes it to.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:

@@ -26,7 +26,7 @@ class BidirectionalAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) like `Attention.forward`."""
+        """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`)."""
         attended = self.attended(x, meta, norm)
         return self.out.forward(attended, meta.lora, residual=residual)
 

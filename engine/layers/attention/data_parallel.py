@@ -40,7 +40,10 @@ class DataParallelAttention:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) like `Attention.forward`; meta must have `own`."""
+        """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`).
+
+        meta: its field `own` has the tokens of this rank's requests.
+        """
         assert meta.own is not None
         attended = self._attend(x, kv, meta.own, norm)
         if residual is None:

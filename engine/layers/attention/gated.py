@@ -22,7 +22,7 @@ class GatedAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) like `Attention.forward`."""
+        """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`)."""
         qkv = self.qkv.forward(x, meta.lora, norm=norm)
         attended = self.attend(self.write(qkv, kv, meta, gated=True), kv, meta)
         both = qkv[:, : 2 * self.num_heads * self.head_dim]
@@ -62,7 +62,7 @@ class SoftplusGatedAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) like `Attention.forward`."""
+        """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`)."""
         if norm is not None:
             x = norm(x)
         q = self.write(self.qkv.forward(x, meta.lora), kv, meta)

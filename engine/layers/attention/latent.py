@@ -73,7 +73,7 @@ class LatentAttention:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) like `Attention.forward`.
+        """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`).
 
         kv: the cache of latents, twice.
         """

@@ -84,9 +84,9 @@ class Attention:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden].
+        """Return self(norm(x)) of x [n, hidden], in the same shape.
 
-        residual: if given, residual + self(norm(x)) is written over it.
+        residual: if given, self(norm(x)) is added to it in place, and the residual is returned.
         """
         q = self.write(self.qkv.forward(x, meta.lora, norm=norm), kv, meta)
         return self.out.forward(self.attend(q, kv, meta), meta.lora, residual=residual)

@@ -112,7 +112,7 @@ class VariantAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) like `Attention.forward`."""
+        """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`)."""
         qkv = self.qkv.forward(x, meta.lora, norm=norm)
         if self.value_size < self.head_dim:
             values = qkv[:, -self.heads[1] * self.value_size :].unflatten(1, (self.heads[1], -1))
@@ -170,7 +170,7 @@ class BorrowingAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) like `Attention.forward`.
+        """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`).
 
         kv: keys and values of the other layer.
         """

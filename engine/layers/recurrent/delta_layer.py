@@ -76,9 +76,9 @@ class DeltaRuleLayer(ABC):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden].
+        """Return self(norm(x)) of x [n, hidden], in the same shape.
 
-        residual: if given, residual + self(norm(x)) is written over it.
+        residual: if given, self(norm(x)) is added to it in place, and the residual is returned.
         """
         states = [state for state in kv if isinstance(state, Tensor)]
         projected = self.into.forward(x, meta.lora, norm=norm)

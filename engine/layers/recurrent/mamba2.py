@@ -101,9 +101,9 @@ class Mamba2Mixer:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden].
+        """Return self(norm(x)) of x [n, hidden], in the same shape.
 
-        residual: if given, residual + self(norm(x)) is written over it.
+        residual: if given, self(norm(x)) is added to it in place, and the residual is returned.
         """
         tail, state = kv
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)

@@ -14,7 +14,10 @@ Kernel = Callable[[Sequence[Tensor], Sequence[Tensor], AttentionMeta], Tensor]
 def compute_runs(
     kernel: Kernel, inputs: Sequence[Tensor], states: Sequence[Tensor], meta: AttentionMeta
 ) -> Tensor:
-    """Compute kernel(inputs, states, meta) so that drafts change no state.
+    """Return kernel(inputs, states, meta), computed so that drafts change no state.
+
+    In a step with drafts the kernel runs on copies of the states, and a function that computes the
+    accepted tokens on the states themselves is added to `meta.state_runs.replays`.
 
     states: the tensors that the kernel writes, [rows, ...] each.
     """
