@@ -142,8 +142,10 @@ def _weights(
 
 
 def _receiver(part: RankPart, ranks: Ranks | None) -> WeightTransfer | None:
-    """Return the receiver of weights from a trainer; None where not all ranks would find its
-    folders."""
+    """Return the receiver of weights from a trainer; None if the engine can take none.
+
+    A pooling model takes none, nor a model on several nodes, whose ranks would not find the folder.
+    """
     resolved = part.resolved
     if part.pooling is not None or resolved.config.pipeline_nodes > 1:
         return None

@@ -45,7 +45,7 @@ class AsyncEngine(RequestManager):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield new output as it comes; options are those of `start_request`.
+        """Start a request and yield its new output as it comes; options: see `start_request`.
 
         Closing the iterator, or cancelling the task that iterates, cancels the request.
         Raises RequestFailed if a choice failed, after all other output was yielded.

@@ -44,7 +44,7 @@ Visual = Picture | Clip
 
 
 def read_messages(chat: Sequence[Message]) -> tuple[list[Message], list[Visual]]:
-    """Return a chat with placeholders of the template for its pictures and clips, and these.
+    """Return a chat with the template's placeholders for pictures and clips, and the list of them.
 
     Raises InvalidRequest naming a message or part that cannot be used.
     """

@@ -202,7 +202,7 @@ class Decoder:
 
     @property
     def rotary_table(self) -> Tensor:
-        """The rotary table of the layers, where all rotate alike."""
+        """The rotary table of a plain layer; it is that of all layers if they rotate alike."""
         return self._tables(self.config.rope, self.config.head_dim)
 
     def linears(self) -> Iterator[Linear]:
@@ -304,7 +304,10 @@ class Decoder:
         inputs: Tensor | None,
         images: ImageRows | None,
     ) -> Tensor:
-        """Run the layers as `through` does, and keep the inputs of `taps`."""
+        """Run this stage's layers and return the residual; keep the inputs of the layers `taps`.
+
+        The inputs are then in `tapped`, for a drafter that reads them.
+        """
         self.tapped, scale = [], self.config.residual_scale
         for layer in self.layers:
             number = layer.number

@@ -59,7 +59,7 @@ class Model(Protocol):
 
     @property
     def rotary_table(self) -> Tensor:
-        """The rotary table of the layers, where all rotate alike."""
+        """The rotary table of a plain layer; it is that of all layers if they rotate alike."""
         ...
 
     def forward(
@@ -143,7 +143,7 @@ class Model(Protocol):
         ...
 
     def tensor_name(self, stored: str) -> str:
-        """Return the name that `Source`s have for the checkpoint's tensor `stored`."""
+        """Return the `Source.name` under which parameters ask for the files' tensor `stored`."""
         ...
 
     def ignores(self, stored: str) -> bool:

@@ -111,7 +111,7 @@ class Core(Protocol):
     def remove_adapter(self, message: RemoveAdapter) -> None: ...
 
     def answers(self) -> list[AdapterAnswer | Answer]:
-        """Return the answers since the last call."""
+        """Return the answers to orders that were carried out or failed since the last call."""
         ...
 
     def on_loaded(self, wake: Callable[[], None]) -> None:

@@ -43,7 +43,7 @@ class DraftModel:
         self.loading_bytes = self.model.loading_bytes
 
     def tensor_name(self, stored: str) -> str:
-        """Return the name that sources have for the files' tensor `stored`."""
+        """Return the `Source.name` under which parameters ask for the files' tensor `stored`."""
         return self.model.tensor_name(stored)
 
     def ignores(self, stored: str) -> bool:

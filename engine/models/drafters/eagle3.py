@@ -48,7 +48,7 @@ class Eagle3Drafter:
         """Allocate the drafter beside a model, which then keeps the inputs of the layers it reads.
 
         own_embedding: whether the drafter's files have a table of embeddings.
-        Raises ConfigError if it has none, and the model's is of another width.
+        Raises ConfigError if the files have no such table, and the model's has another width.
         """
         body, self._config, self._model = config.layer, config, model
         size, target = body.hidden_size, model.config.hidden_size
@@ -108,7 +108,7 @@ class Eagle3Drafter:
     # ---- weights -------------------------------------------------------------------------------
 
     def tensor_name(self, stored: str) -> str:
-        """Return the name that sources have for the files' tensor `stored`."""
+        """Return the `Source.name` under which parameters ask for the files' tensor `stored`."""
         name = stored.removeprefix("model.")
         for begin, ours in _RENAMES:
             if name.startswith(begin):
@@ -191,7 +191,7 @@ class Eagle3Drafter:
     def forward(
         self, token_ids: Tensor, states: Tensor, kv: Mapping[int, KV], meta: AttentionMeta
     ) -> Tensor:
-        """Compute rows; see `ModelDrafter.forward`."""
+        """Return the drafter's hidden states for tokens; see `ModelDrafter.forward`."""
         if self._table is None:
             embedded = self._model.enter(token_ids, meta.positions)
         else:  # placeholders of virtual tokens have numbers beyond the table

@@ -64,7 +64,10 @@ class MtpDrafter:
         self._project = Linear(spec, dense)
 
     def _ours(self, name: str) -> str:
-        """Return the name that sources have for a tensor or module of the layer."""
+        """Return the name, as in `Source.name`, of a tensor or module of the layer.
+
+        name: its name in the checkpoint, which has "{layers}" or the layer's number.
+        """
         name, layers = self._numbered(name), self._numbered(self._mtp.layer)
         if name.startswith(layers):
             return f"model.layers.{self._number}.{name[len(layers) :]}"
@@ -76,7 +79,7 @@ class MtpDrafter:
     # ---- weights -------------------------------------------------------------------------------
 
     def tensor_name(self, stored: str) -> str:
-        """Return the name that sources have for the checkpoint's tensor `stored`."""
+        """Return the `Source.name` under which parameters ask for the files' tensor `stored`."""
         name = self._ours(self._model.config.tensor_name(stored))
         quantized = self._model.config.quantized
         return name if quantized is None else quantized.canonical(name)
@@ -146,7 +149,7 @@ class MtpDrafter:
     def forward(
         self, token_ids: Tensor, states: Tensor, kv: Mapping[int, KV], meta: AttentionMeta
     ) -> Tensor:
-        """Compute rows; see `ModelDrafter.forward`."""
+        """Return the hidden states of the MTP layer for tokens; see `ModelDrafter.forward`."""
         embedded = self._embedding_norm(self._model.enter(token_ids, meta.positions))
         hidden = self._hidden_norm(states)
         both = (hidden, embedded) if self._mtp.hidden_first else (embedded, hidden)

@@ -61,12 +61,12 @@ class Entered:
 
 
 class QwenTower(Tower):
-    """A tower of Qwen's, of which each version has its layers."""
+    """The base class of Qwen's towers; subclasses have the layers of their version."""
 
     gated = False  # whether MLPs have a gate
 
     def __init__(self, build: Builder, config: QwenVision, *, bias: bool) -> None:
-        """Make what all versions have. bias: whether projected patches have one."""
+        """Make the projection of patches, which all versions have. bias: whether it has one."""
         super().__init__(build, config)
         self.vision = config
         width, patch = config.hidden_size, config.patch_size

@@ -12,8 +12,8 @@ def siglip_block(
 ) -> Block:
     """Make a layer of SigLIP.
 
-    name: before the names of its tensors.
-    norms, out: the names of its two norms and of attention's last product.
+    name: the beginning of the names of its tensors.
+    norms, out: the names of its two norms, and of the matmul after attention.
     """
     width = tower.config.hidden_size
     return Block(

@@ -25,8 +25,8 @@ class TileTower(Tower):
     def __init__(self, build: Builder, config: TileVision, patch: str, *, bias: bool) -> None:
         """Make the layer from pixels to patches.
 
-        patch: its name.
-        bias: whether it has one.
+        patch: the beginning of the names of this layer's tensors.
+        bias: whether this layer has a bias.
         """
         super().__init__(build, config)
         self.tiles = config
