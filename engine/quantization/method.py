@@ -150,7 +150,7 @@ class LinearMethod(ABC):
         """Multiply x [n, in]; return [n, out]. On CUDA this must be capturable in a CUDA graph."""
 
     def create_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
-        """Allocate the experts of a layer, as `create` does for a linear layer.
+        """Allocate the experts of a layer; return (state, parameters that loading fills).
 
         Raises ConfigError if the method cannot store experts.
         """
@@ -161,7 +161,7 @@ class LinearMethod(ABC):
         )
 
     def finish_experts(self, state: Any) -> Any:
-        """Pack the experts' state, as `finish` does for a linear layer."""
+        """Pack the experts' state, once after loading; return the state for `apply_experts`."""
         return state
 
     def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:

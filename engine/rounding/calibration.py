@@ -1,8 +1,8 @@
 """Runs a calibration text through a model, layer by layer, and hands out each matrix's inputs.
 
 A matrix is seen with the inputs that it will have when it serves: all that comes before it, in its
-own layer too, is rounded by then. Beside them it is seen what the unrounded model gives it, so that
-a matrix can make up for errors of those before it.
+own layer too, is rounded by then. The inputs that the unrounded model gives the same matrix are
+recorded too, so that a matrix can make up for errors of those before it.
 
 Memory holds the embedding, the layer that runs, one Hessian, and the text's activations: twice
 those between layers, and those inside of one layer in bfloat16.
@@ -142,7 +142,7 @@ def calibrate(
 
 
 class _Seen(Exception):
-    """Ends a layer's run after the matrix that is watched."""
+    """The exception that ends a layer's run after the last call of the watched matrix."""
 
 
 class _Sums:

@@ -18,7 +18,8 @@ _BITS = {group: 4 + 20 / group for group in (GROUP, WIDE)}
 def in_wide_groups(layers: Sequence[Sequence[str]], stored: Mapping[str, StoredTensor]) -> set[str]:
     """Return the matrices to round in groups of WIDE, so that all of them take MOST bits a weight.
 
-    These lose the least by it, for the bits that they save, as the squared error of some rows says.
+    Chosen are the matrices whose squared error grows least for the bits that they save. A sample of
+    rows decides.
 
     layers: the matrices that must have equal groups, as names of tensors [out, in].
     """

@@ -1,4 +1,7 @@
-"""RankedRunner, RankedCopies, RankedRefill, RankedMemory: rank 0's, which order other ranks."""
+"""RankedRunner, RankedCopies, RankedRefill, RankedMemory: rank 0's parts that order other ranks.
+
+Each does its own work on rank 0, and makes the other ranks do the same on theirs.
+"""
 
 from collections import deque
 from collections.abc import Collection
@@ -128,7 +131,7 @@ class RankedMemory:
 
 
 class RankedRunner:
-    """The `engine.scheduling.core.Runner` of rank 0, which makes the other ranks run each step."""
+    """The `Runner` of rank 0 (`engine.scheduling.step_runner`): all ranks run each of its steps."""
 
     def __init__(self, runner: ModelRunner, place: Place, ranks: Ranks) -> None:
         self._runner = runner

@@ -232,7 +232,10 @@ def copy_tensors(old: object, new: object) -> list[tuple[int, int]]:
 
 
 class _Copy:
-    """One walk over two objects of the same structure."""
+    """A walk over two objects of one structure, which copies the new one's tensors to the old one.
+
+    written: the ranges written so far, as (address, number of bytes).
+    """
 
     def __init__(self) -> None:
         self._seen: set[int] = set()

@@ -80,7 +80,7 @@ class Layout(ABC):
 
     @abstractmethod
     def decode(self, begin: int, end: int) -> Decoded:
-        """Decode this rank's rows [begin, end)."""
+        """Return the codes, scales and offsets of this rank's rows [begin, end)."""
 
     def grouped_order(self) -> Tensor | None:
         """Return an order of the inputs, int32 [in], that makes the inputs of each group
@@ -91,7 +91,7 @@ class Layout(ABC):
         return None
 
     def decoded(self, step: int) -> Iterator[Decoded]:
-        """Decode all rows, `step` at a time.
+        """Yield the codes, scales and offsets of all rows, `step` rows at a time.
 
         Raises TensorError for a scale that is not finite, or that is zero where this is not
         allowed.
@@ -108,7 +108,7 @@ class Layout(ABC):
             yield codes, scale, offset
 
     def values(self, step: int) -> Iterator[Tensor]:
-        """Dequantise all rows, `step` at a time. Raises TensorError as `decoded` does."""
+        """Yield all rows dequantised, float32, `step` rows at a time. Raises TensorError."""
         for decoded in self.decoded(step):
             yield unpacked(self.form, decoded)
 

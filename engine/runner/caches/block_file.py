@@ -31,7 +31,7 @@ Key = tuple[int, bytes]  # group, hash
 
 @dataclass(frozen=True, slots=True)
 class SlotMemory:
-    """Host memory in slots of num_bytes. address: of its first byte."""
+    """Host memory in slots of num_bytes each. address: the address of the first byte."""
 
     view: memoryview
     num_bytes: int
@@ -55,14 +55,14 @@ class Damaged(Exception):
 
 
 class BlockFormat:
-    """How slots are written to files and read from them.
+    """The format in which slots are written to files and read from them.
 
     key: encrypts the files, 32 bytes; b"" = they are plain.
     direct: whether files are opened with O_DIRECT where that is possible.
     """
 
     def __init__(self, key: bytes = b"", *, direct: bool = True) -> None:
-        """Raises ConfigError."""
+        """Make the format. Raises ConfigError if encryption needs a package that is missing."""
         self._cipher = _cipher(key) if key else None
         self._direct = direct
 
@@ -160,7 +160,10 @@ def key_of(name: str) -> Key | None:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int, *, direct: bool = False) -> Any:
-    """Open a file for the block; with O_DIRECT if the file system has that."""
+    """Open a file and close it after the `with` block; yield its descriptor.
+
+    direct: whether to use O_DIRECT if the file system has that.
+    """
     try:
         file = os.open(path, flags | os.O_DIRECT if direct else flags, 0o600)
     except OSError as error:

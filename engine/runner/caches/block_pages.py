@@ -142,7 +142,7 @@ class BlockPages:
         return elements.as_strided(shape, [size // dtype.itemsize for size in strides])
 
     def rounded(self, num_blocks: int) -> int:
-        """Return how many blocks have pages where this many have."""
+        """Return the number of blocks that have pages once num_blocks have, as chunks are whole."""
         first = next((planes for planes in self._caches if planes.width), None)
         if first is None:
             return min(self.most, num_blocks)

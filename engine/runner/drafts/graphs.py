@@ -47,7 +47,7 @@ def graph_bytes(most: int, vocab: int) -> int:
 
 
 class Recorder:
-    """Captures CUDA graphs that share a pool of memory."""
+    """A recorder of CUDA graphs, which share a pool of memory."""
 
     def __init__(self) -> None:
         self._pool: Any = None
