@@ -2,7 +2,6 @@
 
 Rank 0 is the engine process. It calls methods of the others (`engine.process.rank.RankLoop`)
 through a pipe, or through a connection to another node of the cluster. A successful call has no
-
 reply: ranks wait for each other in a step's all-reduces. When a rank exits, the pipe of its reports
 closes and rank 0 stops the engine. The ranks end with rank 0.
 """

@@ -2,7 +2,6 @@
 
 A later start finds its kernels in Triton's cache, and would only lose time by looking for them. An
 empty file in that cache, named after all that kernels depend on, marks a finished first start. The
-
 name does not include the kind of device: another kind's kernels are compiled one by one.
 """
 

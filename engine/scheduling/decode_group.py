@@ -102,9 +102,9 @@ class DecodeGroup:
                 del self._last_sample[key]
 
     def advance(self, members: Sequence[tuple[Request, int]]) -> None:
-        """Move members forward between steps.
+        """Advance members by the drafts that they accepted, between two steps.
 
-        members: with the tokens that each accepted beyond its decode's.
+        members: (request, number of accepted draft tokens) pairs.
         """
         bases = self.bases
         for request, count in members:

@@ -75,7 +75,7 @@ class RequestPreparation:
         return moves.pull(request, source, pool, pool.hash_prefix(request, count))
 
     def take_moves(self, moves: BlockMoves) -> None:
-        """Let the moves go on, and the requests whose blocks have come."""
+        """Poll the moves, and queue the requests whose blocks have come or failed to come."""
         scheduler = self._scheduler
         (pool,) = scheduler.memory.pools
         for id in moves.poll(pool, scheduler.step, scheduler.done_step):

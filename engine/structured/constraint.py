@@ -18,7 +18,7 @@ NOTHING_LEFT = "no_token_left: the grammar, allowed_token_ids and bad_words leav
 class Constraint:
     """The constraint of one choice, a function of its output's ids alone.
 
-    Every sampled token has to be passed to `take` in order, wherever it was sampled.
+    Every sampled token has to be passed to `accept_token` in order, wherever it was sampled.
 
     stop_ids: end tokens of the request, in addition to the model's. They end the output, and are
         allowed, only where the grammar is satisfied; elsewhere they are text.

@@ -1,7 +1,6 @@
 """Chat templates: the model's own jinja file, rendered in a sandbox with limits on time and size.
 
 The template comes from the operator's checkpoint, the messages from any client. So nothing of a
-
 request is ever compiled, and the work that a request can cause in a template is bounded: time is
 checked in every iteration of every loop, size at every piece of output.
 """

@@ -167,7 +167,7 @@ class Speculation:
     ) -> None:
         """Add the drafts that the last step has computed for requests.
 
-        computed: of each request the place of its drafts, and their number.
+        computed: for each request, the place of its drafts and their number.
         """
         if not computed:
             return
@@ -221,7 +221,7 @@ class Speculation:
         """Return for which requests a step computes drafts after sampling, and how many.
 
         requests: those that sample in the step.
-        lasts: of each the position of its last token or draft.
+        lasts: the position of each request's last token or draft.
         Returns indices in `requests`, and a number for each.
         """
         lengths = self._lengths
@@ -257,12 +257,12 @@ class Speculation:
         self._read = read
 
     def expect(self, request: Request) -> None:
-        """Note that a request begins to decode."""
+        """Note that a request begins to decode; one with a prediction ends a rest of drafts."""
         if request.prediction:
             self._lengths.wake()
 
     def observe(self, verifications: Verifications) -> None:
-        """Note what a step accepted."""
+        """Count the drafts that a step accepted, from which later lengths of drafts follow."""
         forced, accepted = verifications.forced, verifications.accepted
         for at in forced:
             self._lengths.observe_forced(accepted[at])

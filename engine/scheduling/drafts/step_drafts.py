@@ -133,7 +133,7 @@ class StepDrafts:
     ) -> list[int]:
         """Give requests free blocks for tokens; return for how many tokens each has blocks.
 
-        firsts: of each request the position of the first of these tokens.
+        firsts: for each request, the position of the first of these tokens.
         lengths: the most tokens of each.
         """
         groups, size, memory = len(self._config.kinds), self._config.block_size, self._memory
@@ -195,7 +195,7 @@ class StepDrafts:
         return places + count * size
 
     def launched(self, step: LaunchedStep, batch: Batch) -> None:
-        """Note a step as launched, and complete its batch."""
+        """Complete a step's batch, just before the launch, and note whether it verifies drafts."""
         batch.dormant = self.speculation.dormant
         batch.settled, self._settled = self._settled, []
         self.verifying = step.num_drafts > 0 or bool(step.proposed)

@@ -74,7 +74,7 @@ class Verifications:
     def settle(self, tokens: Sequence[int], sampled: Sequence[int]) -> None:
         """Set `accepted` by what was sampled.
 
-        tokens: of the step's entries without drafts.
+        tokens: the sampled tokens of the step's entries without drafts.
         sampled: the tokens of the drafts' entries, in order.
         """
         if self.synthetic is None:

@@ -16,7 +16,7 @@ class StepBlame:
     The exception is suppressed and becomes `failure`, replacing an earlier one. A broken invariant
     (AssertionError) is not caught, as no valid state is left.
 
-    failure: the last exception; None = no block has raised since `take`.
+    failure: the last exception; None = no block has raised since `take_failure`.
     suspect: the index in `Scheduler.in_flight` of the step that the running block works on.
     """
 

@@ -9,7 +9,6 @@ A block is in exactly one of three states:
 free + evictable blocks can be allocated. Every operation is O(1) for each block. If groups of
 layers keep different tokens (`engine.config.kv_groups`), a request has one block for each position
 (block_size tokens) and group. Its table lists them position by position. -1 stands
-
 where a group has no block: it was freed, as no later token reads it, or was never needed.
 """
 
@@ -162,8 +161,8 @@ class BlockManager:
         """Remove the last blocks that no request uses, down to num_blocks, and return how many
         blocks there are now.
 
-        Cached prefixes from num_blocks on are evicted, also below a block in use: it is the next
-        to go.
+        Cached prefixes in blocks from num_blocks on are evicted, even if a block in use cannot be
+        removed yet.
         """
         assert isinstance(self._free, LowestFirst)
         first = self.num_blocks  # the first of the last blocks that are not used

@@ -129,7 +129,7 @@ class _Read:
 
 
 class DiskTier:
-    """The directory of what is written and read. It decides what is."""
+    """The directory of blocks on their way to or from files, and the choice of these blocks."""
 
     def __init__(self, host: "HostTier", files: BlockFiles) -> None:
         self.files = files
@@ -158,14 +158,17 @@ class DiskTier:
     # ---- writes --------------------------------------------------------------------------------
 
     def stored(self, entries: Sequence[tuple[Key, int]]) -> None:
-        """Note that (key, slot) are on their way to the host, a prefix's tail before its head."""
+        """Note entries (key, slot) that are being copied to the host, to write them to files later.
+
+        entries: a prefix's tail before its head.
+        """
         absent = [entry for entry in entries if not self.files.has(entry[0])]
         absent = [entry for entry in absent if entry[0] not in self.writing]
         if absent:
             self._to_write.append(absent)
 
     def poll(self) -> None:
-        """Give the copied slots to the writer, and take the slots that are written and read."""
+        """Queue writes of slots that were copied, and free or name the slots of finished jobs."""
         while self._to_write and self._host.copied(self._to_write[0]):
             entries = self._to_write.popleft()
             pinned = self._host.num_slots // 4 - len(self.writing)
@@ -181,7 +184,7 @@ class DiskTier:
             self._finish(ticket, self._reads.pop(ticket), failed)
 
     def take_written(self) -> None:
-        """Give the slots back that are written."""
+        """Let the host tier reuse the slots whose writes are finished."""
         for key, slot in self.files.written():
             del self.writing[key]
             self._host.written(key, slot)
@@ -292,7 +295,7 @@ class DiskTier:
             self.files.forget(deleted)
 
     def interrupt(self) -> None:
-        """Let what is being read not be used, and write nothing that is not yet queued."""
+        """Let no read in flight have an effect, and drop the writes that are not yet queued."""
         self._to_write.clear()
         for read in self._reads.values():
             read.stale |= {key for key, _ in read.entries}

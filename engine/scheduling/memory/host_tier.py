@@ -37,7 +37,7 @@ from engine.scheduling.request import Request
 
 
 class HostTier:
-    """The directory of the host's slots. It decides what is stored and loaded."""
+    """The directory of the host's slots, and the choice of what is stored and loaded."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class HostTier:
         num_groups: int,
         files: BlockFiles | None = None,
     ) -> None:
-        """Set up an empty directory. files: of a disk tier below."""
+        """Set up an empty directory.
+
+        files: the files of the disk tier below this one; None = there is no disk tier.
+        """
         self.plan = plan
         self.copies = copies
         # For each group: hash -> slot.
@@ -120,7 +123,7 @@ class HostTier:
         """Store those of a request's blocks and snapshots that are worth it and not on the host.
 
         blocks: in the order of its table; no step in flight uses them.
-        worth: the result of `leave`.
+        worth: the hashes of the blocks that are worth a copy, from `Worth.leave`.
         done_step: the last step that is done.
         """
         wanted = set(worth)

@@ -43,7 +43,8 @@ class ImageCache:
 
     num_tokens: the embeddings that the runner has after the step that is being scheduled.
     used: digests of the images whose embeddings that step uses or encodes.
-    dropped: digests of embeddings that it drops. Without any of both it needs no `build`.
+    dropped: digests of embeddings that this step drops. If `used` and `dropped` are empty, the step
+        needs no `build`.
     encoded, encoded_tokens, encode_seconds, hits: since the start, images encoded, their
         embeddings, the time that this took, and images that were computed from embeddings that the
         runner had.

@@ -338,7 +338,7 @@ class KVGrowth:
         return min(self._limit, self.pages.rounded(reached))
 
     def tick(self) -> None:
-        """Tell the other engines what this one uses and lacks, and see what they lack."""
+        """Publish what this engine uses and lacks in its share, and read what the others lack."""
         share = self.share
         if self._asleep:
             return

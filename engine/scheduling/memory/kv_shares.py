@@ -167,8 +167,13 @@ class KVShare:
         return fits
 
     def wait_for(self, size: int, seconds: float) -> bool:
-        """Claim the bytes that the engine keeps at least, for which others make room, as for what
-        it needs beside blocks; return whether they did."""
+        """Claim memory that the other engines may have to give; return whether it was claimed.
+
+        The other engines also leave what this one needs beside blocks (`Holding.kept`).
+
+        size: bytes of blocks; either all of them are claimed or none.
+        seconds: the longest wait.
+        """
         until = time.monotonic() + seconds
         self.report(used=size, short=max(1, size))
         while not self._claim_whole(size):

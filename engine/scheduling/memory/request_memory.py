@@ -112,7 +112,7 @@ class RequestMemory:
                 self._gone += name
 
     def _name_prefixes(self, request: Request) -> None:
-        """Note by which names routers know the cached prefixes of a request."""
+        """Record by which names routers know a request's cached prefixes, for `take_evicted`."""
         names, size = request.prefix_hashes, self._config.block_size
         if not names or PREFIX_STRIDE % size or request.num_virtual or not request.cacheable:
             return

@@ -38,7 +38,7 @@ class Worth:
         self._evicted.clear()
 
     def start(self, request: Request, hashes: Sequence[bytes], num_cached: int) -> None:
-        """Note that a request starts.
+        """Decide how many of a request's blocks are to be stored, in `num_reused`, as it starts.
 
         hashes: the hashes of the blocks that it could share.
         num_cached: leading blocks that it found in the prefix cache.

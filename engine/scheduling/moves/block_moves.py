@@ -320,7 +320,10 @@ class BlockMoves:
         order.answer.put(Offer(why))
 
     def _answer(self, export: _Export) -> None:
-        """Offer blocks whose keys are computed by now, and that are still in the prefix cache."""
+        """Send the offer of an export, whose keys are computed by now.
+
+        If a block has left the prefix cache meanwhile, the export ends instead.
+        """
         pool, order = export.pool, export.order
         if any(pool.name_of(block) != name for _, block, name in export.entries):
             self._drop_order(order)
@@ -528,7 +531,7 @@ class BlockMoves:
     # ---- dropping ------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop what is held, and let nothing that is on its way enter the prefix cache."""
+        """Free the blocks held for other replicas, and cancel the pulls in flight."""
         for last in list(self._leases):
             self._end_lease(last)
         for order in list(self._exports):

@@ -74,7 +74,7 @@ class Puller:
     arrived: called from any thread with a pull, an index in its table, and the slot that has the
         block. The callee gives the slot back (`give_back`).
     ended: called from any thread when a pull's threads have ended, with the error or "".
-    sharing: what it takes to read the slots of other engines; None: all comes over TCP.
+    sharing: reads the slots of other engines of this machine; None: all blocks come over TCP.
     gone: called from any thread with the slots of an engine that has ended.
     """
 

@@ -36,7 +36,7 @@ class SharedSlots:
     """
 
     def __init__(self, file: int, count: int, slot_bytes: int) -> None:
-        """Map a file of `_file_bytes`. Raises OSError and ValueError."""
+        """Map a file of `_file_bytes(count, slot_bytes)` bytes. Raises OSError and ValueError."""
         self.count, self.slot_bytes = count, slot_bytes
         pages = memoryview(mmap.mmap(file, _file_bytes(count, slot_bytes)))
         self.memory = pages[: count * slot_bytes]
@@ -49,11 +49,11 @@ class SharedSlots:
         return bytes(self._key)
 
     def fill_of(self, slot: int) -> int:
-        """Return the number of what the slot has."""
+        """Return the slot's fill number, which is another one after each `begin_fill`."""
         return self._fills[slot]
 
     def begin_fill(self, slot: int) -> None:
-        """Note that the slot is about to get other bytes."""
+        """Change the slot's fill number, as the slot is about to get other bytes."""
         self._fills[slot] = (self._fills[slot] + 1) & 0xFFFFFFFF
 
 

@@ -3,7 +3,6 @@
 Prompt tokens that share a step with decodes delay the next token of every stream. A whole prompt in
 one step is one long gap. In two halves it is two shorter gaps, and the prompt's first token comes
 later by one step of decodes. So each step computes half of the waiting prompt tokens. This ends
-
 soon: 8,192 tokens take five steps. A long queue still fills whole steps, so that throughput does
 not fall. A small share of the budget is computed at once: it takes about as long as a step of
 decodes (512 tokens of an 8B model on an H200: 10 ms), and halving it gains nothing.
