@@ -487,7 +487,9 @@ class CpuRotation:
     def rope_kv_write(
         self, inputs: RopeInputs, cos_sin: Tensor, rows: Tensor, slots: Tensor
     ) -> Tensor:
-        """Compute `Kernels.rope_kv_write` over plain caches.
+        """Norm and rotate queries and keys, write keys and values to plain caches; return queries.
+
+        inputs: see `Kernels.rope_kv_write`.
 
         cos_sin, rows: the rotary table and the tokens' rows in it, see `AttentionMeta.rotation`.
         """

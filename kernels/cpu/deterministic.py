@@ -280,11 +280,12 @@ def _one_thread() -> Iterator[None]:
 def _attend_by_token(
     q: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, meta: AttentionMeta
 ) -> Tensor:
-    """Compute `Kernels.attention` as the reference does for each token as a step of its own.
+    """Return causal attention [num_tokens, heads * head_dim], computed token by token.
 
-    An entry's keys and values are gathered once for all its tokens. Tokens whose keys are in the
-    same blocks share one torch call, which computes each alike: one call per token would wait for
-    torch's threads each time.
+    Each token gets the bits that the reference gives it as a step of its own. An entry's keys and
+    values are gathered once for all its tokens. Tokens whose keys are in the same blocks share one
+    torch call, which computes each alike: one call per token would wait for torch's threads each
+    time.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, size = k_cache.shape[1:3]

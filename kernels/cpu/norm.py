@@ -101,7 +101,10 @@ def _function(
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float, gate_last: bool
 ) -> Tensor | None:
-    """Compute `Kernels.gated_norm`, or return None where no kernel can be generated."""
+    """Return the RMS norm of each group of a row, with a gate; arguments: `Kernels.gated_norm`.
+
+    Returns None where no kernel can be generated.
+    """
     size = x.shape[1] // groups
     normed = weight is not None
     function = _function(size, groups, normed, True, gate_last and normed)
@@ -116,8 +119,9 @@ def gated_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-    """Compute `Kernels.rms_norm`, or return None where no kernel can be generated or x does not fit
-    it.
+    """Return the RMS norm x / rms(x) * weight over the last axis.
+
+    Returns None where no kernel can be generated, or for tensors that are not contiguous float32.
     """
     both = x.dtype == weight.dtype == torch.float32
     if not (both and x.is_contiguous() and weight.is_contiguous()):
@@ -207,8 +211,9 @@ def _layer_function(width: int, weighted: bool, biased: bool) -> NativeFunction 
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
-    """Compute `Kernels.layer_norm`, or return None where no kernel can be generated or x does not
-    fit it.
+    """Return the layer norm over the last axis; arguments: `Kernels.layer_norm`.
+
+    Returns None where no kernel can be generated, or for tensors that are not contiguous float32.
     """
     parts = [part for part in (x, weight, bias) if part is not None]
     if not all(part.dtype == torch.float32 and part.is_contiguous() for part in parts):

@@ -278,7 +278,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def block_of_tiles(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """Compute `block` with AMX tiles.
+        """Attend a block of rows to a tile of keys with AMX tiles; arguments are those of `block`.
 
         Tiles 0 to 3 hold sums, of 16 columns each; tile 4 holds rows.
         """

@@ -67,7 +67,10 @@ def whole_texts(
     meta: AttentionMeta,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Compute `Kernels.whole_texts`, or return None where no kernel can be generated."""
+    """Return bidirectional attention within each text; arguments: `Kernels.whole_texts`.
+
+    Returns None where no kernel can be generated.
+    """
     dim = qkv.shape[1] // (3 * num_heads)
     try:
         key_dtype = dtype if dtype == torch.bfloat16 and dot_bf16() else torch.float32

@@ -350,7 +350,11 @@ def write(
     cache: Tensor,
     meta: AttentionMeta,
 ) -> Tensor | None:
-    """Compute `Kernels.latent_write`, or return None where no kernel can be generated."""
+    """Norm and rotate latents, write them to the cache, and return rotated queries.
+
+    Arguments are those of `Kernels.latent_write`. Returns None, with nothing written, where no
+    kernel can be generated.
+    """
     _, heads, head = q.shape
     rank, rope = norm.shape[0], cos_sin.shape[1]
     if not fits(q, rank, rope) or latents.stride(1) != 1:
@@ -380,7 +384,7 @@ def attend(
     longest: int,  # upper bound of lengths
     out: Tensor,  # [n, heads * value], contiguous
 ) -> None:
-    """Compute `Kernels.latent_attention` for tokens that each see their own number of keys.
+    """Compute attention over latents into out, for tokens that each see their own number of keys.
 
     shape: from `shape_of`, which returns None on machines without a compiler.
     """

@@ -373,7 +373,7 @@ def prefill(
     length: int,  # number of the entry's keys; queries are its last n tokens
     out: Tensor,  # [n, heads * value], contiguous
 ) -> None:
-    """Compute `Kernels.latent_attention` for one entry's queries.
+    """Compute causal attention of one entry's queries over its latents into out.
 
     shape: from `shape_of`, which returns None on machines without a compiler.
     """

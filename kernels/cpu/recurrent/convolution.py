@@ -213,7 +213,9 @@ def causal_conv(
     silu: bool,
     gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """Compute `Kernels.causal_conv`, or `Kernels.short_conv` if gates are given.
+    """Return the causal convolution of each channel, and write the last inputs to tail.
+
+    Arguments are those of `Kernels.causal_conv`, or with gates those of `Kernels.short_conv`.
 
     Returns None where no kernel can be generated.
     """

@@ -435,7 +435,10 @@ def _functions(shape: DeltaShape) -> tuple[NativeFunction, NativeFunction] | Non
 
 
 def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
-    """Compute `Kernels.gated_delta`, or `Kernels.kimi_delta` for heads with decays by key element.
+    """Return the normed and gated results of a delta rule, and advance tails and states.
+
+    The rule is `Kernels.kimi_delta` for heads with decays by key element, else
+    `Kernels.gated_delta`.
 
     Returns None where no kernel can be generated.
     """

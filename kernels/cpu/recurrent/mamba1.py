@@ -151,7 +151,10 @@ def _function(channels: int, width: int) -> NativeFunction | None:
 
 
 def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor | None:
-    """Compute `Kernels.mamba1`, or return None where no kernel can be generated."""
+    """Return the gated results of Mamba-1 (`Kernels.mamba1`), and advance the states in place.
+
+    Returns None, with nothing written, where no kernel can be generated.
+    """
     x, dt, b, c, rates, skip, gate, state = inputs
     function = _function(*rates.shape)
     if function is None or not rows_of(x, dt, b, c, gate):

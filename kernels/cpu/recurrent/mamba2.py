@@ -234,7 +234,10 @@ def _functions(shape: Mamba2Shape) -> tuple[NativeFunction, NativeFunction] | No
 def mamba2(
     x: Tensor, dt: Tensor, heads: Mamba2Heads, tail: Tensor, state: Tensor, meta: AttentionMeta
 ) -> Tensor | None:
-    """Compute `Kernels.mamba2`, or return None where no kernel can be generated."""
+    """Return the results of Mamba-2 (`Kernels.mamba2`), and advance tails and states in place.
+
+    Returns None, with nothing written, where no kernel can be generated.
+    """
     shape = Mamba2Shape(
         heads.heads,
         heads.head_size,
