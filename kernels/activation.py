@@ -90,8 +90,7 @@ def _add_opened_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute `add_opened`, one program per token, which computes the token's gate before its
-    columns."""
+    """Compute `add_opened`: a program computes a token's gate, and then the token's columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -159,7 +158,7 @@ def _gated(gate_up: Tensor, name: str) -> Tensor:
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """Compute `kernels.reference.Kernels.activation`."""
+    """Return act(x) in a new tensor; names and dtypes are those of `Kernels.activation`."""
     out = torch.empty_like(x)
     count = x.numel()
     if count:
@@ -169,7 +168,10 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """Compute `kernels.reference.Kernels.sigmoid_mul`. A head's elements are contiguous."""
+    """Multiply x by sigmoid(gate) in place, as `Kernels.sigmoid_mul` defines; return x.
+
+    gate: elements of a head are contiguous.
+    """
     tokens, width = x.shape
     if tokens:
         block = min(_BLOCK, triton.next_power_of_2(width))
@@ -188,7 +190,11 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def add_opened(given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:
-    """Compute `kernels.reference.Kernels.add_opened`. A token's numbers do not depend on others."""
+    """Multiply `given` by sigmoid(x @ gate.T), one number a token (`Kernels.add_opened`).
+
+    The product is written over `given`, or added to residual if there is one; the written tensor is
+    returned. A token's numbers do not depend on other tokens.
+    """
     out = given if residual is None else residual
     tokens, size = given.shape
     if tokens:
@@ -209,7 +215,7 @@ def add_opened(given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) 
 
 
 def xielu(x: Tensor, parameters: Tensor) -> Tensor:
-    """Compute `kernels.reference.Kernels.xielu`."""
+    """Return xIELU of x in a new tensor; parameters: see `Kernels.xielu`."""
     out = torch.empty_like(x)
     count = x.numel()
     if count:

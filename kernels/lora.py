@@ -390,8 +390,10 @@ def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
 
 
 def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
-    """Compute `kernels.reference.Kernels.lora_add`. y and x are contiguous; layers have up to
-    three parts.
+    """Add B (A x) of each token's adapter to y [num_tokens, out] in place, and return y.
+
+    Arguments are those of `Kernels.lora_add`. y and x are contiguous; a layer has at most three
+    parts.
     """
     splits = lora_shrink(x, layer, step)
     outs = (*layer.outs, 0, 0)[:MAX_PARTS]
@@ -426,7 +428,7 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
 
 
 def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str) -> Tensor:
-    """Compute `kernels.reference.Kernels.lora_gated`."""
+    """Return gate(gate_up + B (A x)) of all tokens, [num_tokens, size] (`Kernels.lora_gated`)."""
     splits = lora_shrink(x, layer, step)
     size = layer.outs[0]
     assert layer.outs == (size, size)

@@ -97,7 +97,10 @@ def gated_norm(
     eps: float,
     gate_last: bool = False,
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.gated_norm`."""
+    """Return the RMS norm of each group of a row, with a gate, in gate's dtype.
+
+    Arguments are those of `Kernels.gated_norm`.
+    """
     rows, inner = x.shape
     size = inner // groups
     out = gate.new_empty(x.shape)
@@ -151,7 +154,7 @@ def _layer_norm_kernel(
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Compute `kernels.reference.Kernels.layer_norm`."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last axis of x."""
     out = torch.empty_like(x)
     size = x.shape[-1]
     rows = x.numel() // size

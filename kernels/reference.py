@@ -412,7 +412,7 @@ class Kernels:
         return out.flatten(1)
 
     def gated_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
-        """Compute the gated delta rule over each entry's tokens, from the state in its row.
+        """Compute the gated delta rule over each entry's tokens, and advance the state in its row.
 
         silu(convolution of x) are queries, keys and values; queries and keys are divided by their
         length. For each token: state *= decay; state += k (beta (v - k^T state))^T; the
@@ -425,7 +425,7 @@ class Kernels:
         return self._gated(inputs, meta, silu)
 
     def kimi_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
-        """Compute Kimi Delta Attention (arXiv 2510.26692).
+        """Compute Kimi Delta Attention (arXiv 2510.26692), and advance the states.
 
         It is gated_delta whose states decay row by row, and whose results are multiplied by
         sigmoids.
@@ -452,7 +452,8 @@ class Kernels:
         """Convolve each channel of an entry's tokens with the inputs before them: [num_tokens,
         channels] float32.
 
-        Inputs before the entry are in its row's tail. The result of padding tokens is undefined.
+        Inputs before the entry are in its row's tail, which then gets the entry's last inputs. The
+        result of padding tokens is undefined.
         """
         convolved = causal_conv(x, conv, bias, tail, meta)
         return _ACTIVATIONS["silu"](convolved) if silu else convolved
@@ -467,7 +468,7 @@ class Kernels:
         tail: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
-        """Return causal_conv(before * x) * behind."""
+        """Return causal_conv(before * x) * behind, [num_tokens, channels]; tail is written."""
         return self.causal_conv(before * x, conv, bias, tail, meta).mul_(behind)
 
     def mamba2(
@@ -479,7 +480,7 @@ class Kernels:
         state: Tensor,  # [rows, heads, head_size, state_size] float32, likewise
         meta: AttentionMeta,
     ) -> Tensor:
-        """Compute Mamba-2 over each entry's tokens, from the state in the entry's row.
+        """Compute Mamba-2 over each entry's tokens, and advance the state in the entry's row.
 
         silu(convolution) are x, B and C. For each token: state = exp(-exp(A_log) step) state +
         step x B^T; the result is state C + D x, [num_tokens, heads, head_size] float32.
@@ -487,7 +488,7 @@ class Kernels:
         return mamba2(x, dt, heads, tail, state, meta)
 
     def mamba1(self, inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
-        """Compute Mamba-1 over each entry's tokens, from the state in the entry's row.
+        """Compute Mamba-1 over each entry's tokens, and advance the state in the entry's row.
 
         For each token: state = exp(rates step) state + step x B; the result is
         (state C + D x) silu(gate), [num_tokens, channels].
@@ -549,7 +550,7 @@ class Kernels:
         stack: PackedExperts,
         residual: Tensor | None,
     ) -> Tensor:
-        """Compute `experts` from a packed stack."""
+        """Return the result of `experts` for a packed stack, whose weights are quantised."""
         return self.experts(x, weights, ids, stack.dense(x.dtype), residual)
 
     def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:

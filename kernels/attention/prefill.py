@@ -334,5 +334,5 @@ def attention_prefill(
 
 
 def attention_prefill_fixed(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute `attention_prefill` of decodes and chunks, deterministically."""
+    """Compute attention of decodes and chunks into out: a deterministic `attention_prefill`."""
     attention_prefill(inputs, meta, out, deterministic=True)

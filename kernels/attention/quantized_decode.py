@@ -238,7 +238,10 @@ def _quantized_decode_kernel(
 
 
 def quantized_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute what `decode.attention_decode` does, over quantised keys and values."""
+    """Compute attention of the step's decodes over quantised keys and values into out.
+
+    Decodes are the entries that meta.plan lists. out: like q; other rows are not written.
+    """
     q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
     assert isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV)
     plan: DecodePlan = meta.plan

@@ -307,7 +307,7 @@ def _quantized_prefill_kernel(
 
 
 def _launch(dims: int, element_size: int) -> PrefillLaunch:
-    """Return the launch for a quantised cache, as `prefill.prefill_launch` does for a plain one.
+    """Return the launch for a quantised cache; `prefill.prefill_launch` has those of plain caches.
 
     A tile is in memory twice: as codes, and as float16.
     """
@@ -321,7 +321,10 @@ def _launch(dims: int, element_size: int) -> PrefillLaunch:
 def quantized_prefill(
     inputs: AttentionInputs, meta: AttentionMeta, out: Tensor, deterministic: bool = False
 ) -> None:
-    """Compute what `prefill.attention_prefill` does, over quantised keys and values."""
+    """Compute attention of chunks over quantised keys and values into out.
+
+    Arguments are those of `prefill.attention_prefill`.
+    """
     q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
     assert isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV)
     num_tokens, num_heads, head_dim = q.shape
@@ -369,5 +372,5 @@ def quantized_prefill(
 
 
 def quantized_prefill_fixed(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute `quantized_prefill` of decodes and chunks, deterministically."""
+    """Compute attention of decodes and chunks into out: a deterministic `quantized_prefill`."""
     quantized_prefill(inputs, meta, out, deterministic=True)

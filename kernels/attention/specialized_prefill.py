@@ -75,7 +75,10 @@ TILES = {128: PrefillTile(PREFILL_KEYS[128], 2, 2), 256: PrefillTile(PREFILL_KEY
 
 @gluon.jit
 def _entry_of(query_start, first_entry, num_entries, index, QUERIES: gl.constexpr):
-    """Compute `kernels.launch.entries.entry_of` in Gluon."""
+    """Return a block's entry, the entry's first token, and the block's first query in the entry.
+
+    It is `kernels.launch.entries.entry_of` for Gluon kernels.
+    """
     origin = gl.load(query_start + first_entry)
     low = first_entry
     high = num_entries
@@ -472,7 +475,11 @@ def _queue(device: torch.device) -> Tensor:
 
 
 def specialized_prefill(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute what `prefill.attention_prefill` does, where `specialized_prefill_fits`."""
+    """Compute attention of the step's chunks into their rows of out.
+
+    The result is that of `prefill.attention_prefill`. Only for inputs that
+    `specialized_prefill_fits` accepts.
+    """
     q, k_cache, v_cache, scale, _, sinks, _ = inputs
     assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
     num_tokens, num_heads, dim = q.shape

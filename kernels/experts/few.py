@@ -240,5 +240,5 @@ def few_fits(x: Tensor, stack: ExpertWeights) -> bool:
 def few(
     x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.experts` for 1 to MOST tokens."""
+    """Return the weighted sum of each token's experts, for 1 to MOST tokens (`Kernels.experts`)."""
     return few_down(few_up(x, weights, ids, stack), weights, ids, stack, residual)

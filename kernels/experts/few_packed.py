@@ -488,6 +488,9 @@ def few_packed(
     up: PairTile | None = None,
     down: PairTile | None = None,
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.packed_experts` for a few tokens, at least one."""
+    """Return the weighted sum of each token's packed experts, for one or a few tokens.
+
+    Arguments are those of `Kernels.packed_experts`; up, down: tiles, None = the default ones.
+    """
     inner = few_packed_up(x, weights, ids, stack, up)
     return few_packed_down(inner, weights, ids, stack, residual, down)

@@ -115,7 +115,7 @@ def few_route(
     routing: Routing,
     correction: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `kernels.reference.Kernels.norm_route`."""
+    """Return rms_norm(x), the weights of each token's experts and their ids (`norm_route`)."""
     tokens, width = x.shape
     experts, chosen = router.shape[0], routing.chosen
     normed = torch.empty_like(x)

@@ -506,7 +506,7 @@ def grouped(
     residual: Tensor | None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.experts`."""
+    """Return the weighted sum of each token's experts (`Kernels.experts`)."""
     experts = stack.down.shape[0]
     tiles = tiles or tiles_for(ids.numel(), stack.total or experts, x.dtype)
     return by_expert(x, weights, ids, stack, experts, residual, grouped_up, grouped_down, tiles)
@@ -515,5 +515,5 @@ def grouped(
 def grouped_fixed(
     x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
 ) -> Tensor:
-    """Compute `grouped` with sums in one order, whatever the number of tokens."""
+    """Return the result of `grouped`, with sums in one order whatever the number of tokens."""
     return grouped(x, weights, ids, stack, residual, FIXED)

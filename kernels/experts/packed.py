@@ -327,7 +327,7 @@ def packed_experts(
     residual: Tensor | None,
     tiles: PackedTiles | None = None,
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.packed_experts`."""
+    """Return the weighted sum of each token's packed experts (`Kernels.packed_experts`)."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
     return by_expert(x, weights, ids, stack, stack.count, residual, packed_up, packed_down, tiles)
 
@@ -335,5 +335,5 @@ def packed_experts(
 def packed_experts_fixed(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None
 ) -> Tensor:
-    """Compute `packed_experts` with sums in one order, whatever the number of tokens."""
+    """Return the result of `packed_experts`, with sums in one order for any number of tokens."""
     return packed_experts(x, weights, ids, stack, residual, FIXED)

@@ -129,7 +129,7 @@ def activated(gate_up: Tensor, act: str, limit: float) -> Tensor:
 def experts(
     x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.experts`."""
+    """Return the weighted sum of each token's experts, added to residual if given."""
     out = torch.zeros_like(x) if residual is None else residual
     for expert in ids.unique().tolist():
         if expert == stack.count:

@@ -87,6 +87,9 @@ def rounded_experts(
     residual: Tensor | None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.packed_experts` for what `rounded_fits` accepts."""
+    """Return the weighted sum of each token's experts, for operands that `rounded_fits` accepts.
+
+    Arguments are those of `Kernels.packed_experts`.
+    """
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
     return by_expert(x, weights, ids, stack, stack.count, residual, rounded_up, rounded_down, tiles)

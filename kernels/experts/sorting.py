@@ -23,8 +23,9 @@ _TILE = 8192  # int32s that a program keeps in registers
 
 
 class Sorted(NamedTuple):
-    """The pairs of expert e are order[starts[e] : starts[e + 1]], ascending. Those of no expert
-    here have no place."""
+    """Pairs sorted by expert: those of expert e are order[starts[e] : starts[e + 1]], ascending.
+
+    Pairs of experts on other ranks are left out."""
 
     order: Tensor  # [pairs] int32
     starts: Tensor  # [experts + 1] int32
@@ -147,7 +148,7 @@ def _place_kernel(
 
 
 def sort(ids: Tensor, experts: int) -> Sorted:
-    """Sort pairs by expert.
+    """Return the (token, expert) pairs sorted by expert.
 
     ids: int32 [tokens, chosen], 0 .. experts - 1, or `experts` for an expert of another rank.
     """
@@ -162,7 +163,7 @@ def _unsorted(ids: Tensor, experts: int) -> Sorted:
 
 
 def sort_at_once(ids: Tensor, experts: int) -> Sorted:
-    """Sort as `sort` does, in one launch."""
+    """Return the pairs sorted by expert, in one launch; arguments are those of `sort`."""
     unsorted, pairs = _unsorted(ids, experts), ids.numel()
     block = min(2048, max(128, triton.next_power_of_2(pairs)))
     _sort_kernel[(experts,)](
@@ -174,7 +175,7 @@ def sort_at_once(ids: Tensor, experts: int) -> Sorted:
 def sort_by_blocks(
     ids: Tensor, experts: int, block: int = BLOCK, blocks: int = BLOCKS, num_warps: int = 4
 ) -> Sorted:
-    """Sort as `sort` does, in two launches.
+    """Return the pairs sorted by expert, in two launches; ids, experts: as for `sort`.
 
     block: pairs of a program, a power of two.
     blocks: blocks whose pairs one program counts.

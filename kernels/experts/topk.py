@@ -94,7 +94,7 @@ def fits(routing: Routing) -> bool:
 def topk(
     logits: Tensor, routing: Routing, correction: Tensor | None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `kernels.reference.Kernels.route`.
+    """Return the weights and ids of each token's experts (`Kernels.route`).
 
     bias: [experts], the router's bias, which the logits do not include yet.
     """

@@ -82,7 +82,7 @@ def _fixed_kernel(
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: FixedTile
 ) -> Tensor:
-    """Compute `linear_fixed` with the tile that is passed."""
+    """Return x @ weight.T + bias + residual, as `linear_fixed`, with the tile that is passed."""
     num_rows = x.shape[0]
     outs, width = weight.shape
     out = x.new_empty((num_rows, outs)) if residual is None else residual

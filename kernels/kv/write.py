@@ -292,9 +292,9 @@ def _rope_kv_write_kernel(
 
 
 def rope_kv_write(inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
-    """Compute `kernels.reference.Kernels.rope_kv_write`.
+    """Norm and rotate queries and keys, write keys and values to the cache; return the queries.
 
-    A slot of -1 writes no key or value.
+    Arguments and result are those of `Kernels.rope_kv_write`. A slot of -1 writes no key or value.
     """
     qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, gated = inputs
     cos_sin, rows = meta.rotation(cos_sin)

@@ -39,7 +39,10 @@ def decoded(meta: AttentionMeta, kept: Tensor) -> Tensor:
 def causal_conv(
     x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
 ) -> Tensor:
-    """Compute `Kernels.causal_conv`."""
+    """Return the causal convolution [num_tokens, channels] float32; write the last inputs to tail.
+
+    Arguments are those of `Kernels.causal_conv`.
+    """
     out = torch.zeros(len(x), conv.shape[0], dtype=torch.float32, device=x.device)
     count = meta.num_decodes
     if count:

@@ -237,7 +237,10 @@ def keep_tails(x: Tensor, taps: int, tail: Tensor, meta: AttentionMeta) -> None:
 def causal_conv(
     x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.causal_conv`. Rows of x may have any stride."""
+    """Return the causal convolution [num_tokens, channels] float32; write the last inputs to tail.
+
+    Arguments are those of `Kernels.causal_conv`. Rows of x may have any stride.
+    """
     assert meta.rows is not None and meta.counts is not None
     channels, taps = conv.shape
     entries = meta.kv_len.shape[0]

@@ -484,7 +484,7 @@ def delta_chunks(
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
-    """Compute `kernels.reference.Kernels.gated_delta` for a range of entries.
+    """Compute the gated delta rule of a range of entries into out; advance tails and states.
 
     The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
     """

@@ -77,8 +77,9 @@ class DeltaInputs(NamedTuple):
 
 
 def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
-    """Compute `Kernels.gated_delta`, or `Kernels.kimi_delta`, before the norm of its results.
+    """Return the results of a delta rule before their norm; advance tails and states in place.
 
+    The rule is that of `Kernels.gated_delta`, or of `Kernels.kimi_delta` for heads with by_key.
     Returns [num_tokens, value_heads, value_size] float32.
     """
     x, _, a, b, heads, tail, state, _ = inputs

@@ -197,7 +197,7 @@ def kimi_chunks(
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
-    """Compute `kernels.reference.Kernels.kimi_delta` for a range of entries.
+    """Compute Kimi Delta Attention of a range of entries into out; advance tails and states.
 
     The entries are counts[0] .. counts[1] - 1 of meta. Tokens after the last entry get zeros.
     """

@@ -39,7 +39,7 @@ class Mamba1Inputs(NamedTuple):
 
 
 def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
-    """Compute `Kernels.mamba1`, without the gate."""
+    """Return the results of Mamba-1 without the gate; advance states (`Kernels.mamba1`)."""
     rates, skip, state = inputs.rates, inputs.skip, inputs.state
     x, b, c = inputs.x.float(), inputs.b.float(), inputs.c.float()
     step = softplus(inputs.dt.float())

@@ -72,7 +72,7 @@ def _mamba1_kernel(
 
 
 def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
-    """Compute `kernels.reference.Kernels.mamba1`, without the gate.
+    """Return the results of Mamba-1 without the gate; advance states (`Kernels.mamba1`).
 
     Tokens after the last entry get zeros.
     """

@@ -43,7 +43,7 @@ class Mamba2Heads:
 def mamba2(
     x: Tensor, dt: Tensor, heads: Mamba2Heads, tail: Tensor, state: Tensor, meta: AttentionMeta
 ) -> Tensor:
-    """Compute `Kernels.mamba2`."""
+    """Return the results of Mamba-2; advance tails and states in place (`Kernels.mamba2`)."""
     mixed = silu(causal_conv(x, heads.conv, heads.conv_bias, tail, meta))
     shared = heads.groups * heads.state_size
     inner, b, c = mixed.split((heads.heads * heads.head_size, shared, shared), dim=1)

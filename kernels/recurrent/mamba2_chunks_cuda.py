@@ -248,7 +248,7 @@ def mamba2_chunks(
     out: Tensor,  # [num_tokens, heads, head_size] float32
     meta: AttentionMeta,
 ) -> None:
-    """Compute `kernels.reference.Kernels.mamba2` for a range of entries.
+    """Compute Mamba-2 of a range of entries into out; advance tails and states in place.
 
     The entries are counts[0] .. counts[1] - 1 of meta. Tokens after the last entry get zeros.
     """

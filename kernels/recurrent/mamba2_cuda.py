@@ -164,7 +164,9 @@ def mamba2(
     meta: AttentionMeta,
     deterministic: bool = False,
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.mamba2`. Tokens after the last entry get zeros.
+    """Return the results of Mamba-2; advance tails and states in place (`Kernels.mamba2`).
+
+    Tokens after the last entry get zeros.
 
     x, dt: rows may have any stride.
     deterministic: a token's result is the same bit for bit however its prompt is cut.

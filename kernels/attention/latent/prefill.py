@@ -138,7 +138,7 @@ def _launch(group: int, cache: Tensor) -> _Launch:
 def latent_prefill(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
     """Compute attention over latents of meta's entries after the decodes, [counts[0], counts[1]).
 
-    out: as of `decode.latent_decode`; tokens after the last entry get zeros.
+    out: [tokens, num_heads, rank]; tokens after the last entry get zeros.
     """
     absorbed, q, cache, scale = inputs
     num_heads, num_tokens, rank = absorbed.shape

@@ -462,7 +462,10 @@ def specialized_decode_fits(inputs: AbsorbedInputs, meta: AttentionMeta) -> bool
 
 
 def specialized_decode(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute what `latent_decode` does, where `specialized_decode_fits`."""
+    """Compute attention over latents of the step's decodes into their rows of out.
+
+    The result is that of `latent_decode`. Only for inputs that `specialized_decode_fits` accepts.
+    """
     absorbed, q, cache, scale = inputs
     plan: DecodePlan = meta.plan
     num_heads = absorbed.shape[0]

@@ -82,7 +82,10 @@ def latent_write(
     cache: Tensor,
     meta: AttentionMeta,
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.latent_write`. A slot of -1 writes no latent."""
+    """Norm and rotate latents, write them to the cache, and return rotated queries in new memory.
+
+    Arguments are those of `Kernels.latent_write`. A slot of -1 writes no latent.
+    """
     num_tokens, num_heads, head_dim = q.shape
     rank, rope = norm.shape[0], cos_sin.shape[1]
     out = q.new_empty(q.shape)

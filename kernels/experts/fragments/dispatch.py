@@ -57,7 +57,10 @@ def few_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None,
     tiles: FragmentTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `kernels.reference.Kernels.packed_experts` for a few tokens, at least one."""
+    """Return the weighted sum of each token's experts, for one or a few tokens.
+
+    Arguments are those of `Kernels.packed_experts`.
+    """
     tiles = tiles or FEW
     inner = few_fragments_up(x, weights, ids, stack, tiles.up)
     return few_fragments_down(inner, weights, ids, stack, residual, tiles.down)
@@ -67,7 +70,10 @@ def grouped_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None,
     tiles: FragmentTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `kernels.reference.Kernels.packed_experts` for any number of tokens."""
+    """Return the weighted sum of each token's experts, for any number of tokens.
+
+    Arguments are those of `Kernels.packed_experts`.
+    """
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
     return by_expert(
         x, weights, ids, stack, stack.count, residual, fragments_up, fragments_down, tiles
@@ -77,5 +83,5 @@ def grouped_fragments(
 def fixed_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None
 ) -> Tensor:
-    """Compute `grouped_fragments` with sums in one order, whatever the number of tokens."""
+    """Return the result of `grouped_fragments`, with sums in one order for any number of tokens."""
     return grouped_fragments(x, weights, ids, stack, residual, FIXED)
