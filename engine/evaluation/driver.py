@@ -37,8 +37,9 @@ def run(
     seed: int = 1,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> list[Output]:
-    """Run all prompts, together or one after another, and check that all blocks are free
-    afterwards.
+    """Run all prompts, together or one after another; return their outputs in order.
+
+    Asserts that all blocks are free afterwards.
 
     adapters, images: the adapter and the images of each prompt; () = none.
     progress: called after each step with the number of tokens generated so far.

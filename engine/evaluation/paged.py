@@ -94,8 +94,10 @@ class Paged:
 
     @torch.inference_mode()
     def run(self, *entries: Entry, lora: LoraStep | None = None) -> list[Tensor]:
-        """Compute each entry's tokens from `start` to the end; return logits [end - start,
-        vocab_size]."""
+        """Compute a step; return the logits [end - start, vocab_size] of each entry.
+
+        entries: (token ids [end], block ids, start): tokens from `start` on are computed.
+        """
         metas = self.metas(entries, lora)
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
         logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))

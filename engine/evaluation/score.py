@@ -67,7 +67,9 @@ def score(
     keep: Path | None = None,
     beside: Path | None = None,
 ) -> tuple[Score, Agreement | None]:
-    """Score a model on a text and on tasks, and compare it with another model's log-probabilities.
+    """Return a model's scores on a text and on tasks, and its agreement with another model.
+
+    The agreement is None without `beside` or without a text.
 
     keep: a folder where the text's log-probabilities are saved.
     beside: a folder with another model's saved log-probabilities of the same tokens.
@@ -109,7 +111,7 @@ def compare(
     tasks: Sequence[Task],
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[Score, Score, Agreement | None]:
-    """Score two models, one after the other, and compare their log-probabilities.
+    """Return the scores of both models, `config` first, and the agreement of the two on the text.
 
     Raises ConfigError before either model is loaded, if their tokenizers give the text other
     tokens.

@@ -199,7 +199,7 @@ def verify(
     options: Options,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Report:
-    """Verify a checkpoint against transformers and against itself.
+    """Return the report of a comparison of a checkpoint with transformers and with itself.
 
     progress: called with a description of the next step.
     Raises ConfigError for a model that cannot run.
@@ -413,7 +413,7 @@ def _compare(report: Report, ours: Trace, theirs: Trace) -> None:
 
 
 def _begins(report: Report) -> str:
-    """Describe the first layer beyond the bound, and name its blocks beyond the bound.
+    """Return the first layer beyond the bound, and its blocks beyond the bound; "" = none.
 
     Some of transformers' blocks add the residual themselves. Such a block is judged only by its
     layer.
@@ -433,7 +433,7 @@ def _begins(report: Report) -> str:
 def consistency(
     model: Model, sequences: Sequence[Tensor], progress: Callable[[str], None] = lambda phase: None
 ) -> dict[str, Difference]:
-    """Compare logits of other kinds of steps with one step over each whole sequence.
+    """Return, by kind of step, the difference of its logits from one step over each whole sequence.
 
     Only the few longest sequences are computed, [n] token ids each.
     """

@@ -275,7 +275,7 @@ def _hand_over(
 
 
 def _measure_step(resolved: Resolved, runner_with: Callable[[int], ModelRunner]) -> int:
-    """Measure the activation bytes of the largest step, with a KV cache of a few blocks."""
+    """Run the largest step with a few KV blocks; return the bytes of its activations."""
     device = resolved.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

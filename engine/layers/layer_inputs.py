@@ -72,7 +72,7 @@ class LayerInput:
         self.linears: tuple[Linear, ...] = (self.gate, self.out)
 
     def add_input(self, residual: Tensor, mine: Tensor, meta: AttentionMeta) -> Tensor:
-        """Add the layer's input to residual [n, hidden] in place.
+        """Add the layer's input to residual [n, hidden] in place, and return the residual.
 
         mine: this layer's inputs [n, size].
         """

@@ -84,7 +84,7 @@ class Linear:
         return y if gate is None else kernels.GATES[gate](y)
 
     def _adapted(self, y: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
-        """Add each token's adapter to y = self(x), in place."""
+        """Add each token's adapter to y = self(x) in place, and return y."""
         assert self.lora is not None
         return self.method.kernels.lora_add(y, x, self.lora, lora)
 

@@ -16,7 +16,7 @@ class Norm(Protocol):
         ...
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add the norm of x to residual [n, size] in place."""
+        """Add the norm of x to residual [n, size] in place, and return the residual."""
         return residual.add_(self(x))
 
 

@@ -31,7 +31,7 @@ class AsyncEngine(RequestManager):
         progress: OnProgress | None = None,
         timeout: float = START_SECONDS,
     ) -> "AsyncEngine":
-        """Start an engine process and wait until it can serve; arguments as for `LLM`.
+        """Start an engine process and return it once it can serve; arguments: see `LLM`.
 
         Raises ConfigError, EngineDead.
         """

@@ -109,7 +109,10 @@ class RequestManager:
         prediction: Sequence[int] = (),
         speculate: bool = True,
     ) -> RequestHandle:
-        """Start one engine request for each of n choices of a checked prompt, all with one seed."""
+        """Start an engine request for each of n choices of a checked prompt; return their handle.
+
+        All choices have one seed.
+        """
         token_ids, images = encoded.ids, encoded.images()
         if self._client.stats.weights_dropped:
             raise InvalidRequest(

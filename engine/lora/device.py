@@ -168,7 +168,7 @@ class LoraDevice:
     def lay_out(
         self, slots: "np.ndarray[Any, np.dtype[np.int16]]", *, beside: bool = False
     ) -> LoraStep:
-        """Prepare an eager step's LoRA metadata from its tokens' slots.
+        """Return an eager step's LoRA metadata, made from its tokens' slots.
 
         slots: the slot of each token; -1 = no adapter.
         beside: see `step`.

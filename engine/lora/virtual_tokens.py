@@ -80,7 +80,7 @@ class VirtualTokensReader:
         self._max_tokens = max_tokens
 
     def describe(self, folder: Path, seen: str) -> AdapterDescription:
-        """Describe an adapter from its configuration.
+        """Return the description of an adapter, from its configuration alone. Raises AdapterError.
 
         seen: the stamp for the description.
         """

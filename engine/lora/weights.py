@@ -110,7 +110,7 @@ class LoraReader:
         self._filling = Lock()  # several threads at once would keep Python from the step loop
 
     def describe(self, folder: Path, seen: str) -> AdapterDescription:
-        """Describe an adapter from its configuration.
+        """Return the description of an adapter, from its configuration alone. Raises AdapterError.
 
         seen: the stamp for the description.
         """

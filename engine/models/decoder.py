@@ -323,7 +323,7 @@ class Decoder:
         return residual
 
     def leave(self, residual: Tensor) -> Tensor:
-        """Apply the final norm to the output of the last layer.
+        """Return the final norm of the output of the last layer.
 
         Only the first stage has the norm; other stages return the residual unchanged.
         """

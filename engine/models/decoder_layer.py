@@ -34,7 +34,7 @@ class Sublayer:
         self.after = after
 
     def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
-        """Add the block's output to the residual [n, hidden] in place."""
+        """Add the block's output to the residual [n, hidden] in place, and return the residual."""
         if self.after is None:
             return self.block.forward(residual, kv, meta, norm=self.before, residual=residual)
         return self.after.added(self.block.forward(residual, kv, meta, norm=self.before), residual)

@@ -35,7 +35,7 @@ class ImageRows:
     rows: Tensor
 
     def enter(self, residual: Tensor) -> Tensor:
-        """Write the embeddings over the first layer's input [num_tokens, hidden_size]."""
+        """Write the embeddings over the first layer's input; return it, [num_tokens, hidden]."""
         return residual.index_copy_(0, self.tokens, self._level(0, residual))
 
     def after(self, layer: int, residual: Tensor) -> Tensor:

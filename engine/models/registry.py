@@ -94,11 +94,14 @@ class Model(Protocol):
         *,
         images: ImageRows | None = None,
     ) -> Tensor:
-        """Run this stage's layers, the middle part of `forward`; residual may be overwritten."""
+        """Return the residual after this stage's layers, the middle part of `forward`.
+
+        The argument `residual` may be overwritten.
+        """
         ...
 
     def leave(self, residual: Tensor) -> Tensor:
-        """Apply the final norm to the last layer's output, the last part of `forward`."""
+        """Return the final norm of the last layer's output, the last part of `forward`."""
         ...
 
     def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
@@ -155,7 +158,7 @@ class Model(Protocol):
         ...
 
     def step_bytes(self, tokens: int, samples: int) -> int:
-        """Estimate the most bytes of activations at once in a step.
+        """Return an estimate of the most bytes of activations at once in a step.
 
         tokens: tokens of the step.
         samples: tokens of these that sample.

@@ -121,7 +121,7 @@ class Vocabulary:
         return spelt == data
 
     def numbered(self, lark: str) -> str:
-        """Replace the names of marks in a Lark grammar with their token ids."""
+        """Return a Lark grammar in which token ids stand for the names of marks."""
 
         def number(match: re.Match[str]) -> str:
             id = self._ids.get(match.group())

@@ -39,7 +39,7 @@ def span(rows: Rows) -> tuple[int, int]:
 
 
 def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
-    """Take the given rows of a tensor; a view where the rows are a range."""
+    """Return the given rows of a tensor, as a view if the rows are a range."""
     if isinstance(rows, tuple):
         return tensor[rows[0] : rows[1]]
     return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))

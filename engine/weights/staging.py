@@ -257,7 +257,7 @@ def checkpoint_bytes(folder: str | Path) -> int:
 
 
 def stage(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = 0) -> WeightStage:
-    """Stage all tensors; see `WeightStage`. Raises ConfigError, or what the iterable raises."""
+    """Return a stage with all the tensors. Raises ConfigError, or what the iterable raises."""
     staged = WeightStage(num_bytes)
     try:
         for name, tensor in tensors:

@@ -89,7 +89,7 @@ class Transfer:
         return stored.offset + begin * row_bytes, (end - begin) * row_bytes
 
     def to_values(self, raw: Tensor) -> Tensor:
-        """Convert raw bytes to values with the shape of the target.
+        """Return the values of raw bytes, with the shape of the target.
 
         raw: uint8, of byte_range's length.
         """

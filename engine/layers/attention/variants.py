@@ -39,7 +39,7 @@ class HeadNorm(Norm):
         self.parameters: tuple[Parameter, ...] = (parameter,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm x [n, heads, head_dim], where no sum over ranks is needed.
+        """Return the norm of x [n, heads, head_dim], where no sum over ranks is needed.
 
         That is with one rank, or with a norm for each head.
         """
@@ -53,7 +53,7 @@ class HeadNorm(Norm):
         return x.float().square().sum((1, 2))
 
     def by(self, x: Tensor, squares: Tensor) -> Tensor:
-        """Norm x by the sum of squares over all ranks.
+        """Return the norm of x [n, heads, head_dim], given the sum of squares over all ranks.
 
         squares: [n] float32.
         """

@@ -177,7 +177,7 @@ class Eagle3Drafter:
     # ---- drafts --------------------------------------------------------------------------------
 
     def fused(self, states: Tensor) -> Tensor:
-        """Join the inputs of the model's layers; see `ModelDrafter.fused`."""
+        """Return the matmul of the joined inputs of the model's layers (`ModelDrafter.fused`)."""
         if self._input_norm is not None:
             states = self._input_norm(states)
         elif self._input_norms:

@@ -12,7 +12,7 @@ from kernels.metadata import AttentionMeta
 
 class MLP(Protocol):
     def forward(self, residual: Tensor, norm: Norm) -> Tensor:
-        """Add the MLP of norm(residual) [n, hidden_size] to the residual in place."""
+        """Add the MLP of norm(residual) [n, hidden_size] to the residual in place; return it."""
         ...
 
 
@@ -63,7 +63,7 @@ class Block:
         self.attention_norm, self.mlp_norm = norms
 
     def forward(self, residual: Tensor, segments: AttentionMeta) -> Tensor:
-        """Add the layer to the residual [n, hidden_size] in place.
+        """Add the layer to the residual [n, hidden_size] in place, and return the residual.
 
         segments: see `Tower.attend`.
         """

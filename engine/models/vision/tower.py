@@ -50,7 +50,7 @@ class Tower(ABC):
 
     @abstractmethod
     def step_bytes(self, size: int) -> int:
-        """Estimate the most bytes of activations at once, of pictures of `size` embeddings."""
+        """Return an estimate of the most bytes of activations for pictures of `size` embeddings."""
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._parameters
