@@ -37,7 +37,7 @@ class RemoteRanks(msgspec.Struct, frozen=True):
 
 
 def connect(address: str, port: int, key: bytes) -> "Connection[Any, Any]":
-    """Connect to a node and check that both sides have the key.
+    """Return a connection to a node, both of whose sides have proved that they have the key.
 
     Raises OSError, EOFError, AuthenticationError.
     """
@@ -55,7 +55,7 @@ def connect(address: str, port: int, key: bytes) -> "Connection[Any, Any]":
 
 
 def accept(listener: socket.socket, key: bytes) -> "Connection[Any, Any]":
-    """Accept the next connection whose other side has the key.
+    """Return the next accepted connection whose other side has the key.
 
     Raises OSError once the listener is closed.
     """

@@ -61,7 +61,7 @@ class TensorParallelGroup:
         return min(rank * units, total), min((rank + 1) * units, total)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """All-reduce x in place; the sum has the same bits on every rank."""
+        """All-reduce x in place and return it; the sum has the same bits on every rank."""
         self._alone()
         return x
 
@@ -104,7 +104,7 @@ class TensorParallelGroup:
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Overwrite x on all other ranks with rank 0's."""
+        """Overwrite x on all other ranks with rank 0's x; return x."""
         self._alone()
         return x
 

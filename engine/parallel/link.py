@@ -40,9 +40,9 @@ class Link(Protocol):
         ...
 
     def receive(self, rows: int) -> Tensor:
-        """Receive the output [rows, hidden_size] of the stage before, which may be overwritten.
+        """Return the output [rows, hidden_size] of the stage before; the caller may overwrite it.
 
-        It is that of the oldest step not yet received. Raises RankFailed.
+        Outputs come in the order of steps, the oldest first. Raises RankFailed.
         """
         ...
 

@@ -49,7 +49,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def said(numbers: Sequence[int]) -> str:
-    """Write ascending numbers as Linux does: 0-3,8."""
+    """Return ascending numbers in Linux's format, such as "0-3,8"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -60,7 +60,7 @@ def said(numbers: Sequence[int]) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    """Parse a list of CPUs or NUMA nodes in Linux's format, such as 0-3,8; `said` writes it."""
+    """Return the CPUs or NUMA nodes of a list in Linux's format, such as "0-3,8"."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -133,7 +133,7 @@ class RankProcesses:
         threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True).start()
 
     def _start(self, start: RankStart, passed: Sequence[int]) -> "subprocess.Popen[bytes]":
-        """Start a rank's process and write its start order.
+        """Start a rank's process, write its start order, and return the process.
 
         passed: the descriptors that it inherits.
         """

@@ -107,7 +107,7 @@ class EngineClient:
         timeout: float = START_SECONDS,
         progress: OnProgress | None = None,
     ) -> Ready:
-        """Spawn the process and wait until it can serve.
+        """Spawn the process, wait until it can serve, and return its message.
 
         timeout: seconds that the start may take.
         progress: called with (phase, fraction) during the start.

@@ -150,7 +150,7 @@ class FakeReceiver:
         return self.finish({})
 
     def collect(self, info: dict[str, Any]) -> str:
-        """Take a message, which is the last one if it names the fake tensor "last"."""
+        """Take a message; return a folder if it names the fake tensor "last", else ""."""
         if not self._started:
             raise UpdateFailed("no update of the weights was started", code=NOT_JOINED)
         self.info.append(info)

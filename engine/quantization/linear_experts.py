@@ -36,7 +36,7 @@ def apply_apart(
     ids: Tensor,
     residual: Tensor | None,
 ) -> Tensor:
-    """Apply each expert's own layers; see `Kernels.experts`.
+    """Return the weighted sum of each token's experts; arguments: see `Kernels.experts`.
 
     Experts are added in their order, so that a token's sum does not depend on other tokens.
     """

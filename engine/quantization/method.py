@@ -172,7 +172,7 @@ class LinearMethod(ABC):
     def apply_experts(
         self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
     ) -> Tensor:
-        """Apply the experts that the router chose; see `Kernels.experts`."""
+        """Return the weighted sum of each token's experts; arguments: see `Kernels.experts`."""
         raise NotImplementedError
 
     def tune(self, states: Sequence[Any], sizes: Sequence[int], add: bool) -> None:  # noqa: B027
@@ -207,7 +207,7 @@ class LinearMethod(ABC):
         return self.kernels.GATES[gate](self.apply_norm(state, x, norm, eps))
 
     def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
-        """Add apply(x) to residual in place."""
+        """Add apply(x) to residual in place, and return the residual."""
         return residual.add_(self.apply(state, x))
 
     def apply_post_norms(

@@ -37,7 +37,7 @@ class EncodeStream:
 
     @contextmanager
     def encoding(self) -> Iterator[Encoding]:
-        """Launch what the block launches on this stream; the encode ends with the block."""
+        """Launch the work of the `with` block on this stream; yield its Encoding."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
             start.record()

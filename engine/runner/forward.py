@@ -149,7 +149,7 @@ class ModelForward:
         return wanted
 
     def assemble(self, batch: Batch) -> DeviceStep:
-        """Lay out a step on the device."""
+        """Return the tensors of a step, laid out on the device."""
         step: DeviceStep = self.inputs.assemble(batch)
         if self.lora is not None:
             step.adapt(self.lora.step(batch))
@@ -171,7 +171,7 @@ class ModelForward:
         return self.link.receive(len(step.token_ids))
 
     def run_step(self, step: DeviceStep) -> Tensor:
-        """Run the model over a step that is laid out; see `run`."""
+        """Return the hidden states of a step that is laid out; see `run`."""
         return self.run(step.token_ids, step.metas, own=step.own, images=step.images)
 
     def tapped(self) -> Tensor | None:

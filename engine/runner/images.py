@@ -109,7 +109,7 @@ class _Shares:
 
 
 def shares_of(images: Sequence[Image], ranks: int, least: int) -> list[list[Image]]:
-    """Divide images among ranks, about equally many embeddings each; one list if that pays not.
+    """Return the images of each rank, about equally many embeddings; one list if that pays not.
 
     least: the fewest embeddings for which dividing pays.
     """

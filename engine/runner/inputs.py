@@ -355,7 +355,7 @@ class CudaInputs:
         return self.token_ids[:num_tokens], [meta, *others]
 
     def assemble(self, batch: Batch) -> DeviceStep:
-        """Upload and lay out one eager step."""
+        """Upload one eager step; return its tensors, laid out on the device."""
         count = len(batch.rows)
         self.upload(batch, count, batch.num_tokens)
         decodes_only = batch.num_decodes == count

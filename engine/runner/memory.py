@@ -172,7 +172,7 @@ def plan_memory(
     host_kv: int = 0,
     activations: int | None = None,
 ) -> "MemoryPlan":
-    """Plan the memory of each part; KV blocks get the rest, or what the configuration says.
+    """Return the plan of the memory of all parts; KV blocks get the rest, unless configured.
 
     On the CPU the plan covers all ranks, which share the memory.
 

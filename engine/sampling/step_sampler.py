@@ -160,7 +160,7 @@ class StepSampler:
         return any(self._prompt_logprobs[row] >= 0 or self._pooled[row] for row in batch.rows)
 
     def launch(self, batch: Batch, samples: StepSamples, hidden: Hidden) -> DeviceResult:
-        """Launch log-probabilities of prompts, pooling, and the sampling of tokens.
+        """Launch prompts' log-probabilities, pooling and the sampling; return the pending result.
 
         With masks `DeviceResult.sample` launches the sampling.
         """
@@ -187,7 +187,7 @@ class StepSampler:
     def _launch_graph_choice(
         self, batch: Batch, samples: StepSamples, graphs: GraphChoices, size: tuple[int, int]
     ) -> DeviceResult:
-        """Launch the sampling as a CUDA graph."""
+        """Launch the sampling as a CUDA graph, and return the pending result."""
         step, entries, count = batch.step, samples.entries, len(samples.rows)
         if not batch.masked:
             return self._to_host(step, graphs.choose(size, samples.plan)[:count], entries)
@@ -199,7 +199,7 @@ class StepSampler:
         )
 
     def _launch_choice(self, batch: Batch, samples: StepSamples, hidden: Hidden) -> DeviceResult:
-        """Launch the logits and the sampling kernel by kernel."""
+        """Launch the logits and the sampling kernel by kernel; return the pending result."""
         states, plan, masked = hidden.states, samples.plan, batch.masked
         by_parts = self.by_parts(plan, masked)
         if hidden.last is not None:
@@ -281,7 +281,7 @@ class StepSampler:
             sampled.tokens = torch.from_numpy(np.where(bad, -1, chosen))
 
     def _to_host(self, step: int, tokens: Tensor, entries: list[int] | None) -> DeviceResult:
-        """Copy the tokens to the host after everything launched so far."""
+        """Launch the copy of the tokens to the host; return the pending result."""
         if not self.cuda:
             return DeviceResult(step, tokens, entries)
         self._buffer ^= 1
@@ -338,7 +338,10 @@ class StepSampler:
     def _launch_prompt_logprobs(
         self, batch: Batch, hidden: Tensor
     ) -> list[tuple[int, HostLogprobs]]:
-        """Launch the log-probabilities of the prompt tokens that each chunk predicts."""
+        """Launch and return the log-probabilities of the prompt tokens that chunks predict.
+
+        The result has (entry, its log-probabilities) pairs.
+        """
         logprobs = []
         at = 0
         for entry, (row, start, length) in enumerate(
@@ -364,7 +367,7 @@ class StepSampler:
     def _prompt_logprobs_of(
         self, slices: Iterable[Tensor], targets: Tensor, wanted: int
     ) -> HostLogprobs:
-        """Launch the log-probabilities of prompt tokens.
+        """Launch the log-probabilities of prompt tokens, and return them.
 
         slices: logits [at most _logits_rows, vocab_size], in order.
         targets: the tokens [n] int64.

@@ -83,7 +83,7 @@ def _with_offset(form: Format, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _better(
     best: tuple[Tensor, Tensor, Tensor, Tensor], other: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Take for each group whichever of two results of `attempt` has the smaller error."""
+    """Return, for each group, the result of `attempt` with the smaller error of two."""
     smaller = other[0] < best[0]
     of_groups = smaller.unsqueeze(-1)
     return (

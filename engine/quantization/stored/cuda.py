@@ -34,7 +34,7 @@ class StoredCuda(Stored):
         return PackedWeight.num_bytes(self._kept(form, width), outputs, width) + 2 * outputs * bias
 
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> PackedWeight:
-        """Pack a piece; scales are 16-bit if that is exact, which it is in nearly all files."""
+        """Return the packed weight of a piece; its scales are 16-bit if that is exact."""
         spec, form = piece.spec, self._kept(piece.form, piece.spec.in_features)
         shape = (spec.out_features, spec.in_features)
         try:

@@ -41,7 +41,7 @@ class TokenPool:
             self.append(block)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Remove `count` blocks (see FreeBlocks).
+        """Remove and return `count` free blocks; see `FreeBlocks`.
 
         Raises RuntimeError if a block was freed twice.
         """

@@ -102,8 +102,11 @@ class Drafting:
         return self._propose(table, rows)
 
     def _follow(self, batch: Batch) -> Tensor | None:
-        """Run a draft model over tokens that it has not seen: of chunks, and of rows that are to
-        have drafts."""
+        """Run a draft model over tokens that it has not read; return the drafts of proposals.
+
+        These tokens are those of chunks, and of rows that are to have drafts. None without
+        proposals.
+        """
         for new in batch.new_rows:
             self._read[new.row] = -1
         # entry -> the tokens to read

@@ -509,7 +509,10 @@ class StepGraphs:
 
     @contextmanager
     def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Capture a graph. Nothing else runs meanwhile, and missing kernels are compiled."""
+        """Capture the `with` block as a CUDA graph, and yield the graph.
+
+        Nothing else runs meanwhile, and missing kernels are compiled.
+        """
         graph = torch.cuda.CUDAGraph()
         # Checks only this thread's calls, as another thread may be loading an adapter.
         with (

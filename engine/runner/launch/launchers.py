@@ -43,7 +43,7 @@ class StepLauncher(Protocol):
     """A way to launch a step."""
 
     def launch(self, batch: Batch) -> Hidden | ComingHidden | None:
-        """Launch a step up to its hidden states; None if another stage samples."""
+        """Launch a step and return its hidden states; None if another stage samples."""
         ...
 
 
@@ -153,7 +153,10 @@ class StageStep:
         self._layers = layers
 
     def launch(self, batch: Batch) -> ComingHidden | None:
-        """Launch this stage's layers and send their output to the next stage."""
+        """Launch this stage's layers and send their output to the next stage.
+
+        The first stage returns the hidden states to come from the last one, others None.
+        """
         model, link = self._forward.model, self._link
         hidden = self._layers.launch(batch)
         states, last = hidden.states, hidden.last
