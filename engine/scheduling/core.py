@@ -301,6 +301,8 @@ class EngineCore:
     def _launch_with_masks(self, batch: Batch) -> list[Delta]:
         """Launch a step whose masks are computed during the forward pass's launch.
 
+        Returns the last deltas of requests whose grammar allows no token.
+
         All tokens that the masks depend on are known.
         """
         launched = self.scheduler.in_flight[-1]
@@ -320,7 +322,10 @@ class EngineCore:
         self._pending.append(pending)
 
     def _sample_deferred(self, launched: LaunchedStep, finish: Callable[[], Filled]) -> list[Delta]:
-        """Launch the sampling of the newest step, whose masks the last call of `step` began."""
+        """Launch the sampling of the newest step, whose masks the last call of `step` began.
+
+        Returns the last deltas of requests whose grammar allows no token.
+        """
         self._masks_begun = None
         pending = self._pending.pop()  # without masks the step must not be waited for
         masks, errors = finish()

@@ -114,7 +114,10 @@ class RequestPhases:
         return self._arrivals
 
     def abort(self, ids: Iterable[int]) -> list[Delta]:
-        """End requests in any phase by their ids; ids of ended requests are ignored."""
+        """End requests in any phase by their ids, and return their last deltas.
+
+        Ids of ended requests are ignored.
+        """
         deltas = []
         for request_id in ids:
             request = self.requests.get(request_id)

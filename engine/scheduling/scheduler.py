@@ -407,7 +407,7 @@ class Scheduler(RequestPhases):
         )
 
     def _start(self, request: Request, memories: list[KVMemory], builder: StepBuilder) -> bool:
-        """Give the request a row and the cached blocks of its prefix, if memory allows.
+        """Give the request a row and its cached blocks; return False if memory does not allow it.
 
         memories: the memory of each pool.
         """
@@ -504,7 +504,7 @@ class Scheduler(RequestPhases):
         self.memory.pool(request).hash_blocks(request, request.num_computed + length)
 
     def _build(self, builder: StepBuilder) -> Batch:
-        """Complete the batch, and set every request's phase for the next step."""
+        """Complete and return the batch, and set every request's phase for the next step."""
         group = self.decoding
         launched = builder.build(group)
         if self.memory.snapshots is not None:
@@ -573,7 +573,10 @@ class Scheduler(RequestPhases):
     # ---- update --------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> list[Delta]:
-        """Apply the result of the oldest step in flight: add tokens, and end requests."""
+        """Apply the result of the oldest step in flight, and return its deltas.
+
+        Requests get their tokens, and those that are finished end.
+        """
         launched = self.in_flight.popleft()
         outcome = launched.accept(result, self._end_tokens)
         self.done_step = launched.step

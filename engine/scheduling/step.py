@@ -396,9 +396,10 @@ class StepBuilder:
     owed: Counter[int] = field(default_factory=Counter)
 
     def build(self, group: DecodeGroup) -> LaunchedStep:
-        """Complete the batch: one token for each decode, drafts, then chunks; no request changes.
+        """Complete the batch, and return the step as launched; no request changes.
 
-        It counts as a step of the decode group.
+        The batch has a token of each decode, then drafts, then chunks. The step counts as one of
+        the decode group.
         """
         batch, step = self.batch, self.batch.step
         context = group.context

@@ -163,7 +163,7 @@ class LookupDrafts:
             self._answers.add(self._key, text.tokens, max(0, begin - _LEAD))
 
     def _index(self) -> Suffixes[list[int]]:
-        """Index the tokens added since the last call, within a call's and the engine's limits."""
+        """Index the tokens added since the last call, within limits, and return the index."""
         text, lookup = self._text, self._lookup
         if len(text.tokens) > 2 * _WINDOW:
             text = self._forget()
@@ -175,7 +175,7 @@ class LookupDrafts:
         return text
 
     def _forget(self) -> Suffixes[list[int]]:
-        """Keep only the newest tokens of a long text."""
+        """Keep only the newest tokens of a long text; return their new index, which is empty."""
         text = self._text
         self._lookup.room += text.num_indexed
         cut = len(text.tokens) - _WINDOW

@@ -297,7 +297,10 @@ class Speculation:
             self._lookup.remember(request.token_ids, request.num_prompt, request.root)
 
     def _begin_step(self, requests: Sequence[Request]) -> int:
-        """Begin a step; see `DraftLengths.begin_step`. While drafts rest, look at a request."""
+        """Begin a step; return the most drafts of a request in it (`DraftLengths.begin_step`).
+
+        While drafts rest, one request is checked for repeated text now and then.
+        """
         most = self._lengths.begin_step(len(requests))
         if most:
             self._unread = _READ

@@ -25,7 +25,7 @@ class StepBlame:
         self.suspect = self._blamed = -1
 
     def __call__(self, suspect: int) -> "StepBlame":
-        """Set the step that the next block works on."""
+        """Set the step that the next block works on, and return this object for `with`."""
         self.suspect = suspect
         return self
 
@@ -38,7 +38,7 @@ class StepBlame:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Keep the block's exception as `failure`."""
+        """Keep the block's exception as `failure`; return whether it is suppressed."""
         if not isinstance(error, Exception) or isinstance(error, AssertionError):
             return False
         self.failure, self._blamed = error, self.suspect

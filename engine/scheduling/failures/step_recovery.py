@@ -130,7 +130,7 @@ class StepRecovery:
         self._pending.clear()
 
     def go_on(self, bisection: FailureBisection, *, succeeded: bool) -> list[Delta]:
-        """Continue the bisection after one of its steps.
+        """Continue the bisection after one of its steps; return the deltas of requests that fail.
 
         If the group has passed, the next group starts. After the last group the poison requests
         fail.

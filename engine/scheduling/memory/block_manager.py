@@ -36,7 +36,7 @@ class FreeBlocks(Protocol):
     def extend(self, blocks: Iterable[int], /) -> None: ...
 
     def take_blocks(self, count: int) -> list[int]:
-        """Remove `count` <= len(self) blocks."""
+        """Remove and return `count` <= len(self) free blocks."""
         ...
 
 
@@ -129,7 +129,7 @@ class BlockManager:
         return self.num_free if self.regions is None else self.regions.largest
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` <= room blocks, evicting if necessary.
+        """Return `count` <= room allocated blocks, evicting prefixes if necessary.
 
         Their contents are undefined.
         """

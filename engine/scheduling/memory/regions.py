@@ -30,7 +30,7 @@ class Regions:
         return max((end - begin for begin, end in self._gaps), default=0)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Take `count` <= largest consecutive blocks from the first gap that has them."""
+        """Remove and return `count` <= largest consecutive blocks, from the first gap with them."""
         if not count:
             return []
         for index, (begin, end) in enumerate(self._gaps):

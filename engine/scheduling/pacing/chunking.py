@@ -55,7 +55,10 @@ def scored_prefill_tokens(budget: int) -> int:
 
 
 def startable_tokens(tokens: int, requests: int, startable: int) -> int:
-    """Estimate the tokens of the first `startable` of `requests` that have `tokens` together."""
+    """Return an estimate of the tokens of the first `startable` of `requests` requests.
+
+    tokens: the tokens of all these requests together.
+    """
     return tokens * startable // max(1, requests)
 
 
