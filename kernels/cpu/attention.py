@@ -63,7 +63,7 @@ class _Pairs:
         return dot_pairs(self._writer, total, a, b)
 
     def rounded(self, low: Value, high: Value) -> Value:
-        """Round two float32 vectors to bfloat16 and concatenate them."""
+        """Return two float32 vectors rounded to bfloat16, one after the other."""
         narrow, size = f"<{self._size} x bfloat>", self._size
         a, b = (
             self._writer.op(f"fptrunc {self._writer.vector} {half} to {narrow}")
@@ -285,7 +285,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
         def over_keys(  # type: ignore[no-untyped-def]
             cache: Value, carried: list[tuple[str, Value]], each, step: int = 1, two=None
         ) -> list[Value]:
-            """Call each(number, address, *carried) for all visible keys, block by block.
+            """Call each(number, address, *carried) for all visible keys; return the carried values.
 
             number: index of the key, 0 for the first visible one.
             address: place of the key in the cache.
@@ -365,7 +365,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             return []
 
         def score_many(number: Value, address: Value) -> list[Value]:
-            """Score a vector of consecutive keys at once."""
+            """Store the scores of a vector of consecutive keys, for all heads of the group."""
             totals: list[list[Value]] = [[] for _ in range(group)]
             for at in range(size):
                 key = key_at(writer.at(address, at * dim, shape.dtype))

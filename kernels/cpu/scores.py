@@ -68,7 +68,7 @@ class Places:
         return writer.spread(writer.load(writer.at(self._sinks, head), "float"))
 
     def change(self, scores: Value, slope: Value, ahead: Value) -> Value:
-        """Apply softcap and ALiBi slope to a vector of scores.
+        """Return a vector of scores with softcap and ALiBi slope applied.
 
         ahead: position of the first score's key minus the query's position.
         """

@@ -143,7 +143,10 @@ def check() -> None:
 
 
 def _object_code(ir: str) -> bytes:
-    """Compile a module, or load what an earlier process compiled. Raises CompilerUnavailable."""
+    """Return the object code of a module, compiled here or by an earlier process.
+
+    Raises CompilerUnavailable.
+    """
     machine = target()
     arguments = [ir, machine.triple, machine.processor, machine.features, [], True, True]
 

@@ -237,7 +237,7 @@ class IRWriter:
         return f"splat (i32 {number})"
 
     def spread(self, scalar: Value, kind: str = "float") -> Value:
-        """Broadcast a scalar to all lanes of a vector."""
+        """Return a vector with a scalar in all lanes."""
         vector = f"<{self.lanes} x {kind}>"
         first_lane = self.op(f"insertelement {vector} poison, {kind} {scalar}, i64 0")
         zero = f"<{self.lanes} x i32> zeroinitializer"
@@ -319,7 +319,7 @@ class IRWriter:
         return vector
 
     def swapped(self, vector: Value, stride: int, kind: str) -> Value:
-        """Permute a vector's lanes: lane j of the result is lane j ^ stride."""
+        """Return a vector with lanes permuted: lane j of the result is lane j ^ stride."""
         lane = ", ".join(f"i32 {j ^ stride}" for j in range(self.lanes))
         return self.op(
             f"shufflevector {kind} {vector}, {kind} poison, <{self.lanes} x i32> <{lane}>"
@@ -335,7 +335,7 @@ class IRWriter:
         return self.call(self.integers, f"llvm.smax.v{self.lanes}i32", operands)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
-        """Transpose a square matrix of which each vector is a row."""
+        """Return the transpose, row by row, of a square matrix of which each vector is a row."""
         rows, size = list(rows), self.lanes
         stride = 1
         while stride < size:

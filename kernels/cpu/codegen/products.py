@@ -163,7 +163,7 @@ def _by_register(
     operands: Sequence[tuple[str, Value]],
     instruction: Callable[..., Value],
 ) -> Value:
-    """Apply an instruction of NEON registers to each register of vectors.
+    """Return the vector of results of an instruction applied to each NEON register of vectors.
 
     result: type of an element of the result. operands: (type of an element, vector).
     """

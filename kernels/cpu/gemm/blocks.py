@@ -178,7 +178,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
         ask(base, heads * size * form.scale.itemsize)
 
         def block(number: Value | int, *totals: Value) -> list[Value]:
-            """Add the dot products of a block, 32 inputs, to totals."""
+            """Return the totals with the dot products of a block, 32 inputs, added."""
             place = writer.mul(writer.add(first, number), form.x_bytes)
             x = [writer.at(row, place, "i8") for row in x_rows]
             unit_of = [word * form.units // 8 for word in range(8)]
@@ -460,7 +460,7 @@ class PackedBlocks(Panels):
         return out
 
     def into(self, x: Tensor, out: Tensor, column: int) -> Tensor:
-        """Write self(x) into out's columns from `column` on."""
+        """Write self(x) into out's columns from `column` on, and return out."""
         return self._run("plain", x, out, self._panels, column=column)
 
     def _name(self, name: str, rows: int) -> str:

@@ -33,7 +33,7 @@ def table_of(writer: IRWriter, form: Format) -> Value:
 
 
 def nibbles(writer: IRWriter, raw: Value, table: Value) -> tuple[Value, Value]:
-    """Unpack bytes into low and high 4-bit codes, as bytes, or as the table's entries for them."""
+    """Return the low and the high 4-bit codes of bytes, as bytes or as the table's entries."""
     integers, kind = writer.integers, bytes_type(writer)
     mask = writer.whole(0x0F0F0F0F)
     low = writer.op(f"and {integers} {raw}, {mask}")

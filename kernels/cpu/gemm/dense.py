@@ -65,8 +65,9 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
         return out
 
     def pair(k: Value, *sums: Value) -> list[Value]:
-        """Add the products of two columns of x to sums. With bfloat16, a lane holds both weights of
-        an output.
+        """Return sums with the products of two columns of x added.
+
+        With bfloat16, a lane holds both weights of an output.
         """
         begin = writer.mul(k, 4 * size)  # weights of two columns: two registers of outputs each
         panel = writer.at("%w", begin, unit)
@@ -182,7 +183,7 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
     sums = [(kind, bias[half]) for _ in range(rows) for half in (0, 1)]
 
     def two(k: Value, *sums: Value) -> list[Value]:
-        """Add the products of two pairs of columns of x to sums."""
+        """Return sums with the products of two pairs of columns of x added."""
         panel = writer.at("%w", writer.mul(k, 8 * size), "i16")
         out = list(sums)
         for line in range(0, 8 * size, 32):

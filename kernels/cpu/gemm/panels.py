@@ -85,7 +85,10 @@ def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
 
 
 def gate_buffer(writer: IRWriter, most: int) -> Value:
-    """Allocate the buffer that `products` needs for a gate. Call it in the entry block."""
+    """Return the address of the buffer that `products` needs for a gate.
+
+    Call it in the entry block.
+    """
     return writer.op(f"alloca [{2 * most * 2 * writer.lanes} x float], align 64")
 
 
@@ -382,7 +385,7 @@ def product_functions(
     expanded: tuple[Callable[[IRWriter, int], None], Sequence[int]] | None = None,
     any_rows: bool = False,
 ) -> dict[str, NativeFunction]:
-    """Compile the functions that Panels calls, and `others`, each taking args.
+    """Return the compiled functions that Panels calls, and `others`, by name; each takes args.
 
     most: rows of the largest tile.
     tile(writer, rows), driver(writer, norm, add, gate): generate the functions' bodies.

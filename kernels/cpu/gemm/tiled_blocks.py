@@ -493,7 +493,9 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
 
 @lru_cache(maxsize=64)
 def functions(form: Format) -> dict[str, NativeFunction]:
-    """Compile the functions of `panels.product_functions`, and the functions round and round_norm.
+    """Return the functions of `panels.product_functions`, compiled for AMX, by name.
+
+    The functions round and round_norm, which quantise rows of x, are among them.
 
     Each function's name begins with tiled_.
     """

@@ -118,7 +118,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.load(place) if dot else w.load_as_float(place, dtype)
 
     def paired(low: Value, high: Value) -> Value:
-        """Round two vectors to bfloat16, and interleave their elements as pairs."""
+        """Return two vectors rounded to bfloat16, with their elements interleaved as pairs."""
         words = []
         for value in (low, high):
             narrow = w.op(f"fptrunc {kind} {value} to <{size} x bfloat>")

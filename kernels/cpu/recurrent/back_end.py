@@ -31,7 +31,7 @@ def _gated(name: str, gate_up: Tensor) -> Tensor | None:
 
 class Recurrent(Kernels):
     def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
-        """Run a step in plain torch where no kernel can be generated.
+        """Return the result of a step in plain torch, where no kernel can be generated.
 
         rows: tensors [num_tokens, ...] that `step` takes. Deterministic mode overrides this method.
         """

@@ -215,7 +215,10 @@ class _Walk:
         self._w, self._shape, self._mixed, self._tile = w, shape, mixed, tile
 
     def rows(self, start: list[Value], body) -> list[Value]:  # type: ignore[no-untyped-def]
-        """Call body(row of the state, carried) for all rows, unrolled by up to four."""
+        """Call body(row of the state, carried) for all rows, unrolled by up to four.
+
+        Returns the last carried values.
+        """
         w, keys = self._w, self._shape.key_size
         step = next(step for step in (4, 2, 1) if keys % step == 0)
 
