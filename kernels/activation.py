@@ -235,7 +235,7 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """Multiply gelu(first half), exact form with the error function, by the second half.
+    """Return gelu(first half), exact form with the error function, * second half.
 
     [num_tokens, 2 * size] -> [num_tokens, size].
     """

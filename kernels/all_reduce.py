@@ -331,7 +331,7 @@ class PeerMemory:
         }
 
     def one_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """All-reduce x in place, or add the all-reduced x to the residual in place.
+        """All-reduce x in place, or add the all-reduced x to the residual in place; return it.
 
         x: contiguous, of at most LARGEST bytes. residual: of x's shape.
         """
@@ -373,7 +373,7 @@ class PeerMemory:
         return normed
 
     def two_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """All-reduce x in two shots, each rank reducing a share; arguments as in one_shot."""
+        """All-reduce x in two shots, each rank reducing a share; otherwise like `one_shot`."""
         block = _block(x, self.programs * self.size)
         programs = min(self.programs, triton.cdiv(x.numel(), block * self.size))
         onto = x if residual is None else residual

@@ -163,8 +163,9 @@ class Cuda(Kernels):
         residual: Tensor | None = None,
         x_gate: str | None = None,
     ) -> Tensor:
-        """Run the first kernel of PACKED_LINEAR that fits, and before and after it what that does
-        not fuse."""
+        """Return `Kernels.packed_linear` by the first kernel of PACKED_LINEAR that fits.
+
+        What this kernel does not fuse is computed before and after it."""
         call = LinearCall(norm, eps, gate, residual, x_gate)
         for kernel in self.PACKED_LINEAR:
             if call.x_gate is not None and "x_gate" not in kernel.fuses:
@@ -206,8 +207,10 @@ class Cuda(Kernels):
         return rope_kv_write(inputs, meta)
 
     def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:
-        """Run the first kernel of DECODE_ATTENTION that fits for the leading decodes, and of
-        CHUNK_ATTENTION for the rest."""
+        """Return causal attention (`Kernels.attention`) by the first kernels that fit.
+
+        DECODE_ATTENTION has kernels for the leading decodes, CHUNK_ATTENTION for the other entries.
+        """
         num_tokens, num_heads, head_dim = inputs.q.shape
         out = inputs.q.new_empty((num_tokens, num_heads * head_dim))
         if meta.counts is None:
@@ -228,7 +231,7 @@ class Cuda(Kernels):
         meta: AttentionMeta,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Run `attend_texts`, or plain torch for heads below 16 elements."""
+        """Return attention by `attend_texts`, or by torch for heads below 16 elements."""
         if qkv.shape[1] < 3 * 16 * num_heads:
             return super().whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
         if cos_sin is not None:
@@ -250,8 +253,9 @@ class Cuda(Kernels):
     def latent_attention(
         self, q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta
     ) -> Tensor:
-        """Run the first kernel of LATENT_DECODE that fits for the leading decodes, and of
-        LATENT_CHUNKS for the rest.
+        """Return attention over latents (`Kernels.latent_attention`) by the first kernels that fit.
+
+        LATENT_DECODE has kernels for the leading decodes, LATENT_CHUNKS for the other entries.
 
         Kernels that do not fuse "up" take absorbed queries. Their results are latents, of which
         values are made here.
@@ -358,7 +362,7 @@ class Cuda(Kernels):
         stack: ExpertWeights,
         residual: Tensor | None,
     ) -> Tensor:
-        """Run the first kernel of EXPERTS that fits."""
+        """Return each token's sum of experts, by the first kernel of EXPERTS that fits."""
         kernel = first_fit(self.EXPERTS, x, stack)
         return cast(Tensor, kernel.run(x, weights, ids, stack, residual))
 
@@ -370,7 +374,7 @@ class Cuda(Kernels):
         stack: PackedExperts,
         residual: Tensor | None,
     ) -> Tensor:
-        """Run the first kernel of PACKED_EXPERTS that fits."""
+        """Return each token's sum of experts, by the first kernel of PACKED_EXPERTS that fits."""
         kernel = first_fit(self.PACKED_EXPERTS, x, stack)
         return cast(Tensor, kernel.run(x, weights, ids, stack, residual))
 

@@ -53,7 +53,7 @@ class CudaDeterministic(Cuda):
         _count(meta)
 
     def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:
-        """Run the first kernel of CHUNK_ATTENTION that fits, for decodes too."""
+        """Return causal attention by the first kernel of CHUNK_ATTENTION that fits, decodes too."""
         num_tokens, num_heads, head_dim = inputs.q.shape
         out = inputs.q.new_empty((num_tokens, num_heads * head_dim))
         _count(meta)

@@ -106,7 +106,7 @@ class AddressRange:
 
     @cached_property
     def bytes(self) -> Tensor:
-        """All of it, uint8 [size]. Its first page must be mapped when the tensor is made."""
+        """All bytes of the range, uint8 [size]. The first page must be mapped at the first use."""
         return torch.as_tensor(self, device=self._device)
 
     @property

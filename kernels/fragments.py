@@ -21,7 +21,7 @@ _PLACES = ((6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 9, 10, 17))
 
 
 def arranged(codes: Tensor) -> Tensor:
-    """Arrange codes: uint8 [rows, width] in their order -> int32 [rows / 16, width / 64, 32, 4]."""
+    """Return codes as fragments: uint8 [rows, width] -> int32 [rows / 16, width / 64, 32, 4]."""
     rows, width = codes.shape
     eights = codes.view(rows, width // 8, 8)
     words = torch.zeros(rows, width // 8, dtype=torch.int64, device=codes.device)
@@ -44,7 +44,7 @@ def _lanes(words: Tensor) -> Tensor:
 
 
 def restored(words: Tensor) -> Tensor:
-    """Invert `arranged`."""
+    """Return the codes of fragments in their order, uint8 [rows, width]; inverts `arranged`."""
     tiles, steps, _, _ = words.shape
     rows, width = tiles * ROWS, steps * INPUTS
     ordered = words.view(tiles, steps, 8, 4, 2, 2).permute(0, 4, 2, 1, 5, 3)
@@ -58,14 +58,14 @@ def restored(words: Tensor) -> Tensor:
 
 
 def arranged_scales(scale: Tensor) -> Tensor:
-    """Arrange scales: [rows, width / 32] -> [rows / 16, width / 64, 8, 4]."""
+    """Return scales [rows, width / 32] in fragments' order, [rows / 16, width / 64, 8, 4]."""
     rows, groups = scale.shape
     parts = scale.view(rows // ROWS, 2, 8, groups // 2, 2).permute(0, 3, 2, 1, 4)
     return parts.reshape(rows // ROWS, groups // 2, 8, WORDS).contiguous()
 
 
 def restored_scales(scale: Tensor) -> Tensor:
-    """Invert `arranged_scales`."""
+    """Return the scales of fragments in their order; inverts `arranged_scales`."""
     tiles, steps, _, _ = scale.shape
     parts = scale.view(tiles, steps, 8, 2, 2).permute(0, 3, 2, 1, 4)
     return parts.reshape(tiles * ROWS, 2 * steps)

@@ -52,8 +52,8 @@ class Format:
     scale: dtype of scales and offsets.
     zero: a whole number.
     offset: "add" as above, "shift" for scale * (code + offset), or "none". Not with a zero.
-    table: of 4-bit codes: the 16 numbers that they stand for; the CPU's kernels take whole ones
-        from 0 to 255.
+    table: the 16 numbers that 4-bit codes stand for; the CPU's kernels take whole ones from 0 to
+        255.
     code: "int", or "e4m3" for 8 bits that are a float of torch.float8_e4m3fn.
     rows: outputs that share a scale.
     activations: bits of x in the products of several tokens: 8 where the format rounds its rows
@@ -254,7 +254,7 @@ class PackedWeight:
         self.in_fragments = True
 
     def _nibbles(self, words: Tensor) -> Tensor:
-        """Unpack words in the order of spans: -> uint8 [n, in]."""
+        """Return the codes of words that are in the order of spans, uint8 [n, in]."""
         spans = words.view(len(words), -1, 1, self.form.span // 4)
         shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)
         return ((spans >> shifts.view(4, 1)) & 15).to(torch.uint8).view(len(words), -1)

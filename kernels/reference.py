@@ -103,7 +103,7 @@ class Kernels:
         return torch.mul(x, mean.rsqrt_()).mul_(weight)
 
     def norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
-        """Add rms_norm(x) to residual, which has x's shape and dtype, in place."""
+        """Add rms_norm(x) to residual, of x's shape and dtype, in place; return residual."""
         return residual.add_(self.rms_norm(x, weight, eps))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -112,17 +112,17 @@ class Kernels:
         return silu(gate_up[:, :size]).mul_(gate_up[:, size:])
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
-        """Multiply gelu(first half), by its approximation with tanh, by the second half."""
+        """Return gelu(first half), in its tanh form, * second half; shapes: see `silu_mul`."""
         size = gate_up.shape[-1] // 2
         return gelu(gate_up[:, :size], approximate="tanh").mul_(gate_up[:, size:])
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """Multiply gelu(first half), exact form with the error function, by the second half."""
+        """Return gelu(first half), exact with erf, * second half; shapes: see `silu_mul`."""
         size = gate_up.shape[-1] // 2
         return gelu(gate_up[:, :size]).mul_(gate_up[:, size:])
 
     def relu_mul(self, gate_up: Tensor) -> Tensor:
-        """Multiply relu(first half) by the second half."""
+        """Return relu(first half) * second half; shapes: see `silu_mul`."""
         size = gate_up.shape[-1] // 2
         return relu(gate_up[:, :size]).mul_(gate_up[:, size:])
 
@@ -171,7 +171,7 @@ class Kernels:
         return _ACTIVATIONS[name](x.float()).to(x.dtype)
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
-        """Multiply x [n, size] by factors [size] in place; both float32, or x of 16 bits."""
+        """Multiply x [n, size] by factors [size] in place and return x; factors are float32."""
         return x.mul_(factors)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class Kernels:
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     ) -> Tensor:
-        """Add linear(x) to residual in place."""
+        """Add linear(x) to residual in place, and return residual."""
         return residual.add_(self.linear(x, weight, bias))
 
     def packed_linear(
@@ -449,8 +449,9 @@ class Kernels:
         meta: AttentionMeta,
         silu: bool = False,  # of the results
     ) -> Tensor:
-        """Convolve each channel of an entry's tokens with the inputs before them: [num_tokens,
-        channels] float32.
+        """Return the convolution of each channel of an entry's tokens with the inputs before them.
+
+        The result is [num_tokens, channels] float32.
 
         Inputs before the entry are in its row's tail, which then gets the entry's last inputs. The
         result of padding tokens is undefined.
@@ -597,9 +598,7 @@ def _rotation(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first rotary_dim elements of each head of x [num_tokens, heads, head_dim],
-    float32.
-    """
+    """Return x [num_tokens, heads, head_dim] float32 with rotated first elements of each head."""
     rotary_dim = cos.shape[-1]
     part = x[..., :rotary_dim]
     swapped = part.roll(rotary_dim // 2, -1)

@@ -41,7 +41,7 @@ def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], scale: float, window: int
 ) -> Tensor:
-    """Attend over all texts padded to the longest: on a GPU launches cost more than padding."""
+    """Return attention over all texts, padded to the longest: launches cost more than padding."""
     lengths = [b - a for a, b in pairwise(starts)]
     longest = max(lengths)
     place = torch.arange(longest)

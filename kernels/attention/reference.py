@@ -45,8 +45,10 @@ class Scores:
     def attend(
         self, q: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
     ) -> Tensor:
-        """Attend q [..., queries, head_dim] to keys and values [..., keys, head_dim]; mask is added
-        to scores.
+        """Return attention of q [..., queries, head_dim] over keys and values.
+
+        key, value: [..., keys, head_dim].
+        mask: is added to scores.
 
         sinks count if they can be broadcast to [..., queries, 1].
         """
@@ -73,7 +75,7 @@ class Scores:
 def attend_chunk(
     grouped: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, chunk: "PrefillChunk"
 ) -> Tensor:
-    """Attend one chunk's queries to its keys.
+    """Return the attended values of one chunk's queries over its keys.
 
     grouped [num_tokens, num_kv_heads, group, head_dim] -> the chunk's rows of the result.
     """
@@ -205,7 +207,7 @@ def write_cache(cache: Cache, rows: Tensor, values: Tensor) -> None:
 
 
 def plan_writes(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
-    """Plan a step's cache writes alone; its attention is computed elsewhere."""
+    """Return the plan of a step's cache writes alone; its attention is computed elsewhere."""
     _, num_kv_heads, block_size, _ = cache.shape
     slots, written = meta.slots, None
     if bool((slots < 0).any()):
@@ -233,7 +235,7 @@ def make_plan(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
 def _plan_decodes(
     meta: AttentionMeta, cache: Cache, entries: list[int], seen: list[int]
 ) -> DecodeBatch:
-    """Plan a batch of decodes, padded to one length.
+    """Return the plan of a batch of decodes, padded to one length.
 
     seen: an entry's number of keys, from the first block on that its query sees.
     """
@@ -260,7 +262,7 @@ def _plan_decodes(
 
 
 def plan_chunks(meta: AttentionMeta, cache: Cache) -> list[PrefillChunk]:
-    """Plan a prefill chunk for each entry that is not a decode."""
+    """Return a planned prefill chunk for each entry that is not a decode."""
     starts = meta.query_start_host or meta.query_start.tolist()
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
     return [
@@ -320,8 +322,9 @@ def block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
 def attend_decodes(
     q: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, part: DecodeBatch
 ) -> Tensor:
-    """Attend decodes: q [n, num_kv_heads, group, head_dim], like the result; a group is SDPA's
-    queries.
+    """Return the attended values of decodes, like q [n, num_kv_heads, group, head_dim].
+
+    The heads of a group are SDPA's queries.
     """
     key, value = part.gather.read(k_cache, v_cache)
     part.gather.flat.index_fill_(0, part.unused, 0.0)
@@ -331,8 +334,9 @@ def attend_decodes(
 def attend_padded(
     q: Tensor, key: Tensor, value: Tensor, how: Scores, mask: Tensor, ahead: Tensor
 ) -> Tensor:
-    """Attend padded entries: q [n, num_kv_heads, group, head_dim] over [n, num_kv_heads, keys,
-    head_dim].
+    """Return the attended values of padded entries, like q [n, num_kv_heads, group, head_dim].
+
+    key, value: [n, num_kv_heads, keys, head_dim].
 
     Keys and values are zero where the mask hides them.
 

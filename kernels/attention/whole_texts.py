@@ -217,7 +217,7 @@ def text_tile(head_dim: int, element_size: int) -> TextTile:
 def attend_texts(
     qkv: Tensor, query_start: Tensor, num_heads: int, scale: float, window: int = 0
 ) -> Tensor:
-    """Attend in both directions within each text: [num_tokens, num_heads * head_dim].
+    """Return attention in both directions within each text, [num_tokens, num_heads * head_dim].
 
     qkv: [num_tokens, 3 * num_heads * head_dim], contiguous, with heads of at least 16 elements.
     query_start: int32, the first token of each text, then num_tokens.

@@ -113,7 +113,7 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 
 def activated(gate_up: Tensor, act: str, limit: float) -> Tensor:
-    """Apply the activation to an expert's first matmul, [n, up_rows] -> [n, size]."""
+    """Return the activation of an expert's first matmul, [n, up_rows] -> [n, size]."""
     if act in UNGATED:
         return relu(gate_up).square_()
     gate, up = gate_up.chunk(2, dim=-1)

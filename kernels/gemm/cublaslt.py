@@ -241,7 +241,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_add_(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """Add x [rows, k] @ weight [n, k].T to residual [rows, n] in place."""
+    """Add x [rows, k] @ weight [n, k].T to residual [rows, n] in place; return the residual."""
     tuned = tuned_matmuls.get(key_of(x.shape[0], weight, True))
     if tuned is None:
         return residual.addmm_(x, weight.t())

@@ -38,7 +38,7 @@ def code_pages(cache: QuantizedKV) -> CodePages:
 
 
 def words(*caches: QuantizedKV) -> tuple[Tensor, ...]:
-    """View the quantisation parameters of each token and head as one word, int16 or int32."""
+    """Return views of quantisation parameters: one word a token and head, int16 or int32."""
     kinds = {1: torch.int16, 2: torch.int32}
     return tuple(cache.numbers.view(kinds[cache.form.words]) for cache in caches)
 
@@ -46,7 +46,7 @@ def words(*caches: QuantizedKV) -> tuple[Tensor, ...]:
 def products(q: Tensor) -> dict[str, Any]:
     """Return the constexprs of a kernel's matmuls with codes.
 
-    DTYPE: of queries, weights and codes where they are multiplied.
+    DTYPE: the dtype in which queries, weights and codes are multiplied.
     ASM: codes become float16 by instructions that a compiler does not find and the interpreter does
     not know. A byte or a nibble is the low end of 1024's mantissa, so that none is converted.
     """
@@ -55,7 +55,7 @@ def products(q: Tensor) -> dict[str, Any]:
 
 
 def pairs(cache: QuantizedKV) -> Tensor:
-    """View a cache's codes as int16, two bytes at a time."""
+    """Return a view of a cache's codes as int16, two bytes each."""
     return cache.codes.view(torch.int16)
 
 

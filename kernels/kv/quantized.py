@@ -56,7 +56,7 @@ class QuantizedKV:
     def empty(
         cls, form: KVFormat, shape: tuple[int, int, int, int], device: torch.device | str = "cpu"
     ) -> "QuantizedKV":
-        """Return a cache of zeros. shape: as the property."""
+        """Return a cache of zeros. shape: that of an unquantised cache, as the property `shape`."""
         count, heads, size, dim = shape
         raw = torch.zeros(
             count, form.token_bytes(heads, dim) * size, dtype=torch.uint8, device=device
@@ -105,8 +105,9 @@ KV = tuple[Cache, ...]
 
 
 def quantize(form: KVFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise float32 [..., head_dim] to codes [..., head_dim * bits / 8] and numbers [...,
-    words].
+    """Return the codes and numbers of float32 [..., head_dim].
+
+    The codes are [..., head_dim * bits / 8], the numbers [..., words].
     """
     if form.name == "int4":
         least = x.amin(-1, keepdim=True).bfloat16()
@@ -123,7 +124,7 @@ def quantize(form: KVFormat, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(form: KVFormat, codes: Tensor, numbers: Tensor) -> Tensor:
-    """Dequantise the result of `quantize` -> float32 [..., head_dim]."""
+    """Return the dequantised result of `quantize`, float32 [..., head_dim]."""
     scale = numbers[..., :1].float()
     if form.name != "int4":
         return codes.float() * scale
@@ -132,7 +133,7 @@ def dequantize(form: KVFormat, codes: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _up(x: Tensor) -> Tensor:
-    """Round x >= 0, float32, up to a bfloat16."""
+    """Return x >= 0, float32, rounded up to a bfloat16."""
     bits = (x.contiguous().view(torch.int32) + 0xFFFF) & -0x10000
     return bits.view(torch.float32).bfloat16()
 

@@ -83,7 +83,7 @@ def pass_launch(
         return triton.cdiv(walks * triton.cdiv(values, launch.columns), sms) * _PASSES[launch]
 
     def held(launch: PassLaunch) -> int:
-        """Bytes of the state and of a chunk: W, keys, queries, their overlaps and U."""
+        """Return the bytes of a state and of a chunk: W, keys, queries, their overlaps and U."""
         chunk = CHUNK * (3 * keys + CHUNK + launch.columns)
         return (keys * launch.columns + chunk) * element_size
 

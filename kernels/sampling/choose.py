@@ -317,7 +317,8 @@ def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Ten
 def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
     """Choose each row's best token among the results of `best_of_part` for all parts.
 
-    parts: [parts, 2, S] int32, in the order of the vocabulary. Returns the same as `choose`.
+    parts: [parts, 2, S] int32, in the order of the vocabulary. Returns
+    (tokens [S] int64, bad [S] bool), as `choose`.
     """
     number, _, count = parts.shape
     tokens = torch.empty(count, dtype=torch.int64, device=parts.device)

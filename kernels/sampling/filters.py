@@ -34,7 +34,7 @@ def _key(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """Invert _key, for an int64 scalar."""
+    """Return the float32 of a key, an int64 scalar; inverts `_key`."""
     order = key << SHIFT
     order = tl.where(key < 0, order | ((1 << SHIFT) - 1), order).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

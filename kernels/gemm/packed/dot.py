@@ -353,7 +353,7 @@ def pair_ptx(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
 def decoding(
     x: Tensor, weight: PackedWeight, ptx: list[str], scale_codes: bool = False
 ) -> Decoding:
-    """Return how a kernel decodes the weight. ptx: of `pair_ptx`."""
+    """Return how a kernel decodes the weight. ptx: the result of `pair_ptx`."""
     precision = "ieee" if x.dtype == _FLOAT else "tf32"
     return Decoding(bool(ptx), scale_codes, bytes_fit(weight), tuple(ptx or [""] * 4), precision)
 
@@ -510,7 +510,7 @@ def add_parts(
 
 
 def expand(weight: PackedWeight, like: Tensor) -> Tensor:
-    """Dequantise the weights [out, in] to like's dtype."""
+    """Return the dequantised weights, [out, in] of like's dtype."""
     form, (rows, columns) = weight.form, weight.shape
     out = like.new_empty((rows, columns))
     # The launch of a program, the best of a sweep over llama-8b's matrices on one H200.

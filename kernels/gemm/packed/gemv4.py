@@ -48,7 +48,7 @@ _SIXTEEN = _sixteen()
 
 @triton.jit
 def _code(words, AT: tl.constexpr, PLACE: tl.constexpr):
-    """Compute what the PTX makes of nibble PLACE of the 16 bits at 16 * AT."""
+    """Return the float32 that the PTX of `_sixteen` makes of nibble PLACE of 16 bits at 16 * AT."""
     value = ((words >> (16 * AT + 4 * PLACE)) & 15).to(tl.float32)
     return 1024.0 + (value * 16.0 if PLACE % 2 == 1 else value)
 
