@@ -7,7 +7,7 @@ _TRACE_CHARS = 6000
 
 
 class MantaError(Exception):
-    """Base of all errors raised on purpose.
+    """The base class of the errors that Manta raises on purpose.
 
     code: stable machine-readable word, e.g. ``context_length_exceeded``.
     param: the request field or configuration key at fault, e.g. ``messages[0].role``; None if

@@ -25,8 +25,8 @@ PREFIX_STRIDE, PREFIX_BYTES = 64, 8  # tokens of a router's prefix hash, and its
 class KVSource(msgspec.Struct, array_like=True, frozen=True):
     """The replica from which KV blocks can be pulled.
 
-    secret: in hex.
-    shared: whether they may come by shared memory, where both are on one machine.
+    secret: the source's secret, in hex.
+    shared: whether blocks may come by shared memory, if both replicas are on one machine.
     """
 
     host: str
@@ -127,8 +127,7 @@ class UpdateWeights(msgspec.Struct, array_like=True, tag="update_weights"):
 
     Running requests go on under the new weights. An Answer follows.
 
-    folder: where the checkpoint is; of several, one a line, the first that this node has.
-
+    folder: the checkpoint's folder, or several, one a line, of which a node takes the first it has.
     version: the name of the new weights; "" = the number of updates so far.
     recompute: whether keys of running requests are computed again, so that their next tokens are
         those of a request that begins with the tokens so far. Otherwise their old keys stay.
@@ -388,7 +387,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     taken: ids of requests that `stats` counts for the first time, refused ones included. Until its
         id is here, the router that sent a request adds it to the figures itself.
     gone: joined hashes of prefixes that have left the prefix cache and the tiers below it.
-    lowered: likewise of those that have left the prefix cache, and are in a tier below it.
+    lowered: joined hashes of prefixes that have left the prefix cache, and are in a tier below it.
     """
 
     stats: EngineStats

@@ -181,7 +181,7 @@ class Region:
 
     It begins with pages, whose content is undefined.
 
-    bytes: all of it, uint8 [size]. It, and what lies over it, must not be used while `held` is
+    bytes: all bytes of the region, uint8 [size]. No tensor over them may be used while `held` is
     False. Raises torch.OutOfMemoryError.
     """
 

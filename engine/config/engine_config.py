@@ -82,13 +82,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         snapshot of its states.
     host_kv_bytes: host memory for KV blocks that leave the device's prefix cache, and come back on
         a hit; below 1 it is a share of the free memory, and 0 = none. docs/kv-tiers.md.
-    host_kv_store: blocks that are copied to host memory: "reused" ones at their second use, or
+    host_kv_store: blocks copied to host memory: "reused" ones at their second use, or
         "all".
     disk_kv_bytes: bytes of files for KV blocks below the host tier, of all engines of the folder
         together; 0 = none. docs/kv-tiers.md.
-    disk_kv_folder: their folder, an absolute path; below /dev/shm it is memory, which all replicas
-        of the machine share. They have what users wrote.
-    disk_kv_clear: delete them when an engine starts or stops, unless others use the folder.
+    disk_kv_folder: the files' folder, an absolute path; below /dev/shm it is memory, which all
+        replicas of the machine share. Files have what users wrote.
+    disk_kv_clear: delete these files when an engine starts or stops, unless others use the folder.
     disk_kv_key_file: a file with a key of 32 bytes that encrypts them (AES-256-GCM); "" = none.
     kv_moves: whether KV blocks go to other replicas and come from them, with 256 MiB of host
         memory (64 on the CPU). docs/kv-tiers.md.

@@ -47,7 +47,7 @@ class ImageProcessor(Protocol):
 
     placeholder: the text that the chat template writes for a picture, such as "<|image_pad|>".
     image_token_id: the token at whose positions the picture's embeddings stand.
-    settings: what changes pixels, for digests.
+    settings: all settings that change pixels, as bytes for digests.
     """
 
     placeholder: str
@@ -72,7 +72,7 @@ class ClipProcessor(Protocol):
 
     placeholder: the text that the chat template writes for a clip.
     outer: the texts before and after the placeholder that the pieces of a clip replace too.
-    settings: what changes pixels, for digests.
+    settings: all settings that change pixels, as bytes for digests.
     """
 
     @property

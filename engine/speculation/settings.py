@@ -54,9 +54,9 @@ class SpeculationSettings:
     """The settings of an engine that drafts.
 
     tokens: the most draft tokens of a request in a step.
-    explicit: whether the configuration asks for it by itself, and not by "auto".
-    rates: of synthetic acceptance, see synthetic.py, for as many drafts as there are rates; () =
-        drafts are accepted where they are right.
+    explicit: whether the configuration names a method, and not "auto".
+    rates: the rates of synthetic acceptance (synthetic.py), for as many drafts as there are rates;
+        () = drafts are accepted where they are right.
     method: "lookup"; where a model drafts "mtp", a layer of the checkpoint itself, "eagle3" or
         "draft_model".
     model: the folder of the model that drafts; "" = the checkpoint's.

@@ -59,7 +59,7 @@ class Tokenizer:
     mark_ids: ids of tokens that a grammar has to name: control tokens, added tokens in angle
         brackets, and tokens that end an answer.
     chat_template: None if the checkpoint has none.
-    same: a tokenizer that has the same backend.
+    same: a loaded tokenizer with the same backend, whose tables are taken; None = there is none.
     """
 
     def __init__(

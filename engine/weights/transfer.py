@@ -44,8 +44,8 @@ class InitInfo(msgspec.Struct):
     """The way into a trainer's group.
 
     world_size: the number of ranks of trainer and engines together.
-    packed, packed_buffer_size_bytes: of every update whose UpdateInfo does not name them, as
-        trainers of vLLM 0.28 or later have it.
+    packed, packed_buffer_size_bytes: the values for each update whose UpdateInfo leaves them out,
+        as trainers of vLLM 0.28 or later do.
     group_name: name of a process group of torch (SGLang); "": vLLM's group, which has no name.
     backend: the backend of torch's group, which must be that of the engine's device.
     """

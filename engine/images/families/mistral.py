@@ -1,4 +1,4 @@
-"""mistral_settings: what Mistral's own files say of pictures, in folders without a processor's."""
+"""mistral_settings: settings of pictures in Mistral's own files, for folders without others."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ PARAMS, TEKKEN = "params.json", "tekken.json"
 
 
 def mistral_settings(folder: Path) -> Reader | None:
-    """Return the settings of a processor as transformers' files name them; None without such.
+    """Return the settings of a processor, named as in transformers' files; None if there are none.
 
-    They stand in params.json (vision_encoder) and in tekken.json (image, or multimodal in older
-    files). Mean and deviation are those of transformers' class.
+    Mistral's folders have them in params.json (vision_encoder) and in tekken.json (image, or
+    multimodal in older files). Mean and deviation are those of transformers' class.
 
     Raises ConfigError naming file and key.
     """

@@ -88,7 +88,7 @@ class DeviceSlots:
         self.touch(slot)
 
     def empty_slot(self, slot: Slot) -> None:
-        """Empty the slot."""
+        """Take the adapter out of a slot that no row uses, so that the slot is free."""
         assert slot.adapter is not None and not slot.pins
         slot.adapter.slot = None
         slot.adapter, slot.ready = None, False

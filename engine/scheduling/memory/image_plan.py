@@ -14,7 +14,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """How an engine takes images.
+    """The tokens that stand for images in prompts, and the limits of an engine's images.
 
     token_ids: the tokens that stand for an embedding in a prompt: of images, then of clips.
     cache_tokens: the most embeddings that the runner has at once, dropped ones excluded.
