@@ -102,7 +102,7 @@ class Resolved:
 
     @property
     def encodes_ahead(self) -> bool:
-        """Whether steps with decodes encode images beside them, for later steps."""
+        """Whether a step with decodes lets the images of later steps be encoded beside it."""
         beside = self.device.type == "cuda" and self.async_scheduling
         return beside and self.model.vision is not None
 

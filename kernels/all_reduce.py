@@ -346,7 +346,7 @@ class PeerMemory:
         return onto
 
     def norm_fits(self, x: Tensor) -> bool:
-        """Whether there are rows [n, columns], and they are short enough for `norm_one_shot`."""
+        """Whether x has rows [n, columns] that are short enough for `norm_one_shot`."""
         rows, columns = x.shape
         return rows > 0 and triton.next_power_of_2(columns) * x.itemsize <= self.slot
 

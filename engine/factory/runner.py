@@ -190,7 +190,7 @@ def build_runner(
 def _share(
     config: EngineConfig, plan: MemoryPlan, device: torch.device, memory: SleepMemory | None
 ) -> KVShare:
-    """Return this engine's share of the device's KV memory, with what it begins with.
+    """Return this engine's share of the device's KV memory, with its first blocks claimed.
 
     Raises ConfigError if the other engines of the device leave less.
     """

@@ -51,7 +51,7 @@ class Builder:
     routes: RouteTap = field(default_factory=RouteTap)  # the choices of routers, where asked for
 
     def method_of(self, layer: str, names: Sequence[str]) -> LinearMethod:
-        """Return the method of a layer that merges these matrices of the checkpoint."""
+        """Return the linear method of a layer that merges the checkpoint's matrices `names`."""
         if self.layer_methods is None:
             return self.method
         return self.layer_methods.of(layer, names)

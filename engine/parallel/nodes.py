@@ -71,7 +71,7 @@ def _numbers(text: str) -> list[int]:
 def read_nodes(
     allowed: Collection[int] | None = None, sysfs: Path = SYSFS, status: Path = STATUS
 ) -> list[Node]:
-    """Return the nodes whose cores this process may use, each with these cores.
+    """Return the nodes with cores that this process may use, each with these cores alone.
 
     Cores that a container, a cpuset or taskset excludes are left out. If the system lists no nodes,
     all cores are one node.

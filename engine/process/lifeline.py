@@ -24,7 +24,7 @@ def read_start() -> bytes:
 
 
 def tie_to_parent(parent: int) -> None:
-    """End this process with its parent, whatever this process is doing.
+    """Make this process end when its parent ends, whatever this process is doing then.
 
     parent: the parent's process id.
     """

@@ -22,7 +22,7 @@ class LayerMethods:
         self._unused = dict.fromkeys(methods)
 
     def of(self, layer: str, names: Sequence[str]) -> LinearMethod:
-        """Return the method of a layer that merges these matrices.
+        """Return the method of a layer that merges the checkpoint's matrices `names`.
 
         layer: the layer's name, for errors.
         Raises ConfigError if a pattern names only some of them.

@@ -333,7 +333,7 @@ class StepImages:
                 self._encodings[image.digest] = encoding
 
     def _together(self, images: Sequence[Image]) -> list[Sequence[Image]]:
-        """Return the runs of the tower for these images."""
+        """Return the images in groups, one for each run of the tower."""
         return [[image] for image in images] if self._apart else [images] if images else []
 
     def _keep_share(self, encoder: Encoder, shares: Sequence[Sequence[Image]]) -> None:

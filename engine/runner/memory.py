@@ -358,7 +358,7 @@ class MemoryPlan:
 
     @property
     def host_blocks(self) -> int:
-        """The number of KV blocks that host memory holds, in half of it beside states."""
+        """The number of KV blocks that host memory holds beside the snapshots of states."""
         # a stage may have no layer that keeps keys
         return (self.host_kv - self.host_states * self.state_bytes) // max(1, self.block_bytes)
 

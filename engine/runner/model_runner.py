@@ -85,7 +85,7 @@ class ModelRunner:
         self.launcher = self._on_stage(GraphStep(self.forward, graphs, self.sampling, self.eager))
 
     def set_pages(self, pages: BlockPages) -> None:
-        """Let the pages of KV memory that grows know what may read blocks by their ids."""
+        """Tell the pages of growing KV memory which block tables and copies may read blocks."""
         if self.forward.cuda:
             pages.tables = [self.rows.block_table, self.forward.inputs.block_table]
             if self.drafting is not None:

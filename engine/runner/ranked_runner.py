@@ -70,7 +70,7 @@ class RankedCopies:
         return done
 
     def settle(self) -> None:
-        """Take the ranks' replies to loads, before a call to which they reply otherwise."""
+        """Receive the ranks' replies to earlier loads, before a call that has another reply."""
         while self._owed:
             self._begun[self._owed.popleft()] = all(self._ranks.replies())
 

@@ -68,7 +68,7 @@ class Refill:
         self._held: dict[str, Mapping[str, Tensor]] = {}
 
     def hold(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
-        """Take a folder's weights from these tensors, as long as there are any.
+        """Use these tensors as a folder's weights, instead of its files, until they are dropped.
 
         tensors: contiguous ones on the model's device, by checkpoint names.
         """

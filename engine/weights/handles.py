@@ -117,7 +117,7 @@ def _plain(argument: Any) -> Any:
 
 
 def from_plain(arguments: list[Any]) -> tuple[Any, ...]:
-    """Return the handle that `plain_handle` was given, as `read_handles` returns it."""
+    """Return a handle, in the form of `read_handles`, from the result of `plain_handle`."""
     return tuple(tuple(item) if isinstance(item, list) else item for item in arguments)
 
 

@@ -8,7 +8,7 @@ _FRAMES = 2  # frames of a patch, where the file is silent
 
 
 class GlmImages(QwenImages):
-    """The pictures of a folder whose model resizes them as Qwen's do, but for small ones.
+    """The pictures of a folder whose model resizes them as Qwen's do, small ones after enlarging.
 
     A file's limits of the area count all frames of a patch, in which a still picture is repeated.
     """
@@ -23,7 +23,7 @@ class GlmImages(QwenImages):
         self.settings += f" {frames}".encode()
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture, whose sides first become those of an embedding at least.
+        """Return the layout of a picture, enlarged first if a side is shorter than an embedding's.
 
         Raises ImageError for an aspect ratio above 200.
         """

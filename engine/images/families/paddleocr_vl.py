@@ -5,13 +5,13 @@ from engine.images.layout import ImageLayout
 
 
 class PaddleImages(QwenImages):
-    """The pictures of a folder whose model resizes them as Qwen's do, but for small ones."""
+    """The pictures of a folder whose model resizes them as Qwen's do, small ones enlarged."""
 
     name, text = "paddleocr_vl", "<|IMAGE_PLACEHOLDER|>"
     limits = 384 * 384, 1536 * 1536
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture, whose sides first become those of an embedding at least.
+        """Return the layout of a picture, enlarged first if a side is shorter than an embedding's.
 
         Raises ImageError for an aspect ratio above 200.
         """

@@ -94,7 +94,7 @@ class DeviceSlots:
         slot.adapter, slot.ready = None, False
 
     def promise(self, adapter: Adapter) -> None:
-        """Promise the adapter a slot that requests still use, once they have ended.
+        """Promise the adapter a slot that requests still use, from when these have ended.
 
         At most half of the slots are promised, so that requests on the others go on.
         """

@@ -51,7 +51,7 @@ class PeerError(Exception):
 
 
 class Locate(msgspec.Struct, array_like=True, tag="locate"):
-    """The question where the source has its slots."""
+    """The message that asks where in memory the source has its slots."""
 
 
 class Place(msgspec.Struct, array_like=True, tag="place"):

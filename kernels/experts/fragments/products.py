@@ -151,7 +151,7 @@ def _bring(codes_at, scales_at, step, limit, COUNT: gl.constexpr, EVEN: gl.const
 @gluon.jit
 def start_loads(codes_at, scales_at, share, limit, COUNT: gl.constexpr, SHARES: gl.constexpr,
            AHEAD: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
-    """Start the loads that are on their way before the loop."""
+    """Start the first loads, which are under way when the loop begins."""
     words, scales = (), ()
     for step in gl.static_range(AHEAD):
         w, s = _bring(codes_at, scales_at, share + step * SHARES, limit, COUNT, EVEN)
