@@ -35,7 +35,7 @@ class KVSource(msgspec.Struct, array_like=True, frozen=True):
     shared: bool = True
 
 
-BATCH_PRIORITY = 16  # of batch work: the lowest priority that a router's queue distinguishes
+BATCH_PRIORITY = 16  # the priority of batch work: the lowest that a router's queue distinguishes
 
 
 class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
@@ -342,7 +342,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     host_kv_failed_loads: int = 0
     # Of the disk tier below it, likewise.
     disk_kv_blocks: int = 0
-    disk_kv_used_bytes: int = 0  # of all files of the folder, with those of other engines
+    disk_kv_used_bytes: int = 0  # bytes of all files of the folder, those of other engines included
     disk_kv_most_bytes: int = 0
     disk_kv_written_bytes: int = 0
     disk_kv_read_bytes: int = 0
@@ -428,7 +428,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     # state before the first step, which shows the engine's capacity
     stats: EngineStats | None = None
     images: bool = True  # whether requests may have images, for the library
-    dtype: str = ""  # of the weights that are not quantised, as in "bfloat16"
+    dtype: str = ""  # dtype of weights that are not quantised, such as "bfloat16"
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

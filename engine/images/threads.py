@@ -18,7 +18,7 @@ R = TypeVar("R")
 _MOST = 4  # threads for one picture; Pillow lets others run while it decodes and resizes
 
 
-_lock = threading.Lock()  # of the count
+_lock = threading.Lock()  # guards `_prepared`
 _prepared = 0  # pictures that are decoded or resized now
 
 

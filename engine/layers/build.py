@@ -45,7 +45,7 @@ class Builder:
     runs_on: str = "cuda"  # type of the device that will run the model
     # Names of tensors, and of modules with all their tensors, that only other ranks hold.
     elsewhere: set[str] = field(default_factory=set)
-    layer_methods: LayerMethods | None = None  # of layers with formats of their own
+    layer_methods: LayerMethods | None = None  # methods of layers with formats of their own
     # outputs of experts, passed to the next layer
     ahead: list[torch.Tensor] = field(default_factory=list)
     routes: RouteTap = field(default_factory=RouteTap)  # the choices of routers, where asked for

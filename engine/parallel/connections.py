@@ -20,7 +20,7 @@ _HANDSHAKE_SECONDS = 5
 # A node that does not answer, as after a power cut, is given up after about 8 seconds.
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 2, 2, 3
 _UNANSWERED_MS = 8000
-_SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
+_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 
 
 class RemoteRanks(msgspec.Struct, frozen=True):

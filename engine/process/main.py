@@ -52,7 +52,7 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 logger = logging.getLogger("manta.engine")
 
 LAST_FRAME_MS = 1000  # how long to wait until the parent has read the last frame
-RANK_EXIT_SECONDS = 0.2  # the same in seconds, where the step loop may hang in an all-reduce
+RANK_EXIT_SECONDS = 0.2  # how long to wait where the step loop may hang in an all-reduce
 PULSE_SECONDS = 0.5
 # Idle milliseconds before invariants are checked. The check takes 11 ms for a large device's
 # blocks, and a client that sends one request after another would wait for it each time.

@@ -35,7 +35,7 @@ from kernels.dispatch import Kernels, kernels_for
 from kernels.metadata import AttentionMeta
 
 PIECE = 512  # tokens of the text that attend to each other
-PIECES = 64  # of a longer text, evenly
+PIECES = 64  # pieces that are taken from a longer text, at equal distances
 LEAST = 1024  # tokens; fewer say little of how large inputs are
 BLOCK = 16
 
@@ -205,7 +205,7 @@ class _Observer(Dense):
         self._names: dict[int, tuple[str, ...]] = {}  # id of a state -> its matrices
         # the inputs and residuals of the unrounded model: id of a state -> piece -> calls
         self._exact: dict[int, list[list[tuple[Tensor, Tensor | None]]]] = {}
-        self._pieces = 0  # that the layer has read, unrounded
+        self._pieces = 0  # pieces that the unrounded layer has read
         self._records = False
         self._watched: tuple[int, _Sums] | None = None
 

@@ -11,7 +11,7 @@ from engine.weights.stored import StoredTensor
 GROUP = 32  # inputs that share a scale; with 64 everywhere small models lose several times as much
 WIDE = 64
 MOST = 4.6  # bits of a weight with its scale and zero point, on average
-_ROWS = 32  # of each matrix, which are rounded to compare groups
+_ROWS = 32  # rows of each matrix that are rounded to compare groups
 _BITS = {group: 4 + 20 / group for group in (GROUP, WIDE)}
 
 

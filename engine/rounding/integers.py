@@ -15,10 +15,10 @@ _LEAST = 6e-8  # the smallest positive float16, the scale of groups of zeros
 # Shares of a group's range that are tried. A clipped outlier leaves finer steps for the rest.
 _SHARES = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 _REFITS = 3  # times that scales are refitted to their codes
-_PASSES = 4  # of coordinate descent; later ones change little
+_PASSES = 4  # passes of coordinate descent; further ones change little
 _STEP = 4 << 20  # weights that are searched at once, with some float32 temporaries each
 _DAMPING = 0.01  # share of the mean diagonal that is added to the Hessian's diagonal
-_RIDGE = 0.05  # likewise, where errors of matrices before are made up for
+_RIDGE = 0.05  # that share where a matrix makes up for errors of those before it
 
 
 class Codes(NamedTuple):

@@ -167,11 +167,11 @@ class StepImages:
         self._stream = stream
         self._group = group or TensorParallelGroup()
         self._least = _LEAST_SHARED if stream is not None else 0
-        self._shares: _Shares | None = None  # of the newest encode, if ranks have not met
+        self._shares: _Shares | None = None  # shares of the newest encode, if ranks have not met
         self._slots: dict[bytes, NDArray[np.int64]] = {}  # digest -> rows of the cache
         # digest -> the encode of the image, until a step waits for it
         self._encodings: dict[bytes, Encoding] = {}
-        self._seconds = 0.0  # of encodes without a stream, since the last `timer`
+        self._seconds = 0.0  # seconds of encodes without a stream since the last `timer`
         self._free = np.arange(len(cache))
         count = rows.pad_row + 1
         # rows whose images' tokens were not all computed since their request took the row

@@ -346,7 +346,7 @@ class MemoryPlan:
     total: int
     rows: list[tuple[str, int]] = field(default_factory=list)
     num_blocks: int = 0
-    most_blocks: int = 0  # of memory that grows
+    most_blocks: int = 0  # the most blocks of memory that grows
     block_bytes: int = 0
     block_size: int = 0
     groups: KVGroups | None = None

@@ -133,7 +133,7 @@ class StateVerification:
         self._pad_row = pad_row
         self._device = device
         self._runs: StateRuns | GraphRuns | None = None
-        self._rows: list[int] = []  # of each run
+        self._rows: list[int] = []  # the row of each run
         self._starts: list[int] = []
         self._lengths: list[int] = []
 

@@ -322,7 +322,7 @@ class Scheduler(RequestPhases):
 
     def _admit(self, builder: StepBuilder) -> None:
         """Start waiting requests, in order, while tokens, rows and memory suffice for the first."""
-        memories: list[KVMemory] = []  # of each pool
+        memories: list[KVMemory] = []  # the memory of each pool
         queue, rows = self.queue, self.rows
         while self.memory.has_row and self._budget(builder) > 0 and (request := queue.first()):
             if len(self.running) + len(queue.waiting_for_blocks) >= rows:

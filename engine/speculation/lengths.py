@@ -50,7 +50,7 @@ _STEP_WEIGHT = 0.15  # weight of a new step with drafts in the means; less with 
 _PLAIN_WEIGHT = 0.15  # weight of a new step without drafts, of which there are few
 _HIT_WEIGHT = 0.04  # weight of a new draft in the mean acceptance
 _FADING = 0.97  # factor of the line's earlier steps at each step with drafts
-_RETURNING = 0.994  # the same at a step without drafts, at which the line moves to its first guess
+_RETURNING = 0.994  # factor at a step without drafts, where the line moves to its first guess
 _SURPRISE = 0.2  # most deviation of a step's time from the line, in steps; outliers are clipped
 _MOST_FIXED = 0.5  # most extra time apart from draft tokens, in steps; more is other programs'
 

@@ -18,7 +18,7 @@ class SyntheticAcceptance:
     """
 
     def __init__(self, rates: Sequence[float]) -> None:
-        # of each draft and all before it, in units of the hash, the last first
+        # probabilities of each draft with all before it, in units of the hash, the last first
         self._least = [round(share * 2**32) for share in accumulate(rates, mul)][::-1]
 
     def accepted(self, places: Iterable[tuple[int, int, int]]) -> list[int]:

@@ -34,7 +34,7 @@ _LIMITS = llg.LLParserLimits(
     step_max_items=50_000,
     max_items_in_row=8_000,  # an optional property of an object takes four
     max_grammar_size=500_000,
-    max_lexer_states=50_000,  # of 1 to 2 kB each
+    max_lexer_states=50_000,  # states of 1 to 2 kB each
     verbose_errors=False,  # verbose errors would quote the output
 )
 _JSON_OPTIONS: Any = {

@@ -159,14 +159,14 @@ class WeightTransfer:
         # Steps do not wait for the copies of a stream of its own, nor these for steps.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._groups: dict[str, TrainerGroup] = {}  # by name
-        self._packing = (False, 0)  # of updates that do not name theirs: packed, bytes of a buffer
+        self._packing = (False, 0)  # (packed, bytes of a buffer) of updates that leave them out
         self._stage: WeightStage | None = None
         self._explicit = False  # whether the stage was begun by an order of its own
         self._heard = 0.0  # when its trainer's last message was carried out
         self._folders: list[WeightStage] = []  # complete ones
         self._placed = ""  # the folder whose weights the engine has
         self._buffer: tuple[dict[str, Any], Tensor] | None = None  # a handle, its tensor
-        self._names: set[str] | None = None  # of all tensors, once `collect` has been called
+        self._names: set[str] | None = None  # names of all tensors, once `collect` was called
         self._missing: set[str] = set()  # names that `collect` waits for
 
     def init(self, info: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def read_internvl_chat(config: Reader, settings: Reader) -> InternVision | None:
     wanted_values = {"select_layer": -1, "ps_version": "v2", "pad2square": False}
     if settings.size("max_patches", 1) > 1:
         wanted_values["use_thumbnail"] = True
-    defaults = {"select_layer": -1, "ps_version": "v1"}  # of the publisher's class
+    defaults = {"select_layer": -1, "ps_version": "v1"}  # defaults of the publisher's class
     for key, wanted in wanted_values.items():
         value = config.get(key, defaults.get(key, False))
         if value != wanted:

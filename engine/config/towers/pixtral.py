@@ -41,7 +41,7 @@ def read_pixtral(config: Reader, settings: Reader) -> PixtralVision | None:
     """
     vision, text = config.inner("vision_config"), config.inner("text_config")
     merged = merges(config)
-    layer = config.get("vision_feature_layer", -1 if merged else -2)  # as transformers' classes
+    layer = config.get("vision_feature_layer", -1 if merged else -2)  # transformers' defaults
     strategy = config.get("vision_feature_select_strategy", "full" if merged else "default")
     if layer != -1 or strategy != "full":
         text_alone(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# What transformers' class has where the file is silent.
+# Defaults of transformers' class, for keys that the file lacks.
 _PATCH, _POOL, _MOST = 16, 3, 280
 _LOW = 70  # embeddings of a picture with detail: low
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# What transformers' class has where the file is silent.
+# Defaults of transformers' class, for keys that the file lacks.
 _LONGEST = 4 * 364
 _MOST = 4096  # limit of a picture's longer side in pixels, whatever the file says
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"

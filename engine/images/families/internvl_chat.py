@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from engine.config_reader import Reader
 
 CONTEXT = "<IMG_CONTEXT>"  # the image token
-# Of ImageNet, which the publisher's code has whatever the files say.
+# ImageNet's values, which the publisher's code takes whatever the files say.
 _MEAN, _DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# What the publisher's classes have where the file is silent.
+# Defaults of the publisher's classes, for keys that the file lacks.
 _PATCH, _MERGE, _MOST, _SIDE = 14, 2, 16384, 512
 _LOW = 512  # embeddings of a picture with detail: low, without its padding
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_LONGEST = 1024  # what transformers' class has where the file is silent
+_LONGEST = 1024  # the default of transformers' class
 # The tokens behind each row of a picture but the last, and behind the last.
 _BREAK, _END = ("[IMG_BREAK]", 12), ("[IMG_END]", 13)
 _LOW = 22  # embeddings on the longer side of a picture with detail: low

@@ -11,7 +11,7 @@ from engine.config_reader import Reader
 from engine.images.layout import ImageError, ImageLayout
 from engine.images.settings import ProcessorSettings
 
-_ASPECT = 200  # of the longer side of a picture to the other
+_ASPECT = 200  # largest ratio of a picture's longer side to the other
 _FRAMES, _MOST_FRAMES = 2, 768  # frames of a patch and of a clip, where files are silent
 _POSITIONS_S = 4  # where config.json is silent
 _LEAST_UNITS, _MOST_UNITS = 128, 768  # embeddings of a frame or clip, where files are silent

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# What transformers' class has where the file is silent.
+# Defaults of transformers' class, for keys that the file lacks.
 _PATCH, _MERGE, _LEAST, _MOST = 14, 2, 56 * 56, 28 * 28 * 1280
 _LOW = 512  # embeddings of a picture with detail: low
 
@@ -35,7 +35,7 @@ class QwenImages:
     """
 
     name, text = "qwen_vl", "<|image_pad|>"
-    limits = _LEAST, _MOST  # what transformers' class has where the file is silent
+    limits = _LEAST, _MOST  # defaults of transformers' class
     clip_class: type[QwenClips] | None = None
 
     def __init__(self, settings: ProcessorSettings) -> None:

@@ -40,7 +40,7 @@ class DeviceSlots:
     def __init__(self, count: int) -> None:
         self._slots = [Slot(index) for index in range(count)]
         self._clock = 0
-        self.popularity = Popularity()  # of adapters, by name
+        self.popularity = Popularity()  # counts of requests by adapter name
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -11,7 +11,7 @@ from engine.models.vision.block import Block, GatedMLP
 from engine.models.vision.qwen_vl import QwenTower, sampled_positions
 from engine.models.vision.tower import segments_of, turns
 
-_MERGER_EPS = 1e-5  # of the merger's LayerNorm, whatever the file says
+_MERGER_EPS = 1e-5  # epsilon of the merger's LayerNorm, whatever the file says
 
 
 class GlmTower(QwenTower):

@@ -59,7 +59,7 @@ _LOOK_SECONDS_IN_MEMORY = 0.1
 _CLOCK_NS = 20_000_000  # the coarsest step of a file system's clock, which dates two changes alike
 _STALE_SECONDS = 600.0  # age at which an unfinished write belongs to nobody
 _MEASURED_SECONDS = 30.0  # age of the rate of reads after which it is measured again
-_KEPT_SHARE = 0.9  # of the bytes, after an eviction
+_KEPT_SHARE = 0.9  # share of the bytes that an eviction leaves
 _WORTH_TIMING = 1 << 22  # bytes; the time of fewer is that of the call
 _PROBE_BYTES = 1 << 25
 
@@ -107,7 +107,7 @@ class DiskFiles:
         self._memories = {STATES: states} | dict.fromkeys(range(num_groups), blocks)
         self._clear = clear
         self._index: dict[int, dict[bytes, None]] = {group: {} for group in self._memories}
-        self._lock = threading.Lock()  # of the counts that several threads change
+        self._lock = threading.Lock()  # guards the counts that several threads change
         self._reads: SimpleQueue[tuple[_Read, Key, int, int] | None] = SimpleQueue()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._finished: deque[tuple[int, frozenset[Key]]] = deque()
@@ -120,7 +120,7 @@ class DiskFiles:
         self._numbers = 0
         self._closing = False
         self._deleting: set[Key] = set()  # keys whose files are about to go
-        self._clearing = 0  # and how often all of them are
+        self._clearing = 0  # orders to delete all files that are not yet carried out
         self.read_rate = self.write_seconds = self.read_seconds = 0.0
         self.written_bytes = self.dropped = self.evictions = self.damaged = 0
         try:

@@ -78,7 +78,8 @@ class HostSlots:
         self.slots = self.memory.view(count, self.num_bytes)
         self._device = device
         self._others: dict[int, Tensor] = {}  # by the number of their first slot
-        self._ends: dict[int, weakref.finalize[..., HostSlots]] = {}  # what unpins these
+        # first slot of attached memory -> finalizer that unpins the memory
+        self._ends: dict[int, weakref.finalize[..., HostSlots]] = {}
         self._numbers = itertools.count(FIRST_OF_OTHERS, FIRST_OF_OTHERS)
         self._unpin_at_end(self.memory)
 
@@ -242,7 +243,7 @@ def _reversed(pairs: Pairs) -> Pairs:
 class _Copy:
     """A copy in flight: what it uses on the device and on the host (`_ends`)."""
 
-    ticket: int  # of a load
+    ticket: int  # ticket of the load; 0 = a store
     items: frozenset[int]
     slots: frozenset[int]
     size: int

@@ -33,7 +33,7 @@ class KVCache:
     layers: dict[int, KV]  # layer number -> its tensors, in order of layers
     # All memory: [slots, KVGroups.tensors, num_blocks, block_size * elements (or bytes) of a token]
     storage: Tensor
-    num_blocks: int  # of a cache that grows, as many as it has addresses for
+    num_blocks: int  # blocks; those with addresses in a cache that grows
     block_size: int
     form: KVFormat
     memory: CacheMemory

@@ -49,7 +49,7 @@ class Drafting:
         # by row: how many of its tokens the draft model has computed; -1 = none of this request's
         self._read = [-1] * (passes.rows.pad_row + 1)
         self._like: Tensor | None = None  # a row of the drafter, for its width and dtype
-        self.graphs: DraftGraphs | None = None  # of the passes that draft
+        self.graphs: DraftGraphs | None = None  # CUDA graphs of the passes that draft
 
     @property
     def tables(self) -> list[Tensor]:

@@ -16,7 +16,7 @@ from engine.speculation.settings import MAX_TOKENS
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta, RotaryPlaces
 
-Number = int | Tensor  # of a draft, from 1 on; a tensor [1] int64 in a graph
+Number = int | Tensor  # the number of a draft, from 1 on; a tensor [1] int64 in a graph
 
 
 class DraftPasses:

@@ -74,7 +74,7 @@ class Speculation:
         self._lookup = lookup
         self._looked = 0  # requests looked at while drafts rested
         self._unread = _READ  # tokens that drafters may still read in this step
-        # Of a model's drafts that the last step computed: their place in `_read()` and number.
+        # request -> place in `_read()` and number of the drafts that the last step computed for it.
         self._computed: dict[Request, tuple[int, int]] = {}
         self._read: Callable[[], Any] = tuple
 

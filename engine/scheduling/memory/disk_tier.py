@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STATES = -1  # the group of snapshots
 _LEAST_WAIT = 1.0  # seconds that a request waits for a read at least
-_WAIT_FACTOR = 4.0  # and for so many times what it should take
+_WAIT_FACTOR = 4.0  # factor of the expected time of a read, for which a request waits in addition
 
 Key = tuple[int, bytes]  # group, hash
 

@@ -31,7 +31,7 @@ logger = logging.getLogger("manta.engine")
 
 GIB = 1 << 30
 _TICK = 0.05  # seconds between two looks at the other engines' shares
-_IDLE_TICK = 0.5  # the same of an engine that runs no steps
+_IDLE_TICK = 0.5  # seconds between such looks in an engine that runs no steps
 _LOOK_AHEAD = 2  # blocks that each running request soon needs, by which growth is early
 _WAITING = 32  # waiting requests whose blocks count as lacking
 _AGAIN = 0.05  # seconds until memory is asked for again

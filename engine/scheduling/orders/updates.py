@@ -58,7 +58,7 @@ class WeightUpdates:
         self._checked = ""  # the folder of the update in progress, on this node
         self.count, self.version = 0, "0"
         self.folder = ""
-        self.seconds = 0.0  # that the last update kept steps waiting
+        self.seconds = 0.0  # seconds that the last update kept steps waiting
 
     def on_checked(self, wake: Callable[[], None]) -> None:
         """Set the function to call, from any thread, when `ready` or the answers may change."""
