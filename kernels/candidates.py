@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, Literal, TypeVar
 
-Capability = tuple[int, int]  # of a CUDA device
+Capability = tuple[int, int]  # compute capability of a CUDA device
 Form = TypeVar("Form")
-# What a kernel's matrix units multiply, or the threads of its GEMV.
+# Operands of a kernel's matrix units, or of its threads in a GEMV.
 Operands = Literal[
     "weights", "8-bit floats", "8-bit integers", "decoded codes", "dequantised weights",
     "keys and values", "codes of keys and values", "latents", "keys and values of latents",

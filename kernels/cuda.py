@@ -267,7 +267,7 @@ class Cuda(Kernels):
             self.prepare(meta, heads, cache, rank)
         out = q.new_empty(num_tokens, heads, outputs - nope)
         inputs = LatentInputs(q, cache, up, scale)
-        count = num_tokens  # of absorbed queries
+        count = num_tokens  # number of absorbed queries
         if count > meta.num_decodes:
             chunks = first_fit(self.LATENT_CHUNKS, inputs, meta)
             if "up" in chunks.fuses:

@@ -29,7 +29,7 @@ class AttentionMeta:
     # leading entries with exactly one query token; in a graph of a mixed step, how many at most
     num_decodes: int
     max_kv_len: int
-    # the same on the host; the CPU back end loops over them. Steps that graphs replay have none.
+    # query_start and kv_len on the host, for the CPU back end. Steps that graphs replay have none.
     query_start_host: list[int] | None = None
     kv_len_host: list[int] | None = None
     # what a back end computed once a step for all layers (e.g. how decode splits the keys)

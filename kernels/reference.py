@@ -449,7 +449,7 @@ class Kernels:
         bias: Tensor | None,  # [channels] float32
         tail: Tensor,  # [rows, taps - 1, channels] float32, written at meta.rows
         meta: AttentionMeta,
-        silu: bool = False,  # of the results
+        silu: bool = False,  # whether SiLU is applied to the results
     ) -> Tensor:
         """Return the convolution of each channel of an entry's tokens with the inputs before them.
 

@@ -168,7 +168,7 @@ class DecodeTile(NamedTuple):
     keys: int  # keys a tile
     merge: int  # splits merged at a time
     merge_rows: int  # GROUP padded to a power of two
-    last_merges: bool  # else _merge_kernel does
+    last_merges: bool  # whether the split that arrives last merges, and not `_merge_kernel`
     queries: int = 1  # the most entries of a run
 
 

@@ -248,7 +248,7 @@ def plan(
     dims = triton.next_power_of_2(head_dim)
     if isinstance(k_cache, QuantizedKV):
         rows = None
-        shape, element_size = _quantized_launch(pairs, sms, dims), 1  # or less
+        shape, element_size = _quantized_launch(pairs, sms, dims), 1  # 4-bit elements take less
     else:
         element_size = k_cache.element_size()
         shape = _decode_launch(pairs, sms, dims, element_size)

@@ -66,7 +66,7 @@ def _quantized_decode_kernel(
     SHARES: tl.constexpr,  # keys that the warps take in one product
     SCORES: tl.constexpr,  # `Scores`
     CODES: tl.constexpr,  # `CodePages`
-    DTYPE: tl.constexpr,  # of products
+    DTYPE: tl.constexpr,  # dtype of products
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):

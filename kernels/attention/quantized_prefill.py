@@ -70,7 +70,7 @@ def _numbers(k_word, v_word, KIND: tl.constexpr):
 def _walk(
     query,
     total,  # [rows]: the sum of each row of `query`
-    factor,  # of each row's scores
+    factor,  # [rows]: the factor of each row's scores
     k_codes,
     v_codes,
     k_words,
@@ -218,7 +218,7 @@ def _quantized_prefill_kernel(
     TILE: tl.constexpr,  # `PrefillTile`
     SCORES: tl.constexpr,  # `Scores`
     CODES: tl.constexpr,  # `CodePages`
-    DTYPE: tl.constexpr,  # of products
+    DTYPE: tl.constexpr,  # dtype of products
     ASM: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
 ):

@@ -45,7 +45,7 @@ from kernels.launch.hopper import PIECE, SWIZZLED, barrier, clear_rows_from, loa
 from kernels.launch.pdl import num_sms
 from kernels.metadata import AttentionMeta
 
-ROWS = 128  # of a program
+ROWS = 128  # rows of a program
 MAX_REGISTERS = 168  # a thread's registers, on average of three warpgroups
 
 
@@ -348,7 +348,7 @@ def _attend(
                 barrier()
                 mbarrier.arrive(free_v.index(place), count=1)
                 step += 1
-            denominator = gl.where(denominator > 0.0, denominator, 1.0)  # of padding: 0 / 1
+            denominator = gl.where(denominator > 0.0, denominator, 1.0)  # padding rows become 0 / 1
             acc = acc / gl.convert_layout(denominator, gl.SliceLayout(1, OUT))[:, None]
             # By way of the queries' place, which nobody reads any more: stores of 16 bytes.
             query.store(acc.to(dtype))
@@ -371,7 +371,7 @@ def _attend(
 def _prefill_specialized_kernel(
     q,  # a descriptor of [num_tokens, num_heads * DIM]
     k_cache,  # a descriptor of [num_blocks * HEADS * BLOCK_SIZE, DIM]
-    v_cache,  # likewise
+    v_cache,  # a descriptor of that shape
     out,  # [num_tokens, num_heads, DIM]
     block_table,
     query_start,

@@ -167,7 +167,7 @@ def _rotate_kernel(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,  # half of the elements that are rotated
     DIMS: tl.constexpr,  # HALF padded
-    HEADS: tl.constexpr,  # of a program
+    HEADS: tl.constexpr,  # heads of a program
 ):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

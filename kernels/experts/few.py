@@ -195,7 +195,7 @@ def few_up(
 
 
 def few_down(
-    inner: Tensor,  # of few_up
+    inner: Tensor,  # the result of `few_up`
     weights: Tensor,
     ids: Tensor,
     stack: ExpertWeights,

@@ -30,8 +30,8 @@ MOST = 8
 
 
 class PairTile(NamedTuple):
-    rows: int  # of a program
-    units: int  # of a row at a time
+    rows: int  # rows of a program
+    units: int  # units of a row at a time
     num_warps: int
     ints: int = 2  # 32-bit words of a unit of 8-bit codes
     converts: bool = False  # whether the device's instruction converts 8-bit floats
@@ -440,7 +440,7 @@ def few_packed_up(
 
 
 def few_packed_down(
-    inner: Tensor,  # of few_packed_up
+    inner: Tensor,  # the result of `few_packed_up`
     weights: Tensor,
     ids: Tensor,
     stack: PackedExperts,

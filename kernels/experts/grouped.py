@@ -321,7 +321,7 @@ class Scales(NamedTuple):
 
     rows: Tensor  # float32, one for each row of x, or of inner
     outputs: Tensor  # float32, one for each row of all experts' weights
-    dtype: torch.dtype  # of the result
+    dtype: torch.dtype  # dtype of the result
 
 
 def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
@@ -483,8 +483,8 @@ def by_expert(
     experts: int,
     residual: Tensor | None,
     up: Callable[..., Tensor],  # takes `grouped_up`'s arguments
-    down: Callable[..., Tensor],  # of `grouped_down`'s
-    tiles: Any,  # of both
+    down: Callable[..., Tensor],  # takes `grouped_down`'s arguments
+    tiles: Any,  # tiles of both matmuls
 ) -> Tensor:
     """Compute experts by two matmuls over pairs sorted by expert, and sum each token's pairs.
 

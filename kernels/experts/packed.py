@@ -26,7 +26,7 @@ from kernels.packed import PackedWeight
 
 
 class PackedTile(NamedTuple):
-    pairs: int  # of one expert
+    pairs: int  # pairs of one expert
     outs: int  # rows of the weight; for gate_up this many of the gate and of the up
     num_warps: int
     num_stages: int

@@ -95,7 +95,7 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["pairs", "runs"])
 def _place_kernel(
     ids,  # [pairs]
-    earlier,  # of `_count_kernel`
+    earlier,  # counts from `_count_kernel`
     counts,
     order,  # [pairs]: sorted place -> pair
     starts,  # [EXPERTS + 1]: the first place of each expert, and the end of the last one

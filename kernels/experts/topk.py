@@ -67,7 +67,7 @@ def _topk_kernel(
     CORRECT: tl.constexpr,
     RENORMALISE: tl.constexpr,
     BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,  # of experts
+    BLOCK: tl.constexpr,  # experts, padded
     PLACES: tl.constexpr,  # a power of two, at least CHOSEN
     PDL: tl.constexpr,
 ):

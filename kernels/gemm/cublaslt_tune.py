@@ -265,7 +265,7 @@ def _search(weights: Sequence[Tensor], missing: Sequence[int], add: bool) -> _Fo
     weight = weights[0]
     algorithms: _Found = {}
     weights = weights[: max(2, -(-_COLD // weight.nbytes))]
-    leaders: dict[int, list[Algorithm]] = {}  # of each landmark
+    leaders: dict[int, list[Algorithm]] = {}  # landmark -> its fastest algorithms
     for rows in sorted(missing, key=lambda rows: (rows not in _LANDMARKS, rows)):
         search = _AlgorithmSearch(weights, rows, add)
         if rows in _LANDMARKS:

@@ -18,7 +18,7 @@ from kernels.launch.pdl import num_sms
 
 
 class FixedTile(NamedTuple):
-    rows: int  # of x
+    rows: int  # rows of x
     outs: int  # rows of the weight
     depth: int  # columns a turn
     num_warps: int

@@ -203,7 +203,7 @@ def gemv(
     *,
     norm: Tensor | None = None,  # [in]
     eps: float = 0.0,
-    gate: str | None = None,  # of GATES
+    gate: str | None = None,  # a key of GATES
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:

@@ -164,7 +164,7 @@ def _rope_kv_write_kernel(
     positions,
     slots,
     q_out,
-    k_cache,  # or codes
+    k_cache,  # keys, or their codes
     v_cache,
     k_numbers,  # int16, if KIND
     v_numbers,

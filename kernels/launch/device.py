@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-Capability = tuple[int, int]  # of CUDA
+Capability = tuple[int, int]  # compute capability of CUDA
 
 KIB = 1024
 # The largest shared memory of a program in bytes, by compute capability.

@@ -83,7 +83,7 @@ def _kimi_pairs_kernel(
     keys,
     totals,
     lower,  # [slots, HEADS, CHUNK, CHUNK] float32: products of keys and earlier keys, without beta
-    overlaps,  # the same of queries and keys, of x's dtype
+    overlaps,  # products of queries and earlier keys, of x's dtype
     query_start,
     counts,
     num_tokens,

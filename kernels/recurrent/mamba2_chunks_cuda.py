@@ -55,7 +55,7 @@ def _mamba2_prepare_kernel(
     inputs,  # [slots, GROUPS, CHUNK, STATES]: B; outputs is C
     outputs,
     sizes,  # [slots, HEADS, CHUNK] float32: the time steps, Mamba's delta
-    totals,  # the same: cumulated logarithms of decays in the chunk
+    totals,  # like `sizes`: cumulated logarithms of decays in the chunk
     rows,
     query_start,
     kv_len,

@@ -61,7 +61,7 @@ ROWS, KEYS = LATENT_ROWS, LATENT_KEYS
 RANK, ROPE = LATENT_SIZES
 HALF = RANK // 2
 WIDE = PIECE  # elements that the accelerator copies of a row
-PLACES = 2  # of tiles
+PLACES = 2  # tiles in shared memory
 REGISTERS = 208  # a thread's registers in `_half`
 COPIES = 56  # registers of a thread of those that copy
 

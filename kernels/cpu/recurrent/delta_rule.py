@@ -47,7 +47,7 @@ from kernels.recurrent.delta_rule import EPS, DeltaInputs
 _MIXED, _A, _A_STRIDE, _B, _B_STRIDE, _DECAY, _DT_BIAS, _MOST = range(OWN, OWN + 8)
 _STATE, _Z, _Z_STRIDE, _NORM, _EPS, _OUT, _SCRATCH, _WORDS = range(OWN + 8, OWN + 16)
 _COLUMNS = 2  # vectors of a state's columns that are processed at once
-_WIDE = 8  # the same for a decode
+_WIDE = 8  # such vectors in a decode
 
 
 @dataclass(frozen=True)

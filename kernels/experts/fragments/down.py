@@ -177,7 +177,7 @@ def _fragments_few_down_kernel(
 
 
 def few_fragments_down(
-    inner: Tensor,  # of few_fragments_up
+    inner: Tensor,  # the result of `few_fragments_up`
     weights: Tensor,
     ids: Tensor,
     stack: PackedExperts,

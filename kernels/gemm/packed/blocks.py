@@ -126,7 +126,7 @@ def splits(size: int, programs: int, groups: int, sms: int) -> int:
 
 def block_linear(
     rows: Tensor,  # e4m3 [tokens or more, in], of `round_rows` with the weight's group
-    scales: Tensor,  # its scales
+    scales: Tensor,  # scales of the rows
     weight: PackedWeight,  # [out, in]
     tokens: int,
     dtype: torch.dtype,

@@ -375,8 +375,8 @@ def tile(
     tokens: int,
     shape: tuple[int, int],
     sms: int,
-    scale_codes: bool = False,  # as in `packed_dot`
-    sums: bool = False,  # as `scales_sums`
+    scale_codes: bool = False,  # see `packed_dot`
+    sums: bool = False,  # the result of `scales_sums`
 ) -> tuple[int, int, int, int, int]:
     """Return (ROWS, TOKENS, words or codes of a row, warps, stages), the best of sweeps over
     llama-8b's matrices on one H200.

@@ -43,7 +43,7 @@ class FewTile(NamedTuple):
 
     rows: int
     tokens: int
-    words: int  # of a row, a warp
+    words: int  # words of a row that a warp takes at a time
     shares: int  # parts of the columns: one for each warp
     ptx: tuple[str, ...]  # PTX that decodes each of a word's four fields
 

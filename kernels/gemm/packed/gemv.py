@@ -21,7 +21,7 @@ class GemvTile(NamedTuple):
     """The tile of a program."""
 
     rows: int  # a program owns; GATED: gate and up rows alternate
-    units: int  # of a row at a time
+    units: int  # units of a row at a time
     unit: int  # words or codes of a thread
     whole_steps: bool  # whether tiles divide the rows and the columns
 
@@ -157,7 +157,7 @@ def packed_gemv(
     *,
     norm: Tensor | None = None,  # [in]
     eps: float = 0.0,
-    gate: str | None = None,  # of GATES
+    gate: str | None = None,  # a key of GATES
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:

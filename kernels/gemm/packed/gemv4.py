@@ -82,7 +82,7 @@ def _decoded(w, HOW: tl.constexpr):
 class Nibbles(NamedTuple):
     """The rule by which 4-bit codes become numbers."""
 
-    ptx: str  # of `decoder`
+    ptx: str  # PTX from `decoder`
     zero: int
     offset: int
     group: int  # words whose codes share a scale
@@ -248,7 +248,7 @@ def gemv4(
     *,
     norm: Tensor | None = None,  # [in], in x's dtype
     eps: float = 0.0,
-    gate: str | None = None,  # of GATES
+    gate: str | None = None,  # a key of GATES
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:

@@ -53,7 +53,7 @@ def _gemv8_kernel(
     rows,
     words,  # columns / 4
     FUSED: tl.constexpr,  # `kernels.gemm.gemv.Fused`
-    HOW: tl.constexpr,  # of `decoder`
+    HOW: tl.constexpr,  # PTX from `decoder`
     GROUP: tl.constexpr,  # words of a scale; 0: all of a row's
     BAND: tl.constexpr,  # rows of a scale
     ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
@@ -200,7 +200,7 @@ def gemv8(
     *,
     norm: Tensor | None = None,  # [in], in x's dtype
     eps: float = 0.0,
-    gate: str | None = None,  # of GATES
+    gate: str | None = None,  # a key of GATES
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:

@@ -143,7 +143,7 @@ def _splits(programs: int, steps: int, sms: int) -> int:
 
 def int8_linear(
     rows: Tensor,  # int8 [tokens, in], of `round_rows`
-    scales: Tensor,  # its scales
+    scales: Tensor,  # scales of the rows
     weight: PackedWeight,  # [out, in]
     dtype: torch.dtype,
     residual: Tensor | None = None,  # [tokens, out], overwritten by the result

@@ -36,7 +36,7 @@ from kernels.packed import PackedWeight
 
 TOKENS = 8  # the short side of the matrix units' tiles
 _SPAN = 128
-_OUTPUTS = 16  # of a tile
+_OUTPUTS = 16  # outputs of a tile
 _MAGIC = {"bf16": 128, "f16": 1024}  # numbers with the last bits of their mantissa free
 _FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16}
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -129,7 +129,7 @@ class MmaCodes(NamedTuple):
     """The rule by which 4-bit codes become operands of `mma`, as one `gl.constexpr`."""
 
     matmul_ptx: str  # products of a step's codes with x
-    sum_ptx: str  # of a step's x
+    sum_ptx: str  # sums of a step's x
     base: int  # amount by which codes are too large
     offset: int  # 0: none, 1: added, 2: added to codes
     group: int  # inputs that share a scale
@@ -395,7 +395,7 @@ def mma4(
     x: Tensor,  # [tokens, in]
     weight: PackedWeight,  # [out, in]; with a gate [2 * out, in]
     *,
-    gate: str | None = None,  # of GATES
+    gate: str | None = None,  # a key of GATES
     residual: Tensor | None = None,  # [tokens, out], overwritten by the result
     config: MmaTile | None = None,
 ) -> Tensor:
