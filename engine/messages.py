@@ -200,7 +200,7 @@ class RemoveAdapter(msgspec.Struct, array_like=True, tag="remove_adapter"):
 
 
 class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
-    """A registered adapter."""
+    """The description of a registered adapter, for lists and answers."""
 
     name: str
     revision: str

@@ -166,7 +166,7 @@ class PoolingHead:
         self._steps = steps
 
     def __call__(self, pooled: Vector, *, unscaled: bool = False) -> Vector:
-        """Apply the steps to a pooled vector.
+        """Return a pooled vector [hidden_size] after all steps, float32.
 
         unscaled: whether to leave out a final division by its length.
         """
@@ -206,7 +206,7 @@ class PooledText:
 
 
 def as_array(vector: bytes) -> Vector:
-    """Return the array of bytes from `PooledText.vector`."""
+    """Return the float32 array [elements] that the bytes of `PooledText.vector` hold."""
     return np.frombuffer(vector, dtype="<f4")
 
 

@@ -117,7 +117,7 @@ class Resolved:
 
 
 def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
-    """Resolve a configuration for this machine; only config.json is read.
+    """Return a configuration resolved for this machine; only config.json is read.
 
     rank: the rank that asks.
     Raises ConfigError naming the key at fault.
@@ -169,7 +169,7 @@ def decide(
     name: str = "",
     capability: tuple[int, int] | None = None,
 ) -> Resolved:
-    """Resolve a configuration for a device that need not be present.
+    """Return a configuration resolved for a device that need not be present.
 
     name: the device's name, for messages.
     capability: the compute capability of CUDA; None = sufficient for all settings.

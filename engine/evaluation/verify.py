@@ -302,8 +302,7 @@ def _texts(
     max_tokens: int,
     progress: Callable[[str], None],
 ) -> list[Output]:
-    """Generate the engine's greedy texts, and report those that depend on how they were
-    computed."""
+    """Return the engine's greedy texts; report those that depend on how they were computed."""
     core, _ = build(config)
     ids = [prompt.ids for prompt in prompts]
     params = SamplingParams(

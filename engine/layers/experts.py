@@ -46,7 +46,7 @@ class Stack:
             self.places = torch.tensor(places, dtype=torch.int32, device=build.device)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
-        """Compute this rank's part of `Kernels.experts`.
+        """Return this rank's part of the weighted sum of each token's experts (`Kernels.experts`).
 
         Every rank has all tokens and routes alike, so that no tokens are sent. An all-reduce adds
         what other ranks' experts compute.

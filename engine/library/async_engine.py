@@ -62,15 +62,19 @@ class AsyncEngine(RequestManager):
             raise failed
 
     async def add_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
-        """Register a PEFT adapter, or replace the one of that name; running requests keep the old
-        weights.
+        """Register a PEFT adapter, or replace the one of that name; return its description.
+
+        Running requests keep the old weights.
 
         Raises AdapterError, EngineDead.
         """
         return await self._client.add_adapter(name, folder)
 
     async def remove_adapter(self, name: str) -> AdapterInfo:
-        """Remove an adapter; running requests finish with it. Raises AdapterError, EngineDead."""
+        """Remove an adapter and return its description; running requests finish with it.
+
+        Raises AdapterError, EngineDead.
+        """
         return await self._client.remove_adapter(name)
 
     async def stats(self) -> EngineStats:

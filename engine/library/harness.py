@@ -72,7 +72,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a chat by the model's template. Raises ConfigError if it has none."""
+        """Return a chat rendered by the model's template. Raises ConfigError if it has none."""
         template = self._tokenizer.chat_template
         if template is None:
             raise ConfigError(

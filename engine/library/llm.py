@@ -218,14 +218,19 @@ class LLM(RequestManager):
         return outputs
 
     def add_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
-        """Register a PEFT adapter, or replace the one of that name. Needs max_loras > 0.
+        """Register a PEFT adapter, or replace the one of that name; return its description.
+
+        Needs max_loras > 0.
 
         Raises AdapterError, EngineDead.
         """
         return self._loop.call(self._client.add_adapter(name, folder))
 
     def remove_adapter(self, name: str) -> AdapterInfo:
-        """Remove an adapter; running requests finish with it. Raises AdapterError, EngineDead."""
+        """Remove an adapter and return its description; running requests finish with it.
+
+        Raises AdapterError, EngineDead.
+        """
         return self._loop.call(self._client.remove_adapter(name))
 
     def stats(self) -> EngineStats:

@@ -97,7 +97,7 @@ class _ChoiceState:
 
 
 def _add_version(versions: list[tuple[str, int]], version: str, count: int) -> None:
-    """Add the version of `count` further tokens."""
+    """Add the weights' version of `count` further tokens to `versions`, in place."""
     if not count:
         return
     if versions and versions[-1][0] == version:

@@ -96,6 +96,6 @@ class WeightSender:
                 self._group.broadcast(torch.cat(raws))
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
+        """Leave the group of trainer and engines. Idempotent."""
         if self._group is not None:
             self._group.close()

@@ -53,7 +53,7 @@ class DeviceAdapters:
 
     @classmethod
     def allocate(cls, resolved: Resolved, model: Model) -> "DeviceAdapters":
-        """Allocate the adapter slots, and register the model's layers in the adapters' tables."""
+        """Allocate and return the adapter slots; the model's layers get places in their tables."""
         config, device = resolved.config, resolved.device
         linears = list(model.linears())
         layout = LoraLayout(linear.spec for linear in linears)

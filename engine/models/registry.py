@@ -241,7 +241,7 @@ def build_tower_alone(
     *,
     runs_on: str | None = None,
 ) -> Tower | None:
-    """Allocate the tower of a model without its layers; None for text alone.
+    """Return the allocated tower of a model, without the layers; None for text alone.
 
     runs_on: see `build_model`.
     """

@@ -150,7 +150,7 @@ class DistributedGroup(TensorParallelGroup):
 
     @staticmethod
     def beside(parts: Tensor, total: int) -> Tensor:
-        """Join the `padded` parts of all ranks, [ranks, n, columns], to [n, total]."""
+        """Return the `padded` parts of all ranks, [ranks, n, columns], joined to [n, total]."""
         return parts.movedim(0, 1).flatten(1)[:, :total].contiguous()
 
     def broadcast(self, x: Tensor) -> Tensor:

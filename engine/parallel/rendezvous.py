@@ -247,7 +247,7 @@ def distributed(
     exact: bool,
     memory: int | None = None,
 ) -> Place:
-    """Open the place of a rank that communicates over torch.distributed.
+    """Open and return the place of a rank that communicates over torch.distributed.
 
     memory: on the CPU, the file that a stage's ranks share, which are on one machine.
     """

@@ -82,7 +82,7 @@ class _State:
 class SharedMemoryGroup(TensorParallelGroup):
     """The group of ranks that are processes of one machine.
 
-    state: made by `open`.
+    state: the tensors over the shared file, made by `open`.
     """
 
     state: _State | None = None

@@ -243,7 +243,7 @@ class EngineClient:
         load: bool = True,
         digest: str = "",
     ) -> AdapterInfo:
-        """Register a PEFT adapter with the engine, or replace the one of that name.
+        """Register a PEFT adapter, or replace the one of that name; return its description.
 
         Requests that were submitted before finish with the old weights. Parameters: see
         `AddAdapter`.
@@ -255,7 +255,10 @@ class EngineClient:
         )
 
     async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
-        """Remove an adapter; accepted requests finish with it. Raises AdapterError, EngineDead."""
+        """Remove an adapter and return its description; accepted requests finish with it.
+
+        Raises AdapterError, EngineDead.
+        """
         return await self._ask(lambda ticket: RemoveAdapter(ticket, name, revision))
 
     async def close(self, timeout: float = STOP_SECONDS) -> None:

@@ -194,13 +194,13 @@ class LinearMethod(ABC):
         return EmbeddingTable(spec, virtual)
 
     def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Compute apply(rms_norm(x))."""
+        """Return apply(rms_norm(x)), [n, out]."""
         return self.apply(state, self.kernels.rms_norm(x, norm, eps))
 
     def apply_norm_gated(
         self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
-        """Compute gate(apply(rms_norm(x))), [n, out / 2].
+        """Return gate(apply(rms_norm(x))), [n, out / 2].
 
         gate: a key of kernels.*.GATES.
         """
@@ -234,7 +234,7 @@ class LinearMethod(ABC):
         return False
 
     def apply_inner(self, state: Any, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
-        """Compute apply(gate(both)) of both [n, 2 * in].
+        """Return apply(gate(both)) of both [n, 2 * in].
 
         gate: a key of kernels.*.GATES.
         residual: if given, the result is added to it in place.

@@ -119,7 +119,7 @@ def _line(
 def _kernels(
     table: Sequence[Candidate[Format]], form: Format, capability: tuple[int, int] | None
 ) -> str:
-    """Describe how a table's kernels multiply a format, and the GPU that its 8-bit GEMMs need."""
+    """Return the kernels of a table for a format, in words, and the GPU that 8-bit GEMMs need."""
     able = [other for other in _CAPABILITIES if _rounding(table, form, other)]
     kernel = _rounding(table, form, capability) if capability else None
     if kernel is not None:

@@ -64,7 +64,7 @@ Take = Callable[[Inputs], dict[str, Tensor]]
 
 
 def read_pieces(file: Path, folder: Path) -> list[Tensor]:
-    """Tokenise a calibration text and cut it into pieces, each with the model's first tokens.
+    """Return the tokens of a calibration text in pieces, each with the model's first tokens.
 
     folder: the model's folder, with its tokenizer.
     Raises ConfigError for a file that cannot be read or is too short.
@@ -215,7 +215,7 @@ class _Observer(Dense):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep the inputs of a layer's matrices, as those of the unrounded model."""
+        """Record what the matrices get in the `with` block, as inputs of the unrounded model."""
         self._exact.clear()
         self._pieces, self._records = 0, True
         yield

@@ -466,7 +466,7 @@ def _packed(codes: Codes) -> dict[str, Tensor]:
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes [n, m] into int32 [n, m / 8], the first code in the lowest bits."""
+    """Return 4-bit codes [n, m] as int32 [n, m / 8], the first code in the lowest bits."""
     both = codes.reshape(codes.shape[0], -1, 2)
     return (both[..., 0] | (both[..., 1] << 4)).contiguous().view(torch.int32)
 

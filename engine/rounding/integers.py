@@ -41,7 +41,7 @@ class Codes(NamedTuple):
 
 
 def searched(weight: Tensor, group: int, importance: Tensor | None = None) -> Codes:
-    """Round a matrix so that each group's squared error is the least that was tried.
+    """Return the codes of a matrix for which each group's squared error is the least tried.
 
     weight: float32 [out, in].
     group: inputs that share a scale and a zero point; it divides the inputs.
@@ -171,7 +171,7 @@ class Feedback(NamedTuple):
 
 
 def fed_back(weight: Tensor, group: int, feedback: Feedback) -> Codes:
-    """Round a matrix column by column; later columns make up for the error of earlier ones.
+    """Return the codes of a matrix, rounded so that later columns make up for earlier ones.
 
     Columns with the largest inputs are rounded first, while most others can still change. Scales
     and zero points are those of `searched`, so codes stay in the order of the inputs.
@@ -204,7 +204,9 @@ def fed_back(weight: Tensor, group: int, feedback: Feedback) -> Codes:
 def _descended(
     weight: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, hessian: Tensor
 ) -> Codes:
-    """Lower the error of a matrix's outputs, one column's codes or one group's scales at a time.
+    """Return codes with a lower error of the matrix's outputs, by coordinate descent.
+
+    Each change is to one column's codes or one group's scales.
 
     Each change is the best one while all other codes and scales stay, so the error never grows but
     for the rounding of scales to float16.

@@ -255,7 +255,7 @@ class StepImages:
             self._rows.deltas[row : row + 1].fill_(delta)  # setting an element would wait
 
     def clear(self) -> None:
-        """Drop all images."""
+        """Free all places of the cache of embeddings, and forget the encodes in flight."""
         self._slots.clear()
         self._encodings.clear()
         self._shares = None

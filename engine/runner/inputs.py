@@ -50,7 +50,7 @@ class DeviceStep:
     images: ImageRows | None = None  # the embeddings of image tokens
 
     def adapt(self, lora: LoraStep | None) -> None:
-        """Set each token's adapter."""
+        """Set the step's LoRA metadata in each of its metas; None = no token has an adapter."""
         for meta in self.metas:
             meta.lora = lora
 

@@ -216,7 +216,7 @@ class Sampler:
         return torch.stack([values.view(torch.int32), (ids + first).to(torch.int32)])
 
     def of_best(self, parts: Tensor) -> Sampled:
-        """Choose the most likely tokens from the results of `best` on all ranks.
+        """Return the most likely tokens, from the results of `best` on all ranks.
 
         parts: [parts, 2, S] int32, in the order of the parts.
         """
@@ -245,7 +245,7 @@ class Sampler:
         masked: Masked | None = None,
         targets: Tensor | None = None,
     ) -> Sampled:
-        """Choose a token for each entry.
+        """Return a token for each entry, and log-probabilities if the plan has them.
 
         logits: [S, vocab], float32, bfloat16 or float16; may be overwritten.
         rows: [S] int64 on the logits' device, contiguous, the row of each entry.

@@ -179,7 +179,7 @@ class LaunchedStep:
         )
 
     def _split(self, result: StepResult) -> tuple[StepResult, "_DraftResult"]:
-        """Split a result into the result without draft entries, and the result of draft entries."""
+        """Return a result without the draft entries, and the result of the draft entries."""
         first, stop = self.decodes - self.num_drafts, self.decodes
 
         def without(items: Mapping[int, _Item]) -> Mapping[int, _Item]:
@@ -345,7 +345,7 @@ def _advance(constraint: "Constraint", token: int) -> tuple[bool, int | None]:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Counts since the engine's start."""
+    """The scheduler's counts since the engine's start."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -468,9 +468,9 @@ class StepBuilder:
         return int(positions.sum()) + len(positions)
 
     def _add_proposals(self, decodes: int, indices: Sequence[int], counts: Sequence[int]) -> None:
-        """Add the proposals to the batch, whose entries are complete.
+        """Set the batch's table of proposals, once its entries are complete.
 
-        decodes: the group's.
+        decodes: number of decodes of the group, without drafts.
         indices, counts: see `proposals`.
         """
         batch, verifications, first = self.batch, self.verifications, self.batch.num_decodes

@@ -64,9 +64,9 @@ class Lookup:
         return LookupDrafts(self, token_ids, num_prompt, prediction, key)
 
     def remember(self, token_ids: list[int], num_prompt: int, key: bytes) -> None:
-        """Give the answer of a request that never drafted to later ones; the list must not change.
+        """Let later requests draft from the answer of a request that never drafted.
 
-        token_ids: prompt and answer.
+        token_ids: prompt and answer, a list that must not change.
         """
         if len(token_ids) > num_prompt:
             self.answers.add(key, token_ids, max(0, num_prompt - _LEAD))

@@ -44,7 +44,7 @@ class AnyDrafts:
         self._last = tokens[-1]
 
     def propose(self, most: int) -> list[int]:
-        """Return `most` tokens."""
+        """Return `most` drafts, each the text's last token."""
         return [self._last] * most
 
     def end(self) -> None:

@@ -86,7 +86,7 @@ class StepGrammars:
         return wait
 
     def fill(self, constraints: Sequence[Constraint]) -> Filled:
-        """Fill masks and wait for them; see `begin`."""
+        """Fill masks, wait for them, and return what the function of `begin` returns."""
         return self.begin(constraints)()
 
     def _room(self, rows: int, words: int) -> Masks:

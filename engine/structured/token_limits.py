@@ -39,7 +39,7 @@ class TokenLimits:
         self._tail: tuple[int, ...] = ()
 
     def accept_token(self, token: int) -> None:
-        """Take the next token of the output."""
+        """Record the next token of the output, on which bad words depend."""
         if self._longest:
             self._tail = (*self._tail, token)[-self._longest :]
 

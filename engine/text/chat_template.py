@@ -260,7 +260,7 @@ class ChatTemplate:
         max_chars: int = MAX_CHARS,
         **variables: Any,
     ) -> str:
-        """Render the text of a chat, like transformers' ``apply_chat_template(tokenize=False)``.
+        """Return the text of a chat, as transformers' ``apply_chat_template(tokenize=False)`` does.
 
         variables: further names for the template, e.g. enable_thinking, documents.
         Raises InvalidRequest if the template refuses the messages or a limit is exceeded.

@@ -374,7 +374,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         prompt: Sequence[int] = (),
     ) -> str:
-        """Decode the ids that follow a prompt; `TextStream` gives the same text piece by piece."""
+        """Return the text of ids that follow a prompt; `TextStream` gives it piece by piece."""
         stream = TextStream(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
         return stream.feed(list(token_ids)) + stream.finish()
 
@@ -397,7 +397,7 @@ _in_use: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
 def _substitute(
     pattern: re.Pattern[str], change: Callable[[re.Match[str]], str], text: str, reach: int
 ) -> str:
-    """Compute ``pattern.sub(change, text)`` in slices, so that other threads run between them.
+    """Return ``pattern.sub(change, text)``, made in slices so that other threads can run.
 
     One call would hold the interpreter lock for a tenth of a second on megabytes that nearly match.
 

@@ -91,7 +91,7 @@ class WeightStage:
         self._add_host_copy(name, tensor)
 
     def _hold_none(self) -> None:
-        """Stage in files alone from here on."""
+        """Copy the held tensors to files, and hold no tensors from now on."""
         while self.held:
             self._add_host_copy(*self.held.popitem())
         self._hold_on = None

@@ -64,7 +64,7 @@ class Transfer:
         return self.whole[self.at : self.at + self.source.num_rows]
 
     def split(self, limit: int) -> Iterator["Transfer"]:
-        """Split the transfer by rows; each part reads at most ``limit`` bytes (or one row)."""
+        """Yield parts of the transfer by rows; each reads at most ``limit`` bytes (or one row)."""
         source, stored = self.source, self.stored
         row_bytes = stored.num_bytes // max(1, stored.shape[0])
         step = max(1, limit // max(1, row_bytes))

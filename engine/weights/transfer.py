@@ -82,14 +82,14 @@ class CheckpointNames(Protocol):
 class UpdateInfo(msgspec.Struct):
     """The tensors of a message, in the order in which they come.
 
-    packed: whether they come as bytes, one after the other, in broadcasts that end with the tensor
-        that takes them past packed_buffer_size_bytes; None: as InitInfo has it.
+    packed: whether tensors come as bytes, one after the other, in broadcasts that end with the
+        tensor that exceeds packed_buffer_size_bytes; None: as InitInfo says.
     ipc_handles: where each tensor lies in shared memory, under the key "cpu".
-    ipc_handles_pickled: CUDA IPC handles of each, as a pickle in base64.
-    cuda_handles: the same as plain data, from a trainer in the engine's own program.
-    tensor_sizes: bytes of each, where the handle is that of one buffer with all of them.
-    sizes: the same in elements, as SkyRL has it.
-    group_name: the group in which they are broadcast; "": vLLM's.
+    ipc_handles_pickled: CUDA IPC handles of each tensor, as a pickle in base64.
+    cuda_handles: CUDA IPC handles as plain data, from a trainer in the engine's own program.
+    tensor_sizes: bytes of each tensor, where the handle is that of one buffer with all of them.
+    sizes: elements of each tensor, which SkyRL sends instead of bytes.
+    group_name: the group in which tensors are broadcast; "": vLLM's.
     """
 
     names: list[str]

@@ -39,7 +39,7 @@ class Gemma4Images:
         self.settings = json.dumps(shown).encode()
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture."""
+        """Return the tokens and the size in pixels of a picture, as an ImageLayout."""
         check_sides(width, height)
         most = min(self.most, _LOW) if detail == "low" else self.most
         rows, columns = self._units(height, width, most)

@@ -48,7 +48,7 @@ class Idefics3Images:
         self.settings = json.dumps(shown).encode()
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture."""
+        """Return the tokens and the size in pixels of a picture, as an ImageLayout."""
         check_sides(width, height)
         grid = 0, 0
         if self.splits and detail != "low":

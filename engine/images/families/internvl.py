@@ -44,7 +44,7 @@ class InternImages:
         self.settings = json.dumps(["internvl", self.tile, self.filter]).encode()
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture."""
+        """Return the tokens and the size in pixels of a picture, as an ImageLayout."""
         check_sides(width, height)
         columns, rows = (1, 1) if detail == "low" else self._grid(width, height)
         tiles = columns * rows

@@ -45,7 +45,7 @@ class Llama4Images:
         self.settings = json.dumps(shown).encode()
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture."""
+        """Return the tokens and the size in pixels of a picture, as an ImageLayout."""
         check_sides(width, height)
         rows, columns = (1, 1) if detail == "low" else self._canvas(height, width)
         tiles = rows * columns

@@ -44,7 +44,7 @@ class PixtralImages:
         self.settings = json.dumps(shown).encode()
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture."""
+        """Return the tokens and the size in pixels of a picture, as an ImageLayout."""
         check_sides(width, height)
         most = [*self.longest]
         if detail == "low":

@@ -102,7 +102,7 @@ class Attention:
         return self.kernels.rope_kv_write(inputs, meta)
 
     def attend(self, q: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
-        """Compute attention of queries [n, heads, head_dim] -> [n, heads * head_dim]."""
+        """Return attention of queries [n, heads, head_dim] as [n, heads * head_dim]."""
         k_cache, v_cache = kv
         inputs = AttentionInputs(q, k_cache, v_cache, self.scale, **self.also)
         return self.kernels.attention(inputs, meta)

@@ -59,7 +59,7 @@ class DeltaRuleLayer(ABC):
         states: Sequence[Tensor],
         meta: AttentionMeta,
     ) -> Tensor:
-        """Compute a delta rule on the activations x, z, a and b (see `DeltaInputs`)."""
+        """Return the results of a delta rule on the activations x, z, a and b (`DeltaInputs`)."""
 
         def kernel(inputs: Sequence[Tensor], own: Sequence[Tensor], part: AttentionMeta) -> Tensor:
             x, z, a, b = inputs

@@ -95,7 +95,7 @@ class Mamba1Mixer:
 
 
 def _rates(logarithms: Tensor) -> Tensor:
-    """Replace A_log by -exp(A_log), in place."""
+    """Replace A_log by -exp(A_log) in place, and return it."""
     return logarithms.exp_().neg_()
 
 

@@ -23,7 +23,7 @@ from engine.weights.stored import StoredTensor
 def build_drafter(
     settings: SpeculationSettings | None, model: Model, quantization: str
 ) -> ModelDrafter | None:
-    """Allocate the drafter beside a model, on its device; None if no model drafts.
+    """Return the drafter, allocated on the device of the model; None if no model drafts.
 
     settings: the section `engine.speculation`, which `resolve` has checked for this model.
     quantization: see `build_model`.

@@ -63,7 +63,7 @@ class DraftModel:
         self.model.finish()
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return the states, which are not read."""
+        """Return the states unchanged, as a draft model reads tokens alone."""
         return states
 
     def forward(

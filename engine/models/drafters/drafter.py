@@ -22,7 +22,7 @@ from kernels.metadata import AttentionMeta
 
 
 class ModelDrafter(Loadable, Protocol):
-    """A network that drafts for a model."""
+    """The interface of a network that drafts the next tokens of a model."""
 
     taps: tuple[int, ...]  # layers whose inputs it reads, see `Decoder.taps`; () = final states
     reads_states: bool  # whether it reads states of the model

@@ -50,7 +50,7 @@ def _flat(values: Tensor) -> Tensor:
 
 
 def _paired(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes [n, in] two a byte, in the order of `PackedBlocks`."""
+    """Return 4-bit codes [n, in] packed two a byte, [n, in / 2], in the order of `PackedBlocks`."""
     both = codes.reshape(codes.shape[0], -1, 2, 16)
     return _flat(both[:, :, 0] | (both[:, :, 1] << 4))
 

@@ -155,7 +155,7 @@ def _fill_with(value: float, tensor: Tensor, generator: torch.Generator) -> None
 
 
 def paired(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes [n, in] two a byte, in the order of `Decoded`."""
+    """Return 4-bit codes [n, in] packed two a byte, [n, in / 2], in the order of `Decoded`."""
     both = codes.reshape(codes.shape[0], -1, 2, 16)
     return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
 

@@ -17,7 +17,7 @@ def nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
 
 
 def rounded(form: Format, weight: Tensor) -> Decoded:
-    """Quantise weight [n, in] to the codes, scales and offsets that PackedWeight.fill takes.
+    """Return the codes, scales and offsets of weight [n, in], for `PackedWeight.fill`.
 
     Symmetric codes reach the largest magnitude of a group. 8-bit codes with an offset reach both
     ends of its range, up to the rounding of scale and offset, which are rounded before the codes.
@@ -46,7 +46,7 @@ def rounded(form: Format, weight: Tensor) -> Decoded:
 
 
 def _with_offset(form: Format, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise groups [n, groups, inputs] to codes with a scale and an offset each.
+    """Return the codes of groups [n, groups, inputs], with a scale and an offset for each group.
 
     Of the grids that are tried a group takes the one with the least squared error.
     """

@@ -220,7 +220,7 @@ class Stored(LinearMethod):
         return state
 
     def dequantised(self, state: StoredState) -> Tensor:
-        """Dequantise all rows of a layer to the model's dtype, as one matrix."""
+        """Return all rows of a layer, dequantised to the model's dtype, as one matrix."""
         weights = []
         for piece in state.pieces:
             if piece.layouts:

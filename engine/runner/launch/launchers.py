@@ -32,7 +32,7 @@ class ComingHidden:
 
 
 class LayersLauncher(Protocol):
-    """A way to launch the layers of a model or stage."""
+    """An interface that launches the layers of a model or a pipeline stage."""
 
     def launch(self, batch: Batch) -> Hidden:
         """Launch a step; return its hidden states, after the last layer of this stage."""
@@ -40,7 +40,7 @@ class LayersLauncher(Protocol):
 
 
 class StepLauncher(Protocol):
-    """A way to launch a step."""
+    """An interface that launches a step of a model or a pipeline stage."""
 
     def launch(self, batch: Batch) -> Hidden | ComingHidden | None:
         """Launch a step and return its hidden states; None if another stage samples."""
@@ -54,7 +54,7 @@ class EagerStep:
         self._forward = forward
 
     def launch(self, batch: Batch) -> Hidden:
-        """Launch a step; see `LayersLauncher`."""
+        """Launch a step and return its hidden states; see `LayersLauncher.launch`."""
         forward = self._forward
         step = forward.assemble(batch)
         entered = None if forward.link is None else forward.stage_input(step)
@@ -81,7 +81,7 @@ class ProgramStep:
         self._otherwise = otherwise
 
     def launch(self, batch: Batch) -> Hidden:
-        """Launch a step; see `LayersLauncher`."""
+        """Launch a step and return its hidden states; see `LayersLauncher.launch`."""
         forward, programs = self._forward, self._programs
         if forward.wants_routes(batch):
             return self._otherwise.launch(batch)
@@ -123,7 +123,7 @@ class GraphStep:
         self._otherwise = otherwise
 
     def launch(self, batch: Batch) -> Hidden:
-        """Launch a step; see `LayersLauncher`."""
+        """Launch a step and return its hidden states; see `LayersLauncher.launch`."""
         size = None
         if self._forward.sees_images(batch) or self._forward.wants_routes(batch):
             return self._otherwise.launch(batch)

@@ -141,7 +141,7 @@ class DiskTier:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Begin all counts anew."""
+        """Set all counts to zero."""
         self.read_bytes = self.read_tokens = self.dropped = self.failed_reads = 0
         self.wait_seconds = 0.0
 

@@ -75,7 +75,7 @@ class HostTier:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Begin all counts anew."""
+        """Set all counts to zero, but for the disk tier's."""
         self.stored_bytes = self.loaded_bytes = self.loaded_tokens = 0
         self.dropped = self.evictions = self.failed_loads = 0
         self.wait_seconds = 0.0

@@ -100,7 +100,7 @@ class ImageCache:
         return image
 
     def computed(self, request: Request) -> None:
-        """Note that the request's num_computed has grown."""
+        """Release the embeddings of images that num_computed of the request has passed."""
         images, index = request.images, request.next_image
         while index < len(images) and _end(images[index]) <= request.num_computed:
             self._release(self._needed, images[index].digest)

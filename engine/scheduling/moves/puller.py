@@ -97,7 +97,7 @@ class Puller:
         self._mapping = threading.Lock()
 
     def begin(self, pull: Pull) -> None:
-        """Begin a pull."""
+        """Start the thread that asks a source for the blocks of a pull."""
         threading.Thread(target=self._run, args=(pull,), name="kv-pull", daemon=True).start()
 
     def give_back(self, slot: int, pull: Pull) -> None:
@@ -212,7 +212,7 @@ class Puller:
                     self._gone(slots)
 
     def _borrow(self, pull: Pull, peer: Peer, slots: PeerSlots | None, offer: Offer) -> None:
-        """Receive the places of all blocks."""
+        """Receive the announced slots of all blocks, and pass each on as it comes."""
         if slots is None or not hmac.compare_digest(
             offer.proof, peer.memory_proof(b"source", slots.key)
         ):

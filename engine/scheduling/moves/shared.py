@@ -58,7 +58,7 @@ class SharedSlots:
 
 
 class OwnSlots(SharedSlots):
-    """The memory that this process has made."""
+    """The slots of shared memory that this process has made."""
 
     def __init__(self, count: int, slot_bytes: int) -> None:
         """Make the memory. Raises OSError where the system has none of this kind."""

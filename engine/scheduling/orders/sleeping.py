@@ -127,7 +127,7 @@ class EngineSleep:
         self._pending_tickets = []
 
     def replaced(self) -> None:
-        """Note that all weights were replaced."""
+        """Clear `dropped`, as all weights were replaced."""
         self.dropped = False
 
     def take_answers(self) -> list[Answer]:

@@ -27,7 +27,7 @@ class WeightReceiver(Protocol):
         ...
 
     def finish(self, info: dict[str, Any]) -> str:
-        """Return the folder of the update."""
+        """End the update that "start" has begun, and return its folder."""
         ...
 
     def drop(self, info: dict[str, Any]) -> None:
