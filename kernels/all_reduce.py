@@ -373,7 +373,7 @@ class PeerMemory:
         return normed
 
     def two_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """All-reduce x in two shots, each rank reducing a share; otherwise like `one_shot`."""
+        """All-reduce x in two shots, each rank reducing a share; the rest is as in `one_shot`."""
         block = _block(x, self.programs * self.size)
         programs = min(self.programs, triton.cdiv(x.numel(), block * self.size))
         onto = x if residual is None else residual

@@ -27,7 +27,7 @@ class Lazy:
     """A function of another module, which is imported at the first call."""
 
     def __init__(self, path: str) -> None:
-        """Take the path as "module:function"."""
+        """Name the function by its path, "module:function", without importing it."""
         self.path = path
         self._function: Callable[..., Any] | None = None
 

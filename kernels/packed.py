@@ -158,7 +158,7 @@ def unpacked(form: Format, decoded: Decoded) -> Tensor:
 
 
 def _unpaired(codes: Tensor) -> Tensor:
-    """Split bytes of two 4-bit codes, in the order of `Decoded`: [n, in / 2] -> [n, in]."""
+    """Return the 4-bit codes of bytes in the order of `Decoded`: [n, in / 2] -> [n, in]."""
     both = codes.reshape(codes.shape[0], -1, 16)
     return torch.stack((both & 15, both >> 4), 2).view(codes.shape[0], -1)
 

@@ -209,7 +209,7 @@ class Kernels:
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Return linear(rms_norm(x)), which comes before attention."""
+        """Return linear(rms_norm(x)), [num_tokens, out]."""
         return self.linear(self.rms_norm(x, norm, eps), weight, bias)
 
     def norm_gated_linear(
@@ -221,7 +221,7 @@ class Kernels:
         bias: Tensor | None,
         gate: str,  # a key of GATES
     ) -> Tensor:
-        """Return gate(linear(rms_norm(x))), the first half of an MLP: [num_tokens, out]."""
+        """Return gate(linear(rms_norm(x))), [num_tokens, out]."""
         return self.GATES[gate](self.norm_linear(x, norm, eps, weight, bias))
 
     def linear_add(

@@ -237,7 +237,9 @@ def plan(
     chunk: int = 0,
     rows: Tensor | None = None,  # [num_entries] int32: the entries' rows; None: no runs
 ) -> DecodePlan:
-    """Split the keys that a step's decodes see (as window and chunk let them) over programs.
+    """Return the plan that splits the keys of a step's decodes over programs.
+
+    Keys that decodes do not see, as of window and chunk, are left out.
 
     Runs are planned as one where a tile has room for several queries, in caches of the model's own
     numbers whose keys are all seen.
@@ -272,7 +274,7 @@ def cut(
     chunk: int = 0,
     rows: Tensor | None = None,
 ) -> DecodePlan:
-    """Split the keys of a step's decodes over the programs of the given launch.
+    """Return the plan that splits the keys of a step's decodes over the programs of a launch.
 
     sizes: query heads, parts of the heads that each walk an entry's keys, elements of a head's
         result.

@@ -51,7 +51,7 @@ class AttentionForm(NamedTuple):
 
 
 def attention_form(inputs: AttentionInputs) -> AttentionForm:
-    """Return the form of a layer's inputs."""
+    """Return the sizes and kinds of a layer's inputs, by which a kernel is chosen."""
     cache = inputs.k_cache
     _, num_kv_heads, block_size, head_dim = cache.shape
     return AttentionForm(
@@ -113,7 +113,7 @@ class LatentForm(NamedTuple):
 
 
 def latent_form(inputs: AbsorbedInputs) -> LatentForm:
-    """Return the form of a layer's inputs."""
+    """Return the sizes of a layer's inputs, by which a kernel is chosen."""
     heads, _, rank = inputs.absorbed.shape
     _, _, block_size, width = inputs.cache.shape
     return LatentForm(heads, rank, width - rank, inputs.q.element_size(), block_size)

@@ -56,7 +56,10 @@ def _walk(
     MASKED: tl.constexpr,
     SCORES: tl.constexpr,  # `Scores`
 ):
-    """Attend to keys [begin, end) of one entry; begin is a multiple of KEYS."""
+    """Return a running softmax (top, denominator, acc) after keys [begin, end) of an entry.
+
+    begin: a multiple of KEYS.
+    """
     # Of a tile's first keys no query may see any, and their block may be another request's.
     KEYS: tl.constexpr = TILE.keys
     PART: tl.constexpr = MASKED and (SCORES.window > 0 or SCORES.chunk > 0)

@@ -296,7 +296,7 @@ def _plan_chunk(
 
 
 def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
-    """Split decodes into batches; padding adds at most half again, or a few blocks an entry."""
+    """Return decodes in batches; padding adds at most half again, or a few blocks an entry."""
     if not kv_lens:
         return []
     spare = 4 * block_size

@@ -129,9 +129,7 @@ class _Pairs:
 
 
 def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
-    """Generate the kernel that applies rotary embeddings to each token's heads and caches its keys
-    and values.
-    """
+    """Return the IR of the kernel that rotates each token's heads and caches keys and values."""
     writer = IRWriter(size)
     dim, half = shape.head_dim, shape.rotary_dim // 2
     names = (_QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _Q_NORM, _K_NORM)

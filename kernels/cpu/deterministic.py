@@ -342,8 +342,9 @@ def _attend_by_token(
 def _spans(
     meta: AttentionMeta, size: int, begin: int, end: int, alike: bool
 ) -> list[tuple[int, int]]:
-    """Split positions [begin, end) into spans whose keys are in the same blocks; into single
-    positions unless `alike`.
+    """Return positions [begin, end) in spans whose keys are in the same blocks.
+
+    Unless `alike`, each span is a single position.
     """
     spans: list[tuple[int, int]] = []
     before = None

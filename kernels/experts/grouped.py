@@ -486,7 +486,7 @@ def by_expert(
     down: Callable[..., Tensor],  # takes `grouped_down`'s arguments
     tiles: Any,  # tiles of both matmuls
 ) -> Tensor:
-    """Compute experts by two matmuls over pairs sorted by expert, and sum each token's pairs.
+    """Return each token's sum of experts, from two matmuls over pairs sorted by expert.
 
     See `kernels.reference.Kernels.experts`.
     """

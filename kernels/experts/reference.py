@@ -72,8 +72,9 @@ class PackedExperts:
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose experts: logits [n, experts] -> weights [n, chosen] float32, experts [n, chosen]
-    int32.
+    """Return each token's experts: weights [n, chosen] float32, and experts [n, chosen] int32.
+
+    logits: [n, experts].
 
     correction [experts] float32: is added to scores for the choice alone.
     """

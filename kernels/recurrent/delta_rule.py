@@ -114,7 +114,7 @@ def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
 
 
 def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Split mixed [n, channels] into queries, keys and values, [n, value_heads, size] each.
+    """Return the queries, keys and values of mixed [n, channels], [n, value_heads, size] each.
 
     Queries and keys are normalised to length 1, and queries divided by the square root of their
     size.
@@ -135,7 +135,7 @@ def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, own: Tensor
 ) -> Tensor:
-    """Decode one token of each of several requests. own: their states, updated in place."""
+    """Return the outputs of one token of each request. own: the states, updated in place."""
     own *= log_decay.exp()[..., None]
     wrong = (v - (k[..., None, :] @ own)[..., 0, :]) * beta[..., None]
     own.addcmul_(k[..., None], wrong[..., None, :])

@@ -267,7 +267,7 @@ def plan_latent(
     max_kv_len: int,
     decodes: Tensor,  # [1] int32: the leading entries that are decodes
 ) -> DecodePlan:
-    """Split the keys of a step's decodes over programs."""
+    """Return the plan that splits the latents of a step's decodes over programs."""
     parts = parts_within(num_heads, cache)
     rows = max(16, triton.next_power_of_2(num_heads // parts))
     entries, sms = kv_len.shape[0], num_sms(kv_len.device)

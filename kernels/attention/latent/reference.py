@@ -22,7 +22,7 @@ _KEYS_BYTES = 64 << 20  # bytes of keys and values that are expanded at once
 def attend_latent_decodes(
     q: Tensor, cache: Tensor, up: Tensor, scale: float, part: DecodeBatch
 ) -> Tensor:
-    """Compute latent attention of a batch of decodes.
+    """Return latent attention of a batch of decodes.
 
     q [n, heads, nope + rope] -> [n, heads, value]
     """
@@ -41,7 +41,7 @@ def attend_latent_decodes(
 def attend_latent_chunk(
     q: Tensor, cache: Tensor, up: Tensor, scale: float, chunk: PrefillChunk
 ) -> Tensor:
-    """Compute latent attention of a prompt's chunk.
+    """Return latent attention of a prompt's chunk.
 
     q [num_tokens, heads, nope + rope] -> the chunk's rows [length, heads, value]
     """

@@ -145,7 +145,7 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
 
 
 def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
-    """Generate the RMS norm of all rows into this thread's scratch.
+    """Generate the RMS norm of all rows into this thread's scratch; return the scratch's address.
 
     Every thread norms all rows, which costs less than waiting for the others.
     """
@@ -384,7 +384,7 @@ class PackedLinear(Panels):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The weight's outputs and inputs."""
+        """The weight's numbers of outputs and inputs."""
         return self._outputs, self._width
 
     @property

@@ -25,12 +25,12 @@ class LatentShape:
 
     @property
     def head(self) -> int:
-        """The elements of a query."""
+        """The number of elements of a head's query."""
         return self.nope + self.rope
 
     @property
     def kept(self) -> int:
-        """The elements of a cached latent and its shared rotary key."""
+        """The number of elements of a cached latent with its shared rotary key."""
         return self.rank + self.rope
 
     @property

@@ -220,7 +220,7 @@ def four_bytes(code: int) -> str:
 
 
 def _float_in(source: str, to: str) -> str:
-    """Return the e4m3 numbers in the high bytes of two halves."""
+    """Return PTX that converts the e4m3 numbers in the high bytes of two halves to bfloat16."""
     return (
         f"shr.b32 u, {source}, 4; and.b32 u, u, 0x07f007f0; "
         f"lop3.b32 u, {source}, 0x80008000, u, 0xea; "
@@ -230,7 +230,7 @@ def _float_in(source: str, to: str) -> str:
 
 
 def _integer_in(source: str, to: str) -> str:
-    """Return the signed numbers in the low bytes of two halves."""
+    """Return PTX that converts the signed numbers in the low bytes of two halves to bfloat16."""
     return (
         f"lop3.b32 u, {source}, 0x007f007f, {_twice(_MAGIC)}, 0xea; "
         f"lop3.b32 {source}, {source}, 0x00800080, 0xc300c300, 0xea; "
