@@ -29,7 +29,7 @@ class Dense:
     """A linear layer over the pooled vector.
 
     folder: the folder of its weights.
-    activation: its name in torch.nn.
+    activation: the name of the activation in torch.nn.
     name: the name of its tensors.
     """
 

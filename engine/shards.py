@@ -31,7 +31,7 @@ T = TypeVar("T", bound=Named)
 class Entry:
     """A tensor in a safetensors header: bytes [offset, offset + num_bytes) of the file.
 
-    code: its dtype as safetensors names it.
+    code: the tensor's dtype as safetensors names it.
     """
 
     name: str

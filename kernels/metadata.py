@@ -103,9 +103,9 @@ class StateRuns:
     Once the accepted tokens are known, `replays` compute them again on the states themselves.
 
     others: int64 [n], tokens of no run, ascending.
-    others_meta: their layout, as a step of their own.
+    others_meta: the layout of these tokens, as a step of their own.
     tokens: int64 [m], tokens of runs, run after run.
-    meta: their layout, an entry for each run, whose row is the run's number.
+    meta: the layout of `tokens`, an entry for each run, whose row is the run's number.
     rows: int64 [runs], where the runs' states are.
     back: int64 [num_tokens], each token's place among first `others`, then `tokens`.
     replays: for each kernel that has run, a function that computes `tokens` again, in the layout

@@ -170,7 +170,7 @@ class PackedWeight:
         uint8 that are e4m3 numbers, or int8, where a code is stored less 128. After
         `to_fragments` as `kernels.fragments` has them, and so are scales.
     scale: [ceil(out / form.rows), in / group].
-    offset: the same, or None.
+    offset: of scale's shape, or None.
     bias: [out], or None.
     """
 

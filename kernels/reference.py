@@ -85,7 +85,7 @@ class Kernels:
         A back end may do nothing. The CUDA back end launches on the current stream and reads
         nothing back, so the launch can sit in a CUDA graph.
 
-        k_cache: that of any of these layers; it gives block size, KV heads and head size.
+        k_cache: the cache of any of these layers; it gives block size, KV heads and head size.
         latent_rank: width of latents, where k_cache is a cache of latents.
         """
         meta.plan = make_plan(meta, k_cache)

@@ -87,7 +87,7 @@ class Mtp:
     hidden_first: whether the hidden state comes before the embedding in the matrix's columns.
     copies: tensors that repeat the model's own, and are not read.
     count: the key of config.json with the number of these layers.
-    absent: their number where config.json lacks the key.
+    absent: the number of these layers where config.json lacks the key.
     """
 
     layer: str

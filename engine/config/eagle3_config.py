@@ -21,7 +21,7 @@ _LAYER = "transformer_layer_config"
 class Eagle3Config:
     """The sizes and switches of an EAGLE-3 drafter.
 
-    layer: its layer, as a Llama of one layer with the drafter's hidden size.
+    layer: the drafter's layer, as a Llama of one layer with the drafter's hidden size.
     vocab_size: tokens that it can draft.
     taps: layers of the model whose inputs it reads, ascending; the number of layers stands for the
         last one's output.

@@ -390,7 +390,7 @@ class ModelConfig:
     def mlp_size(self, layer: int | None) -> int:
         """Return the inner width of a layer's MLP.
 
-        layer: its number; None = the width that most layers have.
+        layer: the layer's number; None = the width that most layers have.
         """
         if self.mlp_sizes and layer is not None:
             return self.mlp_sizes[layer]

@@ -128,7 +128,7 @@ def normalisation(
 ) -> Mapping[str, Any]:
     """Return `mean` and `deviation` of the processor's settings.
 
-    mean, deviation: those of the processor's class, where the file is silent.
+    mean, deviation: defaults of the processor's class, where the file is silent.
     """
     if not settings.flag("do_normalize", True):
         return {"mean": (0.0, 0.0, 0.0), "deviation": (1.0, 1.0, 1.0)}

@@ -14,7 +14,7 @@ class Place:
     """The place of an image or a clip in a chat.
 
     placeholder: the text that the template writes for it.
-    layouts: those of the image, or of the clip's pieces.
+    layouts: the layout of the image, or the layouts of the clip's pieces.
     outer: the texts before and after the placeholder; replaced with it, if both are there.
     """
 

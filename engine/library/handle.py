@@ -58,7 +58,7 @@ class RequestHandle:
         """Add a choice's delta; return whether a stop string ended it, so that the engine must
         abort it.
 
-        version: that of the weights which sampled its tokens.
+        version: the version of the weights that sampled the delta's tokens.
         """
         with self._lock:
             if self._progress is None:

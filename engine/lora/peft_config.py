@@ -28,13 +28,13 @@ class PeftConfig:
 
     kind: a value of KINDS.
     base: base_model_name_or_path; see `engine.lora.base_model`.
-    rank, alpha: those of every layer that no pattern names.
+    rank, alpha: the values for every layer that no pattern names.
     rslora: whether the scale is alpha / sqrt(rank).
     targets: the last parts of the module names that it may adapt ("q_proj"); None = those in its
         file.
     everywhere: whether all modules of these names must be adapted.
     virtual_tokens: number of virtual tokens, of kinds other than LoRA.
-    layers, heads: those of the model it was made for; 0 = unknown.
+    layers, heads: numbers of the model that it was made for; 0 = unknown.
     """
 
     kind: str

@@ -77,7 +77,7 @@ class ExpertsSpec:
     size: the inner width.
     gate_up: sources, one expert after the other; rows of a gate come before those of up.
     down: sources, one expert after the other.
-    gate_up_bias, down_bias: likewise; () without biases.
+    gate_up_bias, down_bias: sources of the biases, expert by expert; () without biases.
     act, limit, weigh_input, total: see `ExpertWeights`.
     """
 
@@ -247,7 +247,7 @@ class EmbeddingTable:
     """The embedding table, in the model's dtype.
 
     lookup: [vocab + virtual, hidden]; the rows after the vocabulary belong to adapters.
-    embedding: its first rows, [vocab, hidden].
+    embedding: the first rows of lookup, [vocab, hidden].
     """
 
     def __init__(self, spec: LinearSpec, virtual: int) -> None:

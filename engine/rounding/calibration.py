@@ -43,7 +43,7 @@ BLOCK = 16
 class Inputs(NamedTuple):
     """The matrices of a layer, and the inputs that the calibration text gave them.
 
-    matrices: their names in the model.
+    matrices: names of the matrices in the model.
     hessian: float32 [in, in], the sum of x x^T over inputs x.
     tokens: the number of inputs x.
     missing: float32 [in, in], the sum of x (x' - x)^T, where x' is the unrounded model's input;

@@ -399,7 +399,7 @@ class _Encoder:
         """Return a matrix's quantised tensors by name; meta tensors for a meta matrix.
 
         stem: the matrix's name in the file.
-        ours: its name in the model.
+        ours: the matrix's name in the model.
         codes: the result of `codes`.
         """
         scheme = self.quantized.scheme(ours)

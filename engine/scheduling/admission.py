@@ -37,7 +37,7 @@ class Footprint(NamedTuple):
     """The KV-cache memory of one request.
 
     now: tokens whose keys it holds, or will hold once its known tokens are computed.
-    final: the same at its maximum length.
+    final: tokens whose keys it holds at its maximum length.
     held: blocks in its block table.
     shared: blocks among the held ones that other requests use too: they take no free block.
     """

@@ -268,7 +268,7 @@ class LaunchedStep:
         """Append a request's accepted tokens one by one; return how many its text has got.
 
         places: indices of the tokens in `drafted`.
-        over, failed, ended: as in `_accept_drafts`.
+        over, failed, ended: get the entries that end or fail, see `_accept_drafts`.
         """
         gained = 0
         for at in places:

@@ -46,7 +46,7 @@ class _Outcome(msgspec.Struct):
     """The result of a trial compilation.
 
     code: "" if the grammar compiles.
-    pointer: that of an UnsupportedSchema; None for other refusals.
+    pointer: the pointer of an UnsupportedSchema; None for other refusals.
     """
 
     code: str = ""

@@ -73,7 +73,7 @@ class ChoiceDecoder:
     ) -> Decoded:
         """Decode the tokens of a `Delta`; after the end, return nothing more.
 
-        finish, stop_token: those of the Delta.
+        finish, stop_token: the fields of the Delta.
         """
         if self.finished:
             return Decoded("", None, None, 0)

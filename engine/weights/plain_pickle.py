@@ -34,7 +34,7 @@ class _Mark:
 def read_plain(raw: bytes, names: Collection[str], field: str, calls: Collection[str] = ()) -> Any:
     """Return the data of a pickle.
 
-    names: those that may stand in it.
+    names: names that may stand in the pickle.
     field: where the pickle came from, for errors.
     calls: functions and classes whose `Call` may stand in it.
     Raises UpdateFailed for a pickle that holds anything else.

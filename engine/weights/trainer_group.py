@@ -77,7 +77,7 @@ def open_group(
 
     address, port: where the store of rank 0 listens.
     seconds: longest wait for the others, here and in a broadcast.
-    name: that of a process group of torch's own, which rank 0 has opened; "": vLLM's kind.
+    name: the name of torch's process group that rank 0 has opened; "": vLLM's kind of group.
     Raises UpdateFailed.
     """
     with _failing():

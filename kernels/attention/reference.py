@@ -340,7 +340,7 @@ def attend_padded(
 
     Keys and values are zero where the mask hides them.
 
-    mask, ahead: those of DecodeBatch.
+    mask, ahead: the fields of DecodeBatch.
     """
     if how.slopes is not None:
         mask = mask + (ahead * how.slopes[..., None]).to(mask.dtype)

@@ -34,7 +34,7 @@ def attention_kernels(
     """Yield a line for each kind of attention layers that keep keys and values, or latents.
 
     group: the ranks that heads are divided among.
-    dtype: that of activations.
+    dtype: the dtype of activations.
     capability: compute capability of CUDA.
     """
     attending = [layer for layer in layers if layer.attends and not layer.bidirectional]

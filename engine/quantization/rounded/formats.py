@@ -13,7 +13,7 @@ def cuda_format(quant: QuantFormat, layer: str, width: int) -> Format:
     """Return the format of a layer's weights on CUDA.
 
     layer: the layer's name.
-    width: its number of inputs, a multiple of 32.
+    width: the layer's number of inputs, a multiple of 32.
     """
     if layer == HEAD and quant.head:
         quant = QUANT_FORMATS[quant.head]

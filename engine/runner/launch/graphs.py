@@ -527,7 +527,7 @@ class StepGraphs:
     ) -> list[AttentionMeta]:
         """Launch a padded step up to its hidden states; return the meta of each group of layers.
 
-        runs: those of a step with drafts, where layers keep states.
+        runs: the runs of a step with drafts, if layers keep states.
         """
         forward, stage = self._forward, self._forward.model.stage
         entries, num_tokens = size

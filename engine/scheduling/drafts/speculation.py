@@ -82,7 +82,7 @@ class Speculation:
     def of(cls, settings: SpeculationSettings | None) -> "Speculation | None":
         """Return the speculation of an engine; None = off.
 
-        settings: those of an engine that can speculate, see `check_speculation`; None = off.
+        settings: the settings that `check_speculation` returned; None = off.
         """
         if settings is None:
             return None
@@ -220,7 +220,7 @@ class Speculation:
     ) -> tuple[list[int], list[int]]:
         """Return for which requests a step computes drafts after sampling, and how many.
 
-        requests: those that sample in the step.
+        requests: the requests that sample in the step.
         lasts: the position of each request's last token or draft.
         Returns indices in `requests`, and a number for each.
         """

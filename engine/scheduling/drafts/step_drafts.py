@@ -203,7 +203,7 @@ class StepDrafts:
     def update(self, step: LaunchedStep, result: StepResult, groups: Sequence[DecodeGroup]) -> None:
         """Apply the result of a step in flight, whose tokens its requests have.
 
-        groups: those of the scheduler, by micro-batch.
+        groups: the decode groups of the scheduler, by micro-batch.
         """
         self.verifying = False  # a step with drafts is the only one in flight
         if step.verifications is not None:

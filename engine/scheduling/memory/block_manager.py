@@ -318,7 +318,7 @@ class BlockManager:
     def adopt(self, block: int, name: tuple[int, bytes]) -> None:
         """Register a block whose keys came from elsewhere, unless another one has its name.
 
-        name: its group and hash.
+        name: the group and hash of the block.
         """
         group, digest = name
         self._register(digest, block, group)

@@ -13,7 +13,7 @@ from engine.scheduling.memory.snapshots import Snapshots
 class Loadable:
     """A prefix that reaches further on the host than on the device.
 
-    held: its blocks on the device.
+    held: the blocks of the prefix on the device.
     missing: (index in the table, name, slot) of each block to load.
     state: the block whose snapshot has to be loaded; b"" = none.
     awaited: tickets of loads that bring further parts of it.

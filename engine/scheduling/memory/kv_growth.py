@@ -57,7 +57,7 @@ class Demand(NamedTuple):
     """The requests that need blocks.
 
     running: number of running requests.
-    computing: those with tokens to compute.
+    computing: requests with tokens to compute.
     waiting: requests that wait for memory, in order.
     """
 

@@ -62,7 +62,7 @@ class Entry:
     """An entry (request) of a step, as values of the kernel.
 
     row: index of its state.
-    begin: its first token.
+    begin: the entry's first token.
     count: number of its tokens.
     begins: whether this is the request's first step.
     """
