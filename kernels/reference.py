@@ -260,10 +260,7 @@ class Kernels:
         return y if gate is None else self.GATES[gate](y)
 
     def takes_gate(self, x: Tensor, weight: PackedWeight) -> bool:
-        """Whether `packed_linear` should fuse an x_gate for the number of tokens of x.
-
-        Otherwise the gate costs less in the matmul before.
-        """
+        """Whether `packed_linear` should fuse an x_gate, for the number of tokens of x."""
         return False
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:

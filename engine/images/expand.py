@@ -38,7 +38,7 @@ def surround(text: str, places: Sequence[Place]) -> str:
 
     A clip of several pieces gets a placeholder for each.
 
-    places: in the order of the placeholders; if the text has others, it stays.
+    places: the places in the order of placeholders; a text with other placeholders is unchanged.
     """
     names = {place.placeholder for place in places}
     pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]

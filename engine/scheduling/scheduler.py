@@ -573,10 +573,7 @@ class Scheduler(RequestPhases):
     # ---- update --------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> list[Delta]:
-        """Apply the result of the oldest step in flight, and return its deltas.
-
-        Requests get their tokens, and those that are finished end.
-        """
+        """Apply the result of the oldest step in flight to its requests; return their deltas."""
         launched = self.in_flight.popleft()
         outcome = launched.accept(result, self._end_tokens)
         self.done_step = launched.step

@@ -578,10 +578,9 @@ def _delta_walk_kernel(
 
 
 def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = False) -> Tensor:
-    """Return the results of the gated delta rule; advance tails and states in place.
+    """Return the results of `Kernels.gated_delta`; advance tails and states in place.
 
-    The rule is `Kernels.gated_delta`. Tokens after the last entry get zeros.
-
+    Tokens after the last entry get zeros.
     inputs: x, z, a and b may have any row stride, a and b the same.
     deterministic: a token's result is the same bit for bit however its prompt is cut.
     """
@@ -598,8 +597,7 @@ def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = 
 def kimi_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = False) -> Tensor:
     """Return the results of Kimi Delta Attention; advance tails and states in place.
 
-    The rule is `Kernels.kimi_delta`. Tokens after the last entry get zeros.
-
+    Tokens after the last entry get zeros.
     inputs: x, z, a and b may have any row stride. deterministic: as in gated_delta.
     """
     x, heads = inputs.x, inputs.heads

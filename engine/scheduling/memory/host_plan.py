@@ -13,7 +13,7 @@ class HostPlan:
     """The size and policy of the host tier.
 
     blocks: slots, of block_bytes each.
-    least_tokens: fewer tokens are computed rather than loaded.
+    least_tokens: the fewest tokens that are loaded; fewer are computed.
     everything: whether blocks are stored at their first use.
     states, state_bytes: slots for snapshots of a recurrent model, and the size of one.
     """

@@ -54,8 +54,10 @@ class Worth:
         request.num_reused = count
 
     def leave(self, request: Request, block_size: int) -> Sequence[bytes]:
-        """Return the hashes of the blocks to store when a request leaves, in order; its blocks are
-        named."""
+        """Return the hashes of the blocks to store when a request leaves, in order.
+
+        Its blocks are in the prefix cache already, under these hashes.
+        """
         hashes = request.hashes[: request.num_registered]
         if not request.cacheable or not hashes:
             return ()
