@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) in records.
 
-Its sizes, tensor names and readers of config.json. No torch here.
+This module has the sizes, tensor names and readers of config.json. No torch here.
 """
 
 import math

@@ -266,7 +266,7 @@ class Decoder:
     ) -> Tensor:
         """Return the first layer's input [num_tokens, hidden_size] for the token ids.
 
-        Image tokens have their embeddings as they are: factors are those of other tokens.
+        Image tokens get their embeddings as they are; factors apply to other tokens alone.
 
         A later stage gets zeros of that shape, for `receive` to fill.
         """

@@ -27,7 +27,6 @@ def capture_graphs(
     """Capture CUDA graphs of decode steps, and of mixed steps. CUDA only; after `warm_up`.
 
     sizes: the batch sizes of decode steps.
-
     max_tokens: the tokens of the largest step.
     drafts: whether batches may have drafts.
     """

@@ -197,9 +197,9 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         begin: list[Value] | None,
         at: Value,
     ) -> list[Value]:
-        """Multiply rows by `width` vectors of columns of a matrix [inner, columns_], from column
-        `at` on.
+        """Return the products of rows with `width` vectors of columns, from column `at` on.
 
+        matrix: [inner, columns_].
         rows: address of each row.
         inner: words of a row.
         begin: the sums to add to, zeros if None.

@@ -92,9 +92,9 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         rows: list[Value], matrix: Value, columns: int, inner: int, at: Value,
         begin: list[Value] | None = None, vectors: int = width,
     ) -> list[Value]:  # fmt: skip
-        """Multiply rows by `vectors` vectors of columns of a matrix [inner, columns], from column
-        `at` on.
+        """Return the products of rows with `vectors` vectors of columns, from column `at` on.
 
+        matrix: [inner, columns].
         rows: address of each row of `inner` units.
         begin: the sums to add to, zeros if None.
         """

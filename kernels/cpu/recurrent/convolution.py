@@ -65,11 +65,11 @@ class Convolution:
     def run(
         self, entry: Entry, first: Value, size: int, found: Callable[[Value, list[Value]], None]
     ) -> None:
-        """Call found(token, vectors) for each token of an entry, for channels [first, first +
-        size).
+        """Call found(token, vectors) for each token of an entry, then update the tail.
+
+        The channels are [first, first + size).
 
         token: the token's index in the step.
-        Then update the tail for the next step.
         """
         w, taps = self._w, self._taps
         some = parts(size, w.lanes)
