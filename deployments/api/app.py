@@ -52,9 +52,10 @@ def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
 
 
 class Api:
-    """The ASGI application, one for each kind of caller of a router process.
+    """The HTTP API as an ASGI application.
 
-    context: what the handlers of the next request are given
+    A router process has two: one for HTTP, and one for calls by handle, which need no key.
+    context: the backend, options and state that the handlers of the next request get
     """
 
     def __init__(self, backend: Backend, options: ApiOptions) -> None:
@@ -139,9 +140,10 @@ class Api:
     async def refuse_early(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Refuse a generation request by its head alone; return whether it has been answered.
 
-        For the moments after a refusal: a request costs Serve's layers many times as much as its
-        refusal. A request that is not refused here is still to be answered, and checked again with
-        its body. The order of the answers is that of `generate`: a key's limits, then the queue.
+        It refuses only shortly after another refusal, because the layers of Serve cost many times
+        as much as the refusal itself. A request that is not refused here is still to be answered,
+        and checked again with its body. The order of the checks is that of `generate`: the limits
+        of the key, then the queue.
         """
         began = time.monotonic()
         if began - self._refused_at > _REFUSING or scope["method"] != "POST":

@@ -10,15 +10,19 @@ from deployments.api.options import ApiOptions
 
 
 def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) -> Caller:
-    """Return the caller, by the key in exactly one ``Authorization: Bearer <key>``, or without that
-    header in one ``x-api-key: <key>``. If there are keys for this kind of route, the key's SHA-256
-    must be among their digests.
+    """Return the caller whose API key the request's headers have.
 
-    The only reader of these headers: turns, prefix cache, ownership and rights follow the Caller,
-    so that no spelling of the header makes another one of the same key.
+    The key is that of exactly one ``Authorization: Bearer <key>``, or without that header of one
+    ``x-api-key: <key>``. If there are keys for this kind of route, the key's SHA-256 must be among
+    their digests.
+
+    No other code reads these headers. Turns, prefix cache, ownership and rights follow the Caller,
+    so two spellings of a header with one key are one caller.
 
     All digests are compared, each in constant time, so that the answer's time says nothing about
     them.
+
+    admin: whether the route is one for admin keys
     Raises ApiError 401 invalid_api_key, 403 permission_denied.
     """
     if not options.api_keys and not (admin and options.admin_keys):

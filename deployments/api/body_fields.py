@@ -84,12 +84,13 @@ def check_names(
     generates: bool = False,
     unused: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """Return the fields that will be ignored, as header-safe names.
+    """Return the names of the body's fields that will be ignored, as header-safe names.
 
     Raises ApiError 400: field_not_allowed, not_supported; unknown_field if strict.
 
-    generates: whether the body is that of a generation, whose LIMITS are refused
-    unused: the fields beside WITHOUT_EFFECT that are taken without effect
+    known: the fields that are read, which are never ignored
+    generates: whether the body is that of a generation, where the fields in LIMITS are refused
+    unused: the fields that are accepted without effect, in addition to WITHOUT_EFFECT
     """
     ignored: list[str] = []
     for name in body:

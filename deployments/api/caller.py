@@ -1,5 +1,6 @@
-"""Caller: the client of a request, derived once from its API key (auth.py). KeyRule: what the
-operator allows that key."""
+"""Caller: the client of a request, derived once from its API key (auth.py). KeyRule: the rights and
+limits that the operator gives that key.
+"""
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,12 +15,14 @@ Period = Literal["day", "month"]
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """One line of a keys file, without the key.
+    """The rights and limits of an API key: a line of a keys file, without the key.
 
-    name: what metrics, the usage file and errors call the key; "" is the start of its digest.
+    name: the name of the key in metrics, the usage file and errors; "" is the start of its digest.
     models: patterns (`*`, `?`, `[...]`) of the models and adapters that it may use; () is all.
-    requests, tokens: a minute. budget: tokens a period, prompts and outputs; periods are of UTC.
-    priority: the least that its requests may have.
+    requests, tokens: the most in a minute; None: no limit.
+    budget: the most tokens of prompts and outputs in a period; None: no limit.
+    period: "day" or "month", of UTC.
+    priority: the least value of `priority` that its requests may have; smaller values run earlier.
     """
 
     name: str = ""
@@ -41,10 +44,14 @@ NO_RULE = KeyRule()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The client of a request, by its API key. id: names the key, however its header was spelt; ""
-    for all callers where keys are not used. admin: may change what is served and see the requests
-    of all keys. least_priority: of its requests. rule: of its key. tenant: whose its requests are,
-    if not whose `limits.share_by` says.
+    """The client of a request, known by its API key.
+
+    id: the name of the key, however its header was spelt; "" for all callers where keys are not
+        used.
+    admin: whether the caller may change what is served and see the requests of all keys.
+    least_priority: the least value of `priority` that its requests may have.
+    rule: the rights and limits of its key.
+    tenant: the tenant of its requests; "": `limits.share_by` says which.
     """
 
     id: str = ""

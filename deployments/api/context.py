@@ -89,11 +89,13 @@ class ApiContext:
         return self.options.max_body_bytes, ""
 
     def _raised_limit(self, exchange: HttpExchange, size: int) -> tuple[int, str]:
-        """Return the limit of a body that is longer than bodies of texts may be, and its setting.
+        """Return the limit, in bytes, of a body that exceeds the limit for texts, and the limit's
+        setting.
 
-        The body is counted with images until its answer was sent. While it comes without a
-        Content-Length, it is counted in steps, and the limit is that of the step.
-        Raises Overloaded.
+        The body's bytes count in the memory of images until the request's answer is sent. A body
+        without a Content-Length is counted in steps, and the limit is the end of the present step.
+        size: bytes of the body that are known so far.
+        Raises Overloaded if the memory of images has no room.
         """
         if not self._takes_images():
             return self.options.max_body_bytes, ""

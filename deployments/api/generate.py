@@ -36,9 +36,9 @@ class Answer(Protocol):
 
 
 class DialectRequest(ABC):
-    """One generation request in the dialect of one API.
+    """A generation request in the dialect of one API.
 
-    names_model_first: whether an unknown model is told before another fault of the body
+    names_model_first: whether an unknown model is reported before other faults of the body
     """
 
     names_model_first = False

@@ -1,13 +1,13 @@
 """KeyLimits: rates and budgets of API keys, as one router counts them. Pure: times are arguments.
 
 A rate is a bucket that holds a minute's worth and fills as time passes. A request takes one from
-the bucket of requests and its prompt from that of tokens, or is refused; what it writes is taken
-when it has ended, and may leave the bucket in debt, which time pays first. A budget counts what
-has ended: prompts and outputs of requests that ran.
+the bucket of requests and its prompt from that of tokens, or is refused. Its output is taken when
+it has ended, and may leave the bucket in debt, which time pays first. A budget counts what has
+ended: prompts and outputs of requests that ran.
 
-Routers do not ask each other before they admit. Each tells what it has counted
-(router/keys/key_service.py), so a key may take so much more as it can in the second until the
-others have heard.
+Routers do not ask each other before they admit a request. Each sends its counts to the others once
+a second (router/keys/key_service.py). Until they arrive, a key may exceed its limit by what the
+other routers have admitted meanwhile.
 """
 
 import math
@@ -133,13 +133,18 @@ class KeyLimits:
     # -- between routers
 
     def told(self, at: float) -> dict[str, KeyCount]:
-        """Return the counts of this router: key's id -> count."""
+        """Return this router's counts for the other routers: key's id -> counts. at: Unix
+        seconds.
+        """
         for account in self._accounts.values():
             self._spent(account, at)
         return {owner: account.own for owner, account in self._accounts.items()}
 
     def hear(self, routers: dict[str, dict[str, KeyCount]], at: float) -> None:
-        """Take the counts of all other routers, those of ended routers included."""
+        """Take over the counts of all other routers, including routers that have ended.
+
+        routers: router's name -> key's id -> counts. at: Unix seconds.
+        """
         for known in self._accounts.values():
             self._spent(known, at)
             known.others = 0

@@ -20,16 +20,16 @@ class Stop(Protocol):
     """A function that ends the running requests of an id at all routers."""
 
     async def __call__(self, request_id: str, owner: str | None, partial: bool = False) -> int:
-        """Return how many prompts were ended.
+        """End the requests with this id at all routers, and return the number of prompts ended.
 
         owner: digest of the key that asks; None may end any.
-        partial: whether they answer with what they have; else with an error.
+        partial: whether a request's answer is the output so far; else it is an error.
         """
         ...
 
 
 class ModelChanges(Protocol):
-    """The models of an endpoint of several: their status, and changes to them."""
+    """The interface to the models of an endpoint of several: their status, and changes to them."""
 
     def status(self, model: str) -> str:
         """Return a model's status: ready, starting, or sleeping (the next request wakes it)."""

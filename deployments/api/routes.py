@@ -120,15 +120,18 @@ _ELSEWHERE = frozenset({f"{responses.PATH}/compact"})
 
 
 def _with_name(path: str) -> Route | None:
-    """Return the route of a path that names a model, an adapter or an id; None if there is none."""
+    """Return the route of a path that contains the name of a model or adapter, or an id; None if
+    there is no such route.
+    """
     return next((r for p, r in _PATTERNS if p.fullmatch(path)), None)
 
 
 def locate(path: str) -> tuple[str, Route | None]:
-    """Return a path with /v1 before it unless it is a route without, and its route.
+    """Return a request's path as routes have it, and its route; None if there is none.
 
-    Clients are given base URLs without /v1, or with two of them. The path is not normalised
-    otherwise, so that no spelling evades a check of it.
+    A missing /v1 is added and a doubled one is dropped, because clients get base URLs without /v1
+    or with two of them. The path is not normalised otherwise, so that no spelling evades a check of
+    it.
     """
     if path.startswith("/v1/v1/"):
         path = path[3:]

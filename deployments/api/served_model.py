@@ -60,7 +60,9 @@ def allowed(card: ModelCard, caller: Caller) -> ModelCard:
 
 
 def _served(names: Collection[str]) -> str:
-    """Return a few names for a message, and where to find the others."""
+    """Return the part of an error message that lists a few served names, and where the others
+    are.
+    """
     first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
     more = len(names) - MAX_NAMED
     return f"served: {first}" + (f" and {more} more, see /v1/models" if more > 0 else "")
@@ -74,8 +76,8 @@ def _bases(backend: Backend) -> list[ModelCard]:
 def known_model(name: Any, backend: Backend) -> ModelCard | None:
     """Return the model that a request names; None if it is not known at once.
 
-    A served name goes before an adapter's, that before an alias, and the most specific alias before
-    others, whichever model it belongs to.
+    A served model's name takes precedence over an adapter's, and that over an alias. Of several
+    aliases that match, the most specific one counts, whichever model it belongs to.
     """
     if name is not None and not isinstance(name, str):
         return None

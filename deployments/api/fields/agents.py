@@ -1,6 +1,6 @@
 """ItemChat: the fields that the bodies of /v1/responses and /v1/messages share.
 
-Both are read into a chat, so fields of ours mean what they mean there.
+Both bodies are read into a chat, so Manta's own fields mean the same as in a chat's body.
 """
 
 from collections.abc import Mapping

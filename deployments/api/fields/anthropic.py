@@ -37,7 +37,7 @@ _SEEN_BLOCKS: Mapping[str, type[Struct]] = {**_TEXT_BLOCKS, "image": AnthropicIm
 
 
 class TextOnlyBlock(Known[TextBlock | AnthropicImage | MediaBlock]):
-    """A block where only texts are read."""
+    """A block at a place where only texts are read; other blocks there are ignored or refused."""
 
     KINDS = _TEXT_BLOCKS
 

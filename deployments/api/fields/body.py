@@ -242,11 +242,15 @@ def struct_body(
     required: tuple[str, ...] = (),
     openai: bool = True,
 ) -> StructBody[T]:
-    """Return the body of a Struct with the fields that are ignored or refused.
+    """Return the StructBody of a Struct, with the fields that are ignored or refused.
 
-    narrower: what the schemas of some fields have beside what the Struct says, as the next
-    required: the fields that the Struct does not require
-    openai: whether OpenAI's fields without effect and those that none may set are listed
+    rejected: see StructBody
+    ignored: fields without effect, which are named in x-ignored-fields
+    silent: fields without effect that are not named
+    refused: refused fields -> the schema of the values that are accepted all the same
+    narrower: field -> keys that its schema has in addition to those of the Struct
+    required: fields that a body must have although the Struct has defaults for them
+    openai: whether OpenAI's fields without effect, and those that no request may set, are included
     """
     accepted, always = fields_of(struct)
     required = always + required
@@ -488,9 +492,10 @@ def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
 
 @functools.cache
 def _inner_names(struct: type[msgspec.Struct]) -> tuple[tuple[str, frozenset[str]], ...]:
-    """Return the fields that are Structs themselves, each with the names of its own fields.
+    """Return the fields of a Struct whose values are Structs, each with the names of its own
+    fields.
 
-    Not among them are unions, and Structs of a type of which fields come and go.
+    Fields of several types are left out. So are Structs with an error for unknown objects.
     """
     shapes = [(field.name, *_plain(field.type, {})) for field in _type_of(struct).fields]
     return tuple(

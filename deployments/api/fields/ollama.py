@@ -183,7 +183,7 @@ class OllamaEmbed(PoolingBody, kw_only=True):
     dimensions: Positive | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Long texts are cut unless the request says otherwise."""
+        """Return options by which long texts are cut unless the request says otherwise."""
         return PoolingOptions(truncate=self.truncate is not False)
 
 
@@ -193,7 +193,7 @@ class OllamaEmbeddings(PoolingBody, kw_only=True):
     prompt: str
 
     def pooling_options(self) -> PoolingOptions:
-        """Long texts are cut."""
+        """Return options by which long texts are cut."""
         return PoolingOptions(truncate=True)
 
 

@@ -370,7 +370,7 @@ class CohereEmbed(PoolingBody, kw_only=True):
     truncate: Annotated[CohereCut, words(CohereCut)] | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Return whether, and at which end, texts longer than the model takes are cut."""
+        """Return options that say whether too long texts are cut, and at which end."""
         return PoolingOptions(self.truncate != "NONE", self.truncate == "START")
 
 
@@ -402,7 +402,7 @@ class TeiEmbed(Tei, kw_only=True):
     dimensions: Positive | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Vectors have the length 1 unless the request says otherwise."""
+        """Return options by which vectors have the length 1 unless the request says otherwise."""
         options = super().pooling_options()
         if Texts.pooling_options(self).activations:
             return options

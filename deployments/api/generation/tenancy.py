@@ -40,9 +40,10 @@ class QueuePlace:
 
     key: the tenant, by `options.share_by`; "" for requests that name none
     deadline: the end of its time in monotonic seconds; None: it has none
-    cache_salt: the root of its prefix-cache blocks. It is the key's own unless
-        `options.share_prefixes`, with the request's `cache_salt` under it. What is cached tells by
-        its time, and by usage, what others have asked
+    priority: smaller runs earlier
+    cache_salt: the salt of its prefix-cache blocks: that of its key, unless
+        `options.share_prefixes`, combined with the request's own `cache_salt`. Timing and usage
+        would otherwise tell a key what others have asked
     """
 
     key: str

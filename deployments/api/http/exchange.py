@@ -328,7 +328,10 @@ def closing(status: int, code: str, message: str, param: str | None = None) -> A
 
 
 def _raised(raised: RaisedLimit, size: int) -> int:
-    """Return a limit of a body that takes this many bytes. Raises ApiError 413."""
+    """Return the raised limit of a body of `size` bytes. Raises ApiError 413 if `size` exceeds it.
+
+    raised: returns a limit in bytes, and the name of its setting.
+    """
     limit, setting = raised(size)
     if size > limit:
         raise _too_large(limit, setting)

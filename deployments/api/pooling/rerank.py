@@ -59,7 +59,10 @@ async def rerank(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer as `rerank`, or for `texts` in TEI's form. Raises ApiError, MantaError."""
+    """Answer /rerank: a ranking of `documents` as /v1/rerank gives it, or of `texts` in TEI's form.
+
+    Raises ApiError, MantaError.
+    """
     async with pooled_call(context, exchange, RERANK_TEXTS, only_model) as call:
         body = call.body
         if body.texts is not None and body.documents is not None:

@@ -64,7 +64,10 @@ def refusing(param: str | None) -> Iterator[None]:
 
 
 async def end_some(context: ApiContext, request_ids: Sequence[str]) -> int:
-    """End requests with what they have; return how many ids were known. Raises ApiError."""
+    """End requests, whose answers are the outputs so far; return how many ids were known.
+
+    Raises ApiError.
+    """
     stop = context.options.stop
     if stop is None:
         raise invalid("this server cannot end single requests", "request_ids")
@@ -73,7 +76,9 @@ async def end_some(context: ApiContext, request_ids: Sequence[str]) -> int:
 
 
 async def end_all(context: ApiContext, exchange: HttpExchange) -> None:
-    """End all running requests with what they have. Raises ApiError, MantaError."""
+    """End all running requests, whose answers are the outputs so far. Raises ApiError,
+    MantaError.
+    """
     training, model = trained(context), model_of(exchange)
     paused = (await training.state(model))["is_paused"]
     await training.pause(model, "abort")

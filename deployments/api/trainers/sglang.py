@@ -126,7 +126,7 @@ async def pause_generation(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def abort_request(context: ApiContext, exchange: HttpExchange) -> None:
-    """End a request, or all, with what they have."""
+    """End a request, or all requests; their answers are the outputs so far."""
     body = await context.read_as(exchange, ABORT_REQUEST)
     if body.abort_all:
         await end_all(context, exchange)

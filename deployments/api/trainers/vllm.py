@@ -63,7 +63,9 @@ async def resume(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def abort_requests(context: ApiContext, exchange: HttpExchange) -> None:
-    """End all running requests with what they have, or those that the body names."""
+    """End all running requests, or those that the body names; their answers are the outputs so
+    far.
+    """
     body = await context.read_as(exchange, ABORT_REQUESTS, empty=True)
     if body.request_ids is not None:
         known = await end_some(context, body.request_ids)
@@ -164,7 +166,7 @@ async def reset_prefix_cache(context: ApiContext, exchange: HttpExchange) -> Non
 
 
 async def init_transfer(context: ApiContext, exchange: HttpExchange) -> None:
-    """Let all replicas join a trainer's group, whose place `init_info` says."""
+    """Let all replicas join the trainer's process group at the address in `init_info`."""
     body = await context.read_as(exchange, INIT_TRANSFER)
     with refusing("init_info"):
         await trained(context).init_transfer(model_of(exchange), body.init_info)

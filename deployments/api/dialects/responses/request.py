@@ -340,10 +340,11 @@ def _texts(parts: Any) -> list[str]:
 
 
 def _format_echo(format: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Repeat the format as asked, without what is null.
+    """Return the requested output format as the answer repeats it: without keys that are null.
 
-    Of a schema with the fields that Open Responses requires,
-    where OpenAI's description is a text and never null."""
+    A `json_schema` format also gets the fields that Open Responses requires: `strict`, and
+    `description`, which OpenAI's clients read as a text and never null.
+    """
     asked = {name: value for name, value in format.items() if value is not None}
     if format.get("type") != "json_schema":
         return asked

@@ -114,7 +114,7 @@ async def count(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
-    """GET and DELETE of one response; POST of its cancel; GET of its input_items."""
+    """Answer GET and DELETE of one response, POST of its `cancel`, and GET of its `input_items`."""
     id, _, action = exchange.path[len(PATH) + 1 :].partition("/")
     query, owner = exchange.parameters(), exchange.caller.id
     run = context.background.get(id, owner)
