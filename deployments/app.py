@@ -144,7 +144,7 @@ def build_engines(config: Any) -> Application:
 
 
 class ModelApplication:
-    """A deployment that makes one Serve application of a model's pools.
+    """The root deployment of a model's Serve application, to which the model's pools are bound.
 
     It never runs: `model_application` gives it no replicas.
     """
@@ -226,9 +226,10 @@ def _routers(
 
 
 def _changes(base: MantaConfig) -> ChangeModels:
-    """Return the functions that change the models of a running endpoint.
+    """Return the functions that change the models of a running endpoint, or say why one does not
+    start.
 
-    base: the configuration without its models
+    base: the endpoint's configuration without its models
     """
     app = base.app_name
     return ChangeModels(

@@ -144,7 +144,7 @@ class Generation(Protocol):
 
 @dataclass(slots=True)
 class BackendState:
-    """The router's view of its replicas for /ready and /metrics, one engine step old."""
+    """The router's view of its replicas for /ready and /metrics, as of the last engine step."""
 
     replicas: dict[str, EngineStats] = field(default_factory=dict)
     in_flight: int = 0
@@ -164,11 +164,18 @@ class AdapterDirectory(Protocol):
     async def pin(self, name: str) -> AdapterRecord: ...
 
     async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
-        """Add an adapter. model: the base model's name; "" if only one model is served."""
+        """Add an adapter, and return its record. Raises MantaError.
+
+        path: path or URL of the adapter's files.
+        model: the base model's name; "" if only one model is served.
+        """
         ...
 
     async def remove(self, name: str, model: str = "") -> AdapterRecord:
-        """Remove an adapter. model: the base model's name; "" if only one model is served."""
+        """Remove an adapter, and return its record. Raises MantaError.
+
+        model: the base model's name; "" if only one model is served.
+        """
         ...
 
     def by_model(self) -> list[tuple[str, AdapterRecord]]:

@@ -409,7 +409,7 @@ def _routed(shown: dict[str, Any] | None) -> "NDArray[np.integer] | None":
 
 
 def _tuple(of: dict[str, Any], name: str) -> tuple[Any, ...] | None:
-    """Return the list of this name as a tuple; None if there is none."""
+    """Return the list under a name of a mapping as a tuple; None if the name is missing."""
     return None if (values := of.get(name)) is None else tuple(values)
 
 

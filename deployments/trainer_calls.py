@@ -17,7 +17,7 @@ Answer = dict[str, Any]
 class ReplicaWeights:
     """The weights of a replica, and whether it is paused or asleep.
 
-    weights_dropped: whether a sleep of level 2 has dropped them, and no update has come since.
+    weights_dropped: whether a sleep of level 2 has dropped its weights, and no update came since.
     """
 
     version: str
@@ -44,7 +44,11 @@ class FleetWeights:
 
 @dataclass(frozen=True, slots=True)
 class Order(Generic[T]):
-    """A call of a route. body: None = GET. read: makes the result of the route's answer."""
+    """An HTTP call that carries out one order of a trainer.
+
+    path: the route. body: the JSON body; None: the call is a GET.
+    read: returns the order's result, given the JSON of the route's answer.
+    """
 
     path: str
     read: Callable[[Answer], T]
@@ -52,12 +56,12 @@ class Order(Generic[T]):
     query: Sequence[tuple[str, str]] = ()
 
     def query_for(self, model: str) -> str:
-        """Return the query, which names the model; "" = the only one."""
+        """Return the URL's query, with the name of the model. model: "" stands for the only one."""
         return urlencode([*([("model", model)] if model else []), *self.query])
 
 
 def _nothing(answer: Answer) -> None:
-    """Read an answer that says no more than that an order was carried out."""
+    """Return nothing for the answer of an order that has no result."""
 
 
 def _version(answer: Answer) -> str:
@@ -140,7 +144,10 @@ class TrainerCalls:
         return self._carry_out(_update_weights(folder, version))
 
     def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Let all replicas join a trainer's group; {} = weights are shared on the machine."""
+        """Let all replicas join a trainer's process group.
+
+        init_info: vLLM's; {}: the trainer shares its weights on the replicas' machine.
+        """
         self._carry_out(_init(init_info))
 
     def start_weight_update(self) -> None:
@@ -164,7 +171,7 @@ class TrainerCalls:
         self._carry_out(_RESUME)
 
     def abort_requests(self) -> None:
-        """End all running requests with what they have."""
+        """End all running requests, whose answers are the outputs so far."""
         self._carry_out(_ABORT)
 
     def sleep(self, level: int = 1, tags: Sequence[str] = (), *, mode: str = "abort") -> None:

@@ -124,7 +124,10 @@ class GGUFContainer:
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def need(self, key: str) -> Any:
-        """Return a metadata value as `own` does. Raises ConfigError if the key is missing."""
+        """Return the metadata value of a key under the architecture's prefix, in the form of `own`.
+
+        Raises ConfigError if the key is missing.
+        """
         value = self.own(key)
         if value is None:
             raise self.error(f"has no {self.architecture}.{key}")

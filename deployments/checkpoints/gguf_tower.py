@@ -39,8 +39,8 @@ def is_tower(file: Path) -> bool:
 def tower_beside(model: GGUFFile) -> "TowerFile | None":
     """Return the tower in the folder of a model's file; None if the model takes text alone.
 
-    Of several that fit, it is the largest file. A projector that is not supported leaves the text
-    model, and so does a tower of another model in a folder of several.
+    Of several towers that fit, the largest file is returned. A tower with an unsupported projector
+    is ignored, as is the tower of another model in a folder of several models.
     Raises ConfigError for a damaged tower, and for one that does not fit the only model of its
     folder.
     """

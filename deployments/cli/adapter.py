@@ -23,7 +23,7 @@ def show(
 ) -> None:
     """Print name, rank, revision and folder of each adapter, by its model where there are several.
 
-    Without a revision: no request has named the adapter yet.
+    An adapter that no request has named yet has no revision.
     """
     url = server_url(server, url)
     adapters = ask(url, key, "GET", f"/adapters{_query(model)}")["data"]

@@ -390,7 +390,10 @@ class MantaConfig(Section):
         return {name: pool for name, pool in self.pools.items() if pool.role == "encoder"}
 
     def _check_encoders(self) -> None:
-        """Check that there is at most one encoder pool, and who asks it. Raises ValueError."""
+        """Check that there is at most one encoder pool, and engines that send it images.
+
+        Raises ValueError.
+        """
         names = list(self.encoders)
         if len(names) > 1:
             raise ValueError(

@@ -38,7 +38,7 @@ class EncoderPool:
 class WaitingRequest(Protocol):
     """The parts of `deployments.replica.adapters.SubmittedRequest` that this module uses.
 
-    encoded: whether the request has been here.
+    encoded: whether embeddings were asked for; then the request does not wait here a second time.
     """
 
     encoded: bool

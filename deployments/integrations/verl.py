@@ -75,7 +75,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
         await super().sleep()
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """End all requests with what they have; return their number and ids."""
+        """End all requests, whose answers are the outputs so far; return their number and ids."""
         answer: dict[str, Any] = await self._server_handle.abort_all_requests.remote(reject_request)
         return answer
 

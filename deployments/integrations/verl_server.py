@@ -149,7 +149,8 @@ class RolloutServer:
         return {"global_steps": self._steps}
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """End all requests with what they have; further ones wait for `resume_generation`.
+        """End all requests, whose answers are the outputs so far; further ones wait for
+        `resume_generation`.
 
         reject_request: whether further ones end at once instead.
         """
@@ -159,7 +160,7 @@ class RolloutServer:
         return {"aborted_count": len(ids), "request_ids": ids}
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
-        """End a request with what it has."""
+        """End a request, whose answer is the output so far."""
         handle = self._running.get(request_id)
         if handle is not None:
             handle.stop()

@@ -362,7 +362,7 @@ def _on_one_rank(config: EngineConfig) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A stage of a model, compared by text: a configuration with mappings has no hash."""
+    """A cache key: a stage of a model, compared by its text, as a configuration has no hash."""
 
     text: str
     resolved: "Resolved" = field(compare=False)

@@ -375,7 +375,7 @@ class Router:
         """End this router's running requests with an id, and return the number of prompts ended.
 
         owner: digest of the key that may end them; None: no restriction.
-        partial: whether they answer with what they have; else with an error.
+        partial: whether a request's answer is the output so far; else it is an error.
         """
         return self._front.stop(request_id, owner, partial)
 

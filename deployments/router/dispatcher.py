@@ -151,12 +151,17 @@ class Dispatcher:
         return inflight
 
     def _await_all_weights(self) -> None:
-        """Do the same for all requests that a sleep which drops weights has found running."""
+        """Start the wait of `_await_weights` for every request in flight, after a sleep dropped the
+        weights.
+        """
         for inflight in self.requests:
             self._await_weights(inflight)
 
     def _await_weights(self, inflight: InflightRequest) -> None:
-        """End a request if `wait_seconds` later no trainer has brought new weights."""
+        """Let a request wait for new weights, and fail it if none have come within `wait_seconds`.
+
+        While a trainer has paused the model, the wait begins again.
+        """
         if inflight in self._weightless:
             return
         self._weightless.add(inflight)

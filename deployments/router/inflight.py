@@ -250,7 +250,10 @@ class InflightRequest:
             self._end(stopped)
 
     def cut(self) -> None:
-        """End the request as a pause with mode abort does: with what it has, finish "abort"."""
+        """End the request with the output so far, as after a pause with mode "abort".
+
+        Each unfinished choice gets finish "abort".
+        """
         self._items += [
             (choice.index, Delta(choice.id, [], "abort"))
             for choice in self.choices

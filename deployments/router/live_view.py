@@ -105,7 +105,10 @@ def view_of_model(
 def _last(
     found: Iterable[tuple[float, dict[str, Any]]], count: int, now: float
 ) -> list[dict[str, Any]]:
-    """Return the newest entries, the newest first."""
+    """Return the newest `count` entries, the newest first, each with its age in seconds (`ago_s`).
+
+    found: pairs (time, entry). now: the present time of the same clock.
+    """
     newest = sorted(found, key=lambda pair: pair[0], reverse=True)[:count]
     return [{"ago_s": round(now - at, 3), **entry} for at, entry in newest]
 

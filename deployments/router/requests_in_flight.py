@@ -72,7 +72,7 @@ class RequestsInFlight(Collection[InflightRequest]):
         """End the requests with this id, and return the number of prompts ended.
 
         owner: digest of the key that asks; None may end any.
-        partial: whether they answer with what they have; else with an error.
+        partial: whether a request's answer is the output so far; else it is an error.
         """
         requests = [
             inflight

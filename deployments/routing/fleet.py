@@ -181,7 +181,9 @@ class Fleet:
             self._divide()
 
     def _divide(self) -> None:
-        """Set `apart`."""
+        """Update `apart`: whether some available replicas compute prompts for other available
+        ones.
+        """
         available = self.places > -np.inf
         computing = (available & (self.roles == PREFILL)).any()
         self.apart = bool(computing and (available & (self.roles != PREFILL)).any())
@@ -366,7 +368,7 @@ class Fleet:
 
 
 def _share(stats: EngineStats) -> int:
-    """Return how many prefix hashes a replica's prefix cache can hold."""
+    """Return how many prefix hashes the prefix cache of a replica with these stats can hold."""
     return stats.total_blocks * stats.block_size // STRIDE
 
 

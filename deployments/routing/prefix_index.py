@@ -76,9 +76,10 @@ class PrefixIndex:
         return self._size
 
     def match(self, prefix_hashes: Sequence[bytes], limit: int = 4) -> list[tuple[int, int]]:
-        """Return up to `limit` pairs (replicas, cached leading hashes), most hashes first.
+        """Return up to `limit` pairs (holders, cached leading hashes), most hashes first.
 
-        holders: a bit set. Each holder is in one pair only.
+        holders: the replicas of a pair, as a bit set of their columns. Each replica is in one pair
+            only.
         """
         matches: list[tuple[int, int]] = []
         get = self._holders.get

@@ -47,7 +47,7 @@ def add(
     url: Url = None,
     key: AdminKey = None,
 ) -> None:
-    """Serve a model, or change one: the others go on as they are."""
+    """Serve a model, or change one. The other models go on as they are."""
     url = server_url(server, url)
     ask(url, key, "POST", "/models", {**_section(spec), "name": name}, _CHANGE_SECONDS)
     if not wait:
@@ -71,7 +71,7 @@ def add(
 
 @app.command()
 def remove(name: _Name, server: UrlArgument = None, url: Url = None, key: AdminKey = None) -> None:
-    """Serve a model no longer: what it answers may end. Its files stay."""
+    """Serve a model no longer. Its running requests may finish, and its files stay."""
     path = f"/models/{quote(name, safe='')}"
     ask(server_url(server, url), key, "DELETE", path, None, _CHANGE_SECONDS)
     print(f"{name} is removed")

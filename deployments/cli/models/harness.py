@@ -205,7 +205,12 @@ def _server_model(url: str, served_as: str | None, folder: str) -> Any:
 
 
 def choose_card(cards: list[dict[str, Any]], served_as: str | None, url: str) -> dict[str, Any]:
-    """Return the entry of the model that is asked. Raises ConfigError unless it is one."""
+    """Return the /v1/models entry of the model that is tested.
+
+    cards: the entries of /v1/models. served_as: the model's name; None: the only base model.
+    url: the server's URL, for the error.
+    Raises ConfigError unless exactly one entry fits.
+    """
     names = [card["id"] for card in cards]
     if served_as is not None:
         cards = [card for card in cards if card["id"] == served_as]

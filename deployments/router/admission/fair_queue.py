@@ -177,15 +177,14 @@ class FairQueue(Generic[T]):
     """The waiting requests of one router.
 
     Order: start-time fair queueing. Virtual time is the tokens of service that each busy key has
-    had. A request starts where its key's last request ends, or now if the key was idle. So a key
-    that sends ten times as much waits behind itself, and an idle key saves nothing up. Each step of
-    priority shifts a request by the service of its key in age_seconds. Waiting outweighs priority,
-    so no request starves.
+        had. A request starts where its key's last request ends, or now if the key was idle. So a
+        key that sends ten times as much waits behind itself, and an idle key saves nothing up. Each
+        step of priority shifts a request by the service of its key in age_seconds. Waiting
+        outweighs priority, so no request starves.
 
     Bound: a key may have `_SHARE` times the free room waiting, halved with each step of priority.
-        So
-    no key can fill the queue, a key without waiting requests always finds room, and the lowest
-    priority is refused first. An admitted request is not refused later.
+        So no key can fill the queue, a key without waiting requests always finds room, and the
+        lowest priority is refused first. An admitted request is not refused later.
 
     random: returns uniform numbers in [0, 1), for the jitter of Retry-After.
     """

@@ -210,7 +210,7 @@ class ModelsBackend:
     def stop(self, id: str, owner: str | None, partial: bool = False) -> int:
         """End the running requests with this id, and return the number of prompts ended.
 
-        partial: whether they answer with what they have; else with an error.
+        partial: whether a request's answer is the output so far; else it is an error.
         """
         return sum(dispatcher.requests.stop(id, owner, partial) for dispatcher in self._all())
 
