@@ -82,7 +82,7 @@ def firsts(core: EngineCore, requests: Requests, size: tuple[int, int]) -> dict[
 
 
 def load(core: EngineCore, waiting: Iterator[EngineRequest], streams: int) -> dict[str, float]:
-    """Run requests, `streams` of them at a time."""
+    """Run requests, `streams` of them at a time; return requests/s and output tokens/s."""
     begin = time.perf_counter()
     for _, request in zip(range(streams), waiting, strict=False):
         core.add_request(request)

@@ -195,7 +195,7 @@ def torch_attention(backend: SDPBackend) -> Library:
 def any_gpus_attention(
     q: Tensor, k_cache: Cache, v_cache: Cache, meta: AttentionMeta
 ) -> Callable[[], object]:
-    """Make a call of the kernel that is not Hopper's own."""
+    """Return a call of the prefill kernel that runs on any GPU, rather than Hopper's own."""
     out = torch.empty_like(q)
     inputs = AttentionInputs(q, k_cache, v_cache, q.shape[2] ** -0.5)
     return partial(attention_prefill, inputs, meta, out)

@@ -1,6 +1,6 @@
 """Speculation by model drafters on one GPU: Manta's engine with and without, and vLLM's beside it.
 
-    python -m bench.versus.speculation --model LLAMA --name llama-8b --method eagle3 \
+    python -m bench.versus.speculation --model LLAMA --name llama-8b --method eagle3 \\
         --rates 0.75 0.55 0.40
     python -m bench.versus.speculation --model QWEN --name qwen3-next-24 --method mtp --rates 0.85
 

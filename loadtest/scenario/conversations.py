@@ -25,7 +25,7 @@ class Exchange(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """About how many tokens the answer has."""
+        """The approximate number of tokens of the answer."""
         return max(1, min(MOST_TOKENS, round(len(self.answered) / _CHARACTERS)))
 
 

@@ -92,7 +92,10 @@ class _RepeatedQuestions(RequestGenerator):
 
 @dataclass
 class _Suite:
-    """A run of the suite: what is known so far."""
+    """The state of a run of the suite.
+
+    references: the undisturbed answers, by question. capacity: answers/s of the undisturbed server.
+    """
 
     options: SuiteOptions
     model: str
