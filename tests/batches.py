@@ -15,13 +15,13 @@ MAX_LEN, BLOCK_SIZE = 50, 4
 def new_row(
     row: int, token_ids: Sequence[int], params: SamplingParams | None = None, seed: int = 0
 ) -> NewRow:
-    """A request whose tokens are all prompt."""
+    """Return a row for a request whose tokens are all prompt."""
     params = params or SamplingParams(temperature=0.0)
     return NewRow(row, token_ids, len(token_ids), params, seed, 0, ())
 
 
 def tower_config(image_token_id: int, out_size: int, **fields: Any) -> VisionConfig:
-    """A tower's configuration with the fields that a step reads, of no family."""
+    """Return a tower's configuration with the fields that a step reads, of no real family."""
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "patch_size")
     return VisionConfig(
         family="",
@@ -39,7 +39,7 @@ def tower_config(image_token_id: int, out_size: int, **fields: Any) -> VisionCon
 
 @dataclass
 class Layout:
-    """What a step reads and writes, token by token and entry by entry."""
+    """The expected inputs of a step, by token and by entry."""
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -54,7 +54,8 @@ class Layout:
 
 
 class RandomSteps:
-    """Requests that come, compute chunks, decode and leave, in rows and blocks taken at random."""
+    """A maker of random steps: requests come, compute chunks, decode and leave, in random rows and
+    blocks."""
 
     def __init__(self, num_rows: int, seed: int, groups: int = 1) -> None:
         self._groups = groups
@@ -66,7 +67,10 @@ class RandomSteps:
         self._step = 0
 
     def next(self, decodes_only: bool = False) -> tuple[Batch, Layout]:
-        """A step of one to num_rows entries; each row sampled last time has a token more."""
+        """Return a random step of one to num_rows entries, and its expected layout.
+
+        Call `sampled` before the next call: each row that sampled has a token more then.
+        """
         rng = self._random
         self._step += 1
         batch = Batch(self._step)
@@ -90,7 +94,7 @@ class RandomSteps:
         return batch, layout
 
     def sampled(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """What the step chose for its sampling entries."""
+        """Add the tokens that the last step sampled to the texts of their rows."""
         for row, token in zip(rows, tokens, strict=True):
             self._tokens[row].append(token)
 

@@ -24,8 +24,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """The folder of SmolLM2-135M-Instruct (bfloat16 safetensors), from the cache or built there
-    once. MANTA_TEST_MODEL: the model's file or folder, for machines without a network.
+    """Return the folder of SmolLM2-135M-Instruct (bfloat16 safetensors), which is built once.
+
+    MANTA_TEST_MODEL: the model's file or folder, for machines without a network.
     """
     from deployments.checkpoints.resolve import resolve_model
 
@@ -42,8 +43,11 @@ _SHARED = {
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator["Cluster"]:
-    """A Ray with Serve behind Serve's own proxy, set up as `manta serve` does. Files share it that
-    bring applications of their own, and delete them: a start takes as long as many a test."""
+    """Yield a Ray with Serve behind Serve's own proxy, set up as `manta serve` does.
+
+    It is for tests that deploy applications of their own and delete them. A start takes as long as
+    many tests.
+    """
     from deployments.app import cluster_environment
     from deployments.config.load import parse_config
     from tests.deployments.on_ray.serve_cluster import ray_and_serve
@@ -62,8 +66,11 @@ def shared_cluster() -> Iterator["Cluster"]:
 def shared_fleet(
     shared_cluster: "Cluster", tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator["Cluster"]:
-    """The shared cluster with one application, `manta` at /: a router and two engines that count.
-    Files share it that only send requests, and leave routers and engines as they are."""
+    """Yield the shared cluster with the application `manta` at /: a router and two engines that
+    count.
+
+    It is for tests that only send requests, and leave routers and engines as they are.
+    """
     from tests.deployments.on_ray.serve_cluster import fleet
 
     folder = tmp_path_factory.mktemp("fleet")
@@ -75,8 +82,11 @@ def shared_fleet(
 def shared_pair(
     shared_cluster: "Cluster", tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator["Collector"]:
-    """The shared cluster with one application, `pair` at /: two routers and two engines that
-    count, and the collector of its traces. Files share it that look at routers one by one."""
+    """Yield the collector of traces of an application on the shared cluster.
+
+    The application is `pair` at /: two routers and two engines that count. It is for tests that
+    look at single routers.
+    """
     from tests.deployments.on_ray.serve_cluster import traced_pair
 
     folder = tmp_path_factory.mktemp("pair")
@@ -86,7 +96,7 @@ def shared_pair(
 
 @pytest.fixture(scope="session")
 def shared_nodes() -> Iterator["NodesCluster"]:
-    """A Ray with Serve to which files add nodes that they lose or remove."""
+    """Yield a Ray with Serve to which tests add nodes that they lose or remove."""
     from tests.faults.ray_nodes import ray_nodes
 
     yield _SHARED["shared_nodes"].enter_context(ray_nodes())
@@ -100,8 +110,10 @@ def _shares(item: pytest.Item) -> tuple[bool, ...]:
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of what captures output
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """End what tests share with the last one that uses it: others start a Ray of their own in this
-    process, deploy at the same route, or look at clocks."""
+    """End the shared fixtures with the last test that uses them.
+
+    Later tests start a Ray of their own in this process, deploy at the same route, or read clocks.
+    """
     try:
         return (yield)
     finally:
@@ -130,8 +142,11 @@ def pytest_collection_finish() -> None:
 
 
 def _freeze() -> None:
-    """What collection has imported and made lives as long as the process. Each engine that a test
-    builds collects garbage, which looked at all of it: most of the time of a small test."""
+    """Exempt all objects that exist after collection from garbage collection.
+
+    They live as long as the process. Each engine that a test builds collects garbage, and scanning
+    them took most of the time of a small test.
+    """
     gc.collect()
     gc.freeze()
 
@@ -152,17 +167,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _take_one_core(worker: int) -> None:
-    """Engines take a thread for each core they may use: of two tests side by side each would wait
-    for threads that the other keeps from running, ten times longer than it computes."""
+    """Restrict this worker to one core.
+
+    Engines use a thread for each core they may use. Two tests side by side would wait for threads
+    that the other one keeps from running, and take ten times longer.
+    """
     if hasattr(os, "sched_setaffinity"):  # Linux
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[worker % len(cores)]})
 
 
 def _guard_interpreter() -> None:
-    """Triton's interpreter rounds bfloat16 wrongly and, before 3.7, breaks with numpy 2.4: refuse
-    both loudly.
-    """
+    """Refuse what Triton's interpreter gets wrong: bfloat16, and numpy 2.4 before Triton 3.7."""
     import numpy
     import torch
     import triton

@@ -20,9 +20,11 @@ KINDS = ("right", "wrong", "mixed")
 
 
 class ToldDrafts:
-    """Right, wrong at once, or right for as many tokens as the position says, then wrong.
+    """The drafts of one request, made from its known answer.
 
-    trusted: whether the answer is the text.
+    kind: whether drafts are right, wrong at once, or right for a number of tokens that depends on
+        the position, then wrong.
+    trusted: whether drafts that repeat the answer may be trusted as its text.
     """
 
     trusted = True
@@ -55,7 +57,10 @@ class ToldDrafts:
 
 
 class ToldDrafter:
-    """answers: of each prompt, for requests without a prediction."""
+    """A drafter whose drafts are made from known answers (`ToldDrafts`).
+
+    answers: prompt -> its answer, for requests without a prediction.
+    """
 
     def __init__(self, kind: str, answers: Mapping[tuple[int, ...], list[int]] | None = None):
         self.kind = kind
@@ -73,7 +78,7 @@ class ToldDrafter:
 
 
 class ListedLengths(DraftLengths):
-    """Takes its lengths from a list, over and over."""
+    """A controller that takes the lengths of drafts from a list, which it repeats."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__()
@@ -104,7 +109,7 @@ class ListedLengths(DraftLengths):
 
 
 def computed(lengths: Sequence[int] = (3,)) -> Speculation:
-    """Drafts that the device computes, as many as the list says."""
+    """Return the speculation of drafts that the device computes, with lengths from a list."""
     return Speculation(ComputedDrafter(), ListedLengths(lengths))
 
 
@@ -113,8 +118,11 @@ def told(kind: str, lengths: Sequence[int] = (3,)) -> Speculation:
 
 
 def use_chains(core: EngineCore) -> list[int]:
-    """Run a core's drafts as chains of graphs, where a graph is the function that it was captured
-    from; return the list that numbers of proposals are added to."""
+    """Let a core compute drafts as chains of graphs; return a list that gets each number of
+    proposals.
+
+    A graph is simulated by the function that it was captured from.
+    """
     runner = core._runner
     assert isinstance(runner, ModelRunner)
     drafting = runner.drafting

@@ -39,13 +39,16 @@ VOCAB = 50  # small, so that about one text in fifty tokens ends by itself
 
 
 def key_of(before: int, token: int) -> int:
-    """The key of a token, which like a model's depends on all tokens before it. Never negative."""
+    """Return a token's key, which depends on all tokens before it, as in a model. It is never
+    negative."""
     return (before * 6364136223846793005 + token + 1442695040888963407) % 2**62
 
 
 def next_token(keys: Sequence[int], new: NewRow, count: int, vocab: int = VOCAB) -> int:
-    """What the fake model says after `count` tokens, of which it sees these keys, for this seed and
-    choice."""
+    """Return the token that the fake model samples after `count` tokens.
+
+    keys: the keys of the tokens that the model sees. new: the row, with its seed and choice.
+    """
     data = np.asarray(keys, dtype=np.int64).tobytes()
     salt = f"{new.seed} {new.choice}".encode()
     token = int.from_bytes(blake2b(data, key=salt, digest_size=4).digest(), "little") % vocab
@@ -56,7 +59,10 @@ def next_token(keys: Sequence[int], new: NewRow, count: int, vocab: int = VOCAB)
 
 
 def seen(keys: Sequence[int], config: CoreConfig) -> list[int]:
-    """Of the keys of all tokens, those that the groups of layers read to say the next one."""
+    """Return the keys that the groups of layers read to sample the next token.
+
+    keys: the keys of all tokens.
+    """
     read: list[int] = []
     for kind in config.kinds:
         read += keys[first_read(kind, len(keys) - 1) :] if kind.by_position else keys[-1:]
@@ -64,7 +70,7 @@ def seen(keys: Sequence[int], config: CoreConfig) -> list[int]:
 
 
 def first_read(kind: KVKind, position: int) -> int:
-    """The first token whose key the token at `position` reads."""
+    """Return the position of the first token whose key the token at `position` reads."""
     return kind.behind(position, 1)
 
 
@@ -77,7 +83,7 @@ def virtual_tokens(adapter: str) -> int:
 
 
 def expected(request: EngineRequest, config: CoreConfig) -> tuple[list[int], str]:
-    """The output and the finish of a request that runs alone on a device that cannot go wrong."""
+    """Return the output and the finish reason of a request that runs alone on a correct device."""
     p = request.params
     stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(config.eos_token_ids))
     new = NewRow(0, [], request.num_prompt_tokens, p, request.seed, request.choice, sorted(stops))
@@ -126,7 +132,7 @@ def drawn(image: Image) -> bytes:
 
 
 def image_places(token_ids: Sequence[int], images: Sequence[Image]) -> dict[int, tuple[Image, int]]:
-    """Position -> the image and the index of the embedding that stand there."""
+    """Return position -> (image, index of the embedding) for each image token of a prompt."""
     places = {}
     for image in images:
         span = range(image.start, image.start + image.length)
@@ -137,8 +143,11 @@ def image_places(token_ids: Sequence[int], images: Sequence[Image]) -> dict[int,
 
 
 def make_prompt(*parts: int | list[int]) -> dict[str, Any]:
-    """The prompt and the images of a request (fields of `make_request`). parts: lists of tokens,
-    and pictures as numbers: picture p has 1 + p % 8 embeddings, in rows of 3 if p is odd."""
+    """Return the prompt and the images of a request, as fields of `make_request`.
+
+    parts: lists of tokens, and pictures as numbers. Picture p has 1 + p % 8 embeddings, in rows of
+        3 if p is odd.
+    """
     tokens: list[int] = []
     images = []
     for part in parts:
@@ -160,7 +169,7 @@ def make_prompt(*parts: int | list[int]) -> dict[str, Any]:
 
 
 class Proposal(NamedTuple):
-    """A column of `Batch.proposals`."""
+    """A column of `Batch.proposals`, as a named tuple."""
 
     row: int
     position: int
@@ -219,13 +228,14 @@ class _Step:
 
 
 class FakeRunner:
-    """Runs each step as late as a device may: when it is waited for.
+    """A model runner without a model, which runs each step as late as a device may: when awaited.
 
-    KV slots hold what was written there (`key_of`). Rows keep their own tokens, as the
-    device does. `launch` asserts the contract of a batch that a device could not notice: order of
-    entries, budget, rows and blocks that a step in flight still uses.
+    KV slots hold what was written there (`key_of`). Rows keep their own tokens, as the device does.
+    `launch` asserts what a device could not notice of a batch: the order of entries, the budget,
+    and rows and blocks that a step in flight still uses.
+
     fail: request seeds whose next sample is an error.
-    drafts: of the batch's proposals: all "right", all "wrong", or "mixed".
+    drafts: whether drafts for the batch's proposals are "right", "wrong", or "mixed".
     """
 
     def __init__(
@@ -260,7 +270,8 @@ class FakeRunner:
         self.batches: list[Batch] = []  # the last few, newest last
 
     def in_one(self, batch: Batch) -> Batch:
-        """As if the blocks of all ranks were one device's: the next rank's behind a rank's."""
+        """Return a batch whose blocks are numbered as if all ranks were one device, rank after
+        rank."""
         blocks = self.config.num_blocks
         for new in batch.new_rows:
             self.bases[new.row] = new.kv_rank * blocks
@@ -422,7 +433,7 @@ class FakeRunner:
         assert used >= {image.digest for image in batch.images}, "encoded without need"
 
     def execute(self, step: _Step) -> StepResult:
-        """What the device does: apply updates, write all keys, then read them and sample."""
+        """Run a step as the device does: apply updates, write all keys, read them, and sample."""
         for digest in step.dropped_images:
             self.encoded.pop(digest, None)
         for image in step.images:
@@ -541,7 +552,7 @@ class FakeRunner:
         return result
 
     def _draft(self, step: _Step, proposal: Proposal, verified: Sequence[int]) -> list[int]:
-        """Return what continues the row's text, after the drafts of the step that are right.
+        """Return drafts that continue the row's text after the accepted drafts of the step.
 
         verified: the row's drafts in this step.
         """
@@ -585,11 +596,11 @@ def make_config(**changes: Any) -> CoreConfig:
 
 
 class FakeCopies:
-    """Copies of the fake device's blocks to slots of the host and back (`HostCopies`).
+    """A fake of `HostCopies`: copies of the fake device's blocks to slots of the host and back.
 
-    A load ends `delay` looks after it began; until then its blocks have nonsense, and its slots
-    must not change. The loads whose numbers are in `failing` fail.
-    owners: whose keys are in a block; copied with it.
+    A load ends `delay` polls after it began. Until then its blocks hold garbage, and its slots must
+    not change. Loads whose numbers are in `failing` fail. `owners`, which names the requests whose
+    keys a block holds, is copied with it.
     """
 
     def __init__(self, runner: FakeRunner, delay: int = 0, failing: Container[int] = ()) -> None:
@@ -656,10 +667,11 @@ class FakeCopies:
 
 
 class FakeFiles:
-    """Files of what the slots of `FakeCopies` have (`BlockFiles`), which a second engine may share.
+    """A fake of `BlockFiles`: files with the contents of the slots of `FakeCopies`.
 
-    A write ends at the second look, a read `delay` looks after it began. The slots of both must not
-    change meanwhile. Reads whose numbers are in `failing` fail for their first block.
+    A second engine may share the files. A write ends at the second poll, a read `delay` polls after
+    it began. The slots of both must not change meanwhile. Reads whose numbers are in `failing` fail
+    for their first block.
     """
 
     def __init__(self, copies: FakeCopies, delay: int = 0, failing: Container[int] = ()) -> None:
@@ -751,7 +763,7 @@ class FakeFiles:
 
 
 class Inline(Executor):
-    """Runs what is submitted at once; with `hold`, when `release` is called."""
+    """An executor that runs work when it is submitted, or with `hold` when `release` is called."""
 
     def __init__(self, hold: bool = False) -> None:
         self.hold = hold
@@ -769,8 +781,11 @@ class Inline(Executor):
 
 
 class MemoryLoader:
-    """Adapters that are only names: an adapter's path is its size in bytes and its name in VIRTUAL,
-    or why it fails."""
+    """A loader of adapters that have no files.
+
+    An adapter's path is its size in bytes followed by its name in VIRTUAL, or the error of its
+    load.
+    """
 
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
         if not path[0].isdigit():
@@ -795,7 +810,8 @@ def make_store(
     device: Inline | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AdapterStore:
-    """Knows these adapters, of one byte each; none is in memory yet."""
+    """Return a store that knows these adapters, of one byte each, none of which is in memory
+    yet."""
     disk, device = disk or Inline(), device or Inline()
     store = AdapterStore(
         MemoryLoader(), max_loras, host_bytes, disk=disk, device=device, clock=clock
@@ -809,8 +825,10 @@ def make_store(
 
 
 class FakePages:
-    """Pages of a FakeRunner's blocks, in steps of 3 beyond the first; without pages a block keeps
-    nothing."""
+    """The pages of a FakeRunner's blocks, mapped in steps of 3 blocks.
+
+    A block without pages keeps nothing.
+    """
 
     def __init__(self, runner: FakeRunner, most: int) -> None:
         self.most = most
@@ -849,10 +867,9 @@ class FakePages:
 
 
 class FakeShare:
-    """A share of memory beside another engine's.
+    """A share of a device's memory beside another engine's share.
 
-    free: bytes that nothing has taken.
-    wanted: bytes that the other engine asks for.
+    free: bytes that neither engine has. wanted: bytes that the other engine asks for.
     """
 
     def __init__(self, pages: FakePages) -> None:
@@ -900,11 +917,14 @@ def make_core(
     moves: MovePlan | None = None,
     **changes: Any,
 ) -> tuple[EngineCore, FakeRunner]:
-    """adapters: by default knows "lora", "lora2" and VIRTUAL, and has a slot for one of them.
-    host, delay, failing: a host tier, and how its copies go (`FakeCopies`).
-    disk: a disk tier below it (`FakeFiles`).
-    growth: blocks that there may be more, in memory that grows (`FakePages`).
-    moves: blocks may come from another engine (tests/engine/scheduling/moving.py)."""
+    """Return an engine core on a fake device, and the device.
+
+    adapters: by default a store that knows "lora", "lora2" and VIRTUAL, with one slot.
+    host, delay, failing: a host tier, and the behaviour of its copies (`FakeCopies`).
+    disk: whether there is a disk tier below the host tier (`FakeFiles`).
+    growth: blocks that may be added, in memory that grows (`FakePages`).
+    moves: whether blocks may come from another engine (tests/engine/scheduling/moving.py).
+    """
     config = make_config(**changes)
     runner = FakeRunner(config, fail=fail, drafts=drafts)
     store = make_store(["lora", "lora2", *VIRTUAL], max_loras=1) if adapters is None else adapters
@@ -930,7 +950,10 @@ def make_core(
 
 
 def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> EngineRequest:
-    """prompt: token ids, or how many (then made from `id`). Unknown fields go to SamplingParams."""
+    """Return a request; fields that EngineRequest lacks go to its SamplingParams.
+
+    prompt: token ids, or their number; then they are made from `id`.
+    """
     if isinstance(prompt, int):
         prompt = [2 + (id * 7 + i * i) % (VOCAB - 2) for i in range(prompt)]
     own = {"seed", "choice", "cache_salt", "adapter", "priority", "num_prompt_tokens", "images"}
@@ -949,7 +972,7 @@ def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> Eng
 
 @dataclass
 class Output:
-    """All deltas of one request, put together."""
+    """The output of one request, put together from all its deltas."""
 
     tokens: list[int]
     finish: str
@@ -961,7 +984,7 @@ class Output:
 
 
 def collect(deltas: Sequence[Delta], outputs: dict[int, Output] | None = None) -> dict[int, Output]:
-    """Sort deltas by request; asserts that nothing comes after the end."""
+    """Add deltas to the outputs of their requests. Asserts that nothing comes after an end."""
     outputs = {} if outputs is None else outputs
     for delta in deltas:
         output = outputs.setdefault(delta.id, Output([], "", []))
@@ -975,7 +998,8 @@ def collect(deltas: Sequence[Delta], outputs: dict[int, Output] | None = None) -
 def run(
     core: EngineCore, requests: Sequence[EngineRequest] = (), limit: int = 100_000
 ) -> dict[int, Output]:
-    """Add them all and step until idle, then check that nothing is left behind."""
+    """Add all requests and step until idle; return the outputs by id. Asserts that nothing is held
+    then."""
     for request in requests:
         core.add_request(request)
     outputs: dict[int, Output] = {}

@@ -40,7 +40,11 @@ _SYSTEM = {  # of markers, with a Python and a machine
 
 @dataclass(frozen=True)
 class PinnedSet:
-    """name: for messages. arguments: of `uv pip compile`, after those that all have."""
+    """A set of requirements that is resolved together.
+
+    name: the name in messages. arguments: those of `uv pip compile`, after the common ones.
+    machines: platforms for which it must resolve.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -53,18 +57,18 @@ def project() -> dict[str, Any]:
 
 
 def pythons() -> list[str]:
-    """The versions that the classifiers claim."""
+    """Return the Python versions that the classifiers of pyproject.toml claim."""
     before = "Programming Language :: Python :: "
     return [line.removeprefix(before) for line in project()["classifiers"] if before in line]
 
 
 def plain(name: str) -> str:
-    """A package's name as indexes compare it."""
+    """Return a package's name in the normal form of package indexes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pins(path: Path) -> dict[str, list[str]]:
-    """Lines of a file of pins by package."""
+    """Return the lines of a file of pins, by package."""
     lines: dict[str, list[str]] = {}
     for line in path.read_text("utf-8").splitlines():
         if line and not line.startswith("#"):
@@ -73,8 +77,10 @@ def pins(path: Path) -> dict[str, list[str]]:
 
 
 def sets(folder: Path) -> Iterator[PinnedSet]:
-    """Everything that a Makefile, an image or a cluster file of ours installs. folder: takes the
-    files that are written for it."""
+    """Yield every set that a Makefile, an image or a cluster file of ours installs.
+
+    folder: a folder for files that a set needs.
+    """
     everything = [f"--extra={extra}" for extra in project()["optional-dependencies"]]
     constrained = ("-c", str(CONSTRAINTS), str(ROOT / "pyproject.toml"))
     yield PinnedSet("what runs", constrained, MACHINES)
@@ -93,15 +99,18 @@ def sets(folder: Path) -> Iterator[PinnedSet]:
 
 
 def lowest() -> PinnedSet:
-    """The lower bounds of pyproject.toml."""
+    """Return the set of the lower bounds of pyproject.toml."""
     return PinnedSet(
         "lower bounds", ("--resolution", "lowest-direct", str(ROOT / "pyproject.toml"))
     )
 
 
 def _without_cuda(folder: Path) -> Path:
-    """A folder with a wheel that has the name and the requirements of PyTorch's build without
-    CUDA: its index is not asked, and 200 MB are not fetched."""
+    """Return a folder with an empty wheel that has the requirements of PyTorch's build without
+    CUDA.
+
+    Its real index is not asked, and 200 MB are not fetched.
+    """
     (pinned,) = pins(CONSTRAINTS)["torch"]
     version = pinned.split("==")[1].split(";")[0].strip() + "+cpu"
     wheels = folder / "wheels"
@@ -120,7 +129,10 @@ def _without_cuda(folder: Path) -> Path:
 
 
 def environment(before: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Of this process, without what tells pip or uv where to look."""
+    """Return the environment of this process without settings of pip and uv.
+
+    UV_CACHE_DIR is kept, and time-outs are set.
+    """
     variables = {
         name: value for name, value in before.items() if not name.startswith(("PIP_", "UV_"))
     }
@@ -131,13 +143,16 @@ def environment(before: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def uv() -> str:
-    """The program that the extra `dev` brings."""
+    """Return the path of uv, which the extra `dev` installs."""
     return str(Path(sysconfig.get_path("scripts")) / "uv")
 
 
 def compile_pins(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`uv pip compile` in isolation. A name with a local part beats the same without only where
-    all sources count alike."""
+    """Run `uv pip compile` without the machine's settings, and return the ended process.
+
+    All sources count alike, as otherwise a version with a local part would not win over the same
+    version without.
+    """
     command = [uv(), "pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate"]
     if index := os.environ.get(INDEX):
         command += ["--default-index", index]
@@ -147,7 +162,7 @@ def compile_pins(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def unreachable() -> str:
-    """Why nothing can be resolved here; empty if it can."""
+    """Return why nothing can be resolved on this machine; "" if it can."""
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "wanted.txt"
         wanted.write_text("pip\n", "utf-8")
@@ -156,7 +171,7 @@ def unreachable() -> str:
 
 
 def faults(chosen: Sequence[PinnedSet], versions: Sequence[str]) -> list[str]:
-    """What does not resolve, with the resolver's reason."""
+    """Return the sets that do not resolve, each with the resolver's reason."""
 
     def fault(case: tuple[PinnedSet, str, str]) -> str:
         pinned, version, machine = case
@@ -184,8 +199,11 @@ def check(versions: Sequence[str]) -> list[str]:
 
 
 def renewed(upgrade: bool) -> str:
-    """constraints.txt for all Pythons and machines at once. upgrade: with the newest of everything;
-    else what is there stays where it can. Raises RuntimeError where that does not resolve."""
+    """Return the new text of constraints.txt, for all Pythons and machines at once.
+
+    upgrade: whether to take the newest versions; else present versions stay where they can.
+    Raises RuntimeError if that does not resolve.
+    """
     extras = [f"--extra={extra}" for extra in project()["optional-dependencies"]]
     head = [line for line in CONSTRAINTS.read_text("utf-8").splitlines() if line.startswith("#")]
     with tempfile.TemporaryDirectory(prefix="manta-pins-") as folder:
@@ -203,7 +221,8 @@ def renewed(upgrade: bool) -> str:
 
 
 def _here(line: str) -> str:
-    """A pin without what other systems than ours need: no line, or one without its condition."""
+    """Return a pin's line for this system: "" if it is for another one, else without its
+    condition."""
     pin, _, condition = line.partition(" ; ")
     if not condition:
         return line

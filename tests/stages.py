@@ -184,8 +184,11 @@ STAGES = {
 
 @dataclass
 class Outcome:
-    """again: tests that failed at first and passed alone. failed: those that failed twice. broken:
-    why the stage failed whatever its tests say, empty if it did not."""
+    """The outcome of a stage.
+
+    again: tests that failed at first and passed alone. failed: tests that failed twice.
+    broken: reasons why the stage failed whatever its tests say.
+    """
 
     stage: Stage
     counts: Counter[str] = field(default_factory=Counter)
@@ -204,12 +207,15 @@ _beside: "Beside | None" = None
 
 
 def _report(cache: Path) -> Path:
-    """Pytest's, beside its cache."""
+    """Return the path of pytest's JUnit report, which lies beside its cache."""
     return cache.with_suffix(".xml")
 
 
 def _pytest(stage: Stage, root: Path, cache: Path, *arguments: str, where: str) -> int:
-    """Runs pytest to its end; its exit code, negative if a signal ended it."""
+    """Run pytest to its end; return its exit code, which is negative if a signal ended it.
+
+    where: pytest's -m.
+    """
     command = [sys.executable, "-m", "pytest", "-m", where, "-o", f"cache_dir={cache}"]
     report = _report(cache)
     report.unlink(missing_ok=True)
@@ -232,7 +238,10 @@ def _pytest(stage: Stage, root: Path, cache: Path, *arguments: str, where: str) 
 
 
 def _counted(cache: Path) -> Counter[str]:
-    """What pytest's report counts; a test that failed in its teardown counts twice."""
+    """Return the numbers of passed, failed and skipped tests in pytest's report.
+
+    A test that failed in its teardown counts twice.
+    """
     counts: Counter[str] = Counter()
     for suite in xml.parse(_report(cache)).getroot().iter("testsuite"):
         kinds = ("tests", "failures", "errors", "skipped")
@@ -249,7 +258,8 @@ def _last_failed(cache: Path) -> list[str]:
 
 
 def _started() -> list[int]:
-    """Live processes of the tests, but for those of the stages beside them."""
+    """Return the pids of the live processes that tests have started, without those of stages
+    beside."""
     processes = table()
     started = descendants(os.getpid(), processes)
     if _beside is None:
@@ -259,7 +269,7 @@ def _started() -> list[int]:
 
 
 def _left() -> list[str]:
-    """Command lines of the processes that are still there after a while; they are ended."""
+    """Wait for the tests' processes, end those that stay, and return their command lines."""
     limit = time.monotonic() + ENDS_S
     while (pids := _started()) and time.monotonic() < limit:
         time.sleep(0.1)
@@ -275,14 +285,14 @@ def _left() -> list[str]:
 
 
 def run(stage: Stage, root: Path = ROOT, cache: Path = CACHE, long: bool = False) -> Outcome:
-    """The stage, then its failed tests once more. cache: a folder for what failed."""
+    """Run a stage, and its failed tests once more. cache: a folder for what failed."""
     outcome = first_time(stage, root, cache, long)
     once_more(outcome, root, cache, long)
     return outcome
 
 
 def first_time(stage: Stage, root: Path, cache: Path, long: bool, *more: str) -> Outcome:
-    """The stage without second tries; more: arguments of pytest."""
+    """Run a stage without second tries. more: arguments of pytest."""
     began = time.monotonic()
     outcome = Outcome(stage)
     folder = cache / stage.name
@@ -304,7 +314,7 @@ def first_time(stage: Stage, root: Path, cache: Path, long: bool, *more: str) ->
 
 
 def once_more(outcome: Outcome, root: Path, cache: Path, long: bool) -> None:
-    """The failed tests of a stage, alone and in one process."""
+    """Run the failed tests of a stage again, alone and in one process, and note those that pass."""
     began = time.monotonic()
     stage, first = outcome.stage, outcome.failed
     folder = cache / stage.name
@@ -336,8 +346,10 @@ def _where(stage: Stage, long: bool) -> str:
 
 
 class Beside:
-    """Stages in the time that others leave of the cores: a process of its own, which the system
-    runs where nothing else wants to. Second tries are at its end, when it has the cores."""
+    """A process that runs stages at idle priority, beside other stages.
+
+    Second tries come at its end, when it has the cores to itself.
+    """
 
     def __init__(self, stages: Sequence[Stage], root: Path, cache: Path, long: bool) -> None:
         self.stages = stages
@@ -357,7 +369,8 @@ class Beside:
             os.killpg(self.pid, signal.SIGINT)
 
     def end(self) -> list[Outcome]:
-        """Waits for it, with its part of the cores, and prints what it did."""
+        """Give the process normal priority, wait for it, print its output, and return its
+        outcomes."""
         take_a_part(self.pid)
         with contextlib.suppress(ChildProcessError):  # taken with the orphans
             os.waitpid(self.pid, 0)
@@ -398,8 +411,10 @@ class Beside:
 
 
 def take_what_is_left() -> None:
-    """Of the cores, for this process and all that it starts, in a session of its own: Linux may
-    give each session an equal part, and a process what it takes of its session's."""
+    """Run this process and its later children at idle priority, in a session of their own.
+
+    Linux may give each session an equal part of the cores, and divides that among its processes.
+    """
     os.setsid()
     if not hasattr(os, "SCHED_IDLE"):  # not Linux
         os.nice(19)
@@ -410,8 +425,10 @@ def take_what_is_left() -> None:
 
 
 def take_a_part(pid: int) -> None:
-    """This process and all below it count as others again, where the user may say so: else they
-    would wait for what other users of a machine leave."""
+    """Give a process and its descendants normal priority again, if the user may do so.
+
+    They would otherwise wait for what other users of the machine leave.
+    """
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/autogroup").write_text("0")
     for process in (pid, *descendants(pid)):
@@ -421,7 +438,7 @@ def take_a_part(pid: int) -> None:
 
 
 def _why(code: int, cache: Path) -> str:
-    """Why this end of pytest is worse than failed tests; empty if it is not."""
+    """Return why pytest ended otherwise than with failed tests; "" if it did not."""
     if code < 0:
         return f"pytest was ended by {signal.Signals(-code).name}"
     if code not in (0, 1):
@@ -468,8 +485,11 @@ def summary(outcomes: list[Outcome], seconds: float) -> list[str]:
 def in_turns(
     chosen: Sequence[Stage], root: Path = ROOT, cache: Path = CACHE, long: bool = False
 ) -> list[Outcome]:
-    """One stage after the other, and beside each those that want to be. Stages of one process come
-    last: those that wait follow one another, and leave their idle time to the same stages."""
+    """Run stages one after the other, each with the stages that run beside it; return all outcomes.
+
+    Stages of one process come last, as they wait most, and leave their idle time to the same
+    stages.
+    """
     global _beside
     outcomes = []
     fronts = [stage for stage in chosen if not front_of(stage, chosen)]

@@ -17,7 +17,8 @@ PACKAGES = ("deployments", "engine", "kernels", "loadtest")
 
 @pytest.fixture(scope="module")
 def artefacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel, built of the sdist, and the sdist; from a copy, as a build leaves folders."""
+    """Return the wheel, built of the sdist, and the sdist; both are built from a copy of the
+    checkout."""
     folder = tmp_path_factory.mktemp("artefact")
     names = _tracked()
     for name in names:

@@ -11,7 +11,7 @@ HEAD = ["", "claim", "run, of which case", "reached", "file"]
 
 
 def table() -> list[list[str]]:
-    """The rows of the page, cell by cell."""
+    """Return the rows of the page's table, cell by cell."""
     text = (ROOT / "docs" / "claims.md").read_text("utf-8")
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -21,7 +21,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def examples(page: str) -> list[str]:
-    """The python blocks of a page."""
+    """Return the python blocks of a page."""
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
 
 
@@ -39,7 +39,7 @@ def run(code: str, **env: str) -> str:
 
 
 def generate() -> Any:
-    """docs/generate.py."""
+    """Return docs/generate.py as a module."""
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -186,7 +186,7 @@ def test_every_code_of_an_error_is_on_a_page() -> None:
 
 
 def results_named() -> Iterator[tuple[str, str]]:
-    """(page, name) of each result that a page names; <date> is any."""
+    """Yield (page, name) of each result file that a page names; <date> stands for any date."""
     speeds = ROOT / "deployments" / "configs" / "speeds.yaml"
     notes = (ROOT / "bench" / "notes").glob("*.md")
     faults = ROOT / "tests" / "faults" / "README.md"
@@ -241,7 +241,7 @@ def test_sections_with_figures_say_where_they_are_from() -> None:
 
 
 def commits(value: Any, key: str = "") -> Iterator[str]:
-    """Every commit that a result names."""
+    """Yield every commit that a result file names."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from commits(inner, name)
@@ -295,7 +295,7 @@ def test_pages_name_tests_and_commands_that_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page: of its headings, and those written in HTML."""
+    """Return the anchors of a page: those of its headings, and those written in HTML."""
     text = page.read_text("utf-8")
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
     plain = (re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings)
@@ -319,7 +319,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def paragraphs(page: Path) -> Iterator[str]:
-    """The paragraphs and items of lists of a page, without tables, code and targets of links."""
+    """Yield the paragraphs and list items of a page, without tables, code and targets of links."""
     text = re.sub(r"```.*?```|^ *\|.*?$|^    .*?$", "", page.read_text("utf-8"), flags=re.S | re.M)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     yield from re.split(r"\n\s*\n|^ *(?:-|\d+\.) ", text, flags=re.M)

@@ -112,7 +112,7 @@ def test_settings_become_uvs(install: ModuleType) -> None:
 
 
 def stamped(venv: Path, version: str, made_at: Path | None = None) -> Path:
-    """A folder whose Python says that it is this version."""
+    """Return an environment's folder whose Python claims to be of this version."""
     python = venv / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\necho {version.replace('.', ' ')}\n", "utf-8")
@@ -185,7 +185,7 @@ def test_the_demo_installs_what_it_runs(
 
 @pytest.fixture
 def index() -> Iterator[str]:
-    """An index that has torch alone."""
+    """Yield the URL of a package index that has torch alone."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -16,7 +16,7 @@ ROOT = pins.ROOT
 
 @pytest.fixture(scope="module")
 def index() -> None:
-    """Skips where no package index answers. CI must have one."""
+    """Skip the tests if no package index answers; CI must have one."""
     if reason := pins.unreachable():
         if os.environ.get("CI", "").lower() in ("1", "true"):
             pytest.fail(f"CI needs a package index ({pins.INDEX} names one): {reason}")

@@ -44,7 +44,10 @@ Path(sys.argv[1], "outcomes").write_bytes(pickle.dumps(outcomes))
 
 
 def outcome_of(folder: Path, code: str, processes: int = 1) -> tuple[Outcome, str]:
-    """Of a stage that has this file of tests, and what was printed."""
+    """Run a stage over one file of tests; return its outcome, and what was printed.
+
+    code: the tests. processes: those of the stage.
+    """
     (outcome,), printed = outcomes_of(folder, code, processes)
     return outcome, printed
 
@@ -52,8 +55,12 @@ def outcome_of(folder: Path, code: str, processes: int = 1) -> tuple[Outcome, st
 def outcomes_of(
     folder: Path, code: str, processes: int = 1, *beside: str
 ) -> tuple[list[Outcome], str]:
-    """beside: if there is one, tests marked `serve` are a stage that runs beside. In a process of
-    its own, which may adopt and end what the tests leave behind."""
+    """Run a stage, and perhaps one beside it, over a file of tests; return outcomes and printed
+    text.
+
+    They run in a process of their own, which may adopt and end what the tests leave behind.
+    beside: if given, tests marked `serve` are a second stage that runs beside the first.
+    """
     import pickle
 
     imports = "import os, pathlib, pytest, signal, subprocess, sys, time\n"

@@ -26,7 +26,7 @@ def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def dotted(node: ast.expr) -> str:
-    """a.b.c of an expression; "" for anything else."""
+    """Return an expression of names and dots, such as "a.b.c"; "" for anything else."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -126,7 +126,7 @@ def test_scheduling_code_runs_without_torch_and_ray() -> None:
 
 
 def knows_an_architecture(tree: ast.Module) -> Iterator[int]:
-    """Lines that name one, or compare a thing called architecture with a constant."""
+    """Yield the lines that name an architecture, or compare `architecture` with a constant."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if re.fullmatch(r"\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)", node.value):

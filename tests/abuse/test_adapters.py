@@ -1,6 +1,8 @@
-"""Rows 28 to 30: adapters whose files are broken, of another base, too large, not numbers or out of
-reach. The engine's own reader reads them, and HTTP tells it; only the model behind it counts
-instead of thinking."""
+"""Adapters whose files are broken, of another base, too large, not numbers, or out of reach.
+
+The engine's own reader reads them and HTTP reports their faults; only the model behind it counts
+instead of computing.
+"""
 
 import asyncio
 import errno
@@ -67,7 +69,8 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoraReader, Path]:
-    """A reader for a tiny model, and a folder with a good adapter and all the others."""
+    """Return a reader for a tiny model, and a folder with a good adapter and all the broken
+    ones."""
     root = tmp_path_factory.mktemp("adapters")
     theirs = save_checkpoint(root / "model", "llama")
     layout = LoraLayout(linear.spec for linear in load_model(root / "model").linears())
@@ -97,7 +100,7 @@ Call = Callable[..., Awaitable[tuple[int, Any]]]
 
 
 def with_server(root: Path, case: Callable[[Call], Awaitable[None]], **paths: str) -> None:
-    """paths: adapters of the configuration."""
+    """Run a case against an API with one replica. paths: adapters of the configuration, by name."""
 
     async def run() -> None:
         adapters = settings(root, paths=paths)
@@ -164,7 +167,8 @@ def test_broken_while_in_use(made: tuple[LoraReader, Path], tmp_path: Path, name
 
 
 class Clock:
-    """What the modules that remember failures take for `time`; `late` seconds can be added."""
+    """A replacement of the module `time` whose monotonic clock can be advanced by `late`
+    seconds."""
 
     late = 0.0
 
@@ -251,7 +255,7 @@ def test_an_object_store_that_cannot_be_had(
             super().__init__((made[0], device), disk=DiskCache(str(tmp_path)))
 
         def upload(self, weights: Any, slot: int) -> None:
-            """There is no device."""
+            """Do nothing, as there is no device."""
 
     monkeypatch.setattr(fake, "FakeLoader", Loader)
     whole = getattr(type(store), method)

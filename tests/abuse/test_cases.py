@@ -63,7 +63,7 @@ BODIES = {
 
 
 def build(value: Any) -> Any:
-    """Large values are written small in the file."""
+    """Return a value of cases.yaml with its short forms of large values expanded."""
     if isinstance(value, list):
         return [build(item) for item in value]
     if not isinstance(value, dict):
@@ -132,7 +132,7 @@ async def perform(client: Client, case: dict[str, Any]) -> Reply:
 
 
 def prepare(case: dict[str, Any]) -> tuple[str, str, bytes, list[tuple[bytes, bytes]]]:
-    """Method, path, body and headers."""
+    """Return the method, path, body and headers of a case's request."""
     route = case.get("route", "chat")
     if route in ROUTES:
         method, (path, fields) = "POST", ROUTES[route]

@@ -51,7 +51,10 @@ def port(request: pytest.FixtureRequest, backend: FakeBackend) -> Iterator[int]:
 
 
 def talk(port: int, data: bytes, wait: float = 5.0) -> tuple[bytes, bool]:
-    """What comes back, and whether the server closed. Ends after the first whole answer."""
+    """Send bytes, and return what comes back and whether the server closed the connection.
+
+    It ends after the first whole answer. wait: seconds without a byte.
+    """
     got, closed = b"", False
     with socket.create_connection(("127.0.0.1", port)) as line:
         line.settimeout(wait)

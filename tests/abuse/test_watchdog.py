@@ -114,7 +114,8 @@ def _sent() -> Iterator[Any]:
 
 
 class Quick(FakeBackend):
-    """Without the fake's own checks of each token, which are not the router's."""
+    """A FakeBackend without its checks of each token, which cost time that a router would not
+    spend."""
 
     def generate(self, request: GenerationRequest) -> FakeGeneration:
         return FakeGeneration(self, request)
@@ -130,7 +131,8 @@ class Quick(FakeBackend):
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen() -> Iterator[None]:
-    """As a router does: a collection goes over what requests made, not over all imports."""
+    """Exempt imports from garbage collection, as a router does, so that only requests' objects
+    count."""
     gc.collect()
     gc.freeze()
     yield

@@ -16,7 +16,7 @@ def _engine(settings: ReplicaSettings) -> EngineConfig:
 
 
 def build(arguments: Any) -> Any:
-    """What Serve builds in place of `deployments.app:build`."""
+    """Return the application that Serve builds in place of `deployments.app:build`."""
     return assemble(as_config(arguments), _engine)
 
 

@@ -23,7 +23,7 @@ cuda = kernels_for("cuda")
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs it with two cases, of which one fails."""
+    """Return a function that runs the command with three cases, of which one fails."""
 
     def fail() -> KernelWork:
         raise RuntimeError("out of memory")

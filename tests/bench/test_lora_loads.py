@@ -14,7 +14,7 @@ from tests.deployments.fake_adapters import make_folder
 
 
 class Stream:
-    """Says 20 tokens, one a millisecond."""
+    """A stream of 20 tokens, one each millisecond."""
 
     released = 0
 

@@ -18,7 +18,7 @@ from engine.sampling_params import SamplingParams
 
 
 def calls(work: Callable[[], object]) -> int:
-    """Calls of functions, Python's and C's."""
+    """Return the number of function calls, Python's and C's, of some work."""
     count = 0
 
     def counting(frame: object, event: str, argument: object) -> None:

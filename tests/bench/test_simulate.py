@@ -180,7 +180,7 @@ class Watched(RoundRobin):
 
 
 def observed(cost: StepCost, seed: int) -> calibrate.Observed:
-    """A run of a replica of which every step costs just this."""
+    """Return a replica's run of which every step costs exactly this."""
     load, policy = calibrate.LOADS["cpu"], Watched()
     speed = Speed("cpu", *cost, 50_000, load.rows, load.step_tokens)
     work = load.jobs(seed, 60)

@@ -14,8 +14,10 @@ KEPT_SANDBOXES = 8
 
 @pytest.fixture(autouse=True, scope="session")
 def shared_sandboxes() -> Iterator[None]:
-    """Share the sandboxes of equal vocabularies. Most tests build an API with a tokenizer of its
-    own, and would start a child process of 0.2 s for it."""
+    """Share the grammar sandboxes of equal vocabularies.
+
+    Most tests build an API with a tokenizer of its own, which would start a child process of 0.2 s.
+    """
 
     @lru_cache(maxsize=KEPT_SANDBOXES)
     def shared(

@@ -12,7 +12,8 @@ def run(coroutine):
 
 
 def make_folder(folder: Path, **fields: object) -> Path:
-    """What the fake engine takes for an adapter; its revision depends on the files' state."""
+    """Write a folder that the fake engine accepts as an adapter; its revision depends on the
+    files."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], **fields}
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -36,7 +36,8 @@ _TEMPLATE = (
 
 @cache
 def tiny_tokenizer(*, bos: bool = False) -> Tokenizer:
-    """Byte-level BPE with ChatML's control tokens; 0..2 are special, an emoji is four tokens."""
+    """Return a byte-level BPE with ChatML's control tokens: 0 to 2 are special, an emoji is four
+    tokens."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -57,7 +58,8 @@ def tiny_tokenizer(*, bos: bool = False) -> Tokenizer:
 
 
 class FakeGeneration:
-    """One delta of one token a choice and step; `script` gives other deltas, choice by choice."""
+    """A generation that gives each choice a token per step; the backend's `script` replaces the
+    deltas."""
 
     def __init__(self, backend: "FakeBackend", request: GenerationRequest) -> None:
         self.backend = backend
@@ -120,7 +122,7 @@ class FakeGeneration:
 
 
 def after(deltas: list[Delta], emitted: list[int] | None) -> list[Delta]:
-    """What comes behind these tokens: a replica finds all of the prompt in its cache then."""
+    """Return the deltas that follow the emitted tokens; the whole prompt is in the cache then."""
     left = list(emitted or ())
     if not left:
         return deltas
@@ -137,8 +139,12 @@ def after(deltas: list[Delta], emitted: list[int] | None) -> list[Delta]:
 
 
 class FakeBackend:
-    """script: text or deltas for every choice, instead of the hash; pause, first_pause: seconds a
-    step; burst: steps that arrive in one wake-up; errors: step -> what next() raises then.
+    """A backend without engines, whose tokens are a hash of the request.
+
+    script: text or deltas for every choice, instead of the hash.
+    pause, first_pause: seconds of a step, and of the first one.
+    burst: steps that arrive in one wake-up.
+    errors: step -> the error that `next` raises at it.
     """
 
     def __init__(self, *, bos: bool = False) -> None:
@@ -194,7 +200,7 @@ class FakeBackend:
         return reader
 
     async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None:
-        """There are no replicas."""
+        """Do nothing, as there are no replicas."""
 
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
@@ -237,7 +243,8 @@ class FakeBackend:
         return self.is_ready
 
     def deltas(self, request: GenerationRequest, choice: int) -> list[Delta]:
-        """What one choice will deliver, as an engine would: it knows tokens, not stop strings."""
+        """Return the deltas of one choice, as an engine gives them, which knows tokens but no stop
+        strings."""
         if isinstance(self.script, list):
             return self.script
         params = request.params
@@ -277,14 +284,15 @@ class FakeBackend:
 
 
 def vector_of(request: GenerationRequest) -> bytes:
-    """Of length 1, and another for every list of ids and adapter."""
+    """Return a float32 vector of length 1, another one for every list of ids and adapter."""
     key = hashlib.sha256(repr((request.token_ids, request.adapter_key)).encode()).digest()
     values = np.frombuffer(key[:VECTOR], dtype=np.uint8).astype(np.float32) + 1
     return (values / np.linalg.norm(values)).astype("<f4").tobytes()
 
 
 def _logprobs(token: int, k: int) -> TokenLogprobs:
-    """The token is the second most likely, so that it is missing from a top 1."""
+    """Return log-probabilities in which the token is the second most likely, so a top 1 lacks
+    it."""
     ids = [t for t in ((token + 7) % 200 + 40, token, *range(100, 140)) if t != token or k > 1]
     ids = list(dict.fromkeys([ids[0], *([token] if k > 1 else []), *ids[1:]]))[:k]
     return TokenLogprobs(token, -1.5, 2, ids, [-0.5 - i for i in range(len(ids))], 9.0)

@@ -46,7 +46,7 @@ MODEL = "fake:vocab_size=250,max_model_len=8192"
 
 
 async def _serve(app: Any) -> int:
-    """uvicorn as Serve runs it; gives the port."""
+    """Serve an application with uvicorn as Serve runs it, and return the port."""
     import socket
 
     import uvicorn
@@ -73,7 +73,8 @@ async def _replica(step: float) -> dict[str, Any]:
 
 
 async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A router of one model or of several. models: a replica of each."""
+    """Run a router of one model or several; return its port and pid. models: name -> its
+    replica."""
     from deployments.api.app import build_asgi
     from deployments.api.options import ApiOptions
     from deployments.backend import ModelCard
@@ -105,7 +106,8 @@ async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _null() -> dict[str, Any]:
-    """The same sends at the same pace: all streams in one turn of the loop, once a step."""
+    """Run the null path: an application that sends as much at the same pace, all streams in one
+    turn of the loop; return its port and pid."""
     turn = asyncio.get_running_loop().create_future()
     event = b'data: {"id":"chatcmpl-000000000000000000000000","choices":[{"delta":"x"}]}\n\n' * 2
 
@@ -148,7 +150,7 @@ async def _play(role: str, argument: str) -> None:
 
 @contextmanager
 def process(role: str, argument: Any = None) -> Iterator[dict[str, Any]]:
-    """One of ROLES in a process of its own; what it says of itself, and its pid."""
+    """Run one of ROLES in a process of its own; yield what it reports, and its pid."""
     command = [sys.executable, "-m", "tests.deployments.path_cost", "--role", role]
     if argument is not None:
         command += ["--argument", json.dumps(argument)]
@@ -168,7 +170,7 @@ def process(role: str, argument: Any = None) -> Iterator[dict[str, Any]]:
 
 
 def count_calls(pids: Sequence[int]) -> None:
-    """Begins or ends to count them."""
+    """Begin to count the function calls of these processes, or end the count."""
     for pid in pids:
         pipe = _children[pid].stdin
         assert pipe
@@ -177,14 +179,14 @@ def count_calls(pids: Sequence[int]) -> None:
 
 
 def calls_counted(pid: int) -> int:
-    """How many there were from beginning to end."""
+    """Return the number of function calls of a process during its last count."""
     pipe = _children[pid].stdout
     assert pipe
     return int(pipe.readline())
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time so far, to the nanosecond."""
+    """Return the CPU seconds of a process so far, to the nanosecond."""
     total = sum(
         int((task / "schedstat").read_text().split()[0])
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -196,7 +198,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class _Stream(asyncio.Protocol):
-    """again: ask once more whenever the answer is whole."""
+    """A client of one stream. again: whether it asks once more whenever an answer is complete."""
 
     def __init__(self, request: bytes, again: bool) -> None:
         self.chunks = self.answers = 0
@@ -215,8 +217,11 @@ class _Stream(asyncio.Protocol):
 
 @dataclass
 class Spent:
-    """cpu: seconds of each process. tokens: that routers have handed out. calls: of functions, in
-    each process that counts them."""
+    """The cost of a load.
+
+    cpu: CPU seconds of each process. tokens: tokens that routers have handed out.
+    calls: function calls of each process that counts them.
+    """
 
     cpu: list[float]
     seconds: float
@@ -246,8 +251,12 @@ async def spend(
     counting: Sequence[int] = (),
     models: Sequence[str] = ("m",),
 ) -> Spent:
-    """While so many streams of so many tokens run; short ones again and again. counting: pids of
-    those that count their calls meanwhile, which triples what they take. models: asked in turn."""
+    """Run streams for some seconds, and return their cost.
+
+    tokens: tokens of a stream; short ones are asked for again and again.
+    counting: pids that count their function calls meanwhile, which triples their CPU time.
+    models: models that are asked in turn.
+    """
     bodies = [
         {
             "model": model,
@@ -294,7 +303,7 @@ async def spend(
 
 @contextmanager
 def pinned(routers: list[int], others: list[int]) -> Iterator[None]:
-    """The routers have a core to themselves; the others and this process have the rest."""
+    """Give the routers a core of their own, and the rest to the others and this process."""
     cores = os.sched_getaffinity(0)
     first = {min(cores)}
 
@@ -315,7 +324,7 @@ def pinned(routers: list[int], others: list[int]) -> Iterator[None]:
 
 
 def core_cost(streams: int, steps: int = 200) -> float:
-    """Seconds of CPU a chunk that the counting takes, which is no part of the path."""
+    """Return the CPU seconds a chunk that the fake engine takes, which is no part of the path."""
     from engine.config.engine_config import EngineConfig
     from engine.messages import EngineRequest
     from engine.process import fake
@@ -338,10 +347,12 @@ def measure(
     rounds: int,
     good: Callable[[dict[str, float]], bool] = lambda _: False,
 ) -> dict[str, float]:
-    """Microseconds of CPU a chunk by process, `ratio` and `engine ratio` to the null path, and
-    `stream scale`; the best of so many rounds, each of which runs everything. And `calls`. Other
-    work on the machine only ever adds to them, so that the rounds end when the result is `good`,
-    but not before two."""
+    """Return microseconds of CPU a chunk by process, and ratios, from the best of `rounds` rounds.
+
+    `ratio` and `engine ratio` are relative to the null path. `stream scale` and `calls` are
+    explained above. Other work on the machine only adds to the times, so measuring ends early,
+    after two rounds or more, when the result is `good`.
+    """
     best: dict[str, float] = {}
     result: dict[str, float] = {}
     with ExitStack() as stack:
@@ -397,9 +408,12 @@ def carried(
     rounds: int,
     good: Callable[[dict[str, float]], bool] = lambda _: False,
 ) -> dict[str, float]:
-    """Of a router that has a core to itself and so many connections: requests for each second of
-    its CPU (`alone`), the same while another has as many (`beside one`), and twice the one to the
-    other (`scale`). `busy`: what it used of its core. The most of so many rounds counts."""
+    """Return the requests per CPU second of a router that has a core to itself.
+
+    `alone`: while no other router works. `beside one`: while another router has as many
+    connections. `scale`: twice the second divided by the first. `busy`: the share of its core that
+    it used. The best of `rounds` rounds counts.
+    """
     best = [0.0, 0.0]
     result: dict[str, float] = {}
     with ExitStack() as stack:
@@ -409,7 +423,7 @@ def carried(
         stack.enter_context(pinned([first["pid"]], others))
 
         async def beside(loaded: list[dict[str, Any]]) -> Spent:
-            """What the first spends, while all of these have the same load."""
+            """Return the cost of the first router, while all of these have the same load."""
             work = [
                 spend([router["port"]], streams, seconds, [router["pid"]], SHORT)
                 for router in loaded

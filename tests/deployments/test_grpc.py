@@ -44,7 +44,8 @@ SECRET = b"s" * 32
 
 
 class Caller:
-    """The methods of a channel, without generated code."""
+    """A gRPC client without generated code, with a method for each method of a channel's
+    service."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -230,7 +231,7 @@ async def test_tools() -> None:
 
 
 async def failed(call: Any) -> tuple[grpc.StatusCode, dict[str, str]]:
-    """How a call failed, and what is told of it."""
+    """Return the status code of a call that fails, and its trailing metadata."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         if hasattr(call, "__aiter__"):
             async for _ in call:

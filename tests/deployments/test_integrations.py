@@ -64,7 +64,7 @@ def test_methods_of_openrlhf() -> None:
 
 
 def params(**fields: Any) -> Any:
-    """vLLM's SamplingParams, as OpenRLHF's generator of samples makes them."""
+    """Return vLLM's SamplingParams, as OpenRLHF's generator of samples makes them."""
     arguments = {
         "temperature": 1.0,
         "top_p": 1.0,

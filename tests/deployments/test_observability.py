@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def served() -> set[str]:
-    """Names at /metrics."""
+    """Return the names of the metrics at /metrics."""
     names = set()
     state = BackendState()
     for family in (*families(RouterMetrics(), state), *replica_families(EngineStats())):
@@ -38,7 +38,7 @@ def served() -> set[str]:
 
 
 def exported() -> set[str]:
-    """Names that Ray's exporter gives ours."""
+    """Return the names that Ray's exporter gives to our metrics."""
     return {f"ray_{name}" for name in served() | {PREFIX + name for name in SCALING_HELP}}
 
 
@@ -159,7 +159,7 @@ def test_standard_names_are_there() -> None:
 
 
 class FakeMetric:
-    """ray.serve.metrics.Counter and Gauge, as far as they are used."""
+    """A fake of the Counter and Gauge of ray.serve.metrics."""
 
     made: dict[str, "FakeMetric"]
 

@@ -19,8 +19,10 @@ pytestmark = pytest.mark.slow
 
 
 def run(folder: str, package: str, tests: Sequence[str]) -> None:
-    """pytest over these, below API, with that folder in front: all pass and none is skipped.
-    package: one that the folder has, and how its version begins."""
+    """Run tests of the API with an older client's folder first in PYTHONPATH; all must pass.
+
+    folder: name of the folder, in .venv. package: a package in it, and how its version begins.
+    """
     beside = Path(sys.prefix) / folder
     if not beside.exists():
         pytest.skip(f"make venv installs tests/{folder}.txt beside the rest")

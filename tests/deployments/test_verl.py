@@ -40,7 +40,7 @@ SERVER = {
 
 
 def config(**fields: Any) -> Any:
-    """The fields of verl's RolloutConfig that a server reads, for a CPU."""
+    """Return the fields of verl's RolloutConfig that a server reads, for a CPU."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 64,
@@ -94,7 +94,7 @@ def test_what_verl_asks_for_is_refused() -> None:
 
 
 def messages(model: Any, num_bytes: int) -> Iterator[dict[str, Any]]:
-    """The messages of an update, in buckets of so many bytes."""
+    """Yield the messages of an update, in buckets of so many bytes."""
     bucket = Bucket(num_bytes)
     for name, tensor in model.state_dict().items():
         if not bucket.has_room(tensor):
@@ -105,7 +105,7 @@ def messages(model: Any, num_bytes: int) -> Iterator[dict[str, Any]]:
 
 
 def greedy(model: Any, folder: Path, count: int) -> list[int]:
-    """The tokens of transformers' model, without those that have no text."""
+    """Return the greedy tokens of transformers' model, without those that have no text."""
     ids, never = [*PROMPT], missing_ids(folder, model.config.vocab_size)
     for _ in range(count):
         with torch.no_grad():

@@ -14,7 +14,7 @@ from bench.versus.cpu.side import measure
 
 
 def saying(text: str, code: int = 0) -> str:
-    """A command line that prints this."""
+    """Return a command line that prints this text."""
     program = f"import sys; print({text!r}); sys.exit({code})"
     return shlex.join([sys.executable, "-c", program])
 

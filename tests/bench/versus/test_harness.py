@@ -15,7 +15,7 @@ PIECES: list[Piece] = [(run, side) for run in range(2) for side in ("ours", "the
 
 
 def harness(out: Path) -> Harness:
-    """A comparison of which each piece has two lines."""
+    """Return a comparison of which each piece has two lines."""
     return Harness(out, "x", ("run", "side"), lambda _, lines: len(lines) == 2, resume=True)
 
 

@@ -101,7 +101,7 @@ def test_a_load_that_is_not_whole_is_none(
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A side's load in seconds."""
+    """Shorten a side's loads to seconds."""
     monkeypatch.setattr(versus_http, "STREAMS", {1: 2, 4: 8})
     monkeypatch.setattr(versus_http, "WARM", 2)
     monkeypatch.setattr(versus_http, "clients_of", lambda streams: min(2, streams))
@@ -109,7 +109,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def side(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The lines of Manta's side, with this server in place of Manta's."""
+    """Return the lines of Manta's side, with this server in place of Manta's."""
     monkeypatch.setattr(versus_http, "URL", server.url)
     monkeypatch.setattr(versus_http, "server", lambda *_: contextlib.nullcontext(1.5))
     args = argparse.Namespace(model="model", ray_llm_path="")
@@ -158,7 +158,10 @@ def test_a_side_that_fails_a_request_is_none(
 
 
 class FakeLLM:
-    """Counts what is in flight; the first calls wait for as many as there should be."""
+    """A fake engine that counts the requests in flight.
+
+    Its first calls wait until `wanted` requests are in flight.
+    """
 
     def __init__(self, wanted: int) -> None:
         self.most = self.now = self.calls = 0

@@ -22,7 +22,10 @@ from bench.versus.lora import (
 
 
 def lines_of(side: str, count: int, none: float, kept: float = 1.0, start: int = 0) -> list[Line]:
-    """A process: without adapters at `none`, with them at a share of it."""
+    """Return the lines of a side's process.
+
+    none: tokens/s without adapters. kept: the share of it with adapters.
+    """
     key = {"side": side, "adapters": count, "start": start}
     speeds = {"none": none, "adapters": none * kept}
     runs = [{**key, "run": run, "out_tok_s": speeds[run]} for run in runs_of(side, count)]

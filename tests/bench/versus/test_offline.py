@@ -5,7 +5,7 @@ from loadtest.scenario.workloads import Request
 
 
 class Engine:
-    """Takes a second for 1,000 tokens of a prompt that it does not know, and 10 ms a step."""
+    """A simulated engine: 1,000 uncached prompt tokens take a second, and each step 10 ms."""
 
     def __init__(self, cache: bool) -> None:
         self.cache, self.seen, self.asked = cache, list[list[int]](), list[Request]()

@@ -48,7 +48,7 @@ def test_host_is_held_against_each_side(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Counting:
-    """A side that remembers what it was asked, and calls half of each prompt cached."""
+    """A side that records its prompts, and reports half of each as cached."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []  # (prompts, tokens of the longest)

@@ -19,7 +19,8 @@ def _kept(tensor: Tensor) -> nn.Parameter:
 
 
 class _Experts(nn.Module):
-    """As vLLM keeps those of gpt-oss: packed (two numbers a byte, a scale for 32), or whole."""
+    """Experts as vLLM stores those of gpt-oss: packed (two codes a byte, a scale for 32), or
+    whole."""
 
     def __init__(self, packed: bool) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class _Experts(nn.Module):
 
 
 class _Runner(nn.Module):
-    """Holds the router too, which vLLM has filled when it comes here."""
+    """A module with the experts and the router, which vLLM has filled before."""
 
     def __init__(self, router: nn.Module, packed: bool) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class _Mixture(nn.Module):
 
 
 class _DummyLoader:
-    """vLLM's: each module in turn, and all that is inside it."""
+    """A copy of vLLM's dummy loader, which fills each module in turn with all its submodules."""
 
     def load_weights(self, model: nn.Module, config: Any) -> None:
         for module in model.modules():
@@ -77,7 +78,7 @@ class _GpuWorker:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much of it as the worker imports."""
+    """Install stand-ins for the modules of vLLM that the worker imports."""
     for name in (LOADER, GPU_WORKER):
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
@@ -88,7 +89,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _worker(model: nn.Module) -> Any:
-    """As vLLM makes it, of its name."""
+    """Return the worker that vLLM would make by its name."""
     module, _, name = vllm_weights.WORKER.rpartition(".")
     __import__(module)
     return getattr(sys.modules[module], name)(model)

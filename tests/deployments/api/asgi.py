@@ -23,7 +23,7 @@ class Reply:
         return json.loads(self.body)
 
     def events(self) -> list[Any]:
-        """The data of each server-sent event; "[DONE]" as it is."""
+        """The data of each server-sent event, parsed as JSON; "[DONE]" stays text."""
         payloads = [line[6:] for line in self.body.decode().split("\n\n") if line]
         return [item if item == "[DONE]" else json.loads(item) for item in payloads]
 
@@ -44,7 +44,10 @@ def scope_of(
 
 
 class Client:
-    """One request at a time over raw ASGI. hang_up: set it, and receive says http.disconnect."""
+    """A client of a raw ASGI application that sends one request at a time.
+
+    hang_up: an event that makes `receive` return http.disconnect.
+    """
 
     def __init__(self, app: Any) -> None:
         self.app = app

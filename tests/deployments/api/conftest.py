@@ -11,8 +11,10 @@ from tests.deployments.fake_backend import FakeBackend
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_heap() -> None:
-    """As a router's is once it has started. A collection of all that other tests have left takes a
-    thread longer than a chat template may, wherever it begins."""
+    """Exempt what other tests have left from garbage collection, as a router does after its start.
+
+    Collecting all of it takes a thread longer than a chat template may take.
+    """
     gc.collect()
     gc.freeze()
 

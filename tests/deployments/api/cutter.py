@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 
 class Cutter:
-    """limits: of each connection in turn, bytes of the answer that it lets through before it cuts;
-    those after the last are left whole. 0: refused at once. says: then, what it answers itself, to
-    one connection after the other."""
+    """A proxy that cuts connections.
+
+    limits: for each connection in turn, bytes of the answer before it is cut; later connections are
+        not cut. 0: the connection is refused at once.
+    says: for each connection that is refused, the answer that the proxy gives itself.
+    """
 
     def __init__(self, port: int) -> None:
         self.limits: list[int] = []
@@ -43,7 +46,7 @@ class Cutter:
         client.close()
 
     def send_to(self, port: int) -> None:
-        """Connections from now on."""
+        """Send connections to this port from now on."""
         self._to = port
 
     def close(self) -> None:

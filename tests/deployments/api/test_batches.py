@@ -475,7 +475,7 @@ def test_manta_batch_waits_for_its_answers(tmp_path: Path, monkeypatch: Any) -> 
     started: list[bool] = []
 
     async def working(scope: Any, receive: Any, send: Any) -> None:
-        """The app, whose worker begins with its first request."""
+        """Answer as the application does, and start its worker with the first request."""
         if not started and scope["type"] == "http":
             started.append(True)
             worker.start()
@@ -520,8 +520,10 @@ ODD = {
 
 
 def end_of(path: Path, source: bytes) -> dict[str, Any]:
-    """The batch of a file, once its worker has nothing more to do: in one go, as a second try
-    comes only after 30 s."""
+    """Return the batch of a file, once its worker has nothing more to do.
+
+    The worker runs in one go, as a second try comes only after 30 s.
+    """
     api = api_of(path)
 
     async def through() -> dict[str, Any]:

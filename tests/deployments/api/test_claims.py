@@ -1,4 +1,4 @@
-"""Whose a request is, and until when it is of use."""
+"""The owner of a request, and its deadline."""
 
 import asyncio
 import hashlib
@@ -18,7 +18,7 @@ KEYS = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
 
 
 def asked(options: ApiOptions, *headers: tuple[bytes, bytes], **fields) -> GenerationRequest:
-    """What the backend was asked for."""
+    """Return the request that the backend gets."""
     backend = FakeBackend()
     client = Client(build_asgi(backend, options))
     body = json.dumps({**COMPLETION, **fields}).encode()

@@ -18,7 +18,7 @@ USER = "Weather?"
 
 @pytest.fixture(scope="module")
 def root() -> Iterator[str]:
-    """A model that asks for the weather of Paris, and answers once it has been told."""
+    """Yield the URL of a model that asks for the weather of Paris, and answers once it is told."""
     backend = backend_with(TEMPLATES["hermes"])
     make: Callable[..., list[Delta]] = backend.deltas
 
@@ -79,7 +79,7 @@ def test_openai_agents() -> None:
     agents = pytest.importorskip("agents", reason="pip install openai-agents")
 
     def weather(city: str) -> str:
-        """Of a city."""
+        """Return the weather of a city."""
         return f"sun in {city}"
 
     tools = [agents.function_tool(weather)]
@@ -95,7 +95,7 @@ def test_pydantic_ai() -> None:
     from pydantic_ai import Agent  # type: ignore[import-not-found]
 
     def weather(city: str) -> str:
-        """Of a city."""
+        """Return the weather of a city."""
         return f"sun in {city}"
 
     for kind in (models.OpenAIChatModel, models.OpenAIResponsesModel):

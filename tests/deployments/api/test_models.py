@@ -17,7 +17,7 @@ KEY, ADMIN = b"a-key", b"an-admin-key"
 
 
 class Changes:
-    """What is asked of it, and one model that does not start."""
+    """A fake of ModelChanges that records its calls, with one model that does not start."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

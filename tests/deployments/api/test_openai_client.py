@@ -87,7 +87,8 @@ CUT: tuple[dict[str, Any], ...] = (
 
 
 def put_together(chunks: list[Any]) -> dict[int, list[Any]]:
-    """Of each choice: text, tokens of its log-probabilities, its end."""
+    """Return the text, the number of scored tokens and the finish reason of each choice of a
+    stream."""
     out: dict[int, list[Any]] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         of = out.setdefault(choice.index, ["", 0, None])

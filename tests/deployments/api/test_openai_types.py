@@ -58,7 +58,8 @@ ROUTES: list[tuple[str, dict[str, Any], Any, Any]] = [
 
 
 def check(kind: Any, value: Any) -> None:
-    """Its required fields are there and of their types, as pydantic sees it."""
+    """Assert that a value has the required fields of a type of OpenAI's client, and of their
+    types."""
     TypeAdapter(kind).validate_python(value)
 
 

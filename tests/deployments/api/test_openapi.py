@@ -148,7 +148,7 @@ def backend_for(path: str) -> FakeBackend:
 
 
 def values_of(schema: Schema) -> Iterator[Any]:
-    """Beside VALUES: what is just inside and outside."""
+    """Yield values just inside and just outside of a schema's bounds, in addition to VALUES."""
     for part in schema.get("anyOf", [schema]):
         for name in ("minimum", "maximum", "exclusiveMinimum"):
             if name in part:

@@ -52,7 +52,7 @@ OPENED = {"enable_thinking": True}
 
 
 class Dialect:
-    """A conversation in one dialect: `ask` sends what there is and adds the answer to it."""
+    """A conversation in one dialect: `ask` sends the conversation and adds the answer to it."""
 
     path = "/v1/chat/completions"
     limit = "max_completion_tokens"
@@ -103,7 +103,7 @@ class Dialect:
         self.history.append(message)
 
     def reply(self) -> None:
-        """Results of the calls, and another question."""
+        """Add the results of the answer's calls, or another question."""
         for call in self.history[-1].get("tool_calls") or ():
             result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
             self.history.append(result)
@@ -112,7 +112,7 @@ class Dialect:
 
 
 class KnownFields(Dialect):
-    """A client with types of its own: what it does not know is lost, and so is what is empty."""
+    """A client with types of its own, which loses fields that it does not know, and empty ones."""
 
     def reply(self) -> None:
         known = ("role", "content", "tool_calls")
@@ -155,7 +155,7 @@ class Responses(Dialect):
 
 
 class Kept(Responses):
-    """The conversation is the service's."""
+    """A conversation of /v1/responses that the service keeps."""
 
     def body(self, tools: bool) -> dict[str, Any]:
         body = {**super().body(tools), "store": True}

@@ -29,7 +29,10 @@ POOLINGS = {
 
 
 def app_for(kind: str, folder: Path) -> Any:
-    """kind: of `POOLINGS`, or empty for a model that generates."""
+    """Return an application with one model.
+
+    kind: the kind of pooling, a key of `POOLINGS`; "" for a model that generates.
+    """
     backend = FakeBackend()
     if kind:
         card = replace(backend.cards[MODEL], pooling=POOLINGS[kind], vector_size=VECTOR)
@@ -42,7 +45,7 @@ def app_for(kind: str, folder: Path) -> Any:
 
 
 class FakeTraining:
-    """Takes every order, and has one replica."""
+    """A fake of Training that accepts every order, and has one replica."""
 
     def __init__(self) -> None:
         self.version, self.paused = "initial", False
@@ -95,13 +98,16 @@ class FakeTraining:
 
 
 async def nobody() -> list[dict[str, Any]]:
-    """No router tells anything to who looks."""
+    """Return an empty live view."""
     return []
 
 
 def operations(folder: Path, *, bodies: bool) -> Iterator[Any]:
-    """Each of an app whose model does what its route asks for. bodies: only those that read one.
-    An app and its schema are made once for each kind of model: that takes 65 ms."""
+    """Yield each operation, of an application whose model does what the route asks for.
+
+    An application and its schema take 65 ms, so they are made once for each kind of model.
+    bodies: whether only operations that read a body are yielded.
+    """
     schemas: dict[str, Any] = {}
     for route in ROUTES:
         kind = next((end for end in POOLINGS if route.path.endswith(end)), "")

@@ -23,8 +23,12 @@ from deployments.config.load import parse_config
 
 
 def main(folder: str, told: str) -> int:
-    """until: the last thing that the driver says. stays: its close never returns. silent: seconds
-    without a beat that are too long."""
+    """Run `manta serve` with a fake driver; return its exit code.
+
+    folder: a folder for programs with Ray's names.
+    told: a JSON object. `until`: the last message of the driver. `stays`: whether its close never
+        returns. `silent`: seconds without a beat that are too long.
+    """
     options = json.loads(told)
     until, stays = options.get("until", ""), options.get("stays", False)
     supervisor._SILENT = options.get("silent", 60.0)
@@ -69,8 +73,11 @@ _STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def _spawn(name: str, program: Path | None = None, orphan: bool = False) -> None:
-    """orphan: in a session of its own, without our environment, its parent gone: what only the one
-    who adopts it finds."""
+    """Start a process that sleeps, and print its name and pid.
+
+    orphan: whether it has a session of its own, no environment of ours and no living parent, so
+        that only the process that adopts it finds it.
+    """
     if orphan:
         shell = "sleep 1000 >/dev/null & echo $!"
         environment = {"PATH": os.environ["PATH"]}

@@ -219,7 +219,7 @@ def server() -> Iterator[Callable[[Handler], str]]:
     def start(answer: Handler) -> str:
         class Handling(BaseHTTPRequestHandler):
             def log_message(self, *args: object) -> None:
-                """Quiet."""
+                """Log nothing."""
 
             def do_GET(self) -> None:
                 reply(self, 200, {"data": [{"id": "tiny"}]})
@@ -379,7 +379,7 @@ def test_chat_sends_the_key(
 
 @pytest.fixture
 def llama_8b() -> ModelConfig:
-    """Llama 3.1 8B's shape."""
+    """Return a model configuration of Llama 3.1 8B's shape."""
     from engine.config_reader import Reader
 
     values = {
@@ -807,7 +807,7 @@ def test_addresses_that_are_not_ours() -> None:
 
 
 def metrics_told(pids: Sequence[int]) -> list[int]:
-    """Ports of these processes beyond loopback that tell Prometheus's text without a token."""
+    """Return the ports of these processes, beyond loopback, that serve metrics without a token."""
     inodes = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():

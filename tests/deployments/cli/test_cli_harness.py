@@ -80,7 +80,7 @@ def test_which_model_of_a_server_answers() -> None:
 
 
 class _Served:
-    """ASGI: a router and an engine process, which start with the server."""
+    """An ASGI application: a router and an engine process, which start with the server."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -113,7 +113,7 @@ class _Served:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The URL of a server of this model."""
+    """Yield the URL of a server of the model in this folder."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(_Served(folder), log_level="critical", lifespan="on"))

@@ -79,7 +79,7 @@ def test_applications_that_are_not_ours_are_no_configurations() -> None:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Ray's store, as `put`, `get` and `del` of it do."""
+    """Replace Ray's key-value store by a dictionary, and return it."""
     by_name: dict[str, bytes] = {}
     lock = threading.Lock()
 

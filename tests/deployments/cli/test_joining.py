@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the token of this machine, and never further than the questions."""
+    """Remove this machine's token, and fail a test that goes beyond probing to Ray's own client."""
     import ray
 
     def init(**_: Any) -> None:
@@ -39,14 +39,14 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """Takes connections and says nothing."""
+    """Yield the address of a server that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture
 def other() -> Iterator[str]:
-    """Answers, but not as Ray does."""
+    """Yield the address of a server that answers, but not as Ray does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -96,7 +96,7 @@ def test_what_is_no_address(address: str) -> None:
 
 @pytest.fixture
 def refusing() -> Iterator[str]:
-    """A server that refuses each call as a GCS with a token does."""
+    """Yield the address of a server that refuses each call, as a GCS with a token does."""
 
     class Refuse(grpc.GenericRpcHandler):  # type: ignore[misc]
         def service(self, details: Any) -> Any:

@@ -67,7 +67,7 @@ TWO = st.tuples(some_of(OF_ENDPOINT), some_of(OF_MODEL), some_of(OF_MODEL)).map(
 
 
 def schema_of(config: MantaConfig) -> dict[str, dict[str, Any]]:
-    """Serve's applications of a configuration, on a machine of our own."""
+    """Return Serve's schema of each application of a configuration, by name, on a fixed machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NodeCapacity, "here", lambda: MACHINE)
         applications = app.serve_config(config)["applications"]
@@ -75,7 +75,7 @@ def schema_of(config: MantaConfig) -> dict[str, dict[str, Any]]:
 
 
 def read_again(application: dict[str, Any]) -> MantaConfig:
-    """The arguments as the function that Serve calls with them reads them."""
+    """Return the configuration that the function which Serve calls reads from the arguments."""
     module, _, name = application["import_path"].partition(":")
     collected: list[MantaConfig] = []
     with pytest.MonkeyPatch.context() as patch:

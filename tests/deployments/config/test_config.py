@@ -32,7 +32,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def faults(folder: Path, text: str) -> list[str]:
-    """The problems of a file, without the path in front."""
+    """Return the problems of a configuration file, without the path in front."""
     path = write(folder, text)
     with pytest.raises(ConfigError) as caught:
         load_config(path, {})

@@ -37,7 +37,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def prepared(path: Path) -> dict[str, Any]:
-    """As `ray up` has it after its checks."""
+    """Return a cluster file's content after the checks of `ray up`."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config: dict[str, Any] = prepare_config(read(path))
@@ -46,8 +46,10 @@ def prepared(path: Path) -> dict[str, Any]:
 
 
 def needed(folder: str) -> dict[str, str]:
-    """What the application asks of every process of a cluster. HAProxy's ports are only chosen
-    where several clusters share one machine, and its settings are then all defaults."""
+    """Return the environment variables that every process of a cluster needs.
+
+    HAProxy's ports are left out, as they only matter if several clusters share a machine.
+    """
     wanted = cluster_environment(parse_config({"http": {"proxy": "haproxy"}}), folder)
     assert EdgeSettings.decode(wanted.pop("MANTA_EDGE")) == EdgeSettings(
         host="127.0.0.1", prefix="/"
@@ -544,12 +546,13 @@ def notice() -> ModuleType:
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """A cloud's metadata service. answers: path -> text; tokens are asked for as AWS does."""
+    """A cloud's metadata service, which asks for tokens as that of AWS does. answers: path ->
+    text."""
 
     answers: dict[str, str]
 
     def log_message(self, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def do_PUT(self) -> None:
         self._reply(200, "token-1")

@@ -50,9 +50,8 @@ TEXTS = [
 
 
 def write_gguf(path: Path, arch: str, vocab: list[str], merges: list[str], **options: Any) -> None:
-    """A small random model with a byte-level BPE tokenizer whose first three tokens are control
-    tokens.
-    """
+    """Write a small random model with a byte-level BPE tokenizer, whose first three tokens are
+    control tokens."""
     import gguf
 
     head_dim = 128 if arch == "qwen3" else 16  # transformers knows no other for Qwen3 in GGUF
@@ -309,7 +308,8 @@ def test_pre_tokenizers_load_and_round_trip(tmp_path: Path, pre: str) -> None:
 
 
 def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
-    """The neighbours that make the piece of the best score are joined, the first of them first."""
+    """Return a text's pieces by SentencePiece's rule: neighbours that make the best piece join
+    first."""
     pieces = list("▁" + text.replace(" ", "▁"))
     while True:
         joined = [a + b for a, b in pairwise(pieces)]

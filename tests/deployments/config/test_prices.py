@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 
 
 def llama(folder: Path, **changes: object) -> ModelConfig:
-    """Llama 3.1 8B by its sizes."""
+    """Return a model configuration with the sizes of Llama 3.1 8B."""
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 4096,

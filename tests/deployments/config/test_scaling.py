@@ -24,7 +24,7 @@ PROMISE = ServiceObjective(ttft=2.0, busy=0.9, calm_seconds=60, idle_seconds=100
 
 
 def play(demands, *, pools=None, start=None, history=None, since=0.0):
-    """A decision a second; replicas are ready when their pool says. The plans, by second."""
+    """Decide once a second, with replicas that are ready when their pool says; return the plans."""
     pools = pools or {"gpu": GPU}
     ready = dict(start or dict.fromkeys(pools, 0))
     coming = {name: [] for name in pools}
@@ -50,7 +50,7 @@ def play(demands, *, pools=None, start=None, history=None, since=0.0):
 
 
 def work(replicas: float):
-    """Demand that keeps so many GPU replicas busy."""
+    """Return the demand that keeps so many GPU replicas busy."""
     return replicas * 5_000, replicas * 2_500, 0
 
 

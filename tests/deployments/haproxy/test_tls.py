@@ -17,7 +17,7 @@ from tests.deployments.haproxy.edge import running
 
 
 def make(folder: Path, name: str = "edge") -> tuple[str, str]:
-    """A certificate that nobody signed, and its key."""
+    """Write a self-signed certificate and its key; return their paths."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-keyout", str(key), "-out", str(certificate)]

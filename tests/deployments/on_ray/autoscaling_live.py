@@ -72,13 +72,13 @@ def config(model: str, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(arguments: dict[str, Any]) -> Any:
-    """What Serve imports."""
+    """Return the application that Serve imports."""
     fake = Path(arguments["config"].get("model", "default")).name == "tiny"
     return assemble(as_config(arguments["config"]), counting if fake else prepare_engine)
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:
-    """What replicas run instead of a model."""
+    """Return the configuration of a counting engine, which replicas run instead of a model."""
     fake = f"fake:vocab_size=250,max_model_len=4096,step_seconds={_STEP}"
     return EngineConfig(model=fake, max_num_seqs=settings.engine["max_num_seqs"])
 
@@ -94,7 +94,7 @@ class Request:
 
 @dataclass
 class Seen:
-    """Counts at a second: replicas that a router is connected to, nodes that live."""
+    """The counts at a second: replicas that a router is connected to, and live nodes."""
 
     at_s: float
     gpu: int
@@ -105,7 +105,7 @@ class Seen:
 
 @dataclass
 class Live:
-    """The endpoint under load, and what was seen of it."""
+    """The endpoint under load, and the recorded counts, decisions and answers."""
 
     port: int
     handle: Any
@@ -146,7 +146,7 @@ class Live:
 
     @property
     def resumed_s(self) -> float | None:
-        """Seconds from the kill to the first decision for a GPU."""
+        """The seconds from the kill to the first decision for a GPU; None if there was none."""
         later = (decision for decision in self.decisions if decision["at_s"] > self.killed_s)
         took = (
             round(decision["at_s"] - self.killed_s, 2)
@@ -156,7 +156,8 @@ class Live:
         return next(took, None) if self.killed_s else None
 
     async def learn(self) -> float:
-        """The right answers; requests a second, one after the other, of the only replica."""
+        """Record the right answers, and return the requests/s of the only replica, one after the
+        other."""
         began = time.monotonic()
         self.wanted = [await self.ask(number) for number in range(PROMPTS)]
         assert not any(said.error for said in self.wanted), self.wanted
@@ -197,7 +198,8 @@ class Live:
 
     @contextlib.asynccontextmanager
     async def load(self, phase: str, rate: float) -> AsyncIterator[None]:
-        """So many requests a second while the block runs; it ends with the last answer."""
+        """Send requests at a mean rate while the block runs, and wait for the last answer at its
+        end."""
         order, numbers = random.Random(7), itertools.count()
         began, tasks = self.now(), list[asyncio.Task[Request]]()
 
@@ -216,7 +218,10 @@ class Live:
 
 
 async def scenario(live: Live, fake: bool) -> None:
-    """fake: engines that count, whose speed does not depend on how many there are."""
+    """Run the phases of the load, and assert the counts of replicas and nodes in each.
+
+    fake: whether engines count, so that their speed does not depend on how many there are.
+    """
     quick = 40.0 if fake else 120.0  # seconds within which what needs no patience must come
     watcher = asyncio.create_task(live.watch())
     try:

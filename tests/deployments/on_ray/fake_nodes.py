@@ -43,8 +43,11 @@ _EMPTY: dict[str, Any] = {
 
 @contextlib.contextmanager
 def autoscaling_ray(types: dict[str, dict[str, Any]], idle_seconds: float = 6.0) -> Iterator[str]:
-    """types: fields of available_node_types. Yields the address; the head node has no CPU, so that
-    whatever wants one needs a node."""
+    """Run a Ray whose autoscaler adds nodes; yield its address.
+
+    The head node has no CPU, so everything that wants one needs a new node.
+    types: the fields of available_node_types, by name.
+    """
     folder = tempfile.mkdtemp(prefix="r")  # short: Ray puts sockets in it
     address = f"127.0.0.1:{free_port()}"
     common = {"node_config": {}, "min_workers": 0}
@@ -120,7 +123,7 @@ def stop_all(seconds: float = 10.0) -> None:
 
 
 def report_of(module: str, out: Path, seconds: float, *arguments: str) -> dict[str, Any]:
-    """What `python -m module --out out` reports, which has a cluster in a process of its own."""
+    """Return the JSON report of `python -m module --out out`, which has a cluster of its own."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, "--out", str(out), *arguments],
         cwd=ROOT,

@@ -37,7 +37,7 @@ RESTART_S = 90.0
 
 
 def build(arguments: dict[str, Any]) -> Any:
-    """What Serve imports."""
+    """Return the application that Serve imports."""
     return assemble(as_config(arguments["config"]), fake_engine)
 
 
@@ -53,7 +53,8 @@ main()
 
 
 class Cluster:
-    """A home folder with a token and this checkout, as `ray up` leaves it on a node."""
+    """A cluster whose home folder has a token and this checkout, as `ray up` leaves it on a
+    node."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -78,7 +79,7 @@ class Cluster:
         }
 
     def head(self) -> set[int]:
-        """Starts it; its processes."""
+        """Start the head, and return the pids of its processes."""
         command = self.commands["head_start_ray_commands"][-1]
         command = re.sub(r"--autoscaling-config=\S+", "--num-cpus=0", command)
         return self._start(f"{command} --include-dashboard=false --temp-dir={self.home}/r")
@@ -106,7 +107,7 @@ class Cluster:
         return set(descendants(os.getpid())) - before
 
     def driver(self, what: str, timeout: float = 90) -> str:
-        """Runs a piece of this module in a process with the cluster's environment."""
+        """Run `drive` in a process with the cluster's environment, and return its output."""
         environment = {**self.environment, "RAY_AUTH_MODE": "token"}
         command = [sys.executable, "-m", "tests.deployments.on_ray.head_restart", "--driver", what]
         command += [
@@ -124,7 +125,7 @@ class Cluster:
         return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
 
     def answers(self, port: int, seconds: float) -> float:
-        """How long it took until it did."""
+        """Wait until the service answers, and return the seconds that it took."""
         began = time.monotonic()
         while (said := self.ask(port)).startswith("failed"):
             assert time.monotonic() < began + seconds, said
@@ -132,7 +133,7 @@ class Cluster:
         return round(time.monotonic() - began, 1)
 
     def ask(self, port: int) -> str:
-        """The text, or what went wrong."""
+        """Return the text of an answer, or "failed" with the reason."""
         body = {"model": NAME, "prompt": "hello", "max_tokens": 5}
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/completions",
@@ -147,7 +148,10 @@ class Cluster:
 
 
 def drive(what: str, address: str, http: int, model: Path) -> None:
-    """ "deploy", or "status"; both print it."""
+    """Deploy the application, or print its status.
+
+    what: "deploy" or "status".
+    """
     import ray
     from ray import serve
 
@@ -199,7 +203,7 @@ def run(home: Path, without: float) -> dict[str, Any]:
 
 
 def _tree(roots: set[int]) -> set[int]:
-    """And all below them."""
+    """Return the pids of these processes and all their descendants."""
     return roots.union(*(descendants(pid) for pid in roots))
 
 

@@ -28,7 +28,10 @@ for line in sys.stdin:
 
 
 class Job:
-    """The process. Each program in one of its own would import Ray and start workers anew."""
+    """A process that has joined a cluster and runs programs one after the other.
+
+    A process for each program would import Ray and start workers anew.
+    """
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -45,7 +48,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(address: str, folder: Path) -> Iterator[Job]:
-    """Start it in a folder, and end it. address: the cluster's."""
+    """Start a Job in a folder, yield it, and end it. address: the cluster's."""
     with subprocess.Popen(
         [sys.executable, "-c", _RUNS],
         cwd=folder,

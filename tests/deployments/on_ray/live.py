@@ -23,7 +23,7 @@ ROUTERS = REPLICAS = 2
 
 
 def settled(condition: Callable[[], Any], seconds: float = 15.0, every: float = 0.1) -> Any:
-    """Wait until it gives something true; return that."""
+    """Wait until `condition` returns something true; return that."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not come to pass"
@@ -33,7 +33,11 @@ def settled(condition: Callable[[], Any], seconds: float = 15.0, every: float = 
 
 @dataclass
 class Live:
-    """port: HTTP. folder: haproxy's. process: what holds the cluster, and asks it for us."""
+    """A running server.
+
+    port: the HTTP port. folder: haproxy's. process: the process that holds the cluster, and answers
+        questions about it.
+    """
 
     port: int
     folder: Path
@@ -57,15 +61,15 @@ class Live:
             return dict(json.loads(answer.read()))
 
     def router_states(self) -> dict[int, dict[str, Any]]:
-        """What each router says of itself, by process id."""
+        """Return each router's state, by process id."""
         return self._ask("routers")
 
     def replica_stats(self) -> dict[int, dict[str, Any]]:
-        """What each engine replica says of itself, by process id."""
+        """Return each engine replica's stats, by process id."""
         return self._ask("replicas")
 
     def endpoints(self) -> dict[int, dict[str, Any]]:
-        """What a router of the test's own needs to connect to the replicas, by port."""
+        """Return the metadata by which another router can connect to the replicas, by port."""
         return self._ask("endpoints", "port")
 
     def by_handle(self) -> tuple[list[Any], int]:
@@ -83,7 +87,7 @@ class Live:
         return json.loads(self.process.stdout.readline())
 
     def find_routers(self) -> None:
-        """Which process serves which of haproxy's servers."""
+        """Note which router process serves which of haproxy's servers, in `routers`."""
         config = "".join(file.read_text() for file in self.folder.rglob("*.cfg"))
         ports = {int(port) for port in re.findall(r"^\s*server \S+ \S+?:(\d+) ", config, re.M)}
         self.routers.clear()
@@ -98,13 +102,15 @@ class Live:
         settled(lambda: self.find_routers() or len(self.routers) == ROUTERS, 40)
 
     def metrics(self) -> dict[str, float]:
-        """Samples of all routers and replicas, whichever router is asked."""
+        """Return the samples of all routers and replicas, from whichever router is asked."""
         return parse_metrics(self.get("/metrics")[1])
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Sample -> value. Asserts that the text is one that Prometheus takes: HELP and TYPE once,
-    before the samples of each metric."""
+    """Return sample -> value of a metrics text.
+
+    Asserts that Prometheus accepts the text: HELP and TYPE once, before the samples of each metric.
+    """
     helped: set[str] = set()
     kinds: dict[str, str] = {}
     samples: dict[str, float] = {}
@@ -144,7 +150,7 @@ class TcpSocket:
 
 
 def tcp_sockets(pid: int) -> dict[str, TcpSocket]:
-    """The TCP sockets of a process, by the name that its file descriptors have."""
+    """Return the TCP sockets of a process, by the names that its file descriptors have."""
     mine = set(open_files(pid))
     by_name = {}
     for table in ("tcp", "tcp6"):
@@ -158,7 +164,7 @@ def tcp_sockets(pid: int) -> dict[str, TcpSocket]:
 
 
 def open_files(pid: int) -> list[str]:
-    """What each file descriptor of a process is, sorted."""
+    """Return the target of each file descriptor of a process, sorted."""
     names = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -170,7 +176,7 @@ def open_files(pid: int) -> list[str]:
 
 
 def quiet(live: Live) -> bool:
-    """Nothing in flight anywhere: no request, no choice, no KV block."""
+    """Return whether nothing is in flight anywhere: no request, no choice, no KV block."""
     for state in live.router_states().values():
         if state["in_flight"] or any(state["held"].values()):
             return False
@@ -183,8 +189,11 @@ def quiet(live: Live) -> bool:
 
 
 def holdings(live: Live) -> dict[str, Counter[str]]:
-    """Tasks, threads and open files of each process. A router's connections from haproxy are not
-    counted: haproxy keeps them for the next client, and closes them in its own time."""
+    """Return the numbers of tasks, threads and open files of each process.
+
+    A router's connections from haproxy are not counted: haproxy keeps them for the next client, and
+    closes them in its own time.
+    """
     by_name = {}
     routers, replicas = live.router_states(), live.replica_stats()
     pids = {f"router {pid}": pid for pid in routers}
@@ -208,7 +217,7 @@ def holdings(live: Live) -> dict[str, Counter[str]]:
 
 
 def resident_mib(pid: int) -> float:
-    """Memory that a process holds; 0 for one that is gone."""
+    """Return the resident memory of a process in MiB; 0 for a process that is gone."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
     except OSError:
@@ -223,8 +232,10 @@ SLACK = {"threads": 5, "tcp": 3, "tasks": 2}
 
 
 def grown(live: Live, before: dict[str, Counter[str]], at_once: int) -> list[str]:
-    """What there is more of than before: in words, empty if nothing. at_once: connections that
-    haproxy may have opened since."""
+    """Return what processes hold more of than before, in words.
+
+    at_once: connections that haproxy may have opened since.
+    """
     slack = SLACK | {"connections from haproxy": at_once}
     for _ in range(10):  # Serve's own health checks are tasks too, for a moment
         after = holdings(live)
@@ -246,7 +257,7 @@ def grown(live: Live, before: dict[str, Counter[str]], at_once: int) -> list[str
 
 @contextlib.contextmanager
 def live_server(model: Path, *, fake: bool = False, **settings: Any) -> Iterator[Live]:
-    """Two routers, two replicas of model with a core each; stopped whatever happens."""
+    """Run two routers and two replicas of a model, with a core each; stop them whatever happens."""
     config = {
         "model": str(model),
         "served_name": NAME,
@@ -320,7 +331,10 @@ def main(settings: str, fake: str = "") -> None:
 
 
 def _each(method: Any, count: int) -> list[dict[str, Any]]:
-    """Serve sends a call to the less busy one, so as many at once reach all, nearly always."""
+    """Return the answer of every replica of a deployment to a call.
+
+    Serve sends a call to the less busy one, so as many calls at once as replicas reach nearly all.
+    """
     by_name: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + 20
     while len(by_name) < count:

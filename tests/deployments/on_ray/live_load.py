@@ -17,7 +17,8 @@ _WORDS = _TEXT.split()
 
 
 def random_body(order: random.Random) -> tuple[str, dict[str, Any]]:
-    """A path and a body for it; short, so that a thousand take a minute on two cores."""
+    """Return a path and a random body for it, short so that a thousand take a minute on two
+    cores."""
     body: dict[str, Any] = {"model": NAME, "max_tokens": order.randint(1, 12)}
     words = " ".join(order.choices(_WORDS, k=order.randint(1, 24)))
     if order.random() < 0.5:
@@ -48,7 +49,8 @@ def random_body(order: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 async def exchange(port: int, order: random.Random) -> str:
-    """One request in a random way; says how it went. Raises AssertionError on a wrong answer."""
+    """Send one request in a random way, and return its outcome. Raises AssertionError on a wrong
+    answer."""
     path, body = random_body(order)
     (way,) = order.choices(WAYS, WEIGHTS)
     refused = body.get("temperature") == 7
@@ -113,7 +115,7 @@ def _is_whole(rest: bytes, stream: bool) -> bool:
 
 
 async def load(port: int, requests: int, at_once: int, seed: int) -> Counter[str]:
-    """So many requests in all from at_once clients; how they went."""
+    """Send requests from `at_once` clients, and count their outcomes. requests: number of all."""
     seen: Counter[str] = Counter()
     numbers = iter(range(requests))
 

@@ -172,7 +172,7 @@ def raw(client: openai.OpenAI, model: str) -> None:
 
 
 async def asynchronous(url: str, model: str) -> None:
-    """Streams at once, one of them left early; each has its own text."""
+    """Check concurrent streams, one of which is left early: each has its own text."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
 
         async def count_aloud(number: int) -> str:

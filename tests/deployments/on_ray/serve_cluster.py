@@ -24,12 +24,12 @@ FAKE = "fake:vocab_size=250,max_model_len=8192,step_seconds=0.02"
 
 
 def fake_engine(settings: ReplicaSettings) -> EngineConfig:
-    """What the replicas run instead of a model."""
+    """Return the configuration of a counting engine, which replicas run instead of a model."""
     return EngineConfig(model=FAKE, max_num_seqs=settings.engine.get("max_num_seqs", 0))
 
 
 def tiny_model(folder: Path, positions: int = 256) -> Path:
-    """A folder with tokenizer and config.json, but no weights that matter."""
+    """Write a model folder with tokenizer and config.json, but without weights; return it."""
     folder.mkdir()
     tokenizer = tiny_tokenizer()
     tokenizer.backend.save(str(folder / "tokenizer.json"))
@@ -67,8 +67,10 @@ def free_port() -> int:
 
 
 def end_server(process: "subprocess.Popen[str]") -> None:
-    """Ends a `manta serve` that its test has not ended, and all that it has started: a second
-    SIGTERM does not wait for streams. SIGKILL would leave some of Ray's processes."""
+    """End a `manta serve` that its test has not ended, and all that it has started.
+
+    A second SIGTERM does not wait for streams. SIGKILL would leave some of Ray's processes.
+    """
     for _ in range(2):
         if process.poll() is None:
             process.terminate()
@@ -82,7 +84,7 @@ def end_server(process: "subprocess.Popen[str]") -> None:
 
 @dataclass
 class Cluster:
-    """address: for other drivers. port: Serve's HTTP."""
+    """A private Ray with Serve. address: for other drivers. port: Serve's HTTP port."""
 
     address: str
     port: int

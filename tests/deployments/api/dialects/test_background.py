@@ -47,7 +47,7 @@ def ended(client: openai.OpenAI, id: str) -> Any:
 
 
 def idle(api: Api) -> None:
-    """Nothing is in flight, or will not be in a moment: an answer is told before it is counted."""
+    """Wait until nothing is in flight, as an answer is sent before it is counted as ended."""
     until = time.monotonic() + 20
     while api.in_flight:
         assert time.monotonic() < until

@@ -30,7 +30,8 @@ pytestmark = [
 
 
 def command_tool(prompt: str) -> tuple[str, dict[str, Any]]:
-    """The tool that runs a command, and its arguments: names change with Codex's versions."""
+    """Return the tool by which Codex runs a command, and its arguments; names depend on the
+    version."""
     for line in prompt.splitlines():
         if line.startswith('{"'):
             function = json.loads(line)["function"]

@@ -21,7 +21,7 @@ def ask(client: Client, path: str = "/chat", **body: Any) -> Reply:
 
 
 def rendered(backend: FakeBackend, **fields: Any) -> list[int]:
-    """The prompt of the same chat over /v1/chat/completions."""
+    """Return the prompt that /v1/chat/completions makes of the same chat."""
     asyncio.run(Client(build_asgi(backend)).chat(**fields))
     return backend.requests.pop().token_ids
 

@@ -75,7 +75,7 @@ def client_of(backend: FakeBackend, **options: Any) -> Client:
 
 
 def events(reply: Reply) -> list[tuple[bytes, Any]]:
-    """(id, data) of each event."""
+    """Return (id, data) of each event of a stream."""
     parsed = []
     for block in reply.body.split(b"\n\n"):
         fields = dict(line.split(b": ", 1) for line in block.splitlines() if b": " in line)
@@ -87,7 +87,7 @@ def events(reply: Reply) -> list[tuple[bytes, Any]]:
 
 
 def put_together(told: list[Any]) -> dict[str, Any]:
-    """As Anthropic's clients do."""
+    """Return the message that Anthropic's clients make of a stream's events."""
     message: dict[str, Any] = told[0]["message"]
     assert told[0]["type"] == "message_start" and told[-1]["type"] == "message_stop"
     open_: dict[str, Any] | None = None

@@ -37,7 +37,7 @@ def lines(reply: Reply) -> list[Any]:
 
 
 def rendered(backend: FakeBackend, **fields: Any) -> list[int]:
-    """The prompt of the same chat over /v1/chat/completions."""
+    """Return the prompt that /v1/chat/completions makes of the same chat."""
     asyncio.run(Client(build_asgi(backend)).chat(**fields))
     return backend.requests.pop().token_ids
 

@@ -151,7 +151,7 @@ def checked(schema: type[BaseModel], value: Any) -> Any:
 
 
 def streamed(client: Client, body: dict[str, Any]) -> Any:
-    """The last response of a stream, each event of which has been checked."""
+    """Return the last response of a stream, after a check of each event."""
     reply = asyncio.run(client.post("/v1/responses", {**body, "stream": True}))
     assert reply.status == 200, reply.body
     for _, event in events(reply):

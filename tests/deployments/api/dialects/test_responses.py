@@ -131,7 +131,7 @@ def client_of(backend: FakeBackend, **options: Any) -> Client:
 
 
 def events(reply: Reply) -> list[tuple[bytes, Any]]:
-    """(id, data) of each event."""
+    """Return (id, data) of each event of a stream."""
     parsed = []
     for block in reply.body.split(b"\n\n"):
         fields = dict(line.split(b": ", 1) for line in block.splitlines() if b": " in line)

@@ -1,6 +1,5 @@
-"""What one streamed chunk costs the router in this layer: microseconds of CPU, and as a ratio to a
-path that only awaits and sends. The budget for everything in the router is 25 us a chunk.
-"""
+"""The CPU cost of one streamed chunk in the API, in microseconds and as a ratio to a path that only
+awaits and sends. The budget for everything in the router is 25 us a chunk."""
 
 import asyncio
 import json
@@ -19,7 +18,7 @@ CHUNKS = 4000
 
 
 class Ready:
-    """A generation whose next token is always there: a turn of the loop, then one delta."""
+    """A generation whose next token is always there: each `next` takes a turn of the loop."""
 
     def __init__(self, deltas: list[Delta]) -> None:
         self._items = iter([[(0, delta)] for delta in deltas])
@@ -47,7 +46,7 @@ class Source(FakeBackend):
 
 
 async def through_the_app(source: Source, fields: dict[str, Any], ids: bool = False) -> float:
-    """Seconds of CPU a chunk."""
+    """Return the CPU seconds a chunk of a stream through the API. ids: whether events have ids."""
     app, sends = build_asgi(source), 0
     body = json.dumps({**CHAT, "stream": True, **fields}).encode()
     parts = [{"type": "http.request", "body": body, "more_body": False}]
@@ -74,7 +73,7 @@ async def through_the_app(source: Source, fields: dict[str, Any], ids: bool = Fa
 
 
 async def null_path(source: Source) -> float:
-    """The same turns of the loop and the same number of sends, of bytes that are there."""
+    """Return the CPU seconds a chunk of the same turns and sends without the API."""
     event = b'data: {"id":"chatcmpl-0"}\n\n'
 
     async def send(message: Any) -> None:

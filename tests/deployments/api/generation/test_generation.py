@@ -23,7 +23,8 @@ def run(work: Any) -> Any:
 
 
 def streamed(reply: Reply, index: int = 0) -> tuple[str, str | None]:
-    """Text and finish reason of one choice of a stream; checks that it ended once, at its end."""
+    """Return the text and the finish reason of one choice of a stream. Asserts that it ended
+    once."""
     events = reply.events()
     assert events[-1] == "[DONE]"
     text, finish = "", None

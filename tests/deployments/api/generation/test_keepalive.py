@@ -31,7 +31,7 @@ def app(backend: FakeBackend) -> Api:
 
 @pytest.fixture
 def unplaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No replica is given any request."""
+    """Let no request be placed at a replica."""
     monkeypatch.setattr(FakeGeneration, "timing", lambda self: Timing())
 
 

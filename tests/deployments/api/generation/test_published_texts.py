@@ -34,7 +34,8 @@ STREAM = {"stream": True}
 
 
 class Served:
-    """A published tokenizer behind the API. answer: the ids that every request gets."""
+    """A published tokenizer behind the API. answer: the ids that every request gets as its
+    output."""
 
     def __init__(self, known: Reference) -> None:
         self.known = known

@@ -57,7 +57,7 @@ async def ask(client: Client, body: dict[str, Any], last: bytes = b"", **more: A
 
 
 def events(reply: Reply) -> list[tuple[bytes, Any]]:
-    """(id, data) of each; b"" where there is none."""
+    """Return (id, data) of each event of a stream; the id is b"" if it has none."""
     parsed = []
     for block in reply.body.split(b"\n\n"):
         fields = dict(line.split(b": ", 1) for line in block.splitlines())
@@ -69,7 +69,7 @@ def events(reply: Reply) -> list[tuple[bytes, Any]]:
 
 
 def told(parts: list[Any]) -> dict[str, Any]:
-    """What a client makes of the events' data."""
+    """Return what a client makes of the events' data: texts, log-probabilities, ends and usage."""
     out: dict[str, Any] = {"heads": set(), "done": 0, "usage": None, "roles": 0}
     for data in parts:
         if data == "[DONE]":
@@ -99,16 +99,17 @@ def told(parts: list[Any]) -> dict[str, Any]:
 
 
 def keep_all(backend: FakeBackend) -> None:
-    """The replicas live."""
+    """Keep the backend's tokens, as replicas do that live on."""
 
 
 def keep_none(backend: FakeBackend) -> None:
-    """They went with the router."""
+    """Drop the backend's tokens, as if the replicas had gone with the router."""
     backend.kept.clear()
 
 
 def keep_some(backend: FakeBackend) -> None:
-    """A choice was at a replica that is gone, and had been at another for its first tokens."""
+    """Keep the first tokens of a choice only, as if its last replica had gone and an earlier one
+    not."""
     for key, past in list(backend.kept.items()):
         backend.kept[key] = replace(past, token_ids=past.token_ids[:2], finish="")
 

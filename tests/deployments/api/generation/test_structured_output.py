@@ -203,7 +203,8 @@ UNSUPPORTED = [
 
 
 def sent_to(route: str, schema: Any) -> tuple[str, dict[str, Any], str]:
-    """A path, a body that has a schema, which is not strict, and the name of its place."""
+    """Return a path, a body with a schema that is not strict, and the client's name of the
+    schema."""
     tool = {"name": "f", "parameters": schema}
     message = {"messages": [{"role": "user", "content": "hi"}]}
     v1 = f"/v1/{route.partition(' ')[0]}"

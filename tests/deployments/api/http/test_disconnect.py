@@ -27,7 +27,7 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 
 async def nothing_left(app: Api, backend: FakeBackend) -> None:
-    """No generation, no count, no task but this one."""
+    """Assert that no generation, no count and no other task is left."""
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not backend.live and app.in_flight == 0

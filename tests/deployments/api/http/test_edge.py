@@ -20,7 +20,8 @@ from tests.deployments.fake_backend import MODEL, FakeBackend
 
 
 def answering(status: int, content_type: bytes | None, body: bytes = b"replica abc is gone") -> Any:
-    """An application behind Serve's own middleware, in two pieces, as Serve's proxy answers."""
+    """Return an application behind Serve's own middleware that answers in two pieces, as Serve
+    does."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [] if content_type is None else [(b"content-type", content_type)]

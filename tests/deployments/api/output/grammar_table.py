@@ -102,7 +102,7 @@ _ENOUGH = 60  # steps, after which ends are taken where they can be
 
 
 class WideBackend(FakeBackend):
-    """FakeBackend for a vocabulary of any size."""
+    """A FakeBackend for a vocabulary of any size."""
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class WideBackend(FakeBackend):
 
 
 class Table:
-    """The cases of one tokenizer."""
+    """The cases of one tokenizer, with every format of calls."""
 
     def __init__(self, folder: Path, *, seeds: int) -> None:
         loaded = Tokenizer.load(folder)
@@ -152,7 +152,7 @@ class Table:
         self._cuts = re.compile("(" + "|".join(map(re.escape, self._ids)) + ")") if named else None
 
     def wrong(self, format: OutputFormat) -> list[str]:
-        """What is wrong with a format of calls, of all that `cases` has."""
+        """Return the faults that all cases of a format of calls have shown, in words."""
         wrong = []
         for case in self.cases(format):
             for seed in range(self._seeds):
@@ -211,7 +211,8 @@ class Table:
     def _walk(
         self, request: GenerationRequest, format: OutputFormat, reasoning: Reasoning, seed: int
     ) -> list[int]:
-        """Tokens of an answer that its grammar allows, without the end token."""
+        """Return random tokens of an answer that the request's grammar allows, without the end
+        token."""
         grammar = request.params.structured
         assert grammar is not None
         constraint = Constraint(self._compiler.compile(grammar).deep_copy(), self._vocabulary)
@@ -260,7 +261,7 @@ class Table:
         raise AssertionError(f"no end: {self._shown(tokens)}")
 
     def _hints(self, marks: Sequence[str]) -> list[list[int]]:
-        """Tokens of each, with those that are marks, and spelled."""
+        """Return the token sequences that write each mark: by control tokens, and spelled out."""
         sequences = []
         for mark in dict.fromkeys(filter(None, marks)):
             spelled = self.tokenizer.encode_plain(mark)

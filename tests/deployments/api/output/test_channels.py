@@ -47,7 +47,10 @@ def backend_of_channels() -> FakeBackend:
 
 
 def call(name: str, arguments: Any, *, first: bool = False) -> str:
-    """first: the function before the channel, as the template prints it."""
+    """Return a call as gpt-oss writes it.
+
+    first: whether the function stands before the channel, as the template prints it.
+    """
     written = json.dumps(arguments, ensure_ascii=False)
     if first:
         return f" to=functions.{name}<|channel|>commentary json<|message|>{written}"

@@ -32,7 +32,10 @@ def test_published(name: str) -> None:
 
 
 def made(folder: Path, kind: str, special: bool | None) -> Path:
-    """A small tokenizer that has marks of all formats as tokens; None: every second is special."""
+    """Write a small tokenizer that has the marks of all formats as tokens; return its folder.
+
+    special: whether these tokens are special; None: every second is.
+    """
     tokenizer: Tokenizer = {"byte_level": byte_level, "byte_fallback": byte_fallback}[kind]()
     marks = [text for text in TAGS if text.startswith(("<", "[")) and "0x" not in text]
     marks += ["<|channel>", "<|START_THINKING|>", "<|END_THINKING|>", "<arg_key>", "</arg_key>"]

@@ -35,7 +35,10 @@ from tests.engine.text.small_tokenizers import byte_level
 
 
 def backend_of_cohere(controls: bool) -> FakeBackend:
-    """controls: its marks are control tokens; else they are texts."""
+    """Return a backend with Cohere's template.
+
+    controls: whether Cohere's marks are control tokens; else they are ordinary text.
+    """
     plain = byte_level().backend
     if controls:
         plain.add_special_tokens(list(COHERE_MARKS))
@@ -162,7 +165,7 @@ def test_cut_at_every_byte(text: str) -> None:
 
 
 def conversation(id: str) -> list[dict[str, Any]]:
-    """Two calls and another one, whose id is one that was there before."""
+    """Return a chat with two calls and then another one, which has the id of an earlier call."""
 
     def call(id: str, name: str, arguments: Any) -> dict[str, Any]:
         function = {"name": name, "arguments": json.dumps(arguments)}

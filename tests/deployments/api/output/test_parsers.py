@@ -100,7 +100,7 @@ CHANNELS = (
 
 
 def written(name: str) -> tuple[str, Make]:
-    """A text with thoughts, content and calls, and what reads it."""
+    """Return a text with thoughts, content and calls, and a function that makes its parser."""
     if name == "channels":
         return CHANNELS, lambda: ChannelParser(calls=True)
     format = next(known for known in FORMATS if known.name == name)

@@ -208,7 +208,7 @@ def test_declarations_of_real_models(name: str) -> None:
 
 
 def _of_trl(name: str) -> Any:
-    """A dictionary of TRL's source, whose imports need more than its wheel."""
+    """Return a dictionary in TRL's source, which is read and not imported."""
     tree = ast.parse((trl() / "chat_template_utils.py").read_text())
     names: dict[str, Any] = {"_XML_INLINE_VALUE_PARSER": {"name": "text"}}
     for node in tree.body:

@@ -28,7 +28,8 @@ PARIS = json.dumps({"city": "Paris", "days": 1})
 
 
 def tokenizer() -> Tokenizer:
-    """<call> is a special token, <end> and <other> are ordinary ones."""
+    """Return a tokenizer in which <call> is a special token, and <end> and <other> are ordinary
+    ones."""
     plain = byte_level()
     plain.backend.add_tokens([AddedToken("<call>", special=True), AddedToken("<end>")])
     plain.backend.add_tokens([AddedToken("<other>")])
@@ -61,7 +62,10 @@ def test_tags(tmp_path: Path, form: str) -> None:
     compiler = Compiler(vocabulary)
 
     def accepts(*parts: str) -> bool:
-        """parts: texts, and tokens by their names in square brackets."""
+        """Return whether the grammar accepts a whole text.
+
+        parts: texts, and tokens by their names in square brackets.
+        """
         matcher = compiler.compile(grammar).deep_copy()
         ids: list[int] = []
         for part in parts:

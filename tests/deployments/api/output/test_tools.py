@@ -92,7 +92,7 @@ def served() -> Iterator[tuple[FakeBackend, openai.OpenAI]]:
 
 
 def written(*calls: tuple[str, Any]) -> str:
-    """As a model of the Hermes family writes them."""
+    """Return calls as a model of the Hermes family writes them."""
     hermes = next(known for known in FORMATS if known.name == "hermes")
     return "\n".join(hermes.write(name, arguments) for name, arguments in calls)
 

@@ -43,8 +43,12 @@ FIELDS: dict[str, Any] = {
 
 
 def wrong_calls(name: str, folder: Path, seeds: int, adapter: bool = False) -> list[str]:
-    """Of so many seeds: what is wrong with each call that is not valid. adapter: each seed once
-    with a LoRA adapter and once without, in one batch; it is wrong if both give the same call."""
+    """Run a random model that has to call tools, and return what is wrong with each invalid call.
+
+    seeds: number of answers.
+    adapter: whether each seed runs once with a LoRA adapter and once without, in one batch; equal
+        calls are a fault then.
+    """
     if name == "harmony":
         backend = backend_of_channels()
         fields = {**FIELDS, "thinking_token_budget": 4}

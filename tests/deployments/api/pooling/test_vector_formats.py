@@ -81,7 +81,7 @@ def test_numbers_before_the_activation(
     use(backend, pooling)
 
     def numbers(value: Any) -> list[float]:
-        """All that an answer has, sorted; but for counts and indices."""
+        """Return all numbers of an answer in ascending order, without counts and indices."""
         if isinstance(value, dict):
             named = ("data", "embedding", "probs", "score", "relevance_score", "results")
             return sorted(x for key in named if key in value for x in numbers(value[key]))

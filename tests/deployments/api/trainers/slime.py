@@ -27,7 +27,7 @@ _FIELDS = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
 
 
 def _module(path: str) -> ModuleType:
-    """A module of this name and the packages around it, which pickle imports."""
+    """Return an empty module of this name, with the packages around it, for pickle to import."""
     parts = path.split(".")
     for count in range(1, len(parts) + 1):
         package = ".".join(parts[:count])
@@ -36,7 +36,8 @@ def _module(path: str) -> ModuleType:
 
 
 def _sglang_class(module: str, name: str, fields: Sequence[str]) -> Any:
-    """A class that a pickle names as SGLang's; its module is there while this process lives."""
+    """Return an object of a class that pickle names as SGLang's; its module stays in this
+    process."""
     path = f"sglang.srt.{module}"
     data_class = make_dataclass(name, fields, namespace={"__module__": path})
     data_class.__module__ = path
@@ -51,7 +52,7 @@ PER_RANK = _sglang_class(
 
 
 def _rebuild_cuda_tensor_modified(*arguments: Any) -> Any:
-    """A function that a pickle names as SGLang's."""
+    """Stand for the function of SGLang that a pickle names."""
     raise AssertionError("it is run")
 
 
@@ -77,7 +78,7 @@ def encoded(value: Any, sharing: str = "file_system") -> str:
 
 
 def bucket(tensors: Tensors) -> dict[str, Any]:
-    """A flattened bucket: the bytes of all tensors, and where each lies."""
+    """Return a flattened bucket: the bytes of all tensors, and the place of each."""
     flat = [tensor.detach().flatten().view(torch.uint8) for _, tensor in tensors]
     metadata, at = [], 0
     for (name, tensor), raw in zip(tensors, flat, strict=True):
@@ -88,7 +89,7 @@ def bucket(tensors: Tensors) -> dict[str, Any]:
 
 
 def open_torch_group(port: int, size: int, name: str) -> Any:
-    """A process group of torch with this process as rank 0, as slime opens it."""
+    """Open a process group of torch with this process as rank 0, as slime does; return it."""
     wait = timedelta(seconds=60)
     address = f"tcp://127.0.0.1:{port}"
     store, rank, size = next(rendezvous(address, 0, size, timeout=wait))

@@ -42,7 +42,7 @@ def post(root: str, path: str, **body: Any) -> Any:
 
 
 def model_of(folder: Path, seed: int) -> tuple[list[tuple[str, torch.Tensor]], int]:
-    """The tensors of a trainer's model, and the token that it says after the prompt."""
+    """Return the tensors of a trainer's model, and its greedy token after the prompt."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
     for parameter in model.parameters():
@@ -54,7 +54,7 @@ def model_of(folder: Path, seed: int) -> tuple[list[tuple[str, torch.Tensor]], i
 
 
 def says(root: str) -> set[tuple[int, str]]:
-    """The first token and the version that requests get; they go to all replicas by turns."""
+    """Return the first token and the weights' version of several requests, at all replicas."""
     sampling = {"max_new_tokens": 1, "temperature": 0.0}
     answers = [
         post(root, "/generate", input_ids=PROMPT, sampling_params=sampling) for _ in range(4)

@@ -24,7 +24,7 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def client_module() -> Any:
-    """SkyRL's module, without those beside it, which import JAX."""
+    """Import SkyRL's client module without its neighbours, which import JAX; return it."""
     place = importlib.util.find_spec("skyrl")
     if place is None or place.submodule_search_locations is None:
         pytest.skip("pip install --no-deps skyrl")

@@ -24,7 +24,10 @@ PROMPT = [5, 6, 7, 8]
 
 
 class _Group:
-    """The trainer's end of vLLM's NCCL group, over gloo. packed: as the receivers know it."""
+    """The trainer's end of vLLM's NCCL group, over gloo.
+
+    packed: whether tensors go packed, as the receivers are told.
+    """
 
     def __init__(self, init_info: dict[str, Any], packed: bool = True) -> None:
         assert packed is init_info.get("packed", True)
@@ -45,7 +48,7 @@ def _send(iterator: Any, **more: Any) -> None:
 
 
 class _Engine:
-    """The calls of vLLM's NCCLWeightTransferEngine before 0.28."""
+    """The methods of vLLM's NCCLWeightTransferEngine before 0.28."""
 
     trainer_init = _Group
     trainer_send_weights = staticmethod(_send)
