@@ -1,4 +1,4 @@
-"""What users are told of errors of Ray, which are pages with colours."""
+"""Short texts of Ray's errors, which are pages long and coloured."""
 
 import pytest
 

@@ -44,8 +44,7 @@ SECRET = b"s" * 32
 
 
 class Caller:
-    """A gRPC client without generated code, with a method for each method of a channel's
-    service."""
+    """A gRPC client without generated code: a call with a method's name sends a request to it."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel

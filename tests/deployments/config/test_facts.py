@@ -1,4 +1,4 @@
-"""What is told of a checkpoint: its size, family and precision, from the heads of its files."""
+"""ModelFacts: a checkpoint's size, family and precision, from the headers of its files."""
 
 from pathlib import Path
 

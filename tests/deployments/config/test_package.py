@@ -24,7 +24,7 @@ def _without_pip(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
 
 
 def _wheel(index: Path) -> str:
-    """Write a package into a folder that serves as an index; return its file's name."""
+    """Write a wheel into a folder that serves as an index; return its requirement."""
     index.mkdir()
     information = "manta_sample-1.0.dist-info"
     with zipfile.ZipFile(index / "manta_sample-1.0-py3-none-any.whl", "w") as archive:

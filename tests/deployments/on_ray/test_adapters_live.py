@@ -65,7 +65,8 @@ ENGINE = {
 
 
 def make_adapter(folder: Path, seed: int, model: Path) -> Path:
-    """A random adapter on q_proj, strong enough to change what the model says."""
+    """Write a random adapter on q_proj, strong enough to change the model's texts; return its
+    folder."""
     config = json.loads((model / "config.json").read_text())
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     dice = torch.Generator().manual_seed(seed)
@@ -87,7 +88,7 @@ def name_of(number: int) -> str:
 
 
 class Texts:
-    """What the engine alone says: (adapter, generation) -> a text for each prompt."""
+    """The engine's own texts: (adapter, generation) -> a text for each prompt."""
 
     def __init__(self, model: Path, folders: dict[tuple[int, int], Path]) -> None:
         self.of: dict[tuple[int, int], tuple[str, ...]] = {}
@@ -105,7 +106,11 @@ class Texts:
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path:
-    """root/<name>-<generation>: all there will ever be. live/: what the server sees."""
+    """Write all adapters; return the folder of all.
+
+    made/<number>-<generation> has every adapter that there will ever be. live/ and watch/ are the
+    folders that the server sees.
+    """
     root = tmp_path_factory.mktemp("adapters")
     for number in range(ADAPTERS):
         make_adapter(root / "made" / f"{number}-0", number, default_model)
@@ -168,7 +173,7 @@ def complete(live: Live, model: str, prompt: int) -> tuple[int, Any]:
 
 
 def command(live: Live, *arguments: str, code: int = 0) -> str:
-    """What `manta adapter` says, in a process of its own."""
+    """Run `manta adapter` in a process of its own, and return its output. code: its exit code."""
     done = subprocess.run(
         [sys.executable, "-m", "deployments.cli.main", "adapter", *arguments, "--url", live.url],
         cwd=ROOT,
@@ -192,13 +197,13 @@ def quiet(live: Live) -> bool:
 
 
 class World:
-    """What each adapter may answer, now and since when. Outcomes are generations and error codes.
+    """The outcomes that each adapter may have, now and since when: generations and error codes.
 
-    While a change is under way both the old and the new are right; once the server has confirmed
-    it, only the new.
-
-    done: changes that went through, by kind. untouched: of the configuration, and nobody may ask
-    for them yet: no engine has read them.
+    While a change is under way both the old and the new outcome are right. Once the server has
+    confirmed it, only the new one is.
+    done: number of changes that went through, by kind.
+    untouched: adapters of the configuration that nobody may ask for yet, so that no engine has read
+        them.
     """
 
     def __init__(self, live: Live, roots: Path) -> None:
@@ -233,7 +238,7 @@ class World:
         return call(self.live, "POST", "/v1/adapters", {"name": name_of(number), **body})
 
     def _put(self, number: int, kind: str, **body: str) -> None:
-        """The first of each kind by the command, the others over HTTP."""
+        """Add an adapter: the first of each kind by the command, the others over HTTP."""
         if self.done[kind]:
             status, answer = self.post(number, **body)
             assert status == 200 and answer["rank"] == RANK, answer
@@ -247,7 +252,8 @@ class World:
         self.change(number, {0}, lambda: self._put(number, "added", path=folder))
 
     def replace(self, number: int) -> None:
-        """Other files in the same folder, one after the other as a copy does, then added again."""
+        """Copy other files into an adapter's folder, one after the other, and add the adapter
+        again."""
 
         def work() -> None:
             for file in ("adapter_config.json", "adapter_model.safetensors"):
@@ -260,7 +266,7 @@ class World:
         self._set(number, {1})
 
     def replace_watched(self, number: int) -> None:
-        """Other weights in the watched folder, and nobody says so."""
+        """Replace an adapter's weights in the watched folder, without telling the server."""
         name, file = name_of(number), "adapter_model.safetensors"
         folder = self.roots / "watch" / name
         status, _ = complete(self.live, name, 0)
@@ -278,7 +284,7 @@ class World:
         self.done["watched, replaced"] += 1
 
     def come(self, number: int) -> None:
-        """A new one in the watched folder, under a hidden name until it is whole."""
+        """Add an adapter to the watched folder, under a hidden name until it is complete."""
 
         def work() -> None:
             hidden, name = self.roots / "watch" / f".{number}", name_of(number)
@@ -290,7 +296,7 @@ class World:
         self.done["watched, new"] += 1
 
     def told(self, name: str) -> list[dict[str, Any]]:
-        """What each router says of an adapter."""
+        """Return each router's entry of an adapter; {} from a router that does not know it."""
         collected = []
         for port in self.live.routers.values():
             url = f"http://127.0.0.1:{port}/v1/adapters"
@@ -312,8 +318,11 @@ class World:
         self.done["removed"] += 1
 
     def corrupt(self, number: int, how: str) -> None:
-        """Its files break and nobody says so: who has it in memory goes on, others are told; if no
-        engine has read it, all are told. Added again it is refused, and stays what it was."""
+        """Break an adapter's files without telling the server.
+
+        An engine that has the adapter in memory goes on; others report an error, and all do if no
+        engine has read it. Adding it again is refused, and leaves it as it was.
+        """
         path = self.folder(number) / "adapter_model.safetensors"
         broken = {"adapter_changed", "adapter_invalid"}
         unread = number in self.untouched
@@ -333,7 +342,7 @@ class World:
 
 
 def changes(world: World, look: Callable[[int, int], None]) -> None:
-    """All of them, each followed by a request that must see it."""
+    """Make every change, each followed by a request that must see it. look: sends that request."""
     dice = random.Random(5)
     by_hand = [number for number in range(ADAPTERS) if number % 10 not in (0, 9)]
     dice.shuffle(by_hand)
@@ -443,13 +452,15 @@ def test_500_requests_while_adapters_come_go_change_and_break(
 
 
 def by_load(work: RoutingRequest, fleet: Fleet, *rest: Any, **more: Any) -> RoutingDecision | None:
-    """Routing as it is, but as if nobody had an adapter or a prefix."""
+    """Return a routing decision by load alone, as if no replica had an adapter or a prefix."""
     return route(replace(work, adapter="", prefix_hashes=()), fleet, *rest, **more)
 
 
 async def traffic(live: Live, policy: str, folders: Sequence[Path], count: int) -> dict[str, Any]:
-    """Requests for adapters that nobody has yet, CLIENTS at a time, through a router of our own:
-    how many went to each adapter's main replica, and what the engines had to load."""
+    """Send requests for new adapters through a router of this process, CLIENTS at a time.
+
+    Return how many requests went to each adapter's main replica, and what the engines had to load.
+    """
     paths = {f"{policy}-{number}": str(folder) for number, folder in enumerate(folders)}
     card = ModelCard(NAME, 1, 1, (), 0)  # the replicas tell
     adapter_settings = AdapterSettings(NAME, paths=paths)

@@ -16,7 +16,7 @@ from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_mo
 
 
 def wait(condition, seconds: float = 30.0):
-    """Wait until it gives something true; return that."""
+    """Wait until `condition` returns something true; return that."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "nothing happened"
@@ -144,7 +144,7 @@ def test_tools_without_arguments_take_the_file_from_the_environment(tmp_path, mo
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster):
-    """The shared cluster, without applications afterwards."""
+    """Yield the shared cluster; afterwards it has no applications."""
     from ray import serve
 
     yield shared_cluster
@@ -154,7 +154,7 @@ def cluster(shared_cluster: Cluster):
 
 @pytest.fixture
 def fake(shared_fleet: Cluster):
-    """The handle of two fake engines and one router."""
+    """Return the handle of an application with two counting engines and one router."""
     from ray import serve
 
     return serve.get_app_handle("manta")

@@ -16,14 +16,14 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 @pytest.fixture(scope="module", name="job")
 def joined(shared_fleet: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """A driver of its own that has joined the cluster. It finds Manta as this process does."""
+    """Yield a job that has joined the cluster; its programs find Manta as this process does."""
     with job(shared_fleet.address, Path.cwd()) as started:
         started.run(joins(shared_fleet))
         yield started
 
 
 def joins(cluster: Cluster) -> str:
-    """The line by which a program joins the cluster."""
+    """Return the line of a program that joins the cluster."""
     return f"import ray\nray.init({cluster.address!r}, log_to_driver=False)\n"
 
 

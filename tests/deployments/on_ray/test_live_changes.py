@@ -34,12 +34,12 @@ ADAPTER = "legal"
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:
-    """What replicas run instead of a model."""
+    """Return the configuration of a counting engine, which replicas run instead of a model."""
     return EngineConfig(model=FAKE, max_num_seqs=ROWS, max_loras=2)
 
 
 class Changing:
-    """The application: one or two replicas, as its policy wants, behind one router."""
+    """An application with one or two replicas, as its policy wants, behind one router."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.folder = folder

@@ -88,8 +88,11 @@ def test_dropped_streams_free_their_blocks_within_a_step_and_100_ms(
 
 
 async def _drop(live: Live, streams: int, round_: int) -> tuple[float, int]:
-    """Seconds from the clients' closing until no block is held; and how many steps have ended in
-    it once 100 ms were over, which is what counts: a step on a busy machine takes any time."""
+    """Break streams at once; return the seconds until no block is held, and the steps after 100 ms.
+
+    The number of steps that end later than 100 ms is what counts, as a step on a busy machine may
+    take long.
+    """
     body = {"model": NAME, "prompt": f"Once upon {round_}", "max_tokens": 2000, "ignore_eos": True}
     payload = json.dumps({**body, "stream": True}).encode()
     head = (

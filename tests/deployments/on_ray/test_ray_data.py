@@ -47,7 +47,7 @@ def cluster(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module", name="job")
 def joined(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """A job that has joined the cluster by the line of the docs."""
+    """Yield a job that has joined the cluster by the line of the docs."""
     with job(cluster.address, tmp_path_factory.mktemp("job")) as started:
         endpoint, _ = examples("ray-data.md")
         line = JOINS.search(endpoint)
@@ -58,7 +58,7 @@ def joined(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def no_core(cluster: Cluster) -> Iterator[None]:
-    """All cores of the cluster are reserved, as by replicas."""
+    """Reserve all cores of the cluster, as replicas would, while the test runs."""
     from ray.util import placement_group, remove_placement_group
 
     groups = [placement_group([{"CPU": 1}])]

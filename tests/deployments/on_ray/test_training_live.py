@@ -33,7 +33,7 @@ def until(good: Callable[[], Any], seconds: float = 60.0) -> None:
 
 
 def told(cluster: Cluster) -> set[str]:
-    """The versions of a few rollouts, at any router and replica."""
+    """Return the weights' versions that a few rollouts report, at any router and replica."""
     versions = set()
     for _ in range(8):
         (choice,) = cluster.post("/inference/v1/generate", **ROLLOUT)["choices"]

@@ -29,7 +29,7 @@ APP = "transfer"
 
 
 class Trainer:
-    """The served model in transformers, with other weights in each step."""
+    """A trainer that has the served model in transformers, with other weights in each step."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)

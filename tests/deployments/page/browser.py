@@ -23,7 +23,8 @@ def find_chromium() -> str | None:
 
 
 class Tab:
-    """One page. console: what it has printed or thrown; dialogs: alert() and its like."""
+    """A browser tab. console: what its page printed or threw. dialogs: texts of alert() and the
+    like."""
 
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive = send, receive
@@ -40,7 +41,8 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Answers of one method; events that come meanwhile are noted."""
+        """Return the answer to one method of the DevTools protocol; events that come meanwhile are
+        noted."""
         wanted = next(self._ids)
         message: dict[str, Any] = {"id": wanted, "method": method, "params": params}
         if self._session:
@@ -93,7 +95,7 @@ class Tab:
         self.until("!window.isOld && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression; a promise's when it is kept."""
+        """Return the value of an expression; that of a promise once it is resolved."""
         answer = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -101,7 +103,7 @@ class Tab:
         return answer["result"].get("value")
 
     def until(self, condition: str, seconds: float = SECONDS) -> Any:
-        """Wait until an expression is true. Its value."""
+        """Wait until an expression is true, and return its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(condition)):
             assert time.monotonic() < deadline, f"never: {condition}\n{self.run(_SHOWN)}"
@@ -109,11 +111,11 @@ class Tab:
         return value
 
     def type(self, text: str) -> None:
-        """As a keyboard would, where the focus is."""
+        """Insert text at the focus, as a keyboard would."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, code: str = "", modifiers: int = 0) -> None:
-        """modifiers: 1 Alt, 2 Ctrl, 8 Shift."""
+        """Press and release a key. modifiers: sum of 1 (Alt), 2 (Ctrl) and 8 (Shift)."""
         number = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38}.get(key, 0)
         fields: dict[str, Any] = {
             "key": key,
@@ -128,7 +130,7 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
 
     def size(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
-        """In CSS pixels."""
+        """Set the window's size in CSS pixels, the colour scheme, and whether it is a phone's."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -140,19 +142,20 @@ class Tab:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self) -> bytes:
-        """PNG."""
+        """Return a screenshot of the window as a PNG, after pending changes are drawn."""
         # Two frames later what was done last is drawn.
         self.run("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def shrunk(self, image: bytes, columns: int, rows: int) -> list[int]:
-        """A PNG as so many pixels: red, green, blue and 255 of each."""
+        """Return a PNG scaled to so many columns and rows: red, green, blue and 255 of each
+        pixel."""
         encoded = base64.b64encode(image).decode()
         pixels: list[int] = self.run(_SHRINK % (encoded, columns, rows))
         return pixels
 
     def first_paint(self) -> float:
-        """Milliseconds from the navigation's start to the first contentful paint."""
+        """Return the milliseconds from the navigation's start to the first contentful paint."""
         script = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
         return float(self.until(script))
 
@@ -181,7 +184,7 @@ _SHOWN = "document.body?.innerText.slice(0, 2000)"
 
 @contextlib.contextmanager
 def chromium(binary: str) -> Iterator[Callable[[], Tab]]:
-    """A Chromium with a profile of its own; gives what opens a tab."""
+    """Run a Chromium with a profile of its own; yield a function that opens a tab."""
     ours, its = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "log"

@@ -22,9 +22,12 @@ PICTURED: dict[str, Any] = {
 
 
 class LiveServer:
-    """ASGI. Its replicas start with the server, on its loop. fleet: once it has started. pictured:
-    tell the times of PICTURED instead of those that the machine took, which no picture can show
-    twice."""
+    """An ASGI application whose replicas start with the server, on its event loop.
+
+    fleet: the replicas, once it has started.
+    pictured: whether it reports the times of PICTURED instead of measured ones, so that two
+        pictures are equal.
+    """
 
     def __init__(self, replicas: int, rows: int) -> None:
         self._replicas, self._rows = replicas, rows
@@ -65,10 +68,10 @@ class LiveServer:
         return parts
 
     def slow_down(self, pace: float) -> None:
-        """pace: seconds a step of all replicas."""
+        """Set the seconds of a step of all replicas."""
         for engine in self.fleet.engines.values():
             engine.pace = pace
 
     def kill(self, replica: str) -> None:
-        """As SIGKILL would."""
+        """Let a replica die, as after SIGKILL."""
         self.loop.call_soon_threadsafe(self.fleet.engines[replica].die)

@@ -80,7 +80,7 @@ def tab(new_tab: Callable[[], Tab], backend: FakeBackend) -> Iterator[Tab]:
 
 
 def say(tab: Tab, text: str) -> None:
-    """In the chat, and wait for the whole answer."""
+    """Send a text in the chat, and wait for the whole answer."""
     before = tab.run(ANSWERS)
     tab.run("document.querySelector('.composer textarea').focus()")
     tab.type(text)
@@ -99,8 +99,11 @@ PARTS = 0.025  # of the grid's pixels that may differ by more
 
 
 def keep(tab: Tab, name: str) -> None:
-    """Compare with the committed screenshot, so coarsely that fonts and figures of another machine
-    do not matter; or write it, if that was asked for."""
+    """Compare the page with the committed screenshot, or write the screenshot if that was asked
+    for.
+
+    The comparison is so coarse that another machine's fonts and figures do not matter.
+    """
     image, path = tab.screenshot(), IMAGES / f"page-{name}.png"
     if os.environ.get("MANTA_SCREENSHOTS"):
         path.write_bytes(image)
@@ -182,7 +185,11 @@ def test_stop(tab: Tab, backend: FakeBackend) -> None:
 
 
 def give(tab: Tab, event: str, name: str, box: str, files: list[tuple[str, str, str]]) -> None:
-    """Paste or drop files, each with its name, type and base64."""
+    """Paste or drop files on the page.
+
+    event, name: the DOM event, and its property with the files. box: selector of the target.
+    files: name, type and base64 of each.
+    """
     tab.run(
         f"""(() => {{
         const transfer = new DataTransfer();

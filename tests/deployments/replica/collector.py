@@ -9,7 +9,10 @@ from typing import Any
 
 
 class Collector:
-    """posts: bodies. headers: of the last. status: of the answers."""
+    """A fake OpenTelemetry collector, which keeps what it is sent.
+
+    posts: bodies so far. headers: those of the last request. status: HTTP status of its answers.
+    """
 
     def __init__(self) -> None:
         self.posts: list[dict[str, Any]] = []
@@ -34,7 +37,7 @@ def collector() -> Iterator[Collector]:
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
@@ -57,7 +60,7 @@ def collector() -> Iterator[Collector]:
 
 
 def attributes(span: dict[str, Any]) -> dict[str, Any]:
-    """Of a span in OTLP's JSON: name -> value."""
+    """Return name -> value of the attributes of a span in OTLP's JSON."""
     return {
         attribute["key"]: next(iter(attribute["value"].values()))
         for attribute in span["attributes"]

@@ -42,7 +42,7 @@ def frame(message) -> bytes:
 
 
 class Replica:
-    """A listening end and what came through it."""
+    """A listening end of the channel, and the messages that came through it."""
 
     def __init__(self, secret: bytes = SECRET, limits: ChannelLimits = FAST) -> None:
         self.opened: list[ReplicaEnd] = []
@@ -121,7 +121,7 @@ def test_both_sides_prove_the_secret_and_messages_go_both_ways():
 
 
 async def refused(port: int, *parts: bytes, answer: bool = True) -> bytes:
-    """Send parts as a stranger; what came back before the connection was closed."""
+    """Send parts as a stranger; return what came back before the connection was closed."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = await reader.read(4096) if answer else b""
     for part in parts:
@@ -371,7 +371,7 @@ def test_a_peer_that_does_not_read_is_given_up_at_the_bound():
 
 
 class _Sink:
-    """A transport that takes all."""
+    """A transport that drops all data."""
 
     def write(self, data: bytes) -> None:
         self.last = data

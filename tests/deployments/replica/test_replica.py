@@ -28,7 +28,7 @@ def run(coroutine):
 
 
 class Router:
-    """A router's end by hand."""
+    """A router's end of a channel, operated by the test."""
 
     def __init__(self) -> None:
         self.frames: list[StepFrame] = []

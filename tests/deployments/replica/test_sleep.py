@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Replica:
-    """A server whose engine is in this process, and a router that is connected to it."""
+    """A replica server whose engine is in this process, with a connected router."""
 
     async def start(self, settings: SleepSettings = QUICK, options: str = "") -> "Replica":
         def make(*callbacks) -> LocalEngine:
@@ -44,7 +44,7 @@ class Replica:
 
     @property
     def asleep(self) -> bool:
-        """As the routers are told."""
+        """Whether the replica sleeps, as its stats tell routers."""
         return self.server.stats.asleep
 
     async def ask(self, id: int, max_tokens: int = 30) -> None:
@@ -54,8 +54,8 @@ class Replica:
 
 
 async def beside_another(settings: SleepSettings) -> tuple[Replica, DeviceLease]:
-    """A replica that sleeps while another one has the device and a request waits, and that one's
-    turn."""
+    """Return a sleeping replica for which a request waits, and the lease of another that has the
+    device."""
     replica = await Replica().start(settings)
     await until(lambda: replica.asleep)
     other = DeviceLease("")

@@ -9,7 +9,7 @@ LIMITS = StallLimits(step=30.0, tick=0.5, silent=3.0, hung=8.0)
 
 
 class Engine:
-    """One that is watched; `tick` is half a second of it. Seconds until it is told to be stuck."""
+    """A simulated engine and its watchdog: `tick` simulates half a second of it."""
 
     def __init__(self) -> None:
         self.watch = Watchdog(LIMITS)

@@ -46,16 +46,17 @@ _frame = msgspec.msgpack.Decoder(StepFrame)
 
 
 def text(begin: int, count: int) -> list[int]:
-    """What the fake engine says from position begin on: any gap or repeat shows."""
+    """Return the fake engine's tokens from a position on, by which any gap or repeat shows."""
     return [FIRST + position % (VOCAB - FIRST) for position in range(begin, begin + count)]
 
 
 class Ended(Exception):
-    """The engine's process would have."""
+    """Raised in place of the end of an engine's process."""
 
 
 class LocalEngine:
-    """engine.process.fake's core, stepped by the event loop: EngineClient without a process."""
+    """An EngineClient without a process: the core of engine.process.fake, stepped by the event
+    loop."""
 
     pid = 0
     pace = 0.002  # seconds a step
@@ -179,7 +180,7 @@ class LocalEngine:
 
     @property
     def pulses(self) -> int:
-        """A sign of life whenever somebody looks."""
+        """A count of signs of life, which grows at each read unless the engine is stuck."""
         self._pulses += not self.stuck
         return self._pulses
 
@@ -189,12 +190,12 @@ class LocalEngine:
             self._timer.cancel()
 
     def die(self) -> None:
-        """As after SIGKILL."""
+        """End the engine as SIGKILL would."""
         self.alive = False
         self._on_death(EngineDead("killed", code="engine_killed"))
 
     def crash(self) -> None:
-        """As after an illegal access of its own."""
+        """End the engine as an illegal access of its own would."""
         self.alive = False
         self._on_death(EngineDead("crashed"))
 
@@ -234,7 +235,10 @@ class LocalEngine:
 
 
 class Fleet:
-    """`async with Fleet(2) as fleet`: replicas r0, r1 and a dispatcher connected to them."""
+    """Replicas and a dispatcher that is connected to them: `async with Fleet(2) as fleet`.
+
+    Replicas are called r0, r1 and so on.
+    """
 
     kv_moves = False
 
@@ -314,7 +318,7 @@ class Fleet:
         return make
 
     def publish(self, *names: str) -> None:
-        """Tell the dispatcher of these replicas, or of all."""
+        """Tell the dispatcher which replicas run: those of these names, or all."""
         self.dispatcher.set_replicas(self.published(*names))
 
     def published(self, *names: str) -> dict[str, dict[str, Any]]:
@@ -347,8 +351,10 @@ class Fleet:
 
 
 async def read(inflight: InflightRequest) -> dict[int, list[int]]:
-    """All token ids of each choice, and a check that each ends once and that log-probabilities, if
-    it asked for them, are of its tokens."""
+    """Return all token ids of each choice.
+
+    Asserts that each choice ends once, and that log-probabilities, if asked for, are of its tokens.
+    """
     tokens: dict[int, list[int]] = {choice.index: [] for choice in inflight.choices}
     ended: set[int] = set()
     while items := await inflight.next():
@@ -363,7 +369,7 @@ async def read(inflight: InflightRequest) -> dict[int, list[int]]:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 3.0) -> None:
-    """Wait for something that the other side does."""
+    """Wait until `condition` is true, which the other side brings about."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

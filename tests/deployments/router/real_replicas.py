@@ -19,9 +19,10 @@ from tests.deployments.router.fleet import until
 
 
 class RealReplicas:
-    """An ASGI application for tests/deployments/api/server.py, which starts with its lifespan.
+    """An ASGI application for tests/deployments/api/server.py, whose replicas start with its
+    lifespan.
 
-    fields: of EngineConfig.
+    fields: fields of EngineConfig.
     """
 
     def __init__(self, folder: Path, count: int = 1, **fields: Any) -> None:

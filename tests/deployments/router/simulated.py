@@ -1,4 +1,4 @@
-"""A replica and its routers' queues by a clock of their own: minutes of overload in a second."""
+"""Simulated replica and routers' queues in virtual time: minutes of overload in a second."""
 
 import math
 from collections.abc import Iterator
@@ -40,7 +40,10 @@ class Request:
 
 
 class Replica:
-    """rows requests at once, a token each a step; prompts share `budget` tokens a step."""
+    """A simulated replica that runs `rows` requests at once.
+
+    Each gets a token a step. Prompts share `budget` tokens of a step.
+    """
 
     def __init__(self, rows: int = 32, seconds: float = 0.02, budget: int = 512) -> None:
         self.rows, self.seconds, self.budget = rows, seconds, budget
@@ -49,7 +52,7 @@ class Replica:
         self.stats = EngineStats(rows=rows, total_blocks=10**6, free_blocks=10**6, block_size=16)
 
     def step(self, now: float) -> list[Request]:
-        """Requests that got their first token."""
+        """Run a step, and return the requests that got their first token in it."""
         while self.waiting and len(self.running) < self.rows:
             self.running.append(self.waiting.pop(0))
         budget, begun, stats = self.budget, [], self.stats
@@ -71,7 +74,10 @@ class Replica:
         return begun
 
     def taken(self, router: "Router") -> list[int]:
-        """Its requests that a frame counts; those of earlier frames again, which does nothing."""
+        """Return the ids of a router's requests that the replica's stats count.
+
+        Requests of earlier frames are among them, which has no effect.
+        """
         return [r.id for r in self.running + self.waiting if r.router is router]
 
     def frame(self, routers: int) -> EngineStats:
@@ -87,7 +93,7 @@ class Replica:
 
 
 class Router:
-    """What RequestQueue does, for one replica and without a loop."""
+    """A stand-in for RequestQueue, with one replica and without an event loop."""
 
     def __init__(self, limits: AdmissionLimits, replica: Replica, seed: int = 1) -> None:
         self.queue: FairQueue[Request] = FairQueue(limits, Random(seed).random)
@@ -147,8 +153,10 @@ def run(
     routers: list[Router],
     seconds: float,
 ) -> list[Request]:
-    """All requests that arrived in so many seconds, and what became of them. arrivals: (router,
-    request) in the order of time."""
+    """Simulate some seconds, and return all requests that arrived in them, with their outcomes.
+
+    arrivals: (index of the router, request) in the order of time.
+    """
     seen: list[Request] = []
     now, coming, dice = 0.0, next(arrivals, None), Random(0)
     while now < seconds:
@@ -174,7 +182,7 @@ def run(
 
 
 def poisson(rate: float, dice: Random, begin: float = 0.0, **more: object) -> Iterator[Request]:
-    """Requests of mixed lengths, so many a second."""
+    """Yield requests of mixed lengths at a mean rate per second."""
     now = begin
     while True:
         now += dice.expovariate(rate)

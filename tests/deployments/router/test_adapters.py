@@ -27,7 +27,7 @@ from tests.deployments.router.fleet import FIRST, PROMPT, VOCAB, Fleet, read, un
 
 
 def text(key: str, begin: int = len(PROMPT), count: int = 20) -> list[int]:
-    """What the fake engine says with this revision of an adapter."""
+    """Return the fake engine's tokens with this revision of an adapter."""
     shift = crc32(key.encode())
     return [
         FIRST + (position + shift) % (VOCAB - FIRST) for position in range(begin, begin + count)
@@ -35,7 +35,7 @@ def text(key: str, begin: int = len(PROMPT), count: int = 20) -> list[int]:
 
 
 async def ask(router: Dispatcher, name: str, tokens: int = 20, n: int = 1) -> InflightRequest:
-    """As the API does."""
+    """Send a request for an adapter to a router, as the API does."""
     record = await router.adapters.pin(name)
     params = SamplingParams(max_tokens=tokens, n=n)
     return router.generate(
@@ -52,7 +52,7 @@ async def ask(router: Dispatcher, name: str, tokens: int = 20, n: int = 1) -> In
 
 @contextlib.asynccontextmanager
 async def second_router(fleet: Fleet):
-    """It shares the record store and the replicas, and looks into the store only when it must."""
+    """Yield another router of the fleet, which reads the shared record store only when it must."""
     router = fleet.new_router()
     router.set_replicas(fleet.published())
     await until(lambda: len(router.state().replicas) == len(fleet.replica_servers))
@@ -258,7 +258,7 @@ def test_many_changes_under_load(tmp_path):
                             case.set_replicas(fleet.published())
 
             async def look(router: Dispatcher) -> None:
-                """As ModelLoader does for all models of a router."""
+                """Refresh a router's adapters all the time, as ModelLoader does."""
                 while True:
                     await asyncio.sleep(0.02)
                     await router.adapters.refresh()

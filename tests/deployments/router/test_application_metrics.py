@@ -17,7 +17,7 @@ from tests.deployments.on_ray.live import parse_metrics
 
 
 class Router:
-    """As deployments.router.deployment.Router, with the others asked directly."""
+    """A stand-in for deployments.router.deployment.Router, which calls the others directly."""
 
     def __init__(self, name: str, fleet: dict[str, "Router"]) -> None:
         self.metrics = RouterMetrics()

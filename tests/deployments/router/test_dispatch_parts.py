@@ -34,7 +34,7 @@ CARD = ModelCard("m", 4096, 1000, (2,), 0)
 
 
 class FakeReplicaClient:
-    """A replica client whose connection keeps what it is sent."""
+    """A replica client whose connection keeps the messages that it is sent."""
 
     def __init__(self, fleet: Fleet, name: str, endpoint: ReplicaEndpoint) -> None:
         self.replica, self.endpoint = name, endpoint
@@ -57,7 +57,7 @@ class FakeReplicaClient:
         self._fleet.remove(self.state)
 
     def lose(self) -> list[Any]:
-        """As when its connection breaks: the choices that were there."""
+        """Break the connection, and return the choices that were at the replica."""
         self.connection = None
         self.state.lost()
         self._fleet.forget_caches(self.state)
@@ -80,7 +80,7 @@ def published(**more: Any) -> dict[str, Any]:
 
 
 class FakeReplicas(Replicas):
-    """Replicas without connections."""
+    """A fake of Replicas whose clients have no connections."""
 
     def _connect(self, name: str, endpoint: ReplicaEndpoint, _: Any) -> Any:
         return FakeReplicaClient(self.fleet, name, endpoint)

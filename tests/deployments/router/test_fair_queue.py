@@ -172,7 +172,7 @@ def refused(
 
 
 def fill(q: FairQueue[str], key: str = "", priority: int = 0, **more) -> int:
-    """Push until it is refused; how many went in."""
+    """Push requests until one is refused, and return how many went in."""
     count = 0
     while refused(q, key, priority, **more) is None:
         push(q, f"{key}{count}", key, priority)
@@ -364,7 +364,8 @@ def waits(requests: list[Request]) -> list[float]:
 
 
 def goodput(requests: list[Request], begin: float, end: float, slo: float) -> float:
-    """Output tokens/s of requests that ended in time and had their first token within the SLO."""
+    """Return the output tokens/s of requests that ended in [begin, end) with a first token in the
+    SLO."""
     good = [r for r in requests if begin <= r.ended < end and r.first - r.arrived <= slo]
     return sum(r.output for r in good) / (end - begin)
 

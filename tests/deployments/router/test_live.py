@@ -1,4 +1,4 @@
-"""What a router tells of itself to who looks: GET /v1/live."""
+"""GET /v1/live: a router's view of itself."""
 
 import asyncio
 import hashlib

@@ -41,7 +41,8 @@ def ask(backend: FakeBackend, request: Any, path: str = PATH) -> dict[str, Any]:
 
 
 class TheirRequest(BaseModel):
-    """A body as `ray.serve.llm.openai_api_models` has it, with defaults, open to other fields."""
+    """A request in the form of `ray.serve.llm.openai_api_models`: with defaults, open to other
+    fields."""
 
     model_config = ConfigDict(extra="allow")
     model: str | None = None

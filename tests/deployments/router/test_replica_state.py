@@ -1,4 +1,4 @@
-"""ReplicaState: what a replica is given, by its frames and by what was sent since."""
+"""ReplicaState: what a replica may be given, by its frames and by what was sent since."""
 
 import pytest
 from hypothesis import given

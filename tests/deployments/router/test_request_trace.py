@@ -1,4 +1,4 @@
-"""What is told of one request: by its router, by any router, to its owner alone."""
+"""GET /v1/requests/{id}: the answer of its router or of any other one, to its owner alone."""
 
 import asyncio
 import hashlib
@@ -152,7 +152,7 @@ def test_lines_of_a_request_carry_its_id(caplog: pytest.LogCaptureFixture) -> No
 
 
 class Routers:
-    """Stands for all routers: what was asked, and the answer."""
+    """A stand-in for all routers, which records the questions and answers them."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None]] = []

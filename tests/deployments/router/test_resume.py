@@ -50,7 +50,10 @@ async def second(fleet: Fleet) -> Dispatcher:
 
 
 async def cut(client: Client, body: dict[str, Any], count: int, router: Dispatcher) -> Reply:
-    """What has come when the router dies: nobody hears of it but by the broken connections."""
+    """Return what a client has received when its router dies, after `count` events.
+
+    The router tells nobody, so only broken connections show its death.
+    """
     reply, gone = Reply(), asyncio.Event()
     headers = ASKS
     payload = json.dumps(body).encode()
@@ -158,7 +161,10 @@ def test_replicas_keep_what_is_asked_for_and_for_a_while(monkeypatch: pytest.Mon
 
 
 class Handle:
-    """Serve's handle of routers that die behind some chunks of each call; `limits` of these."""
+    """A fake of Serve's handle, whose routers die after some chunks of each call.
+
+    limits: number of chunks of each call in turn.
+    """
 
     def __init__(self, limits: list[int]) -> None:
         self.limits = limits
@@ -171,7 +177,7 @@ class Handle:
         return self
 
     def cancel(self) -> None:
-        """There is nothing to stop."""
+        """Do nothing, as there is nothing to stop."""
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         limit = self.limits.pop(0) if self.limits else 1 << 20

@@ -31,7 +31,7 @@ WHOLE = {0: text(len(PROMPT), 50)}
 
 
 class Anybody:
-    """An assignment and a list of requests that note nothing."""
+    """A fake assignment and list of requests that do nothing."""
 
     def __init__(self):
         self.numbers = count(40)

@@ -35,7 +35,7 @@ def stats(**more) -> EngineStats:
 
 
 def fleet(**replicas: EngineStats) -> Fleet:
-    """Replicas of one speed, heard of at second 0."""
+    """Return a fleet of equally fast replicas, whose stats arrived at second 0."""
     fleet = Fleet()
     for name, figures in replicas.items():
         fleet.add_replica(name, "gpu", step_tokens=512, adapter_slots=2).steps.cost = FAST
@@ -53,7 +53,7 @@ _choices = count(1)
 
 
 def sent(made: Fleet, decision: RoutingDecision, work: RoutingRequest, now: float = 0.0) -> int:
-    """The choice's number."""
+    """Note that a choice was sent by a decision, and return the choice's number."""
     choice = next(_choices)
     made.send(made.replicas[decision.replica], [choice], decision, work, now)
     made.refresh()

@@ -19,7 +19,7 @@ from tests.engine.text.test_structured import PERSON, save_model
 
 
 class ModelEngine(LocalEngine):
-    """A random model instead of the engine that counts."""
+    """A LocalEngine with a random model instead of the engine that counts."""
 
     folder = Path()
 

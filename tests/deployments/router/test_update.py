@@ -21,7 +21,7 @@ def run(work):
 
 
 def told(fleet: Fleet, name: str, **more: str) -> dict:
-    """What a replica publishes."""
+    """Return the metadata that a replica publishes. more: changed fields."""
     return {**fleet.published(name)[name], **more}
 
 

@@ -30,9 +30,9 @@ BODY = {
 
 
 class CallCounter:
-    """Counts calls of our own functions between `begin` and the engine's `submit`.
+    """A counter of calls of our own functions between `begin` and the engine's `submit`.
 
-    A coroutine or generator that goes on counts as a call, as in `sys.setprofile`.
+    The resumption of a coroutine or generator counts as a call, as in `sys.setprofile`.
     """
 
     def __init__(self) -> None:

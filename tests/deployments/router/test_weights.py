@@ -36,7 +36,7 @@ def run(body: Callable[[Fleet], Awaitable[None]], replicas: int = 2) -> None:
 
 
 def check(generation: InflightRequest, tokens: dict[int, list[int]]) -> set[str]:
-    """Each token is of the version that is told; the versions."""
+    """Assert that each token was made by the reported version; return the versions."""
     told: set[str] = set()
     for index, ids in tokens.items():
         versions = generation.versions(index)
@@ -53,7 +53,7 @@ def check(generation: InflightRequest, tokens: dict[int, list[int]]) -> set[str]
 
 
 async def streams(fleet: Fleet, count: int, tokens: int) -> list[tuple[InflightRequest, Any]]:
-    """Requests that run, with the tasks that read them."""
+    """Start requests that have tokens already; return them with the tasks that read them."""
     running = [fleet.generate(n=2, max_tokens=tokens, ignore_eos=True) for _ in range(count)]
     tasks = [(generation, asyncio.create_task(read(generation))) for generation in running]
     await until(lambda: all(generation.begun for generation in running))

@@ -25,7 +25,7 @@ PROMPT = {"prompt": "the answer", "max_tokens": 24, "temperature": 0, "ignore_eo
 
 
 def wait(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """Wait until it gives something true; return that."""
+    """Wait until `condition` returns something true; return that."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "nothing happened"
@@ -55,7 +55,7 @@ def configuration(folder: Path, port: int, **models: Any) -> MantaConfig:
 
 
 class Several:
-    """The endpoint, as clients and operators see it."""
+    """An endpoint of several models, as clients and operators see it."""
 
     def __init__(self, cluster: Cluster, config: MantaConfig) -> None:
         self.cluster, self.config = cluster, config
@@ -89,7 +89,7 @@ class Several:
         return stats
 
     def router_tasks(self) -> dict[str, int]:
-        """Of asyncio, by name, without Serve's calls such as its health checks."""
+        """Return the number of a router's asyncio tasks by name, without Serve's own calls."""
         from ray import serve
 
         tasks: dict[str, int] = serve.get_app_handle(APP).state.remote().result()["tasks"]
@@ -97,8 +97,10 @@ class Several:
 
 
 class Stream:
-    """Requests to a model one after the other in a thread, their texts all the same. A pause after
-    each leaves the core to the replicas that start meanwhile."""
+    """A thread that sends equal requests to a model, one after the other, and compares their texts.
+
+    A pause after each leaves the core to replicas that start meanwhile.
+    """
 
     def __init__(self, several: Several, model: str) -> None:
         self.answers: list[str] = []

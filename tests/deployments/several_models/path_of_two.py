@@ -22,8 +22,10 @@ WAYS = ("alone", "again", "two", "beside")
 
 
 def measure(streams: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Lines with `way`, `streams`, `tokens` (a chunk) and either `calls` or `us`, as counting takes
-    time itself. rounds: none are timed if 0."""
+    """Return lines with `way`, `streams`, `tokens` (a chunk) and either `calls` or `us`.
+
+    Counting takes time itself, so a line has one of the two. rounds: number of timed rounds, or 0.
+    """
     lines = []
     with ExitStack() as stack:
         first, second = (stack.enter_context(process("replica", STEP)) for _ in range(2))
@@ -67,7 +69,7 @@ def measure(streams: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def best(lines: list[dict[str, Any]], figure: str) -> dict[str, float]:
-    """The least of a figure by way."""
+    """Return the least value of a figure, by way."""
     return {
         way: min(line[figure] for line in lines if line["way"] == way and figure in line)
         for way in WAYS

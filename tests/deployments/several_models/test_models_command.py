@@ -1,4 +1,4 @@
-"""`manta models` against a server that is told of here."""
+"""`manta models` against a fake server whose answers the tests set."""
 
 from pathlib import Path
 from typing import Any

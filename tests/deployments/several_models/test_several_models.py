@@ -128,7 +128,7 @@ def test_a_model_has_what_the_top_level_says_unless_it_says_otherwise() -> None:
 
 
 def applications(**models: Any) -> dict[str, dict[str, Any]]:
-    """By name, for models whose folders are not there."""
+    """Return Serve's schema of each application by name, for models whose folders do not exist."""
     data = {"app_name": APP, "models": {n: {"model": "/m", **m} for n, m in models.items()}}
     schema = serve_config(parse_config(data, {}, check_files=False))
     return {app["name"]: app for app in schema["applications"]}
@@ -378,7 +378,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def several(shared_cluster: Cluster, folder: Path) -> Iterator["Several"]:
-    """Two models, `one` with an alias and `two`."""
+    """Yield an endpoint of two models: `one`, with an alias, and `two`."""
     from ray import serve
 
     config = configuration(folder, shared_cluster.port, one={"aliases": ["claude-*"]}, two={})

@@ -41,7 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def several(shared_cluster: Cluster, folder: Path) -> Iterator[Several]:
-    """One model that serves, and two that sleep: without weights, and with them in host memory."""
+    """Yield an endpoint of three models, two of which sleep.
+
+    `without` sleeps without weights, `with_weights` with its weights in host memory.
+    """
     from ray import serve
 
     port = shared_cluster.port
@@ -75,7 +78,7 @@ def routers() -> set[str]:
 
 
 def try_once(several: Several, model: str) -> tuple[int, float, dict[str, Any]]:
-    """Status, Retry-After (0: none) and answer of a request."""
+    """Send a request; return its status, its Retry-After in seconds (0: none) and its answer."""
     with several.cluster.open("/several/v1/completions", {"model": model, **PROMPT}) as answer:
         body = json.loads(answer.read())
         return answer.status, float(answer.headers.get("retry-after", 0)), body

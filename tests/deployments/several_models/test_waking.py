@@ -25,7 +25,7 @@ class Clock:
 
 
 class Asked:
-    """What Serve is asked: calls that nobody answers until `answer` is set."""
+    """A fake of the call that wakes a pool: calls wait until `answer` is set."""
 
     def __init__(self) -> None:
         self.calls = self.open = 0

@@ -25,7 +25,8 @@ _ODD = (
 
 @lru_cache(maxsize=1)
 def _scripts() -> list[list[str]]:
-    """The assigned characters by the first word of their names, which is the script of letters."""
+    """Return the assigned characters, grouped by the first word of their names: the script of
+    letters."""
     scripts: dict[str, list[str]] = defaultdict(list)
     for point in range(sys.maxunicode + 1):
         char = chr(point)

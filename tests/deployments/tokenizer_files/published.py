@@ -51,7 +51,7 @@ BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 
 @dataclass(frozen=True)
 class Library:
-    """A library that a model names, and what it makes of texts and of ids.
+    """The tokenizer library that a model names: its ids of texts, and its text of ids.
 
     special: texts of special tokens that it reads as such, and their ids.
     before: ids that begin each text of its own accord.
@@ -320,7 +320,7 @@ def baichuan2(folder: Path) -> Library:
 
 
 def baichuan1(folder: Path) -> Library:
-    """The user's own pieces, and a space before each text."""
+    """Write a folder of Baichuan 1, with pieces of the user's own and a space before each text."""
     rebuilt(
         "baichuan2",
         folder / "tokenizer.model",
@@ -332,7 +332,7 @@ def baichuan1(folder: Path) -> Library:
 
 
 def internlm(folder: Path) -> Library:
-    """InternLM 1: the ends of turns are pieces."""
+    """Write a folder of InternLM 1, whose ends of turns are pieces; return its library."""
     rebuilt("internlm2", folder / "tokenizer.model", prefix=False)
     added = {"<eoh>": 92540, "<eoa>": 92541}
     special = {"<s>": 1, **added}
@@ -373,7 +373,7 @@ def gpt2_folder(folder: Path) -> Library:
 
 
 def opt(folder: Path) -> Library:
-    """The vocabulary as fairseq numbers it: four special tokens, then GPT-2's."""
+    """Write a folder of OPT, whose vocabulary has four special tokens of fairseq before GPT-2's."""
     transformers = pytest.importorskip("transformers")
     vocab, merges = gpt2()
     entries = json.loads(vocab.read_bytes())
@@ -472,7 +472,7 @@ MORE: dict[str, Published] = {
 
 
 def converted(folder: Path, target: Path) -> Tokenizer:
-    """The tokenizer of a folder as published, converted into the folder `target`."""
+    """Convert the tokenizer of a published folder into the folder `target`, and return it."""
     form = recognised(folder)
     assert form is not None
     write_tokenizer(folder, form, target)

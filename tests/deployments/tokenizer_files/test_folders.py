@@ -45,7 +45,7 @@ LLAMA = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Llama's folder with tokenizer.model, and code of its own."""
+    """Return a Llama's folder with tokenizer.model, and with Python code that must not run."""
     place = tmp_path / "model"
     place.mkdir()
     llama(place)
@@ -189,7 +189,7 @@ CHAT = [
 
 
 def _qwen_chat(library: Library) -> list[int]:
-    """`make_context` of Qwen 1."""
+    """Return the ids of CHAT by `make_context` of Qwen 1."""
     start, end, line = 151644, 151645, library.encode("\n")
 
     def turn(role: str, text: str) -> list[int]:
@@ -202,7 +202,7 @@ def _qwen_chat(library: Library) -> list[int]:
 
 
 def _baichuan_chat(library: Library) -> list[int]:
-    """`build_chat_input` of Baichuan 2."""
+    """Return the ids of CHAT by `build_chat_input` of Baichuan 2."""
     ids: list[int] = []
     for message in CHAT:
         ids += [195 if message["role"] == "user" else 196, *library.encode(message["content"])]
@@ -210,7 +210,8 @@ def _baichuan_chat(library: Library) -> list[int]:
 
 
 def _chatglm3_chat(library: Library) -> list[int]:
-    """`build_chat_input` of ChatGLM 3: a role and a message are encoded apart."""
+    """Return the ids of CHAT by `build_chat_input` of ChatGLM 3, which encodes role and message
+    apart."""
     ids = [64790, 64792]
     for message in CHAT:
         ids.append(64795 if message["role"] == "user" else 64796)
@@ -219,14 +220,14 @@ def _chatglm3_chat(library: Library) -> list[int]:
 
 
 def _chatglm2_chat(library: Library) -> list[int]:
-    """`build_prompt` of ChatGLM 2."""
+    """Return the ids of CHAT by `build_prompt` of ChatGLM 2."""
     question, answer, last = (message["content"] for message in CHAT)
     text = f"[Round 1]\n\n问：{question}\n\n答：{answer}\n\n[Round 2]\n\n问：{last}\n\n答："
     return [64790, 64792, *library.encode(text)]
 
 
 def _internlm_chat(library: Library) -> list[int]:
-    """`build_inputs` of InternLM 1."""
+    """Return the ids of CHAT by `build_inputs` of InternLM 1."""
     question, answer, last = (message["content"] for message in CHAT)
     return library.encode(
         f"<s><|User|>:{question}<eoh>\n<|Bot|>:{answer}<eoa>\n<|User|>:{last}<eoh>\n<|Bot|>:"
@@ -234,7 +235,7 @@ def _internlm_chat(library: Library) -> list[int]:
 
 
 def _tekken_chat(library: Library) -> list[int]:
-    """`encode_chat_completion` of mistral-common, version 3."""
+    """Return the ids of CHAT by `encode_chat_completion` of mistral-common, version 3."""
     ids = [1]
     for message in CHAT:
         words = library.encode(message["content"])

@@ -36,8 +36,7 @@ def _module(path: str) -> ModuleType:
 
 
 def _sglang_class(module: str, name: str, fields: Sequence[str]) -> Any:
-    """Return an object of a class that pickle names as SGLang's; its module stays in this
-    process."""
+    """Return a data class that pickle names as SGLang's; its module stays in this process."""
     path = f"sglang.srt.{module}"
     data_class = make_dataclass(name, fields, namespace={"__module__": path})
     data_class.__module__ = path
@@ -52,7 +51,7 @@ PER_RANK = _sglang_class(
 
 
 def _rebuild_cuda_tensor_modified(*arguments: Any) -> Any:
-    """Stand for the function of SGLang that a pickle names."""
+    """Raise AssertionError. A pickle names this function as SGLang's, and it must not run."""
     raise AssertionError("it is run")
 
 
