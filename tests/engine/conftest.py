@@ -6,7 +6,8 @@ import pytest
 
 @pytest.fixture
 def real_cores() -> Iterator[None]:
-    """All of this machine's, where tests side by side have one each."""
+    """Let this process use all cores, which tests side by side do not; skip the test on one
+    core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     if len(os.sched_getaffinity(0)) < 2:

@@ -47,8 +47,10 @@ metric_list: [{metric: word_perplexity}]
 
 
 def write_tasks(folder: Path) -> None:
-    """Tasks `animals` (choices), `words` (answers) and `texts` (perplexity); some texts are longer
-    than a context of 96 tokens."""
+    """Write the tasks `animals` (choices), `words` (answers) and `texts` (perplexity).
+
+    Some texts are longer than a context of 96 tokens.
+    """
     documents = [
         {"q": "who sat on the mat ", "options": ["the cat", "the log", "a dog"], "key": 0},
         {"q": "on what", "options": ["the cat", "the mat", "日本"], "key": 1},
@@ -63,7 +65,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def write_model(folder: Path, *, bos: bool) -> None:
-    """A tiny random model. bos: whether its tokenizer begins each text with a token."""
+    """Write a tiny random model. bos: whether its tokenizer begins each text with a token."""
     tokenizer = byte_level()
     special = dict(tokenizer.special_tokens)
     if bos:

@@ -15,7 +15,10 @@ GRANULE = 64
 
 
 class FakeAddresses:
-    """Addresses that know which granules have pages, and have no room for more than `room`."""
+    """A fake address range that records which granules have pages.
+
+    room: the most bytes of pages.
+    """
 
     all: ClassVar[list["FakeAddresses"]] = []
     room = 1 << 30
@@ -54,7 +57,8 @@ def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pages_of(widths: Sequence[int], most: int = 100, step: int = 512) -> BlockPages:
-    """Pages of a cache of 4 planes for each width, which is a block's bytes in a plane."""
+    """Return the pages of a cache with 4 planes for each width. widths: bytes of a block in a
+    plane."""
     pages = BlockPages(CPU, most, FakeAddresses, step)
     for width in widths:
         pages.storage((2, 2, most, width), torch.uint8, CPU, 1)

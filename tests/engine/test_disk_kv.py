@@ -41,7 +41,7 @@ def digest(number: int) -> bytes:
 
 
 class Opened:
-    """Files with slots of their own."""
+    """The block files of a folder, opened with host slots of their own."""
 
     def __init__(self, folder: Path, size: int = SIZE, **options: Any) -> None:
         raw = np.zeros(SLOTS * size + PAGE, np.uint8)
@@ -216,7 +216,7 @@ def test_clear_leaves_others_alone(opened: Any) -> None:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in memory, of no engine yet."""
+    """Yield a path in memory (/dev/shm) for an engine's folder, which does not exist yet."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="manta-test-") as folder:
         yield Path(folder) / "kv"
 

@@ -62,7 +62,7 @@ class FakeEvent:
 
 
 class Cache:
-    """A cache of embeddings that checks the order of reads and writes of each of its places."""
+    """A cache of embeddings that checks the order of reads and writes of each place."""
 
     dtype = torch.float32
 
@@ -105,7 +105,7 @@ class Tower:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
-    """The stream of steps, which is the current one."""
+    """Return the fake stream of steps, which is the current one."""
     FakeStream.current = FakeStream()
 
     @contextmanager
@@ -122,7 +122,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
 
 
 class Steps:
-    """Steps of one row, whose request has an image and a token before and after it."""
+    """The steps of one row, whose request has an image with a token before and after."""
 
     def __init__(self) -> None:
         self.rows = RequestRows.allocate(2, 16, 4, DEVICE)

@@ -40,7 +40,7 @@ def core_of(folder: Path, changes: dict[str, Any], **options: Any) -> EngineCore
 
 
 def conversations(core: EngineCore, length: int) -> list[list[int]]:
-    """Five users, one of another tenant, talk in turn, two at a time.
+    """Let five users, one of another tenant, talk in turn, two at a time; return their texts.
 
     length: tokens of the first prompts.
     """

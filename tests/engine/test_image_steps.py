@@ -60,7 +60,7 @@ TOKENS = [5, 9, *[PAD] * 6, 11, 12, 13, *[PAD] * 8, 14, 15, 16]
 
 
 class Rows:
-    """A tower whose rows are random numbers that the first pixel chooses."""
+    """A tower whose rows are random numbers, chosen by the first pixel."""
 
     def __init__(self, width: int, levels: int) -> None:
         self.width, self.levels = width, levels
@@ -129,7 +129,8 @@ class Seeing:
             capture_graphs(self.runner, [1, 2], MAX_LEN)
 
     def batch(self, entries: Sequence[tuple[int, int, int]], **fields: Any) -> Batch:
-        """Entries (row, start, length), of which those of new rows have their blocks."""
+        """Return a batch of entries (row, start, length); rows in `new_rows` get their blocks with
+        it."""
         batch = Batch(1, **fields)
         per_row = self.num_groups * MAX_LEN // SIZE
         for new in batch.new_rows:
@@ -144,7 +145,7 @@ class Seeing:
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Logits of every token of a step."""
+        """Return the logits of every token of a step."""
         images = self.forward.images
         assert images is not None
         for new in batch.new_rows:
@@ -155,7 +156,7 @@ class Seeing:
 
     @torch.inference_mode()
     def wanted(self, ids: Sequence[int], images: Sequence[Image]) -> torch.Tensor:
-        """Logits of transformers."""
+        """Return transformers' logits of a prompt with images."""
         if not images:
             return self.theirs(input_ids=torch.tensor([ids])).logits[0]
         grids = torch.tensor([(1, 2 * im.grid[0], 2 * im.grid[1]) for im in images])
@@ -275,7 +276,8 @@ def gemma3(folder: Path, **options: Any) -> Seeing:
 
 
 def shaken(model: Any) -> Any:
-    """The model with parameters so large that a wrong place shows."""
+    """Change a model's parameters to numbers so large that a wrong place shows; return the
+    model."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 1.0, 0.2)
@@ -297,7 +299,7 @@ def with_images(row: int, ids: Sequence[int], images: Sequence[Image]) -> NewRow
 def prefill(
     seeing: Seeing, row: int, ids: Sequence[int], images: Sequence[Image], cuts: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Logits of a prompt that is computed in pieces which end at `cuts`."""
+    """Return the logits of a prompt that is computed in chunks, which end at `cuts`."""
     parts, start = [], 0
     fields: dict[str, Any] = {"new_rows": [with_images(row, ids, images)], "images": [*images]}
     if seeing.vision.bidirectional:  # never cut inside of an image

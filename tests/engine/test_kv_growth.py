@@ -33,7 +33,7 @@ GROWING: dict[str, Any] = {"kv_memory": "growing"}
 
 @pytest.fixture(autouse=True)
 def own_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares that no other process sees, and steps of growth as small as pages allow."""
+    """Put shares where no other process sees them, and let memory grow in the smallest steps."""
     monkeypatch.setattr(factory_runner, "shares_folder", lambda name: tmp_path / "shares" / name)
     monkeypatch.setattr(block_pages, "STEP_CPU", 1)
     monkeypatch.setattr(block_pages, "STEP_CUDA", 1)

@@ -45,7 +45,8 @@ def config_of(folder: Path, changes: dict[str, Any], **options: Any) -> EngineCo
 
 
 def held(*roots: object) -> int:
-    """Bytes of all tensors that can be reached; views count as what they are views of."""
+    """Return the bytes of all tensors that can be reached from these objects; a storage counts
+    once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
     waiting = list(roots)

@@ -39,7 +39,7 @@ def kv_source(core: EngineCore, shared: bool = True) -> KVSource:
 
 
 class Cores:
-    """Several cores whose loops run in turn, as those of processes would beside each other."""
+    """Several cores whose step loops run in turn, as those of processes would run side by side."""
 
     def __init__(self, *cores: EngineCore) -> None:
         self.cores = cores
@@ -309,7 +309,8 @@ def test_a_slot_that_was_taken_back_is_not_read(
 
 
 def _other_process(folder: Path, pipe: Connection, source: KVSource | None) -> None:
-    """Serve the blocks of a prompt from four slots; or begin to pull them, and stand still."""
+    """Serve the blocks of a prompt from four slots, or begin to pull them from `source` and stand
+    still."""
     from engine.factory import block_copies
 
     block_copies._STAGED_CPU = 1

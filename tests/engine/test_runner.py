@@ -97,7 +97,7 @@ def make_runner() -> ModelRunner:
 def step(
     runner: ModelRunner, *entries: tuple[int, int, int, bool], new_rows: tuple[NewRow, ...] = ()
 ) -> StepResult:
-    """Run entries (row, start, length, samples); row r owns the blocks from 16 * r."""
+    """Run entries (row, start, length, samples) as a step; row r owns the blocks from 16 * r."""
     batch = Batch(1, new_rows=list(new_rows))
     for new in new_rows:
         batch.new_blocks += [(new.row, i, 16 * new.row + i) for i in range(MAX_LEN // BLOCK_SIZE)]
@@ -322,7 +322,7 @@ def test_ranks_record_the_same_sizes() -> None:
             return least
 
     class Timed(StepGraphs):
-        """slow: sizes that take the device too long."""
+        """Step graphs with simulated times. slow: sizes that take the device too long."""
 
         slow: set[tuple[int, int]]
 
@@ -465,7 +465,7 @@ def test_memory_table_adds_up() -> None:
 
 
 def folder(path: Path, **changes: Any) -> Path:
-    """A config.json alone: enough for random weights."""
+    """Write a config.json alone, which is enough for random weights; return the folder."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

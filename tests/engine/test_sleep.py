@@ -60,7 +60,7 @@ def fall_asleep(core: EngineCore) -> None:
 
 
 class LostPages:
-    """A region on the CPU: pages that were given back come again with anything in them."""
+    """A region on the CPU whose pages hold garbage when they come again."""
 
     all: ClassVar[list["LostPages"]] = []
 
@@ -84,7 +84,10 @@ class LostPages:
 
 
 class MemoryOfCuda(CudaSleepMemory):
-    """Products of the CPU, which note where their weights are and never see them move, are told."""
+    """CudaSleepMemory on the CPU.
+
+    CPU kernels keep the addresses of their weights, so they are updated when weights move.
+    """
 
     def __init__(self) -> None:
         super().__init__(CPU, LostPages)
@@ -157,7 +160,7 @@ def test_caches_of_a_cpu_have_no_pages_while_it_sleeps(tmp_path: Path) -> None:
 
 
 def _resident(address: int, size: int) -> int:
-    """Bytes of these that have pages."""
+    """Return how many of these bytes have pages."""
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(address // mmap.PAGESIZE * 8)
         entries = np.frombuffer(pagemap.read(size // mmap.PAGESIZE * 8), np.uint64)
@@ -165,7 +168,7 @@ def _resident(address: int, size: int) -> int:
 
 
 class Memory:
-    """Counts, and says when it was not to be asked."""
+    """A fake sleep memory, which asserts that it is not put to sleep or woken twice."""
 
     def __init__(self) -> None:
         self.there = True
@@ -268,7 +271,7 @@ def test_the_library_sleeps_and_wakes(tmp_path: Path) -> None:
 
 
 def answered(core: EngineCore, ticket: int, tokens: list[int] | None = None) -> Answer:
-    """The answer to an order, once it is there; tokens gets those that come before."""
+    """Return the answer to an order, once it is there. tokens: gets tokens that come before it."""
     for _ in range(2000):
         for delta in core.step() if core.has_work() else ():
             (tokens if tokens is not None else []).extend(delta.token_ids)

@@ -33,7 +33,7 @@ def layout(rows: Sequence[int], starts: Sequence[int], decodes: int) -> Attentio
 
 
 class Layer:
-    """A convolution, whose state is the last inputs of each row."""
+    """A layer with a convolution, whose state is the last inputs of each row."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(4)

@@ -28,7 +28,7 @@ PICTURE = gradient(40, 16)
 
 @pytest.fixture(scope="module")
 def backend() -> Backend:
-    """A vocabulary in which ends of lines merge with those beside them, as Gemma's do."""
+    """Return a tokenizer in which line ends merge with their neighbours, as Gemma's do."""
     letters = [chr(code) for code in range(32, 127)]
     lines = ["\n" * count for count in range(1, 7)]
     vocab = {text: number for number, text in enumerate([*letters, *lines])}
@@ -48,7 +48,7 @@ def prompts(backend: Backend, tmp_path: Path) -> Prompts:
 
 
 def theirs(text: str) -> str:
-    """The text that transformers' processor encodes."""
+    """Return the text that transformers' processor encodes."""
     return text.replace(BEGIN, f"\n\n{BEGIN}{SOFT * 9}{END}\n\n")
 
 

@@ -31,7 +31,7 @@ SIZES = [(64, 43), (1, 1), (33, 900), (192, 108), (108, 240), (400, 20), (641, 4
 
 
 def write_folder(folder: Path, case: Case) -> None:
-    """The files that processors read, without a model."""
+    """Write the files that image processors read, without a model."""
     config = {"architectures": [f"{case.name}ForConditionalGeneration"], **case.outer}
     config |= {"model_type": case.name.lower()}
     config |= {"vision_config": case.vision, "text_config": case.text}

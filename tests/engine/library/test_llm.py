@@ -30,7 +30,7 @@ FIRST, VOCAB = 32, 390  # of the fake engine; ids of the small byte-level tokeni
 
 
 def want(prompt: int, count: int) -> list[int]:
-    """The output of the fake engine after a prompt of that many tokens."""
+    """Return the output of the fake engine after a prompt of that many tokens."""
     return [FIRST + (prompt + i) % (VOCAB - FIRST) for i in range(count)]
 
 
@@ -103,7 +103,7 @@ def test_token_ids_of_numpy_and_torch(llm: LLM) -> None:
 
 
 class OnlyDLPack:
-    """What arrays of other libraries are to us."""
+    """An array of another library, of which only the DLPack protocol is known."""
 
     def __init__(self, ids: list[int]) -> None:
         self._array = numpy.array(ids)
@@ -411,7 +411,7 @@ def test_seeds_of_requests_that_give_none(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def traces() -> tuple[int, set[str]]:
-    """What an LLM could leave behind: descriptors and threads."""
+    """Return what an LLM could leave behind: the number of descriptors, and the threads."""
     fds = len(os.listdir("/proc/self/fd"))
     return fds, {thread.name for thread in threading.enumerate()}
 

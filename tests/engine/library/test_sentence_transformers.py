@@ -25,7 +25,7 @@ DECODER = {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
 
 
 def save(folder: Path, model_type: str) -> None:
-    """A tiny network of random weights with a tokenizer that puts [CLS] and [SEP] around a text."""
+    """Write a tiny random model with a tokenizer that puts [CLS] and [SEP] around a text."""
     torch.manual_seed(0)
     values = {**SIZES, **CASES.get(model_type, DECODER), "vocab_size": len(WORDS)}
     values |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -39,14 +39,14 @@ UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
 
 def joined(llm: LLM, **options: Any) -> WeightSender:
-    """A trainer in this process, whose group the engine has joined."""
+    """Return a trainer in this process, whose group the engine has joined."""
     sender = WeightSender("127.0.0.1", free_port(), 1, "cpu", seconds=20, **options)
     llm.init_weight_transfer(sender.init_info)
     return sender
 
 
 def sent(sender: WeightSender, tensors: list[tuple[str, Tensor]]) -> threading.Thread:
-    """A thread that broadcasts the tensors."""
+    """Return a running thread that broadcasts the tensors."""
     thread = threading.Thread(target=sender.send, args=(tensors,), daemon=True)
     thread.start()
     return thread
@@ -207,7 +207,7 @@ os.kill(os.getpid(), 9)
 
 
 def dies_in_the_middle(llm: LLM, device: str) -> None:
-    """A trainer in a process of its own is killed after some of its tensors."""
+    """Kill a trainer in a process of its own after some of its tensors have come."""
     port = free_port()
     process = subprocess.Popen([sys.executable, "-c", DYING, str(port), device])
     llm.init_weight_transfer(
@@ -277,7 +277,7 @@ class Slow:
 
 
 def taken(trainer: Trainer, free_bytes: int) -> tuple[WeightTransfer, Path, dict[str, Any]]:
-    """An update that has come as a whole, with this much memory; its folder and what is held."""
+    """Return a complete update with this much free memory, its folder, and its tensors."""
     held: dict[str, Any] = {}
     transfer = WeightTransfer(
         torch.device("cpu"), 1000, hold=held.__setitem__, free_bytes=lambda: free_bytes
@@ -487,7 +487,7 @@ def on_cuda(trainer: Trainer, device: str) -> list[tuple[str, Tensor]]:
 
 
 def same_as_from_a_folder(llm: LLM, trainer: Trainer, folder: Path) -> None:
-    """The weights in place say what those of the trainer's files do."""
+    """Assert that the weights in place give the same tokens as those of the trainer's files."""
     said = answer(llm).token_ids
     trainer.model.save_pretrained(folder)
     llm.update_weights(folder)

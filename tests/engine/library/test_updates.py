@@ -17,7 +17,7 @@ from tests.engine.library.trainers import PROMPT, Trainer, answer, folders, gree
 
 
 def begun(llm: LLM, count: int) -> RequestHandle:
-    """A request that runs and has given some tokens."""
+    """Return a running request that has given some tokens."""
     handle = llm.start_request(PROMPT, greedy(count))
     assert handle.get(10) is not None
     return handle

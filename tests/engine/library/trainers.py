@@ -19,7 +19,7 @@ PROMPT = list(range(3, 53))
 
 
 class Trainer:
-    """A trainer: the same model in transformers, whose weights change."""
+    """A trainer of the engine's model in transformers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,7 +27,7 @@ class Trainer:
         self.count = 0
 
     def train(self) -> list[tuple[str, Tensor]]:
-        """Change the weights; all of them by name."""
+        """Change the weights, and return all of them by name."""
         self.count += 1
         generator = torch.Generator().manual_seed(self.count)
         with torch.no_grad():
@@ -37,7 +37,7 @@ class Trainer:
 
     @torch.inference_mode()
     def says(self, tokens: list[int], count: int) -> list[int]:
-        """The most likely tokens after these."""
+        """Return the most likely tokens after these."""
         ids = [*tokens]
         for _ in range(count):
             ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))

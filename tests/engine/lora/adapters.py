@@ -19,7 +19,10 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def save_adapter(model: "PreTrainedModel", folder: Path, seed: int = 0, **fields: Any) -> Path:
-    """A random adapter for `model`, which is left as it was. fields: of LoraConfig."""
+    """Save a random adapter for `model`, which is left as it was; return its folder.
+
+    fields: fields of LoraConfig.
+    """
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(**({"r": 8, "lora_alpha": 16, "target_modules": ALL} | fields))
@@ -53,8 +56,10 @@ PROMPTS = {
 def save_prompt(
     model: "PreTrainedModel", folder: Path, kind: str, count: int, seed: int = 0, **fields: Any
 ) -> Path:
-    """A random prompt of `count` virtual tokens for `model`, which is left as it was. fields: of
-    its kind's configuration."""
+    """Save a random prompt of `count` virtual tokens for `model`, which is left as it was.
+
+    fields: fields of the kind's configuration.
+    """
     import peft
 
     kind_config = getattr(peft, PROMPTS[kind])

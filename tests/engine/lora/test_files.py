@@ -25,7 +25,7 @@ UP = "model__layers__1__mlp__up_proj__lora_B__weight"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoraReader, Path]:
-    """A reader for a tiny model that takes ranks up to 16, and a good adapter of rank 8."""
+    """Return a reader for a tiny model with ranks up to 16, and a good adapter of rank 8."""
     folder = tmp_path_factory.mktemp("model")
     theirs = save_checkpoint(folder / "base", "llama")
     save_adapter(theirs, folder / "good")
@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoraReader, Path]:
 
 @pytest.fixture
 def folder(made: tuple[LoraReader, Path], tmp_path: Path) -> Path:
-    """A copy of the good adapter, to be broken."""
+    """Return a copy of the good adapter, to be broken."""
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         (tmp_path / name).write_bytes((made[1] / name).read_bytes())
     return tmp_path

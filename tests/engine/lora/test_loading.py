@@ -16,7 +16,7 @@ ADAPTERS = 32
 
 
 def wait_for(store: AdapterStore, name: str) -> bool:
-    """As a request that waits asks, in every step."""
+    """Ask for an adapter as a waiting request does in every step; return whether it is loaded."""
     return store._names.get(name) is not None and store.ask(store.find(name))
 
 

@@ -80,7 +80,7 @@ def run(core: EngineCore) -> dict[int, Any]:
 
 
 def slots_in_graphs(core: EngineCore) -> set[frozenset[int]]:
-    """Fills with the slots that the steps in graphs use, from now on: one set a step with any."""
+    """Return a set that gets the slots of each later step in a CUDA graph with adapters."""
     runner: Any = core._runner
     upload = runner.lora.upload_step
     seen: set[frozenset[int]] = set()
@@ -94,8 +94,11 @@ def slots_in_graphs(core: EngineCore) -> set[frozenset[int]]:
 
 
 def run_odd_ones_scored(core: EngineCore, plan: list[tuple[str, list[int]]]) -> dict[int, Any]:
-    """The outputs of all (adapter, prompt), by number; of odd numbers with log-probabilities, and
-    after the others: one prompt with these keeps its step out of graphs."""
+    """Return the outputs of all (adapter, prompt) by number.
+
+    Odd numbers have log-probabilities and run after the others, as one such prompt keeps a step out
+    of CUDA graphs.
+    """
     outputs: dict[int, Any] = {}
     for scored in (False, True):
         score = {} if scored else {"prompt_logprobs": None, "logprobs": None}
@@ -107,14 +110,15 @@ def run_odd_ones_scored(core: EngineCore, plan: list[tuple[str, list[int]]]) -> 
 
 
 def predictions(model: Any, ids: list[int], device: str = "cpu") -> Tensor:
-    """Log-probabilities [len(ids) - 1, vocab] of what may come after each, float32 on the CPU."""
+    """Return log-probabilities [len(ids) - 1, vocab] of the token after each, float32 on the
+    CPU."""
     token_ids = torch.tensor(ids, device=device)
     rows: Tensor = model(token_ids[None]).logits[0, -len(ids) : -1].float().log_softmax(-1)
     return rows.cpu()
 
 
 def scores(model: Any, ids: list[int], device: str = "cpu") -> Tensor:
-    """Log-probability of each token after the first, float32 on the CPU."""
+    """Return the log-probability of each token after the first, float32 on the CPU."""
     return predictions(model, ids, device).gather(1, torch.tensor(ids)[1:, None])[:, 0]
 
 
@@ -399,7 +403,7 @@ def test_on_the_gpu(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with two adapters that were trained on real text."""
+    """Return a folder with two adapters that were trained on real text."""
     folder = tmp_path_factory.mktemp("trained")
     train(default_model, folder, list(TEXTS))
     for name in TEXTS:

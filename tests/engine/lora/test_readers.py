@@ -20,7 +20,7 @@ SECONDS = 30  # that a test waits for what should come at once
 
 
 class Hanging(MemoryLoader):
-    """Reads of the path `hung` return when `release` is set."""
+    """A loader whose reads of the path `hung` return once `release` is set."""
 
     def __init__(self, hung: str) -> None:
         self._hung = hung
@@ -35,7 +35,7 @@ class Hanging(MemoryLoader):
 
 
 class Loop:
-    """Polls a store when it has news, as the step loop does."""
+    """A stand-in for the step loop, which polls a store whenever it has news."""
 
     def __init__(self, store: AdapterStore) -> None:
         self.store = store

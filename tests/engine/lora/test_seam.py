@@ -23,8 +23,10 @@ def make_folder(folder: Path, **fields: object) -> Path:
 
 
 def answer(key: str) -> list[int]:
-    """Three tokens of the fake core after a prompt of one token; key: of the adapter. Whether two
-    keys give different ones is chance: one pair in a thousand does not."""
+    """Return three tokens of the fake core after a prompt of one token. key: the adapter's.
+
+    By chance one pair of keys in a thousand gives equal tokens.
+    """
     options, shift = FakeOptions(), crc32(key.encode()) if key else 0
     span = options.vocab_size - options.first
     return [options.first + (position + shift) % span for position in (1, 2, 3)]

@@ -12,7 +12,7 @@ from tests.fakes import Inline, collect, make_core, make_request, make_store, ru
 
 
 def load(store: AdapterStore, name: str) -> bool:
-    """Ask for it until what was begun is done."""
+    """Ask for an adapter until the begun loads are done; return whether it is loaded."""
     adapter = store.find(name)
     store.ask(adapter)
     store.poll()
@@ -32,7 +32,7 @@ def test_slots_and_host_memory_are_lru() -> None:
 
 
 def ask_for(store: AdapterStore, name: str) -> None:
-    """A request that starts and ends at once."""
+    """Let a request for an adapter start and end at once."""
     adapter = store.find(name)
     store.claim(adapter)
     assert load(store, name)

@@ -21,7 +21,7 @@ def text_of(name: str) -> str:
 
 
 def train(model_folder: Path, out: Path, names: list[str]) -> dict[str, tuple[float, float]]:
-    """Returns name -> mean loss of the first and of the last two steps."""
+    """Train the adapters, and return name -> mean loss of the first and of the last two steps."""
     from peft import LoraConfig, get_peft_model
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)

@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
 
 
 def save_checkpoint(folder: Path, model_type: str, **changes: Any) -> "PreTrainedModel":
-    """A random float32 model of SIZES with changes; returned, and saved to the folder."""
+    """Save a random float32 model to a folder, and return it. changes: to SIZES."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -56,8 +56,10 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
 
 
 def adapter_on(model: Model, num_tokens: int) -> tuple[LoraStep, dict[str, Tensor]]:
-    """One for so many tokens, as PEFT's files have it -> as a step has it; and what it adds to each
-    matrix of the checkpoint."""
+    """Return a random adapter for so many tokens as a step has it, and its change of each matrix.
+
+    The changes have the names of the checkpoint's tensors.
+    """
     layout = LoraLayout(linear.spec for linear in model.linears())
     for linear, place in zip(model.linears(), layout.layers, strict=True):
         linear.lora = place

@@ -41,7 +41,7 @@ BLOCKS = [3, 1, 9, 4, 8, 2]
 
 
 def interleaved(model: ModelConfig) -> Any:
-    """Gate and up take turns."""
+    """Return the order of rows in which gate and up alternate."""
     return np.arange(2 * model.intermediate_size).reshape(-1, 2).T.ravel()
 
 
@@ -135,7 +135,7 @@ def test_shards_of_a_fused_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class _Doubled(TensorParallelGroup):
-    """Ranks that hold the same."""
+    """A group of ranks that all hold the same tensor."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.mul_(self.size)
@@ -164,7 +164,7 @@ def test_row_parallel_takes_adapters_everywhere(size: int, onto_residual: bool) 
 
 
 class _Centred:
-    """A norm that no product takes along."""
+    """A norm that no GEMM can fuse."""
 
     parameters = ()
 

@@ -84,7 +84,7 @@ def test_scores(tmp_path: Path) -> None:
 
 
 def save_separator(folder: Path, separator: int = 7) -> int:
-    """A tokenizer.json in which this id is the separator."""
+    """Write a tokenizer.json in which this id is the separator; return the id."""
     words = {f"<{i}>" if i != separator else "<sep>": i for i in range(SIZES["vocab_size"])}
     tokenizer = Tokenizer(WordLevel(words, "<0>"))
     tokenizer.add_special_tokens(["<sep>"])

@@ -40,7 +40,7 @@ QWEN: dict[str, Any] = {
 def filled(
     quantization: str, act: str, deterministic: bool, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Any, Any, ExpertWeights]:
-    """A method, its finished state, and the weights that it was made of."""
+    """Return a method, its finished state, and the expert weights that the state was made of."""
     method = linear_method(quantization, kernels_for("cpu", deterministic), "cpu")
     biases = (Source("b", (1,)),) if act == CLAMPED else ()
     spec = ExpertsSpec(

@@ -99,7 +99,8 @@ ALLOWED = {
 
 
 def waits_in(source: str) -> Iterator[str]:
-    """The qualified name of the function around each name that may wait, called or handed on."""
+    """Yield the qualified name of the function around each name that may wait, called or passed
+    on."""
 
     def look(node: ast.AST, around: tuple[str, ...]) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -171,7 +172,8 @@ PARAMS = {
 
 @contextmanager
 def waits_are_errors() -> Iterator[None]:
-    """Torch's own check, and what that one lets pass: waiting in so many words."""
+    """Make waiting for the device an error, by torch's own check and for explicit
+    synchronisation."""
     import torch
 
     def wait(*_: object) -> None:

@@ -40,7 +40,7 @@ RANK = 16
 
 
 class Recorder:
-    """A back end that notes which of its operations are called, products of the CPU among them."""
+    """A back end that records which of its operations are called, GEMMs of the CPU included."""
 
     def __init__(self, kernels: Any, *, deterministic: bool = False) -> None:
         self.calls: list[str] = []
@@ -68,7 +68,7 @@ def layers(model: Model) -> Iterator[Any]:
 
 
 def adapters_for(model: Model) -> LoraStep:
-    """One adapter on every part of the model, for the tokens 1 and 3 of a step of five."""
+    """Return a step of five tokens with one adapter on every layer, for tokens 1 and 3."""
     linears = list(model.linears())
     layout = LoraLayout(linear.spec for linear in linears)
     for linear, place in zip(linears, layout.layers, strict=True):
@@ -89,14 +89,14 @@ IDS = torch.tensor([5, 17, 99, 3, 64])
 
 
 def logits(model: Model, lora: LoraStep | None) -> Tensor:
-    """Of five tokens of a prompt."""
+    """Return the logits of five tokens of a prompt."""
     paged = Paged(model)
     paged.kernels = model.kernels  # type: ignore[attr-defined]
     return paged.run((IDS, [3, 1], 0), lora=lora)[0]
 
 
 def step(kernels: Recorder, model: Model, lora: LoraStep | None) -> tuple[list[str], Tensor]:
-    """The calls of a step less the lookup of its plan, and its logits."""
+    """Return the calls of a step without the lookup of its plan, and its logits."""
     kernels.taken()
     out = logits(model, lora)
     return [call for call in kernels.taken() if call != "prepare"], out

@@ -156,7 +156,7 @@ def test_every_architecture_has_a_model() -> None:
 
 
 def written(tmp_path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
-    """A config.json as transformers 4 wrote it: rope_theta and torch_dtype at the top."""
+    """Write a config.json as transformers 4 did, with rope_theta and torch_dtype at the top."""
     config = {
         **SIZES,
         "architectures": ["LlamaForCausalLM"],

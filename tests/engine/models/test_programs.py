@@ -128,8 +128,11 @@ needs_compiler = pytest.mark.skipif(not able(), reason="no compiler for this mac
 
 
 class Unhurried(PromptPace):
-    """Prompts are cut by their lengths alone: on a busy machine the seconds of the last steps cut
-    them too, and a chunk of one token is another kernel's, whose sums have other last bits."""
+    """A pace that cuts prompts by their lengths alone.
+
+    On a busy machine measured seconds would cut them too. A chunk of one token is computed by
+    another kernel, whose sums have other last bits.
+    """
 
     def limit(self, tokens: int, decodes: int, context: int) -> int:
         return tokens
@@ -146,7 +149,10 @@ def core_of(folder: Path, changes: dict[str, Any], **options: Any) -> EngineCore
 
 
 def answers(core: EngineCore) -> dict[int, list[Any]]:
-    """Of requests that come and go, so that steps have 1 to 5 decodes, with chunks between."""
+    """Return the outputs of requests that come and go.
+
+    Steps have 1 to 5 decodes, with chunks of prompts between.
+    """
     answers_by_id: dict[int, list[Any]] = {}
     waiting = list(range(5))
     steps = 0

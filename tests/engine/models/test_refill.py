@@ -31,7 +31,7 @@ Change = Callable[[str, Tensor], Tensor]
 
 
 def changed(folder: Path, to: Path, change: Change = lambda _, tensor: tensor.mul(0.8)) -> Path:
-    """The folder's checkpoint with other numbers."""
+    """Write the folder's checkpoint with other numbers to `to`; return that folder."""
     to.mkdir()
     tensors = load_file(folder / "model.safetensors")
     save_file(

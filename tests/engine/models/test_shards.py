@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def together(size: int, work: Callable[[SharedMemoryGroup], T]) -> list[T]:
-    """What each rank's `work` returns; ranks are threads here."""
+    """Run `work` on each rank, and return the results; ranks are threads here."""
     memory = os.memfd_create("ranks")
 
     def rank(number: int) -> T:
@@ -120,7 +120,7 @@ def test_ranks_compute_what_one_does(name: str, tmp_path: Path) -> None:
 
 
 class NormsAhead(SharedMemoryGroup):
-    """Makes the norm behind a sum with it, as GPUs do."""
+    """A group that computes the norm after an all-reduce with it, as GPUs do."""
 
     count = 0
 

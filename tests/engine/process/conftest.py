@@ -8,7 +8,7 @@ from engine.parallel import shared_memory
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks need them; threads do not."""
+    """Report two cores, which ranks need; threads as ranks do not."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(gc, "freeze", lambda: None)
     # With Python's lock, which the other waits for.

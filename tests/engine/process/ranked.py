@@ -55,7 +55,7 @@ def run_ranks(code: str, count: int, *arguments: str) -> None:
 
 
 class Threads(Ranks):
-    """Ranks that are threads of this process."""
+    """A group of ranks that are threads of this process."""
 
     def _start(self, start: RankStart, passed: Any) -> Any:
         # As the process does it, which owns its ends of the pipes.
@@ -77,7 +77,7 @@ class Threads(Ranks):
 
 
 def save_with_bytes(folder: Path, model_type: str, **changes: Any) -> Any:
-    """A checkpoint and a tokenizer of bytes beside it, which ends its texts. Returns transformers'
+    """Save a checkpoint and a tokenizer of bytes, which ends its texts. Return transformers'
     model."""
     tokenizer = small_tokenizers.byte_level()
     theirs = save_checkpoint(
@@ -93,7 +93,7 @@ def save_with_bytes(folder: Path, model_type: str, **changes: Any) -> Any:
 
 
 def model_and_adapters(folder: Path, **changes: Any) -> dict[str, Path]:
-    """A model in a folder and adapters for it, by names."""
+    """Save a model and adapters for it; return their folders by name."""
     theirs = save_with_bytes(
         folder, "llama", num_attention_heads=4, num_key_value_heads=2, **changes
     )
@@ -117,7 +117,7 @@ def start(config: EngineConfig, kind: type[Ranks] = Threads) -> tuple[EngineCore
 
 
 def everything(model: dict[str, Path]) -> list[EngineRequest]:
-    """More than there are blocks for at once, with all that a request may ask for."""
+    """Return more requests than there are blocks for, with all that a request may ask for."""
     asked: list[EngineRequest] = []
 
     def ask(adapter: str = "", **fields: Any) -> None:

@@ -43,7 +43,7 @@ LATENT = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one layer with latents."""
+    """Return the folder of a model with one layer of latent attention."""
     folder = tmp_path_factory.mktemp("model")
     save_with_bytes(folder, "deepseek_v3", **LATENT)
     return folder

@@ -23,7 +23,8 @@ FAKE = EngineConfig(model="fake:")
 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for this test's sockets alone; pytest's own paths are too long for them."""
+    """Yield a temporary folder for this test's sockets; pytest's own paths are too long for
+    them."""
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -41,7 +42,7 @@ async def until(condition: Callable[[], object], seconds: float = 2.0) -> bool:
 
 
 def traces() -> tuple[int, set[str], list[str]]:
-    """What a client could leave behind: descriptors, threads, socket folders."""
+    """Return what a client could leave behind: descriptors, threads, and socket folders."""
     fds = len(os.listdir("/proc/self/fd"))
     threads = {thread.name for thread in threading.enumerate()}
     return fds, threads, os.listdir(tempfile.gettempdir())

@@ -59,7 +59,7 @@ def model(tmp_path: Path) -> Path:
 
 
 class _Compilers:
-    """Stands for `Compilers`, which need a device to compile for."""
+    """A stand-in for `Compilers`, which needs a device to compile for."""
 
     jobs, waited, failed, closed = 3, 0.5, False, False
 
@@ -69,7 +69,7 @@ class _Compilers:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a device and an empty cache."""
+    """Pretend a machine with a device; return its empty kernel cache."""
     cache = tmp_path / "cache"
     cache.mkdir()
     driver = tmp_path / "driver"
@@ -153,7 +153,7 @@ def test_one_layer_is_the_first_of_all(model: Path) -> None:
 
 
 class _Unpinned:
-    """Staging of the same size where there is no device to pin memory for."""
+    """Staging memory of the same size that is not pinned, as there is no device."""
 
     def __init__(self, size: int) -> None:
         self.tensor = torch.empty(size, dtype=torch.int32)
@@ -161,7 +161,7 @@ class _Unpinned:
 
 
 def runner_of(model: Decoder, config: ModelConfig, rows: RequestRows, layers: int) -> ModelRunner:
-    """As CUDA has it, with its tensors on the CPU."""
+    """Return a model runner as on CUDA, with its tensors on the CPU."""
     device = torch.device("cpu")
     sampler = Sampler(SEQS + 1, config.vocab_size, device)
     sampler._scratch = torch.zeros(64, config.vocab_size, dtype=torch.int32)
@@ -175,7 +175,7 @@ def runner_of(model: Decoder, config: ModelConfig, rows: RequestRows, layers: in
 
 
 def on_cpu(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Decoder, RequestRows]:
-    """A model and rows for `runner_of`."""
+    """Return a model and rows for `runner_of`."""
     monkeypatch.setattr(inputs, "_Staging", _Unpinned)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
@@ -195,7 +195,7 @@ def _no_recording(self: Any) -> Iterator[None]:
 
 @pytest.fixture
 def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
-    """That only take the names."""
+    """Yield compilers that only record the kernels' names."""
     triton = pytest.importorskip("triton")
     if triton.knobs.runtime.interpret:
         pytest.skip("needs Triton's compiler")

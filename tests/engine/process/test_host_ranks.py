@@ -19,7 +19,7 @@ from tests.fakes import Output
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of three layers."""
+    """Return the folder of a model with three layers."""
     path = tmp_path_factory.mktemp("model")
     save_with_bytes(
         path, "llama", num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def turns(core: EngineCore) -> dict[int, Output]:
-    """Four users talk in turn, three times each; the blocks of one fit."""
+    """Let four users talk in turn, three times each; the blocks of one fit. Return all outputs."""
     outputs: dict[int, Output] = {}
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     texts = [[3 + (user + at * at) % 300 for at in range(70)] for user in range(4)]
@@ -91,7 +91,7 @@ def test_texts_are_those_without(
 
 
 def check(folder: Path, options: dict[str, Any], tier: dict[str, Any]) -> EngineStats:
-    """The texts without and with a tier are equal; returns the counts of the latter."""
+    """Assert equal texts without and with a tier; return the latter's stats."""
     told_by = []
     for extra in ({"num_blocks": 60}, tier):
         core, ranks = start(config_of(folder, max_loras=0, **{**options, **extra}), Threads)

@@ -27,7 +27,7 @@ PROMPTS = {number: [5 + number, 6, 7] for number in range(COUNT)}
 
 
 class Engine:
-    """A process, and the tokens that come out of it."""
+    """An engine process, and the tokens that come out of it."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {number: [] for number in PROMPTS}
@@ -47,7 +47,8 @@ class Engine:
                 self.failures.append(delta.error)
 
     async def say(self, config: EngineConfig, had: dict[int, list[int]]) -> None:
-        """Everything, or until the process ends. had: tokens that another engine has said."""
+        """Run all prompts, until they or the process end. had: tokens that another engine has
+        given."""
         await self.client.start(config, timeout=240)
         for number, prompt in PROMPTS.items():
             params = SamplingParams(temperature=0.8, max_tokens=LENGTH, ignore_eos=True)

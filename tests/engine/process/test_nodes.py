@@ -24,7 +24,7 @@ from engine.resolve import _threads
 
 
 def made(folder: Path, cpulists: dict[int, str], mems: str = "0-63") -> tuple[Path, Path]:
-    """sysfs and the process's status as Linux writes them."""
+    """Write sysfs's folder of nodes and a process's status as Linux does; return their paths."""
     for number, cores in cpulists.items():
         (folder / f"node{number}").mkdir(parents=True)
         (folder / f"node{number}" / "cpulist").write_text(f"{cores}\n")

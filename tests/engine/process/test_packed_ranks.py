@@ -57,8 +57,10 @@ def description(name: str) -> dict[str, Any]:
 
 
 def made(folder: Path, name: str, kept_modules: tuple[str, ...] = (), **sizes: Any) -> Path:
-    """A small model in files of this method; GGUF's head is its embedding. kept_modules: in 16
-    bits."""
+    """Write a small model in files of this method; return its folder.
+
+    kept_modules: modules in 16 bits. The head of a GGUF file is its embedding.
+    """
     folder.mkdir()
     config = {**SIZES, **sizes, "tie_word_embeddings": name == GGUF}
     config["quantization_config"] = dict(description(name))  # which other tests have too

@@ -33,14 +33,15 @@ StepGraphs._device_seconds = lambda *size: 0.0
 
 
 class AllRecorded(OnOneGpu):
-    """Two processes that take turns on a GPU cannot tell which steps pay as graphs."""
+    """Ranks that record every CUDA graph, as two processes on one GPU cannot tell which ones
+    pay."""
 
     PROGRAM = ("-c", ALL_PAY + ON_ONE_GPU)
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A model, and what one rank says to the requests that are made of it."""
+    """A model, and the answers of a single rank to requests."""
 
     folders: dict[str, Path]
     requests: list[EngineRequest]
@@ -56,7 +57,7 @@ def config_for(folder: Path, latents: bool, size: int, graphs: bool) -> EngineCo
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Alone]:
-    """By whether attention has latents; each is served once."""
+    """Return a function that serves a model by one rank, once for each kind of attention."""
 
     @cache
     def serve_alone(latents: bool) -> Alone:

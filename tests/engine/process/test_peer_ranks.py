@@ -58,7 +58,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=["one", pytest.param("two", marks=two_gpus)])
 def kind(request: pytest.FixtureRequest) -> Iterator[type[Ranks]]:
-    """Of ranks that share the first GPU, or have one each."""
+    """Yield the class of ranks that share the first GPU, or that have one each."""
     if request.param == "one":
         request.getfixturevalue("one_gpu")
     yield OnOneGpu if request.param == "one" else Ranks

@@ -35,7 +35,7 @@ from tests.engine.text import small_tokenizers
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model of three layers and adapters for it."""
+    """Return the folders of a model with three layers and of adapters for it, by name."""
     return model_and_adapters(tmp_path_factory.mktemp("model"), num_hidden_layers=3)
 
 

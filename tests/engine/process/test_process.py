@@ -53,7 +53,7 @@ if sys.argv[1] != "leave":
 
 
 def running(pid: int) -> bool:
-    """A zombie that nobody has waited for does not count."""
+    """Return whether a process runs; a zombie that nobody has waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -144,7 +144,7 @@ def test_texts_are_those_of_one_rank(tmp_path: Path, real_cores: None) -> None:
 
 
 def compare(folder: Path) -> None:
-    """The texts of two nodes with those of one."""
+    """Assert that the texts of two nodes are those of one."""
     model = model_and_adapters(folder, num_hidden_layers=3)
     requests = everything(model)
     texts = []

@@ -35,7 +35,7 @@ Said = list[tuple[list[int], list[float]]]
 
 
 def said(llm: LLM, model: dict[str, Path]) -> Said:
-    """Tokens and their log-probabilities: greedy, sampled, of long prompts and with adapters."""
+    """Return tokens and log-probabilities: greedy, sampled, of long prompts and with adapters."""
     adapters = ["", "", "lora", "prefix_tuning", "prompt_tuning", "", "", ""]
     prompts = [[3 + (n + i * i) % 300 for i in range(8 + 30 * n)] for n in range(len(adapters))]
     params = [
@@ -65,7 +65,7 @@ def alone(model: dict[str, Path]) -> Said:
 
 
 def free() -> list[int]:
-    """Bytes of each GPU."""
+    """Return the free bytes of each GPU."""
     return [torch.cuda.mem_get_info(device)[0] for device in (0, 1)]
 
 
@@ -82,7 +82,10 @@ def free() -> list[int]:
 def together(
     request: pytest.FixtureRequest, model: dict[str, Path], alone: Said
 ) -> Iterator[tuple[LLM, list[int]]]:
-    """An engine of two ranks, and what was free before it. alone: its engine has ended."""
+    """Yield an engine of two ranks, and the bytes that were free before it.
+
+    alone: the result of the engine of one rank, which has ended.
+    """
     before = free()
     with LLM(model["model"], **OPTIONS, **request.param) as llm:
         yield llm, before

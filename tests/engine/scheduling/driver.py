@@ -22,12 +22,13 @@ from tests.fakes import (
 
 
 class Driver:
-    """Adds, steps and aborts, and asserts every invariant that can be seen from outside.
+    """A driver of an engine core, which asserts every invariant that can be seen from outside.
 
     After each step: texts are prefixes of what each request says alone; references equal users;
-    free + used = total; the first in the queue is not passed over and not left there for ever.
-    At each launch: budget, rows and blocks (FakeRunner); a block that others use is not written; a
-    block is read only by requests of the same adapter and salt; nobody goes beyond its limit.
+        free + used = total; the first in the queue is not passed over and not left there for ever.
+        At each launch: budget, rows and blocks (FakeRunner); a block that others use is not
+        written; a block is read only by requests of the same adapter and salt; no request exceeds
+        its limit.
     """
 
     def __init__(self, **changes: Any) -> None:
@@ -104,7 +105,8 @@ class Driver:
         self.core.abort([request_id])
 
     def finish(self) -> None:
-        """Run until idle; everybody has ended, exactly once, and nothing is held."""
+        """Run until idle. Asserts that every request has ended exactly once, and that nothing is
+        held."""
         steps = 0
         while self.core.has_work():
             self.step()
@@ -120,7 +122,8 @@ class Driver:
 
     @property
     def _searching(self) -> bool:
-        """After a failed step its requests go first, in groups."""
+        """Whether the core searches the cause of a failed step; its requests then go first, in
+        groups."""
         return self.core._recovery.bisection is not None
 
     # ---- what is checked -----------------------------------------------------------------------
@@ -165,8 +168,11 @@ class Driver:
             assert started < self.scheduler.queue.waiting[0].order, "somebody was passed over"
 
     def _check_starvation(self, preempted: bool) -> None:
-        """The first of the queue gets in at the latest a few steps after all have ended who ran
-        when it became the first, or come before it; those who wait for adapters may do so."""
+        """Assert that the first request of the queue does not starve.
+
+        It starts at the latest a few steps after all requests have ended that ran when it became
+        the first, or go before it. Requests that wait for adapters may wait longer.
+        """
         head = self.scheduler.queue.waiting[0] if self.scheduler.queue.waiting else None
         queue = self.scheduler.queue
         waits = bool(queue.waiting_for_adapter or queue.waiting_for_blocks)
@@ -184,8 +190,11 @@ class Driver:
 def random_run(
     seed: int, steps: int = 120, priorities: Sequence[int] = (0, 0, 1), **changes: Any
 ) -> Driver:
-    """A random life of an engine: shared prefixes, salts, adapters, priorities, aborts, long and
-    short, failing and unlimited requests, resets. Returns the driver after `finish`."""
+    """Run a random life of an engine, and return the driver after `finish`.
+
+    Requests have shared prefixes, salts, adapters and priorities, are long or short, fail, are
+    aborted, or have no limit; caches are reset meanwhile.
+    """
     rng = random.Random(seed)
     driver = Driver(**({"num_blocks": 40, "max_num_seqs": 8, "fail": (13,)} | changes))
     stems = [[2 + rng.randrange(48) for _ in range(40)] for _ in range(2)]

@@ -36,7 +36,7 @@ class FakePuller:
 
 @dataclass(eq=False)
 class Connection:
-    """A pull, as far as it has come."""
+    """A pull, and its progress."""
 
     pull: Pull
     puller: int  # the engine that pulls
@@ -47,7 +47,7 @@ class Connection:
 
 
 class MovingPair:
-    """Two engines, each watched by a Driver."""
+    """Two engines, each watched by a Driver, that pull blocks from each other."""
 
     def __init__(self, slots: int, **changes: Any) -> None:
         plan = MovePlan(slots, 1, b"equal", 1.0)
@@ -157,7 +157,7 @@ class MovingPair:
 
 
 def random_moves(seed: int, stem: list[int], steps: int = 80) -> int:
-    """A random life of two engines; return how many blocks have moved."""
+    """Run a random life of two engines; return how many blocks have moved."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 3, 4])
     pair = MovingPair(

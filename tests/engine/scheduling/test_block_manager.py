@@ -20,7 +20,7 @@ def make(prompt: list[int], id: int = 1, adapter: Adapter | None = None, **field
 
 
 def fill(manager: BlockManager, request: Request) -> None:
-    """Give it blocks for all its tokens and offer the full ones."""
+    """Give a request blocks for all its tokens, and offer the full ones to the prefix cache."""
     count = -(-len(request.token_ids) // SIZE)
     request.blocks = manager.allocate(count)
     manager.hash_blocks(request, len(request.token_ids))

@@ -35,7 +35,7 @@ STEM = [2 + i * i % 47 for i in range(40)]
 
 
 def requests() -> list[EngineRequest]:
-    """32 requests of many shapes, half of them with a common beginning."""
+    """Return 32 requests of many shapes, half of which have a common beginning."""
     rng = random.Random(3)
     messages = []
     for id in range(32):
@@ -318,7 +318,7 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
 
 
 class InstantRunner:
-    """Every sample is token 7, at once."""
+    """A model runner whose samples are token 7, without a wait."""
 
     def launch(self, batch: Batch) -> "InstantRunner":
         self.batch = replace(batch)

@@ -17,7 +17,8 @@ HOST = HostPlan(blocks=16, block_bytes=1 << 10, everything=True)
 
 
 def make_driver(host: HostPlan = HOST, **changes: Any) -> Driver:
-    """A device of 15 blocks of 4 tokens, which `flood` fills, like the host."""
+    """Return a driver of a device with 15 blocks of 4 tokens, which `flood` fills, like the
+    host."""
     return Driver(**({"num_blocks": 15, "max_model_len": 60, "host": host, "disk": True} | changes))
 
 

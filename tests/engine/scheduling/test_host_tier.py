@@ -28,7 +28,7 @@ def copies_of(driver: Driver) -> FakeCopies:
 
 
 def make_driver(host: HostPlan = ALL, **changes: Any) -> Driver:
-    """A device of 15 blocks of 4 tokens, which `flood` fills."""
+    """Return a driver of a device with 15 blocks of 4 tokens, which `flood` fills."""
     return Driver(**({"num_blocks": 15, "max_model_len": 60, "host": host} | changes))
 
 

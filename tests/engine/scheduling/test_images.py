@@ -45,7 +45,8 @@ TEXT = [20, 21, 22, 23, 24]
 
 
 class Recording(FakeRunner):
-    """Keeps what each step encodes and drops, as sizes, and the lengths of its entries."""
+    """A fake runner that records each step: sizes of encoded images, drops, and lengths of
+    entries."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(make_config(**({"images": PLAN} | changes)))
@@ -66,7 +67,7 @@ def core_with(runner: FakeRunner, **fields: Any) -> EngineCore:
 
 
 def check(core: EngineCore, *requests: EngineRequest) -> None:
-    """All say what they say alone."""
+    """Assert that each request's output is the one that it has alone."""
     wanted = {r.id: expected(r, core.config) for r in requests}
     said = {id: (o.tokens, o.finish) for id, o in run(core, requests).items()}
     assert {id: said[id] for id in wanted} == wanted
@@ -219,7 +220,7 @@ def test_an_abort_between_encode_and_use_leaves_nothing() -> None:
 
 
 class BadTower(Recording):
-    """Raises in launches that `bad(sizes of the images)`."""
+    """A runner that raises `error` in launches for which `bad(sizes of the images)` is true."""
 
     def __init__(self, bad: Callable[[list[int]], bool], error: Exception, **changes: Any) -> None:
         super().__init__(**changes)
@@ -232,7 +233,8 @@ class BadTower(Recording):
 
 
 class Timeline(FakeRunner):
-    """Keeps the order of what the host does: encodes beside steps, waits, and tokens of images."""
+    """A fake runner that records the host's order: encodes beside steps, waits, and image
+    tokens."""
 
     def __init__(self, **changes: Any) -> None:
         config = make_config(images=PLAN, encodes_ahead=True, async_scheduling=True, **changes)
@@ -486,7 +488,8 @@ def test_texts_run_as_in_an_engine_without_images() -> None:
 
 
 def calls_of_steps(plan: ImagePlan | None) -> Counter[str]:
-    """The functions that 16 steps of eight texts call, among them new and ended requests."""
+    """Return the calls of functions in 16 steps of eight texts, some of which begin or end
+    meanwhile."""
     core = core_with(FakeRunner(make_config(images=plan, encodes_ahead=plan is not None)))
     for id in range(8):
         core.add_request(make_request(id, 5, max_tokens=4 + 2 * id, ignore_eos=True))

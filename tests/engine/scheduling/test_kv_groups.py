@@ -24,9 +24,11 @@ SIZE = 4
 
 @dataclass(frozen=True)
 class State:
-    """A state of the whole request in one block: no request can start from the middle, and one that
-    is preempted begins anew. This is all that such a kind takes. No model has it: recurrent layers
-    keep theirs in rows."""
+    """A kind of KV with the state of a whole request in one block.
+
+    No request can start from the middle, and a preempted request begins anew. This is all that such
+    a kind takes. No model has it, as recurrent layers keep their states in rows.
+    """
 
     whole: bool = True
     by_position: bool = False

@@ -26,8 +26,10 @@ WIDE = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "num_blocks": 256}
 
 
 class SmallDevice(FakeRunner):
-    """Raises OutOfMemory at launch where `short(batch, this runner)`; torch's is turned into it by
-    the model runner."""
+    """A fake runner that raises OutOfMemory at launches for which `short(batch, runner)` is true.
+
+    The real model runner turns torch's error into this one.
+    """
 
     def __init__(self, short: Callable[[Batch, "SmallDevice"], bool], **changes: Any) -> None:
         super().__init__(make_config(**(WIDE | changes)))
@@ -47,7 +49,7 @@ class SmallDevice(FakeRunner):
 
 
 def check(core: EngineCore, count: int, **fields: Any) -> None:
-    """All say what they say alone."""
+    """Assert that each request's output is the one that it has alone."""
     fields = {"max_tokens": 20, "ignore_eos": True} | fields
     requests = [make_request(i, 3 + 5 * i % 23, **fields) for i in range(count)]
     wanted = {r.id: expected(r, core.config) for r in requests}

@@ -14,7 +14,8 @@ from tests.fakes import make_config, make_request
 
 
 class Memory(RequestMemory):
-    """Requests of 4-token blocks that start with all blocks of their prompts."""
+    """A RequestMemory with blocks of 4 tokens, whose requests start with all blocks of their
+    prompts."""
 
     def __init__(self, rows: int = 4, **changes: Any) -> None:
         self.config: CoreConfig = make_config(**({"block_size": 4, "num_blocks": 20} | changes))

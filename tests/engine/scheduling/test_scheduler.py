@@ -16,7 +16,7 @@ from tests.fakes import EOS, make_config, make_request
 
 
 class Hand:
-    """A scheduler whose results the test writes: `tokens` by request id, 9 for the others."""
+    """A scheduler whose results the test writes: tokens by request id, and 9 for the others."""
 
     def __init__(self, **changes: Any) -> None:
         self.config = make_config(**changes)
@@ -46,7 +46,7 @@ class Hand:
         return {delta.id: delta for delta in deltas}
 
     def go(self, tokens: dict[int, int] | None = None, **extra: Any) -> dict[int, Delta]:
-        """One step, not ahead."""
+        """Run one step, not ahead, and return its deltas by request id."""
         self.schedule()
         return self.update(tokens, **extra)
 
@@ -381,7 +381,8 @@ def test_future_peak_equals_brute_force() -> None:
 
 
 def peak_use(policy: str, max_tokens: int | None = 12, **changes: Any) -> tuple[int, int, int]:
-    """24 requests of several lengths: the most that ran at once, steps needed, preemptions."""
+    """Run 24 requests of several lengths; return the most that ran at once, steps, and
+    preemptions."""
     hand = Hand(
         admission=policy,
         num_blocks=16,

@@ -40,7 +40,7 @@ def snapshots_of(core: EngineCore) -> Snapshots:
 
 
 def computed_by(core: EngineCore, runner: FakeRunner, request: EngineRequest) -> int:
-    """Tokens that the device computes for it."""
+    """Run a request, and return the number of tokens that the device computes for it."""
     before = runner.num_tokens
     run(core, [request])
     return runner.num_tokens - before
@@ -290,8 +290,11 @@ STEM = [2 + i * i % 47 for i in range(60)]
 
 
 class HybridMachine(RuleBasedStateMachine):
-    """Admit, chunk, hit, preempt, cancel, resume and fail in any order, for layers of three kinds.
-    What Driver asserts holds at each step: above all, each text is what the request says alone."""
+    """A state machine of an engine whose layers are of three kinds.
+
+    It admits, chunks, hits, preempts, cancels, resumes and fails requests in any order. At each
+    step what Driver asserts holds: above all, each text is what the request says alone.
+    """
 
     ids = Bundle("ids")
     driver: Driver
@@ -355,7 +358,8 @@ class HybridMachine(RuleBasedStateMachine):
 
     @rule(target=ids, emitted=st.integers(0, 20))
     def resume(self, emitted: int) -> int:
-        """A request that another replica has answered in part."""
+        """Add a request that another replica has answered in part. emitted: number of its
+        tokens."""
         prompt = STEM[:30]
         alone = Driver(max_model_len=60, kinds=self.driver.core.config.kinds, snapshots=PLAN)
         id = alone.add_request(prompt.copy(), max_tokens=29, seed=3, ignore_eos=True)
@@ -376,7 +380,7 @@ class HybridMachine(RuleBasedStateMachine):
 
     @rule(request_id=consumes(ids))
     def cancel(self, request_id: int) -> None:
-        """Its row is free again when the step in flight is done."""
+        """Abort a request, and assert that its row is free once the step in flight is done."""
         self.driver.abort(request_id)
         for _ in range(2):
             if self.driver.core.has_work():

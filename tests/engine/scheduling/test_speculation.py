@@ -134,7 +134,7 @@ def test_synthetic_acceptance_of_the_devices_drafts() -> None:
 
 
 class AlwaysOn(ModelLengths):
-    """Has drafts in each step, three for each request, and does the controller's work."""
+    """A controller that does its work, but asks for three drafts of each request in each step."""
 
     def begin_step(self, entries: int) -> int:
         super().begin_step(entries)

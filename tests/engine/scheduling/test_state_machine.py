@@ -27,8 +27,10 @@ STEM = [2 + i * i % 47 for i in range(48)]
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """add / step / finish / abort / reset in any order. Preemption and late results come of too few
-    blocks and of stepping one batch ahead."""
+    """A state machine that adds, steps, finishes, aborts and resets in any order.
+
+    Preemption and late results come from too few blocks, and from stepping one batch ahead.
+    """
 
     ids = Bundle("ids")
     driver: Driver
@@ -241,7 +243,7 @@ class GrowingMachine(EngineMachine):
         count=st.integers(1, 8),
     )
     def share_memory(self, free: int, wanted: int, count: int) -> None:
-        """The other engine takes or gives memory, and asks for some, while steps go on."""
+        """Let the other engine take or give memory and ask for some, while steps go on."""
         share: Any = self.growth.share
         share.free, share.wanted = 10 * (self.growth.least + free), wanted
         for _ in range(count):
@@ -252,7 +254,7 @@ class GrowingMachine(EngineMachine):
 
     @rule(copying=st.booleans())
     def copy(self, copying: bool) -> None:
-        """Copies from freed blocks begin or end."""
+        """Let copies from freed blocks begin or end."""
         self.growth.pages.copying = copying  # type: ignore[attr-defined]
 
     @invariant()
@@ -300,8 +302,11 @@ def test_random_lives(async_scheduling: bool, micro_batches: int, kv_ranks: int)
 
 
 class MovingMachine(RuleBasedStateMachine):
-    """Two engines that pull prefixes from each other: adds, steps, messages, cuts, aborts, resets
-    and kept blocks in any order, with too few blocks and too few slots."""
+    """A state machine of two engines that pull prefixes from each other, in any order.
+
+    It adds, steps, delivers messages, cuts, aborts, resets and keeps blocks, with too few blocks
+    and slots.
+    """
 
     ids = Bundle("ids")
     pair: MovingPair

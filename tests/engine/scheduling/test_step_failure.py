@@ -26,12 +26,15 @@ from tests.fakes import (
 
 
 class DeviceError(Exception):
-    """What the faulty device raises."""
+    """An error of the faulty device."""
 
 
 class FaultyRunner(FakeRunner):
-    """Raises in `where` ("launch" or "wait") for a step of which `bad(entries)` is true; entries:
-    (seed, first position, end) of each. failures: for each seed, the failed steps it was in."""
+    """A fake runner that raises in `where` ("launch" or "wait") for steps with `bad(entries)`.
+
+    entries: (seed, first position, end) of each.
+    failures: for each seed, the number of failed steps that it was in.
+    """
 
     def __init__(self, where: str, bad: Callable[[list[tuple[int, int, int]]], bool], **c: Any):
         super().__init__(make_config(**c))
@@ -71,8 +74,10 @@ class FaultyRunner(FakeRunner):
 def poison(
     *seeds: int, position: int | None = None
 ) -> Callable[[list[tuple[int, int, int]]], bool]:
-    """Any step that computes this position of one of these requests; None: the last of a prompt
-    in `crowd`."""
+    """Return a predicate of steps that compute a position of one of these requests.
+
+    position: None stands for the last token of a prompt in `crowd`.
+    """
 
     def bad(entries: list[tuple[int, int, int]]) -> bool:
         return any(
@@ -84,7 +89,7 @@ def poison(
 
 
 def first(count: int) -> Callable[[list[tuple[int, int, int]]], bool]:
-    """The first steps, whatever is in them."""
+    """Return a predicate of the first `count` steps, whatever is in them."""
     left = [count]
 
     def bad(entries: list[tuple[int, int, int]]) -> bool:
@@ -95,7 +100,7 @@ def first(count: int) -> Callable[[list[tuple[int, int, int]]], bool]:
 
 
 def crowd(count: int, **fields: Any) -> list[EngineRequest]:
-    """Request i has seed i; some share a prefix, their lengths differ."""
+    """Return requests of different lengths, some of which share a prefix; request i has seed i."""
     stem = [2 + i * i % 47 for i in range(24)]
     return [
         make_request(
@@ -108,7 +113,8 @@ def crowd(count: int, **fields: Any) -> list[EngineRequest]:
 def check(
     core: EngineCore, requests: list[EngineRequest], poison: set[int]
 ) -> dict[int, tuple[list[int], str]]:
-    """All but the poison requests say what they say alone."""
+    """Assert that all but the poison requests have the outputs that they have alone; return
+    outputs."""
     wanted = {r.id: expected(r, core.config) for r in requests}
     outputs = run(core, requests)
     assert {id for id, output in outputs.items() if output.finish == "error"} == poison

@@ -22,19 +22,25 @@ Cost = Callable[[int, int, int], float]  # seconds by decodes, tokens of their c
 
 
 def products(decodes: int, context: int, tokens: int, *, slower: float = 1.0) -> float:
-    """About an 8B model on an H200, in bfloat16: products read 16 GB of weights or compute,
-    whatever takes longer, and attention reads 131 kB a token."""
+    """Return the seconds of a step of about an 8B model on an H200, in bfloat16.
+
+    GEMMs read 16 GB of weights or compute, whichever takes longer; attention reads 131 kB a token.
+    """
     matrices = (3.74e-3**4 + (23.7e-6 * (decodes + tokens)) ** 4) ** 0.25
     return slower * (0.3e-3 + matrices + 1e-6 * decodes + 31e-9 * context)
 
 
 def lines(decodes: int, context: int, tokens: int, *, slower: float = 1.0) -> float:
-    """Rows cheaper than prompt tokens, and contexts the half of what a row costs, in the end."""
+    """Return the seconds of a step in which rows are cheaper than prompt tokens.
+
+    At the end contexts are half of a row's cost.
+    """
     return slower * (4e-3 + 8.2e-6 * decodes + 31e-9 * context + 23.7e-6 * tokens)
 
 
 class Device:
-    """Takes virtual time: one step after the other, as soon as the host has launched it."""
+    """A device in virtual time, which runs steps one after the other, as soon as they are
+    launched."""
 
     def __init__(self, cost: Cost, noise: float, compiles: float, pauses: float) -> None:
         self.now = self.free = 0.0
@@ -103,7 +109,8 @@ def serve(
     seed: int = 0,
     ahead: bool = True,
 ) -> Served:
-    """1,024 streams at a time of the workload `dialogue`, until the last request is handed over."""
+    """Serve the workload `dialogue`, 1,024 streams at a time, until the last request is
+    submitted."""
     device = Device(cost, noise, compiles, pauses)
     for module in ("core", "step", "pacing.step_timer"):
         clock = SimpleNamespace(perf_counter=lambda: device.now)
@@ -142,7 +149,7 @@ def serve(
 
 
 def _offer(core: EngineCore, left: Iterator[tuple[int, workloads.Request]], more: int) -> bool:
-    """So many more requests. False: there are none."""
+    """Add `more` more requests; return whether there were as many."""
     for _ in range(more):
         id, (prompt, count) = next(left, (-1, ([], 0)))
         if id < 0:

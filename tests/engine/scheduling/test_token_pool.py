@@ -180,7 +180,7 @@ def test_regions_are_refused_where_blocks_are_shared() -> None:
 
 
 def replace_ids(request):  # type: ignore[no-untyped-def]
-    """A copy, because the engine writes into the request's tokens."""
+    """Return a copy of a request, because the engine writes into its tokens."""
     import msgspec
 
     return msgspec.structs.replace(request, token_ids=list(request.token_ids))

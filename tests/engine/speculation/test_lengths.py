@@ -13,12 +13,15 @@ Table = Callable[[int, int], float]  # (rows, entries) -> seconds
 
 
 def flat_to_64(rows: int, entries: int) -> float:
-    """An 8B model on a GPU: weights once, then the matmuls grow; attention by request."""
+    """Return the seconds of a step of an 8B model on a GPU.
+
+    Weights are read once, then matmuls grow; attention grows with the requests.
+    """
     return 4.4e-3 + max(0, rows - 64) * 11.2e-6 + entries * 32e-6
 
 
 def grows(rows: int, entries: int) -> float:
-    """A small model on two cores: each row costs."""
+    """Return the seconds of a step of a small model on two cores, where each row costs."""
     return 20e-3 + rows * 6e-3
 
 
@@ -183,7 +186,7 @@ def test_times_of_an_engines_start_are_forgotten() -> None:
 
 
 def _no_blocks(lengths: DraftLengths) -> None:
-    """Drafts whether they pay or not."""
+    """Let a controller ask for drafts whether they pay or not."""
     begin = lengths.begin_step
 
     def always(entries: int) -> int:
@@ -198,7 +201,7 @@ def _all_worth(lengths: DraftLengths) -> None:
 
 
 def _free_rows(lengths: DraftLengths) -> None:
-    """Steps with drafts whose time is never told."""
+    """Hide the times of steps with drafts from a controller."""
     observe = lengths.observe_step
     lengths.observe_step = lambda entries, drafts, seconds: (  # type: ignore[method-assign]
         None if drafts else observe(entries, drafts, seconds)

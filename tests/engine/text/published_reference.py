@@ -58,7 +58,7 @@ def common(a: str, b: str) -> str:
 
 
 class Reference:
-    """One tokenizer as transformers has it, beside ours."""
+    """A published tokenizer as transformers reads it, beside ours."""
 
     def __init__(self, name: str) -> None:
         transformers = pytest.importorskip("transformers")
@@ -85,14 +85,15 @@ class Reference:
         ).map(lambda parts: list(chain.from_iterable(parts)))
 
     def _short(self, text: str) -> list[int]:
-        """The beginning of a text, which may end inside a character."""
+        """Return the ids of a text's beginning, which may end inside a character."""
         return self.ours.encode(text)[:6]
 
     def decode(self, ids: Sequence[int], skip: bool) -> str:
-        """transformers' text of ids; but of bytes that are no characters each becomes U+FFFD.
+        """Return transformers' text of ids, with one U+FFFD for each byte that is part of no
+        character.
 
-        transformers makes that of all bytes beside them, too, also of a line feed, which a stream
-        has shown by then.
+        transformers replaces all bytes beside them too, even a line feed, which a stream has shown
+        by then.
         """
         whole: list[int] = []
         run = b""
@@ -120,9 +121,11 @@ class Reference:
         return [self._id_of[byte] for byte in text.encode()]
 
     def behind(self, prompt: Sequence[int], ids: Sequence[int], skip: bool) -> str:
-        """decode(prompt + ids) without decode(prompt). Where the prompt ends inside a character,
-        its text ends with U+FFFD, and the whole may differ there: the rest begins where they
-        part."""
+        """Return the text of prompt + ids without that of the prompt.
+
+        A prompt that ends inside a character has a text that ends with U+FFFD. The whole text may
+        differ there, and the result begins where the two part.
+        """
         before, whole = self.decode(prompt, skip), self.decode([*prompt, *ids], skip)
         shared = common(before, whole)
         assert not before[len(shared) :].strip(REPLACEMENT)

@@ -26,7 +26,7 @@ INST = (
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2 style byte-level BPE with ChatML control tokens."""
+    """Return a byte-level BPE in the style of GPT-2, with ChatML control tokens."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Llama 2 style: pieces with ▁ for a space, single bytes for what the vocabulary lacks."""
+    """Return a tokenizer in the style of Llama 2: ▁ for a space, bytes for unknown characters."""
     pieces = ["▁", "a", "b", "c", "t", "h", "e", "▁t", "he", "▁the", "ca", "▁cat", "[", "]", "I"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("c", "a")]
@@ -81,7 +81,8 @@ def byte_fallback() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """A decoder with no table of its own here: spaces depend on the neighbours."""
+    """Return a tokenizer whose decoder our code has no table for: spaces depend on the
+    neighbours."""
     words = ["[UNK]", "the", "cat", "##s", "sat", ",", "!"]
     backend = tokenizers.Tokenizer(
         models.WordPiece(vocab={word: i for i, word in enumerate(words)}, unk_token="[UNK]")

@@ -104,7 +104,10 @@ def test_decoder_without_a_table_streams_too() -> None:
 
 @cache
 def reference(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """Character by character: the first stop string that is complete, then the longest."""
+    """Return the text up to a stop string, and that string, found character by character.
+
+    The stop string that is complete first wins, then the longest.
+    """
     for end in range(1, len(text) + 1):
         ends = [stop for stop in stops if text[:end].endswith(stop)]
         if ends:

@@ -77,7 +77,10 @@ def compiled(templates: Callable[[], dict[str, dict[str, str]]]) -> dict[str, Ch
 
 
 def theirs(source: str, forms: dict[str, Form], chat: list[Message], options: Any) -> str | None:
-    """Contents are parts where the template shows these alone. None: transformers refuses."""
+    """Return transformers' rendering of a chat; None if transformers refuses it.
+
+    Contents are parts where the template shows only these.
+    """
 
     def shaped(message: Message) -> Message:
         form = forms.get(message["role"], forms["user"])

@@ -31,7 +31,7 @@ def known(request: pytest.FixtureRequest) -> Iterator[Reference]:
 
 @pytest.fixture(params=[40, pytest.param(500, marks=pytest.mark.nightly)], ids=["quick", "more"])
 def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Tries a property with so many examples."""
+    """Return a function that tries a property with a number of examples."""
 
     def run(check: Callable[..., None], **strategies: Any) -> None:
         limits = settings(

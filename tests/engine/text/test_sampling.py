@@ -33,7 +33,8 @@ def run(
     history: Tensor | None = None,
     **other: object,
 ) -> Sampled:
-    """One row for each line of logits [S, vocab], all with the same parameters."""
+    """Return the samples of logits [S, vocab], a row for each line, all with the same
+    parameters."""
     count, vocab = logits.shape
     sampler = Sampler(count, vocab, CPU)
     for row in range(count):
@@ -46,7 +47,7 @@ def run(
 
 
 def naive_kept(x: Tensor, params: SamplingParams) -> list[int]:
-    """The ids that min_p, top_k and top_p keep, by sorting, in float64."""
+    """Return the ids that min_p, top_k and top_p keep, by sorting in float64."""
     scaled = x.double() / params.temperature
     order = torch.sort(x, descending=True, stable=True).indices
     p = torch.softmax(scaled, 0)
@@ -59,7 +60,7 @@ def naive_kept(x: Tensor, params: SamplingParams) -> list[int]:
 
 
 def chi_square_p(observed: Tensor, expected: Tensor) -> float:
-    """The chance of a worse fit; cells that are expected less than five times are put together."""
+    """Return the probability of a worse fit; cells with an expectation below five are joined."""
     small = expected < 5
     if small.any():
         observed = torch.cat([observed[~small], observed[small].sum()[None]])
@@ -378,7 +379,8 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 
 
 def naive_processed(x: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probabilities of the distribution that edited logits x [vocab] are sampled from."""
+    """Return log-probabilities of the distribution that edited logits x [vocab] are sampled
+    from."""
     if params.greedy:
         return torch.log_softmax(x.double(), 0)
     kept = naive_kept(x, params)

@@ -59,7 +59,7 @@ PERSON: dict[str, Any] = {
 
 
 def save_model(folder: Path, tokenizer: Tokenizer) -> Path:
-    """A random model whose logits are wider than the vocabulary, with its tokenizer."""
+    """Save a random model whose logits are wider than the vocabulary, with its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     size = tokenizer.vocab_size + 7
     ends = list(tokenizer.eos_token_ids)
@@ -230,7 +230,7 @@ def compiler(tmp_path_factory: Any) -> Compiler:
 
 
 def forced(compiler: Compiler, grammar: Grammar) -> list[int]:
-    """The tokens of the one text that a grammar allows, by its masks."""
+    """Return the tokens of the one text that a grammar allows, by its masks."""
     matcher = compiler.compile(grammar).deep_copy()
     ids: list[int] = []
     while not matcher.is_stopped():
@@ -814,7 +814,7 @@ def test_goes_on_elsewhere(model: tuple[Path, Tokenizer], ahead: bool) -> None:
 
 
 class SlowDevice:
-    """Does all of a step when it is waited for, as late as a device may."""
+    """A runner that does all of a step when it is waited for, as late as a device may."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -864,7 +864,7 @@ def test_a_device_reads_the_masks_of_its_own_step(tmp_path: Path) -> None:
 
 
 class LateFailure:
-    """A SlowDevice whose sampling has no memory once."""
+    """A SlowDevice whose sampling runs out of memory once."""
 
     def __init__(self, runner: Any, at: int) -> None:
         self._device = SlowDevice(runner)

@@ -16,7 +16,7 @@ from tests.engine.text import small_tokenizers
 
 
 def metaspace() -> Tokenizer:
-    """T5 style: a decoder that has no table here, and strips the first space."""
+    """Return a tokenizer in the style of T5, whose decoder strips the first space."""
     words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "e", "▁▁"]
     vocab = [(word, -1.0 - i) for i, word in enumerate(words)]
     backend = tokenizers.Tokenizer(models.Unigram(vocab, 0, False))

@@ -137,7 +137,7 @@ POWERS = ("fp8-block-e8m0",)  # files whose scales are of that type
 
 
 def words(fields: np.ndarray[Any, Any], bits: int) -> Tensor:
-    """[n, m] -> int32 [n, m * bits / 32], low bits first."""
+    """Pack fields [n, m] into int32 [n, m * bits / 32], low bits first."""
     n, count = len(fields), 32 // bits
     split = fields.astype(np.uint64).reshape(n, -1, count)
     shifts = np.arange(0, 32, bits, dtype=np.uint64)
@@ -147,7 +147,8 @@ def words(fields: np.ndarray[Any, Any], bits: int) -> Tensor:
 def matrix(
     scheme: Scheme, name: str, out: int, width: int, powers: bool = False
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Tensors by their names, and the weights [out, width]."""
+    """Return a random matrix as a method's files have it: tensors by name, and weights [out,
+    width]."""
     maker = {
         "fp8": _eight_bits,
         "int8": _eight_bits,
@@ -276,15 +277,17 @@ def _nf4(
 
 
 def one_order(width: int, generator: Any) -> Tensor:
-    """In place of torch.randperm: the same for all matrices of a width, as files have it for those
-    that read the same inputs."""
+    """Return a permutation in place of torch.randperm, equal for all matrices of a width.
+
+    Files have one order for all matrices that read the same inputs.
+    """
     return torch.randint(1 << 30, (width,), generator=torch.Generator()).argsort()
 
 
 def _ordered(
     scheme: Scheme, out: int, width: int, generator: torch.Generator, powers: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """GPTQ; where inputs are in another order, of no order at all."""
+    """Return a matrix in GPTQ's format; its groups are permuted if the scheme is ordered."""
     groups = width // scheme.group
     codes = torch.randint(0, 16, (out, width), generator=generator)
     zeros = torch.randint(1, 16, (groups, out), generator=generator)

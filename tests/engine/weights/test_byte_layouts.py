@@ -295,7 +295,7 @@ def test_a_bias_of_powers_of_two_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def broken() -> list[tuple[str, str, Callable[[Tensor], Tensor], str]]:
-    """name of the file, tensor, what is done to it, message"""
+    """Return (name of the file, tensor, change of it, part of the message) of each damage."""
 
     def with_first(value: float) -> Callable[[Tensor], Tensor]:
         def change(tensor: Tensor) -> Tensor:
@@ -353,8 +353,7 @@ def test_broken_tensors_are_named(
 
 
 def folder_of(folder: Path, name: str) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A small model in files of this method -> its configuration, and the weights of its
-    matrices."""
+    """Write a small model in files of this method; return its configuration and exact weights."""
     stored_config(folder, FILES[name], tied=False)
     config = ModelConfig.from_folder(folder)
     quantization = config.quantized

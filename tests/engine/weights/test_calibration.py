@@ -21,7 +21,7 @@ ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS}
 
 
 def nearest(weight: Tensor, group: int) -> Codes:
-    """Rounded to the ends of each group, as before there was a search."""
+    """Return codes rounded to the ends of each group, as before there was a search for scales."""
     groups = weight.unflatten(1, (-1, group))
     low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
     scale = ((high - low) / TOP).half()

@@ -45,7 +45,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def spread(folder: Path, target: Path) -> Path:
-    """The same with the tensors of each layer in as many files, and layers in another order."""
+    """Write the checkpoint with each layer's tensors in several files, and layers in another
+    order."""
     target.mkdir()
     (target / "config.json").write_text((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
@@ -67,8 +68,7 @@ def built(folder: Path, name: str) -> Decoder:
 
 
 class Live:
-    """Bytes of a model's matrices as they are before they are packed, whenever something is read or
-    packed."""
+    """A recorder of the 16-bit bytes of a model's matrices, at each read and each packing."""
 
     def __init__(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
         tensors: list[Tensor] = [tensor.state.weight for tensor in model._all_linears()]

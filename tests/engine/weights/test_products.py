@@ -54,8 +54,12 @@ def said(
     of_experts: bool = False,
     deterministic: bool = False,
 ) -> str:
-    """Of a file of FILES or SCHEMES, or of a configuration's quantization; None: the CPU.
-    of_experts: the model is a mixture."""
+    """Return what `manta plan` says of a format's kernels.
+
+    name: a file of FILES or SCHEMES, or a configuration's quantization.
+    capability: the GPU's; None: the CPU.
+    of_experts: whether the model is a mixture.
+    """
     known = name in FILES or name in SCHEMES
     quantized = read(name) if known else None
     cuda = capability is not None

@@ -99,7 +99,7 @@ def test_what_stands_around_a_product(name: str) -> None:
 
 
 class GatesBehind(Kernels):
-    """Leaves each gate to the product behind it."""
+    """The plain kernels, which leave each gate to the GEMM after it."""
 
     def takes_gate(self, x: torch.Tensor, weight: PackedWeight) -> bool:
         return True

@@ -45,7 +45,7 @@ def model_of(folder: Path, runs_on: str = "cuda", **options: Any) -> Model:
 
 
 def packed(model: Model) -> list[PackedWeight]:
-    """In the order of the layers."""
+    """Return the packed weights of a model, in the order of the layers."""
     matrices = []
     for linear in model._all_linears():  # type: ignore[attr-defined]
         pieces = getattr(linear.state, "pieces", None)

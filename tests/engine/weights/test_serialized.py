@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def tensors() -> list[tuple[str, Tensor]]:
-    """Tensors of several dtypes; some are views, and one ends at an odd byte."""
+    """Return tensors of several dtypes; some are views, and one ends at an odd byte."""
     torch.manual_seed(5)
     whole = torch.randn(6, 8)
     return [
@@ -93,7 +93,7 @@ def far(begin: int, end: int) -> Any:
 
 
 def wrong(folder: Path) -> Iterator[tuple[Any, str, str]]:
-    """A pickle in base64 or the value to serialise, the load_format, and words of the error."""
+    """Yield (a pickle in base64 or the value to serialise, the load_format, words of the error)."""
     yield Runs(folder), "", "posix.mkdir"
     yield [("a", Runs(folder))], "", "posix.mkdir"
     yield [("a", PER_RANK([pickle.dumps(Runs(folder))]))], "", "posix.mkdir"

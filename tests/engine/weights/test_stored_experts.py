@@ -53,7 +53,7 @@ def config_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
 
 
 def plain(config: ModelConfig) -> Model:
-    """In float32, with the plain kernels."""
+    """Return the model in float32, with the plain kernels."""
     return build_model(
         replace(config, quantized=None), torch.float32, "cpu", Kernels(), runs_on="cuda"
     )
@@ -81,7 +81,7 @@ def kinds(model: Model) -> set[type]:
 
 
 def agrees(config: ModelConfig, folder: Path, exact: dict[str, Tensor], runs_on: str) -> Model:
-    """The model of the folder's files gives what its exact weights give."""
+    """Assert that the model of the folder's files computes what its exact weights do; return it."""
     want = logits(fill(plain(config), exact))
     made_up = build_on(runs_on, config)
     load_weights(made_up, None)
@@ -144,7 +144,8 @@ def test_a_tensor_for_each(
 
 
 def gpt_oss(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
-    """Configuration, tensors as the files have them, and the exact weights by transformers."""
+    """Write gpt-oss files; return the configuration, their tensors, and transformers' exact
+    weights."""
     # Here, as it takes three seconds of every process that collects tests.
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -54,7 +54,8 @@ OUT, WIDTH = 128, 512
 
 
 def stored(kind: str, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Random bytes of OUT rows; numbers in float16 are of both signs and sane sizes."""
+    """Return random bytes of OUT rows, whose float16 numbers are of both signs and moderate
+    size."""
     block = BLOCK_TYPES[kind]
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (OUT, WIDTH // block.width, block.num_bytes), dtype=np.uint8)
@@ -76,7 +77,7 @@ def layout(kind: str, raw: np.ndarray[Any, Any]) -> GgufLayout:
 
 
 def values(kind: str, raw: np.ndarray[Any, Any]) -> list[Tensor]:
-    """What we make of the bytes: expanded, and packed if this machine can."""
+    """Return our weights of the bytes: expanded, and packed if this machine can pack them."""
     (decoded,) = layout(kind, raw).decoded(OUT)
     form = BLOCK_TYPES[kind].form
     ways = [unpacked(form, decoded)]
@@ -206,7 +207,7 @@ SCHEMES = {
 
 
 def words(fields: np.ndarray[Any, Any], bits: int) -> Tensor:
-    """[n, m] -> int32 [n, m * bits / 32], low bits first."""
+    """Pack fields [n, m] into int32 [n, m * bits / 32], low bits first."""
     n, count = len(fields), 32 // bits
     split = fields.astype(np.uint64).reshape(n, -1, count)
     shifts = np.arange(0, 32, bits, dtype=np.uint64)
@@ -214,7 +215,7 @@ def words(fields: np.ndarray[Any, Any], bits: int) -> Tensor:
 
 
 def integers(scheme: Scheme, name: str, out: int, width: int) -> tuple[dict[str, Tensor], Tensor]:
-    """A random matrix as the method's own files have it, and its float32 weights."""
+    """Return a random matrix as the method's own files have it, and its float32 weights."""
     rng = np.random.default_rng(len(name))
     bits, group = scheme.bits, scheme.group or width
     top = 1 << bits
@@ -349,7 +350,7 @@ def test_a_model_of_packed_integers(name: str, runs_on: str, tmp_path: Path) -> 
 
 
 def build_on(runs_on: str, config: ModelConfig) -> Model:
-    """In this process, as the device would have it: CUDA's methods with the plain kernels."""
+    """Build a model on the CPU, with the methods of the device `runs_on` and the plain kernels."""
     if runs_on == "cpu":
         return build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"))
     return build_model(config, torch.float32, "cpu", Kernels(), runs_on="cuda")
@@ -464,7 +465,7 @@ def logits(model: Model) -> Tensor:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """One GGUF file expanded, and in blocks."""
+    """Return a function that converts a GGUF file: expanded, and in blocks."""
 
     def make(arch: str, **options: Any) -> tuple[Path, Path]:
         source = tiny(tmp_path / "m.gguf", arch, **options)
@@ -537,8 +538,10 @@ def stored_config(
     layers: int = 2,
     **changed: int,
 ) -> None:
-    """config.json of a small model whose weights are made up: query, key and value of two types.
-    changed: of config.json."""
+    """Write config.json of a small model with random weights in several block types.
+
+    changed: keys of config.json.
+    """
     layer = "model.layers.{}."
     names = {
         "self_attn.q_proj": "Q4_0",
