@@ -6,7 +6,7 @@ from triton.backends.compiler import GPUTarget
 
 
 class Hopper:
-    """As much of a Triton driver as compiling asks for."""
+    """A fake Triton driver of a Hopper GPU, with what compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -19,7 +19,7 @@ class Hopper:
 
 
 class Older(Hopper):
-    """A GPU of another compute capability."""
+    """A fake driver of a GPU with another compute capability."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._arch = 10 * capability[0] + capability[1]

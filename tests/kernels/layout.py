@@ -1,4 +1,4 @@
-"""lay_out, where the tests of kernels look for it."""
+"""lay_out, imported for the tests of kernels."""
 
 from engine.evaluation.paged import lay_out
 

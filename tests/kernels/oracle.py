@@ -34,14 +34,15 @@ else:
 
 
 def row_error(out: Tensor, ref: Tensor) -> float:
-    """The largest relative error of a row; NaN is infinitely wrong."""
+    """Return the largest relative error of a row; NaN counts as infinite."""
     out, ref = out.double().flatten(0, -2), ref.double().flatten(0, -2)
     error = (out - ref).norm(dim=-1) / ref.norm(dim=-1).clamp(min=1e-30)
     return float(error.nan_to_num(nan=float("inf")).max())
 
 
 def grid(first: Iterable[object], second: Iterable[object]) -> list[ParameterSet]:
-    """Pairs for parametrize. Each value is in a pair that is not slow; most pairs are."""
+    """Return all pairs for parametrize, most of them marked slow; each value is in a pair that is
+    not."""
     first, second = list(first), list(second)
     narrow = min(len(first), len(second))
     return [
@@ -66,7 +67,10 @@ def paged(
     spare_blocks: int = 3,
     padding: int = 0,
 ) -> tuple[Tensor, Tensor, AttentionMeta]:
-    """Caches with blocks in random order; whatever no entry owns is NaN, in its last block too."""
+    """Return key and value caches with blocks in random order, and a step's metadata.
+
+    Places that no entry owns are NaN, also in last blocks.
+    """
     blocks = [-(-n // block_size) for n in kv_len]
     num_blocks = sum(blocks) + spare_blocks
     order = torch.randperm(num_blocks, device=DEVICE)[: sum(blocks)].split(blocks)
@@ -109,7 +113,7 @@ def attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Float64, entry by entry; [num_tokens without padding, num_heads, head_dim]."""
+    """Return attention in float64, [num_tokens without padding, num_heads, head_dim], by entry."""
     num_heads = q.shape[1]
     block_size = k_cache.shape[2]
     group = num_heads // k_cache.shape[1]

@@ -1,5 +1,7 @@
-"""The rules of recurrent layers, token by token, in whatever type of numbers they are given: of one
-request, whose states are written over."""
+"""The rules of recurrent layers, token by token, in the dtype of their inputs.
+
+Each is computed for one request, whose states are overwritten.
+"""
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ def convolution(x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor) -> T
 def delta(
     x: Tensor, z: Tensor, a: Tensor, b: Tensor, how: DeltaHeads, tail: Tensor, state: Tensor
 ) -> Tensor:
-    """state [heads, key, value]"""
+    """Compute gated delta rules. state: [heads, key, value], overwritten."""
     keys = how.key_heads * how.key_size
     mixed = silu(convolution(x, how.conv, None, tail))
     q, k, v = (
@@ -46,7 +48,7 @@ def delta(
 
 
 def mamba2(x: Tensor, dt: Tensor, how: Mamba2Heads, tail: Tensor, state: Tensor) -> Tensor:
-    """state [heads, head_size, state_size]"""
+    """Compute Mamba-2's scan. state: [heads, head_size, state_size], overwritten."""
     mixed = silu(convolution(x, how.conv, how.conv_bias, tail))
     shared = how.groups * how.state_size
     inner, b, c = mixed.split((how.heads * how.head_size, shared, shared), dim=1)
@@ -65,7 +67,7 @@ def mamba2(x: Tensor, dt: Tensor, how: Mamba2Heads, tail: Tensor, state: Tensor)
 def mamba1(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rates: Tensor, skip: Tensor, state: Tensor
 ) -> Tensor:
-    """state [channels, state_size]"""
+    """Compute Mamba-1's scan. state: [channels, state_size], overwritten."""
     outputs = []
     for u, size, b_t, other in zip(x, softplus(dt), b, c, strict=True):
         state *= (rates.to(x) * size[:, None]).exp()

@@ -22,13 +22,14 @@ Call = Callable[[PeerMemory, Tensor], Tensor]
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has several units of a small message, and a unit several short rows."""
+    """Use so few programs and small tiles that programs have several units, and units several
+    rows."""
     monkeypatch.setattr(all_reduce, "PROGRAMS", 3)
     monkeypatch.setattr(all_reduce, "TILE", 1 << 10)
 
 
 def ranks_of(size: int) -> tuple[list[Tensor], list[PeerMemory]]:
-    """Regions, and what their ranks see, with a patience of seconds."""
+    """Return the memory regions of ranks and their peer memories, with a short time limit."""
     device = torch.device(DEVICE)
     regions = [
         torch.zeros(region_bytes(size), dtype=torch.uint8, device=device) for _ in range(size)
@@ -38,7 +39,7 @@ def ranks_of(size: int) -> tuple[list[Tensor], list[PeerMemory]]:
 
 
 def all_have_come(regions: list[Tensor], programs: int) -> None:
-    """To all of the calls that are made from the first on."""
+    """Set the signals as if all ranks had arrived at every call, and reset the counts of calls."""
     size = len(regions)
     for region in regions:
         words = region[: 8 * programs * (size + 1)].view(torch.int64)
@@ -47,8 +48,11 @@ def all_have_come(regions: list[Tensor], programs: int) -> None:
 
 
 def one_after_the_other(size: int, waits: int, call: Call, given: list[Tensor]) -> list[Tensor]:
-    """What each rank's call gives when all have come. Ranks go through it once for each wait and
-    once more, each time as if it were the first: then what they wait for is in its place."""
+    """Return the result of each rank's call, computed rank after rank.
+
+    All ranks run once for each wait and once more, each time as if it were the first call. Then
+    what they wait for is in its place.
+    """
     regions, ranks = ranks_of(size)
     actual: list[Tensor] = []
     for _ in range(waits + 1):
@@ -181,7 +185,7 @@ def test_ranks_meet_in_graphs(size: int, shape: tuple[int, int]) -> None:
     wrong = [torch.zeros(4, dtype=torch.int64, device=device) for _ in range(size)]
 
     def step(number: int) -> None:
-        """Other numbers each time; what is wrong is counted."""
+        """Run a rank's calls with new numbers, and count wrong results on the device."""
         rank = ranks[number]
         turn[number].add_(1)
         inputs = [(tensor.float() * turn[number]).bfloat16() for tensor in base]

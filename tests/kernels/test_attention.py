@@ -188,7 +188,7 @@ def test_other_block_sizes(block_size: int) -> None:
 def spans_of(
     query_len: list[int], kv_len: list[int], spans: dict[int, list[tuple[int, int]]]
 ) -> torch.Tensor:
-    """The last keys of a step's tokens; spans: entry -> its ranges that see each other."""
+    """Return the last visible key of each token. spans: entry -> ranges that see each other."""
     last = []
     for entry, (queries, length) in enumerate(zip(query_len, kv_len, strict=True)):
         own = torch.arange(length - queries, length)
@@ -265,7 +265,7 @@ def test_batch_order_does_not_matter() -> None:
 def rows_of(
     kv_len: list[int], query_len: list[int], num_decodes: int, tables: torch.Tensor, q: torch.Tensor
 ) -> AttentionMeta:
-    """Entries over the same caches; q is all their queries."""
+    """Return metadata of entries over the same caches. q: all their queries."""
     starts = torch.tensor([0, *query_len]).cumsum(0).int().to(DEVICE)
     assert len(q) == starts[-1]
     return AttentionMeta(
@@ -301,7 +301,7 @@ def test_deterministic_rows_ignore_the_rest(
         return back_end.attention(AttentionInputs(queries, k_cache, v_cache, 0.125), step)
 
     def cuts(back_end: Any) -> list[torch.Tensor]:
-        """The last query's result, computed in different company."""
+        """Return the last query's results, computed beside different rows."""
         last, last_but = q[-1:], q[total - 7 :]
         return [
             part[-1]

@@ -18,7 +18,7 @@ NUM_ROWS = 6
 
 
 class Unpinned:
-    """Staging of the same size where there is no device to pin memory for."""
+    """Staging memory of the same size that is not pinned, as there is no device."""
 
     def __init__(self, size: int) -> None:
         self.tensor = torch.empty(size, dtype=torch.int32)
@@ -26,7 +26,7 @@ class Unpinned:
 
 
 class Pair:
-    """The two ways of laying out a step, over rows of their own."""
+    """The two ways to lay out a step, each with rows of its own."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, groups: int = 1, *, axes: bool = False
@@ -42,7 +42,7 @@ class Pair:
         self.cuda = CudaInputs(self.rows[1], BLOCK_SIZE, NUM_ROWS * MAX_LEN, device)
 
     def sampled(self, steps: RandomSteps, step: DeviceStep) -> None:
-        """Each sampled token is its position plus its row, in both."""
+        """Store the sampled tokens in the rows of both; each is its position plus its row."""
         rows, positions = step.sample_rows, step.sample_positions
         tokens = (rows + positions).int()
         for own in self.rows:
@@ -72,7 +72,7 @@ def same(step: DeviceStep, want: DeviceStep) -> None:
 
 
 def same_tables(metas: list[AttentionMeta], want: DeviceStep) -> None:
-    """Equal up to each entry's last block; what follows is never read."""
+    """Assert equal block tables up to each entry's last block, behind which nothing is read."""
     for actual, meta in zip(metas, want.metas, strict=True):
         for entry, kv_len in enumerate(meta.kv_len.tolist()):
             used = -(-kv_len // BLOCK_SIZE)

@@ -19,7 +19,7 @@ chunks_cuda = pytest.importorskip("kernels.recurrent.chunks_cuda")
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of tensors that are made within."""
+    """A counter of the bytes of tensors that are allocated within a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class Allocated(TorchDispatchMode):
 
 
 class Launch:
-    """In the place of a kernel."""
+    """A stand-in for a kernel that does nothing."""
 
     def __getitem__(self, grid: object) -> Any:
         return lambda *given, **sizes: None
 
     def warmup(self, *given: object, **sizes: object) -> None:
-        """Nothing is compiled, as on a device that only tells which kernels it needs."""
+        """Compile nothing, as on a device that only lists the kernels it needs."""
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,10 @@ NARROW = ("smollm2-135m", "delta")
 
 @dataclass
 class Launches:
-    """What has been launched: (kernel, compiled) pairs; `compile` False only takes the names."""
+    """The recorded launches, as (kernel, compiled) pairs.
+
+    compile: whether kernels are compiled; else only their names are recorded.
+    """
 
     seen: list[tuple[str, Any]]
     compile: bool = True
@@ -134,7 +137,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def cases() -> Iterator[Any]:
-    """Every part at the sizes of every model. CI has the parts of which any model needs some."""
+    """Yield every part at the sizes of every model; most are nightly, and a few are only slow."""
     for model, part in itertools.product(MODELS, PARTS):
         smoke = (model, part) in (("smollm2-135m", "layers"), ("smollm2-135m", "attention"))
         mark = pytest.mark.slow if smoke else pytest.mark.nightly
@@ -191,7 +194,7 @@ def test_hopper_acts_as_an_older_device(
 
 
 def unwritten(cubin: bytes, path: Path) -> list[str]:
-    """Additions to a register that no line above has written."""
+    """Return the additions of machine code to a register that no earlier line has written."""
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
@@ -239,7 +242,7 @@ def test_decodes_of_delta_read_all_at_once(launches: Launches) -> None:
 
 @pytest.fixture
 def of_device(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Compiles for another compute capability than Hopper's, with what its launchers know of it."""
+    """Yield a function that switches to another compute capability, for launchers too."""
 
     def become(capability: tuple[int, int]) -> None:
         monkeypatch.setattr(device_module, "_acting", [capability])
@@ -266,7 +269,7 @@ def fp16(*shape: int) -> torch.Tensor:
 
 
 def other_devices() -> Iterator[Any]:
-    """The parts of DEVICES; CI has two of them."""
+    """Yield the parts of DEVICES; CI has two of them."""
     smoke = (((8, 6), "attention"), ((12, 0), "layers"))
     for capability, parts in DEVICES.items():
         for part in parts:
@@ -396,7 +399,7 @@ def test_packed_experts_are_read_wide(launches: Launches) -> None:
 
 
 def spilled(cubin: bytes, path: Path) -> int:
-    """Bytes of local memory of each thread."""
+    """Return the bytes of local memory of each thread."""
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     command = [tool, "-res-usage", path]

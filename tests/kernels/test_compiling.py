@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the kernels that this process compiles itself, from an empty cache; launches do
-    nothing more."""
+    """Yield the names of the kernels that this process compiles, from an empty cache; nothing
+    runs."""
     compiled: list[str] = []
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
@@ -53,7 +53,7 @@ def compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
 
 
 def _fresh(kernel: Any) -> Any:
-    """As in a process that has launched nothing."""
+    """Return a kernel's caches as in a process that has launched nothing."""
     return type(kernel.device_caches)(kernel.create_binder)
 
 

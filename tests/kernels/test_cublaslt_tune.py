@@ -23,7 +23,7 @@ class FakeProduct:
 
 
 class FakeSearch:
-    """Algorithms are words; what was asked of each is written down."""
+    """A fake search whose algorithms are words, and which records what it is asked."""
 
     asked: ClassVar[dict[int, Any]] = {}
     library_wins: ClassVar[set[int]] = set()
@@ -100,7 +100,7 @@ def test_other_types_are_left_to_the_library(fake: type[FakeSearch]) -> None:
 
 
 class Machine:
-    """With an older or a newer library, and a process after the other."""
+    """A machine whose library may become newer, and on which processes follow one another."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.searched: list[int] = []
@@ -129,7 +129,8 @@ class Machine:
         )
 
     def start(self, sizes: list[int], add: bool = False) -> dict[int, int]:
-        """A new process: rows searched for are in `searched`; returns rows -> the choice's."""
+        """Start a process; return rows -> the chosen algorithm. Rows searched for are in
+        `searched`."""
         self.searched.clear()
         tuned_matmuls.clear()
         cublaslt_tune._searched.clear()
@@ -191,7 +192,7 @@ def test_where_nothing_can_be_kept(machine: Machine, caplog: pytest.LogCaptureFi
 
 
 class PickyProduct:
-    """Times are the algorithms' names; the library refuses to run what begins with "no"."""
+    """A fake product whose times are the algorithms' names; algorithms with "no" are refused."""
 
     def offered(self) -> list[str]:
         return ["3", "no2", "2"]

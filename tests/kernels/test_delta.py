@@ -35,7 +35,7 @@ ROWS = 8
 
 
 def step(kv_len: list[int], query_len: list[int], decodes: int) -> AttentionMeta:
-    """Each entry in a row of its own."""
+    """Return a step's metadata, with each entry in a row of its own."""
     starts = torch.tensor([0, *query_len], dtype=torch.int32).cumsum(0).int()
     nothing = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     return AttentionMeta(
@@ -59,7 +59,7 @@ def made(
 
 
 def inputs(how: DeltaHeads, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """x, z, a, b, of rows of a longer one."""
+    """Return x, z, a and b, as views of the rows of one tensor."""
     sizes = (how.conv.shape[0], how.value_heads * how.value_size, *[how.value_heads] * 2)
     x, z, b, a = random(tokens, sum(sizes), dtype=dtype).split(sizes, dim=1)
     return x, z, a, b
@@ -166,7 +166,7 @@ def test_decodes_in_pieces(
 
 
 def late_of(how: DeltaHeads) -> Tensor:
-    """The late part of a layer's rows: garbage that another request has left."""
+    """Return the late part of a layer's rows: garbage of an earlier request."""
     entry = how.key_size + how.value_size + (how.key_size if how.by_key else 4)
     return torch.full((ROWS, how.value_heads, 3, entry), torch.nan, device=DEVICE)
 
@@ -268,7 +268,7 @@ def test_passes_fit_and_fill() -> None:
 
 
 def by_key(heads: int, sizes: tuple[int, int], tokens: int) -> tuple[DeltaHeads, list[Tensor]]:
-    """Of Kimi Delta Attention; and x, z, a, b, of rows of longer ones."""
+    """Return the heads of a Kimi Delta Attention, and x, z, a and b, views of longer rows."""
     how = made((heads, heads), sizes, 4)
     how = replace(how, bias=random(heads * sizes[0]), by_key=True)
     x, z, b = random(tokens, how.conv.shape[0] + heads * (sizes[1] + 1)).split(

@@ -137,7 +137,7 @@ SIZE, HEADS = 8, 2  # of blocks; of keys
 
 
 def _step(window: int, chunk: int) -> AttentionMeta:
-    """Blocks in a mixed order, the first of which is no request's."""
+    """Return a step's metadata with blocks in mixed order; block 0 is no request's."""
     lengths = [before + count for before, count in STEP]
     widths = [-(-length // SIZE) for length in lengths]
     ids = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(2)).int() + 1
@@ -160,7 +160,7 @@ def _step(window: int, chunk: int) -> AttentionMeta:
 
 
 def _filled(form: str, dim: int, meta: AttentionMeta, seed: int) -> Cache:
-    """Random keys in the places that the step's entries have, NaN in all others."""
+    """Return a cache of random keys in the places of the step's entries, and NaN in all others."""
     shape = (int(meta.block_table.max()) + 1, HEADS, SIZE, dim)
     filled = torch.zeros(shape[0], SIZE, dtype=torch.bool)
     for row, length in zip(meta.block_table.long(), meta.kv_len.tolist(), strict=True):

@@ -49,7 +49,7 @@ CASES = [
 def stack(
     experts: int, size: int, hidden: int, dtype: torch.dtype, act: str, *, weigh: bool = False
 ) -> ExpertWeights:
-    """With biases where gpt-oss has them."""
+    """Return random expert weights, with biases where gpt-oss has them."""
     biased = act == CLAMPED
     return ExpertWeights(
         random(experts, up_rows(size, act), hidden, dtype=dtype) / hidden**0.5,
@@ -71,7 +71,7 @@ def double(weights: ExpertWeights) -> ExpertWeights:
 
 
 def chosen(tokens: int, experts: int, count: int, *, skewed: bool = False) -> tuple[Tensor, Tensor]:
-    """Different experts for each token; skewed: the first few experts get nearly all."""
+    """Return the weights and ids of each token's experts. skewed: the first few get nearly all."""
     scores = torch.rand(tokens, experts, device=DEVICE)
     if skewed:
         scores[:, count:] *= 0.3
@@ -281,7 +281,7 @@ def test_packed_rows_are_rows() -> None:
 
 @pytest.fixture
 def nothing_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated beside inputs and results is full of NaN."""
+    """Fill what kernels allocate for intermediate results with NaN."""
     new = Tensor.new_empty
 
     def new_empty(*given: Any, **named: Any) -> Tensor:
@@ -292,7 +292,7 @@ def nothing_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_rank(stack: ExpertWeights, ids: Tensor, here: range) -> tuple[ExpertWeights, Tensor]:
-    """Experts of one of several ranks, and the choice as they number it."""
+    """Return the experts of one of several ranks, and the choice in this rank's numbers."""
     sizes = {
         name: None if (tensor := getattr(stack, name)) is None else tensor[here.start : here.stop]
         for name in ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -343,7 +343,7 @@ def test_packed_experts_of_other_ranks(nothing_is_zero: None) -> None:
 
 
 def rounding(stack: PackedExperts) -> PackedExperts:
-    """The same, of a format whose inputs are rounded too."""
+    """Change experts to a format whose inputs are rounded too, and return them."""
     for weight in (stack.gate_up, stack.down):
         weight.form = replace(weight.form, activations=8)
     return stack
@@ -352,7 +352,7 @@ def rounding(stack: PackedExperts) -> PackedExperts:
 def rounded_errors(
     x: Tensor, scale: Tensor, ids: Tensor, stack: PackedExperts, tiles: Tiles
 ) -> tuple[float, float]:
-    """Of both products against float64 ones of the operands as they are rounded."""
+    """Return the errors of both GEMMs against float64 products of the rounded operands."""
     pairs, chosen_experts = sort(ids, stack.count), ids.shape[1]
     inner = rounded.rounded_up(x, scale, ids, stack, pairs, tiles.up)
     inputs = rounded.rounded_down(inner, scale, ids, stack, pairs, tiles.down)
@@ -466,8 +466,10 @@ def test_sort() -> None:
 
 
 def spread(pairs: int, experts: int, how: str) -> Tensor:
-    """Choices [pairs / 2, 2]; all, one or none of them an expert's, or of another rank's experts
-    (`experts`)."""
+    """Return chosen experts [pairs / 2, 2], distributed as `how` says.
+
+    The id `experts` stands for an expert of another rank.
+    """
     ids = torch.randint(0, experts, (pairs,), device=DEVICE)
     if how == "one expert":
         ids = torch.full_like(ids, experts - 1)

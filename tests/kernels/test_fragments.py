@@ -12,12 +12,13 @@ _SIGN_AND_REST = 0x81C081C0
 
 
 def rotated(words: Tensor, by: int) -> Tensor:
-    """To the right, of 32 bits in int64."""
+    """Return 32-bit words in int64, rotated to the right."""
     return ((words >> by) | (words << (32 - by))) & 0xFFFFFFFF
 
 
 def pairs(words: Tensor) -> list[Tensor]:
-    """Of words the four pairs of bfloat16 numbers, as in kernels.experts.fragments.products."""
+    """Return the four pairs of bfloat16 numbers of words, as kernels.experts.fragments.products
+    does."""
     words = words.to(torch.int64) & 0xFFFFFFFF
     return [
         words & _SIGN_AND_REST,
@@ -28,7 +29,7 @@ def pairs(words: Tensor) -> list[Tensor]:
 
 
 def number(pair: Tensor, high: int) -> Tensor:
-    """float64 of a bfloat16 number's bits, times 2^126."""
+    """Return the float64 value of a bfloat16 number's bits, times 2^126."""
     bits = ((pair >> (16 * high)) & 0xFFFF) << 16
     bits = torch.where(bits < 1 << 31, bits, bits - (1 << 32)).to(torch.int32)
     # By fields, as some processors take what is below float32's normal range for nothing.

@@ -29,8 +29,10 @@ def make_step(
     dtype: torch.dtype,
     deterministic: bool = False,
 ) -> LoraStep:
-    """ranks[slot]: part -> rank. Matrices are random, laid out as engine.lora.weights does; what
-    lies behind them is NaN."""
+    """Return a step with random matrices, laid out as in engine.lora.weights, and NaN behind them.
+
+    ranks: for each slot, part -> rank.
+    """
     sizes = [(layer.in_features, out) for layer in layers for out in layer.outs]
     table = torch.zeros(len(ranks), len(sizes), 4, dtype=torch.int32)
     slab = torch.full((len(ranks), max_rank * sum(a + b for a, b in sizes)), torch.nan, dtype=dtype)

@@ -25,7 +25,7 @@ SLOTS, MAX_RANK, TOKENS = 4, 40, 24
 
 
 def host_lora(ranks: dict[int, int], generator: torch.Generator) -> HostLora:
-    """Random matrices of these ranks, laid out as LoraReader does."""
+    """Return random matrices of these ranks, laid out as by LoraReader."""
     table = torch.zeros(len(SIZES), 4, dtype=torch.int32)
     pieces, parts, at = [], {}, 0
     for part, rank in ranks.items():
@@ -43,7 +43,7 @@ def host_lora(ranks: dict[int, int], generator: torch.Generator) -> HostLora:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> LoraDevice:
-    """As on CUDA, wherever this runs."""
+    """Return a LoraDevice as on CUDA, on whichever device this runs."""
 
     def without(make: Any) -> Any:
         return lambda *size, device=None, pin_memory=False, **fields: make(

@@ -106,7 +106,7 @@ def test_causal_conv(channels: int, taps: int, biased: bool) -> None:
 
 
 def scanned(tokens: int, channels: int, size: int) -> tuple[Tensor, ...]:
-    """x, dt, B, C, rates, skip."""
+    """Return random x, dt, B, C, rates and skip of a Mamba-1 scan."""
     wide, narrow = random(2, tokens, channels), random(2, tokens, size)
     return wide[0], wide[1], narrow[0], narrow[1], -random(channels, size).exp(), random(channels)
 

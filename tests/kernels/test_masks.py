@@ -32,7 +32,8 @@ def step(
     kv_len: list[int], query_len: list[int], decodes: int, sees: tuple[int, int], dim: int = 64,
     block_size: int = 16, kv_heads: int = 2, padding: int = 0, dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionMeta]:  # fmt: skip
-    """As `paged`; blocks that no query of the step sees are not there."""
+    """Return caches and metadata as `paged` does, without the blocks that no query of the step
+    sees."""
     k_cache, v_cache, meta = paged(
         kv_len, query_len, kv_heads, dim, block_size, decodes, dtype, padding=padding
     )

@@ -66,7 +66,7 @@ BOUNDS = {**BOUND, F32: 2e-5}
 
 
 def packed(name: str, rows: int, bias: bool = False) -> tuple[PackedWeight, Tensor]:
-    """A weight and the float64 numbers that it stands for."""
+    """Return a packed weight and the float64 numbers that it stands for."""
     form, width = {**FORMS, **FEW, **SPANS, **BLOCKS}[name]
     torch.manual_seed(rows)
     count = -(-rows // form.rows)

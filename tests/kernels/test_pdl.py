@@ -20,7 +20,8 @@ WRITES = {"store", "atomic_add", "atomic_xchg"}
 
 
 def early_kernels() -> dict[str, ast.FunctionDef]:
-    """Kernels that may be launched before the one before them has ended: those with a PDL flag."""
+    """Return the kernels that may start before the previous one has ended: those with a PDL
+    flag."""
     trees = {}
     for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
         for name, value in vars(importlib.import_module(module.name)).items():
@@ -35,7 +36,8 @@ def early_kernels() -> dict[str, ast.FunctionDef]:
 
 
 def statements(tree: ast.FunctionDef, names: dict[str, Any]) -> Iterator[ast.stmt]:
-    """Of a kernel; in the place of a call that is given PDL, those of what it calls."""
+    """Yield the statements of a kernel; a call that gets PDL is replaced by those of its
+    function."""
     for node in tree.body:
         call = node.value if isinstance(node, ast.Assign) else None
         arguments = (
@@ -55,7 +57,7 @@ def statements(tree: ast.FunctionDef, names: dict[str, Any]) -> Iterator[ast.stm
 
 
 def is_fetch(node: ast.stmt) -> bool:
-    """`if ...:` memory is brought closer, and nothing is written."""
+    """Return whether a statement is an `if` that prefetches memory and writes nothing."""
     calls = [child.func for child in ast.walk(node) if isinstance(child, ast.Call)]
     names = {
         function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
@@ -65,7 +67,7 @@ def is_fetch(node: ast.stmt) -> bool:
 
 
 def ends_having_waited(node: ast.AST) -> list[ast.Return]:
-    """The returns of a block that waits by itself before it ends."""
+    """Return the `return` statements of a block that waits by itself before it ends."""
     body = getattr(node, "body", [])
     waited = [
         i

@@ -36,13 +36,15 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def slow(*values: Any) -> Any:
-    """A case that takes seconds in the interpreter."""
+    """Mark a case that takes seconds in the interpreter."""
     return pytest.param(*values, marks=() if DEVICE == "cuda" else pytest.mark.slow)
 
 
 def quantized(name: str, cache: Tensor) -> QuantizedKV:
-    """The numbers of a plain cache, rounded. Where that has NaN, codes and scales are NaN, or as
-    large as they can be."""
+    """Return the quantised numbers of a plain cache.
+
+    Where that has NaN, codes and scales are NaN, or as large as they can be.
+    """
     form = FORMATS[name]
     quantised = QuantizedKV.empty(form, tuple(cache.shape), cache.device)  # type: ignore[arg-type]
     quantised.codes.view(torch.uint8).fill_(0x7F)
@@ -53,7 +55,7 @@ def quantized(name: str, cache: Tensor) -> QuantizedKV:
 
 
 def plain(cache: QuantizedKV) -> Tensor:
-    """float64, as `oracle.attention` takes it."""
+    """Return the cache's numbers in float64, as `oracle.attention` takes them."""
     raw = dequantize(cache.form, cache.codes, cache.numbers)
     return raw.double()
 

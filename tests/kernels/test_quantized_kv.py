@@ -17,7 +17,7 @@ from tests.kernels.layout import lay_out
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, meta: AttentionMeta) -> Tensor:
-    """Entry by entry in float64: [num_tokens without padding, num_heads, head_dim]."""
+    """Return attention in float64, [num_tokens without padding, num_heads, head_dim], by entry."""
     size, group = keys.shape[2], q.shape[1] // keys.shape[1]
     starts, rows = meta.query_start.tolist(), []
     for entry, length in enumerate(meta.kv_len.tolist()):

@@ -20,13 +20,13 @@ BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def error(out: Tensor, ref: Tensor) -> float:
-    """Relative to the reference's norm; NaN is infinitely wrong."""
+    """Return the error relative to the reference's norm; NaN counts as infinite."""
     out, ref = out.double(), ref.double()
     return float(((out - ref).norm() / ref.norm()).nan_to_num(nan=float("inf")))
 
 
 def dirty_caches(num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[2, num_blocks, ...] of NaN: what nobody wrote must never be used."""
+    """Return caches [2, num_blocks, ...] of NaN, as unwritten places must never be used."""
     return torch.full((2, num_blocks, num_kv_heads, BLOCK, head_dim), torch.nan, dtype=dtype)
 
 
@@ -44,7 +44,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attended(q: Tensor, caches: Tensor, scale: float, meta: AttentionMeta) -> Tensor:
-    """Entry by entry in float64: [num_tokens without padding, num_heads * head_dim]."""
+    """Return attention in float64, [num_tokens without padding, num_heads * head_dim], by entry."""
     group = q.shape[1] // caches.shape[2]
     starts, rows = meta.query_start.tolist(), []
     for entry, length in enumerate(meta.kv_len.tolist()):

@@ -31,7 +31,8 @@ VOCABS = [40, 4096, 5003, *([128256] if LARGE else [])]
 
 
 def table(params: list[SamplingParams], vocab: int, **other: object) -> tuple[Tensor, Tensor]:
-    """Rows 0 .. n-1 with these parameters and seeds -3, -2, ...: (rows [n] int64, words)."""
+    """Return rows 0 to n-1 ([n] int64) with these parameters and seeds -3, -2, ..., and their
+    words."""
     parameters = ParameterRows(len(params), vocab, torch.device("cpu"))
     for row, item in enumerate(params):
         values = {"num_prompt_tokens": 1, "choice": row % 3, "stop_ids": []} | other
@@ -352,7 +353,7 @@ MIX: list[dict[str, object]] = [
 
 
 def samplers(count: int, vocab: int, max_len: int) -> tuple[Sampler, Sampler, Tensor]:
-    """The same rows on the GPU and on the CPU, and histories for them."""
+    """Return samplers with the same rows on the GPU and on the CPU, and histories for them."""
     gpu, cpu = (Sampler(count + 1, vocab, torch.device(d)) for d in ("cuda", "cpu"))
     for row in range(count):
         params = SamplingParams(**MIX[row % len(MIX)])  # type: ignore[arg-type]
@@ -415,7 +416,8 @@ def test_simple_plans_are_captured() -> None:
 def bench(
     count: int, vocab: int, dtype: torch.dtype, params: SamplingParams
 ) -> tuple[float, float]:
-    """(microseconds a call, TB/s of logits read once) of `Sampler.sample` on the GPU."""
+    """Return microseconds a call of `Sampler.sample` on the GPU, and TB/s of one read of its
+    logits."""
     sampler = Sampler(count, vocab, torch.device("cuda"))
     for row in range(count):
         sampler.set_row(NewRow(row, [1], 1, params, row, 0, [2]))

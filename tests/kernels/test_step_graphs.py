@@ -47,7 +47,10 @@ class Choice:
 
 
 class Replayed(StepGraphs):
-    """Graphs of decodes. log: the size of each forward, how each choice was made."""
+    """Step graphs of decodes without a GPU.
+
+    log: the size of each forward pass, and how each choice was made.
+    """
 
     log: list[Size | How]
 
@@ -80,7 +83,8 @@ class Replayed(StepGraphs):
 
 
 def graphed(monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, Replayed]:
-    """A runner with the inputs of CUDA, over the same model as `make_runner`."""
+    """Return a runner with the inputs of CUDA, over the same model as `make_runner`, and its
+    graphs."""
     monkeypatch.setattr(inputs, "_Staging", Unpinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     eager = make_runner()
@@ -125,7 +129,8 @@ def test_images_are_launched_kernel_by_kernel_and_decodes_behind_them_in_graphs(
 
 
 def outputs_of(runner: ModelRunner) -> list[StepResult]:
-    """Results of steps whose rows are greedy, or want log-probabilities, or have a mask."""
+    """Return the results of steps whose rows are greedy, or want log-probabilities, or have a
+    mask."""
     greedy = SamplingParams(temperature=0.0)
     scored = SamplingParams(temperature=0.0, logprobs=2)
     new = [new_row(row, prompt(9 + row), scored if row == 2 else greedy) for row in range(3)]

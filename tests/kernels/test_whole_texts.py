@@ -30,7 +30,7 @@ def step(lengths: list[int], table: Tensor | None = None) -> AttentionMeta:
 
 
 def wanted(qkv: Tensor, table: Tensor | None, lengths: list[int], window: int) -> Tensor:
-    """Attention in float64 of each text; `table` has a row for each token."""
+    """Return attention in float64 of each text. table: rotary rows, one for each token."""
     q, k, v = qkv.double().unflatten(1, (3, HEADS, -1)).unbind(1)
     if table is not None:
         cos, sin = table.double()[:, None].chunk(2, -1)

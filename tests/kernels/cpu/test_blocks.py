@@ -40,7 +40,7 @@ FORMATS = {
 def made(
     form: Format, outputs: int, width: int, bias: Tensor | None = None
 ) -> tuple[PackedBlocks, Tensor]:
-    """A random packed weight, and the same in float64."""
+    """Return a random packed weight, and its float64 numbers."""
     groups = width // form.group
     codes = torch.randint(0, 1 << form.bits, (outputs, width), dtype=torch.uint8)
     scale = (torch.rand(outputs, groups) * 0.02 + 0.001).to(form.scale)
@@ -70,8 +70,10 @@ def made(
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x as the products take it: 8 bits with a scale for each 32 numbers. Its error is at most half
-    a step, a 254th of the largest of them."""
+    """Return x as the GEMMs round it: to 8 bits with a scale for each 32 numbers.
+
+    The error is at most half a step, which is a 254th of the largest number.
+    """
     groups = x.view(x.shape[0], -1, BLOCK)
     top = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     whole = (groups.double() * (127 / top).double()).round()  # ties fall as they do there
@@ -79,8 +81,8 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def without_ties(x: Tensor) -> Tensor:
-    """x, where no number is so near the middle of two steps that the last bit of a product says
-    which of them is taken."""
+    """Return x without numbers so near the middle of two steps that a last bit decides the
+    rounding."""
     groups = x.view(x.shape[0], -1, BLOCK).double()
     steps = groups * 127 / groups.abs().amax(-1, keepdim=True)
     near = (steps.abs().frac() - 0.5).abs() < 1e-3
@@ -88,7 +90,8 @@ def without_ties(x: Tensor) -> Tensor:
 
 
 def bound(x: Tensor, weight: Tensor) -> Tensor:
-    """Of x @ weight.T: half a step for each number of x, and float32's rounding."""
+    """Return the error bound of x @ weight.T: half a step of each number of x, and float32's
+    rounding."""
     groups = x.double().abs().view(x.shape[0], -1, BLOCK)
     steps = (groups.amax(-1, keepdim=True) / 254).expand_as(groups).reshape(x.shape)
     return (steps * 1.001 + x.double().abs() * 1e-5) @ weight.abs().T + 1e-5

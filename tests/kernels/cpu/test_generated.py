@@ -88,7 +88,7 @@ def test_argmax(width: int, threads: int) -> None:
 
 
 def products(linear: PackedLinear, rows: int, weight: Tensor, bias: Tensor) -> list[float]:
-    """Errors of every way to call it, against float64."""
+    """Return the errors of every way to call a linear layer, against float64."""
     width, eps = weight.shape[1], 1e-5
     x, norm = torch.randn(rows, width), torch.rand(width)
     residual = torch.randn(rows, weight.shape[0])
@@ -123,7 +123,7 @@ def test_products(dtype: torch.dtype, biased: bool) -> None:
 
 @pytest.fixture(params=["tiles", "pairs"])
 def bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By products of tiles, where the processor has them, and by those of pairs."""
+    """Use bfloat16 matrix tiles, if the processor has them, or pairs of numbers."""
     if request.param == "pairs":
         monkeypatch.setattr("kernels.cpu.gemm.dense.amx_bf16", lambda: False)
     elif not amx_bf16():

@@ -56,13 +56,13 @@ class Step:
         self.cos_sin = torch.randn(max(keys for keys, _ in STEP), rope)
 
     def run(self, kernels: Kernels, cache: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated queries, and what they find."""
+        """Return the rotated queries, and the result of attention."""
         meta: AttentionMeta = replace(self.meta, plan=None)
         q = kernels.latent_write(self.q, self.latents, self.norm, 1e-6, self.cos_sin, cache, meta)
         return q, kernels.latent_attention(q, cache, up, SCALE, meta)
 
     def want(self, q: Tensor, cache: Tensor, up: Tensor) -> Tensor:
-        """Of these queries and latents, in float64."""
+        """Return attention of these queries and latents in float64."""
         q, up, rank = q.double(), up.double(), self.rank
         flat, outputs = cache.view(-1, cache.shape[3]).double(), []
         starts = self.meta.query_start.tolist()

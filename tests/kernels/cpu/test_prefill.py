@@ -30,7 +30,7 @@ SPARE = 3  # blocks of others
 def caches(
     length: int, kv_heads: int, dim: int, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two caches, NaN wherever none of the entry's keys is, and its table."""
+    """Return two caches and an entry's block table; places without its keys are NaN."""
     blocks = -(-length // size)
     table = torch.randperm(blocks + SPARE)[:blocks]
     both = torch.full((2, blocks + SPARE, kv_heads, size, dim), torch.nan, dtype=dtype)
@@ -44,7 +44,7 @@ def oracle(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, table: Tensor, at: Tensor,
     first: Tensor, numbers: Numbers,
 ) -> Tensor:  # fmt: skip
-    """[n, num_heads * head_dim] float64."""
+    """Return attention in float64, [n, num_heads * head_dim]."""
     length = int(at[-1]) + 1
     kv_heads = k_cache.shape[1]
     k, v = (

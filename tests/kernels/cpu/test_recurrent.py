@@ -29,7 +29,7 @@ LIMITS = (0.1, 1.5)
 
 @dataclass
 class Layer:
-    """widths: of what each token brings; states: shapes of a row's."""
+    """A recurrent layer. widths: of a token's inputs. states: shapes of a row's states."""
 
     widths: tuple[int, ...]
     states: tuple[tuple[int, ...], ...]
@@ -144,7 +144,7 @@ def step(rows: list[int], kv_len: list[int], query_len: list[int]) -> AttentionM
 
 
 def brought(layer: Layer, tokens: int) -> list[Tensor]:
-    """Rows of a longer one, as a product gives them."""
+    """Return a layer's inputs as views of the rows of one tensor, as a GEMM gives them."""
     return list(randn(tokens, sum(layer.widths)).split(layer.widths, dim=1))
 
 

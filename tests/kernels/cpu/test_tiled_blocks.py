@@ -31,12 +31,12 @@ needs_amx = pytest.mark.skipif(not able(), reason="no AMX")
 
 @pytest.fixture
 def from_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles are for any number of rows."""
+    """Let tiles compute any number of rows."""
     monkeypatch.setattr(tiled_blocks, "FROM", 1)
 
 
 def calls(packed: PackedBlocks, x: torch.Tensor) -> list[torch.Tensor]:
-    """Of each way to call a product, the result."""
+    """Return the result of each way to call a GEMM."""
     torch.manual_seed(1)
     norm, residual = torch.rand(x.shape[1]), torch.randn(x.shape[0], 192)
     wide = torch.full((x.shape[0], 200), 7.0)

@@ -35,7 +35,7 @@ from tests.kernels.launches.sizes import BLOCK_SIZE, EPS, MODELS, NUM_BLOCKS, bf
 
 
 def attention(model: str) -> None:
-    """Rotation and cache write, then both kinds of attention, and that of towers."""
+    """Launch rotation, cache writes, both kinds of attention, and that of towers."""
     for size in (72, 128):
         texts, cos_sin = bf16(300, 3 * 16 * size), torch.empty(300, size)
         rotate_texts(texts, cos_sin, int32(300), 16)
@@ -101,7 +101,7 @@ def attention(model: str) -> None:
 
 
 def _step(entries: int) -> AttentionMeta:
-    """A step of decodes alone."""
+    """Return the metadata of a step of decodes alone."""
     table = int32(entries, 512)
     return AttentionMeta(
         int32(entries), int64(entries), int32(entries + 1), int32(entries), table, entries, 8192
@@ -111,21 +111,21 @@ def _step(entries: int) -> AttentionMeta:
 def _decodes(
     entries: int, heads: int, k_cache: Cache, window: int = 0, chunk: int = 0
 ) -> AttentionMeta:
-    """A step of decodes alone, planned."""
+    """Return the metadata of a step of decodes alone, with its plan."""
     meta = _step(entries)
     meta.plan = plan(meta.kv_len, heads, k_cache, 8192, int32(1), window, chunk)
     return meta
 
 
 def _latent_decodes(entries: int, heads: int, rank: int, cache: Tensor) -> AttentionMeta:
-    """A step of decodes alone over latents, planned."""
+    """Return the metadata of a step of decodes over latents, with its plan."""
     meta = _step(entries)
     meta.plan = plan_latent(meta.kv_len, heads, rank, cache, 8192, int32(1))
     return meta
 
 
 def quantized_attention(model: str) -> None:
-    """The same over keys and values in fewer bits."""
+    """Launch cache writes and attention over quantised keys and values."""
     d = MODELS[model]
     heads, dim = d.num_heads + 2 * d.num_kv_heads, d.head_dim
     norms = (bf16(dim), bf16(dim)) if d.qk_norm else (None, None)
@@ -164,7 +164,7 @@ LATENTS = {"llama-8b": (128, 128), "qwen3-0.6b": (20, 192), "smollm2-135m": (16,
 
 
 def latent(model: str) -> None:
-    """Latents of 512 and 64: their way into the cache, decodes, chunks; in float32 too."""
+    """Launch cache writes, decodes and chunks over latents of 512 and 64, also in float32."""
     heads, nope = LATENTS[model]
     rank, rope = 512, 64
     for dtype in (torch.bfloat16, torch.float32):

@@ -28,7 +28,7 @@ MIXTURES = {
 
 
 def experts(model: str) -> None:
-    """Choice and products of a layer of a mixture, of a few tokens and of many."""
+    """Launch the choice and the GEMMs of a layer of experts, for few and for many tokens."""
     count, chosen, size, hidden = MIXTURES[model]
     biased = size == hidden
     router, bias = bf16(count, hidden), bf16(count) if biased else None
@@ -76,7 +76,8 @@ def experts(model: str) -> None:
 
 
 def experts_in_fewer_bits(model: str) -> None:
-    """Of each way to decode: with PTX for pairs of codes, without, a scale a block."""
+    """Launch experts by each way to decode: with PTX for pairs of codes, without, a scale a
+    block."""
     count, chosen, size, hidden = MIXTURES[model]
     biased = size == hidden
     forms = [
@@ -110,7 +111,7 @@ def experts_in_fewer_bits(model: str) -> None:
 
 
 def experts_in_floats(model: str) -> None:
-    """With both sides in e4m3: each tile."""
+    """Launch each tile of experts with weights and inputs in e4m3."""
     count, chosen, size, hidden = MIXTURES[model]
     biased = size == hidden
 
@@ -138,7 +139,7 @@ def experts_in_floats(model: str) -> None:
 
 
 def experts_in_fragments(model: str) -> None:
-    """MXFP4 as matrix instructions take it: each tile."""
+    """Launch each tile of MXFP4 experts in the layout of matrix instructions."""
     count, chosen, size, hidden = MIXTURES[model]
     biased = size == hidden
     form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)

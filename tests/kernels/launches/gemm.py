@@ -22,7 +22,7 @@ from tests.kernels.launches.sizes import EPS, MODELS, bf16
 
 
 def layers(model: str) -> None:
-    """Norms, products and activations of a layer."""
+    """Launch the norms, GEMMs and activations of a layer."""
     d = MODELS[model]
     rms_norm(bf16(3, d.hidden), bf16(d.hidden), EPS)
     silu_mul(bf16(3, 2 * d.intermediate))
@@ -46,7 +46,7 @@ def layers(model: str) -> None:
 
 
 def packed(model: str) -> None:
-    """Products with weights of 4 and 8 bits: one token, a few, many."""
+    """Launch GEMMs with weights of 4 and 8 bits, for one token, a few and many."""
     d = MODELS[model]
     forms = [
         Format(4, 64, zero=8),
@@ -123,7 +123,7 @@ def packed(model: str) -> None:
 
 
 def plain(model: str) -> None:
-    """What networks without gates and RMS norms launch."""
+    """Launch what networks without gates and RMS norms need."""
     d = MODELS[model]
     for name in ("silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"):
         activation(bf16(64, d.intermediate), name)

@@ -8,7 +8,7 @@ from tests.kernels.launches.sizes import MODELS, bf16, int32
 
 
 def adapters(model: str) -> None:
-    """LoRA on all layers of a decoder layer, at decode and prefill sizes."""
+    """Launch LoRA on all linear layers of a decoder layer, at decode and prefill sizes."""
     d = MODELS[model]
     heads, kv = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
     qkv = LoraLinear(0, d.hidden, (heads, kv, kv))

@@ -5,7 +5,7 @@ from tests.kernels.launches.sizes import EPS, MODELS, bf16, int32, int64
 
 
 def peers(model: str) -> None:
-    """Of two and of eight ranks, at decode and prefill sizes."""
+    """Launch all-reduces of two and of eight ranks, at decode and prefill sizes."""
     hidden = MODELS[model].hidden
     for size in (2, 8):
         rank = PeerMemory(1, size, int64(size), int32(1))

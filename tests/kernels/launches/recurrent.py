@@ -38,7 +38,7 @@ def _meta(entries: int = 2) -> AttentionMeta:
 
 
 def delta(model: str) -> None:
-    """A step of Gated DeltaNet."""
+    """Launch a step of Gated DeltaNet."""
     keys, values, key, value = _DELTAS[model]
     channels, inner = 2 * keys * key + values * value, values * value
     vector = torch.empty(values)
@@ -58,7 +58,7 @@ def delta(model: str) -> None:
 
 
 def kimi(model: str) -> None:
-    """A step of Kimi Delta Attention; heads of Kimi Linear."""
+    """Launch a step of Kimi Delta Attention, with the heads of Kimi Linear."""
     heads, (_, _, key, value) = 32, _DELTAS[model]
     channels = heads * (2 * key + value)
     conv, vector, bias = torch.empty(channels, 4), torch.empty(heads), torch.empty(heads * key)
@@ -78,7 +78,7 @@ def kimi(model: str) -> None:
 
 
 def mamba(model: str) -> None:
-    """A step of Mamba-2."""
+    """Launch a step of Mamba-2."""
     heads, size, groups, elements = _MAMBAS[model]
     channels = heads * size + 2 * groups * elements
     vector = torch.empty(heads)
@@ -95,7 +95,7 @@ def mamba(model: str) -> None:
 
 
 def mamba_1(model: str) -> None:
-    """A step of Mamba-1; channels of Jamba Large, Mini and Reasoning 3B, with 16 elements each."""
+    """Launch a step of Mamba-1, with 16 elements a channel, at the channels of Jamba's models."""
     channels = {"llama-8b": 16384, "qwen3-0.6b": 8192, "smollm2-135m": 5120}[model]
     dt = torch.empty(20, channels, dtype=torch.bfloat16)
     b = torch.empty(20, 16, dtype=torch.bfloat16)
@@ -107,7 +107,8 @@ def mamba_1(model: str) -> None:
 
 
 def convolution(model: str) -> None:
-    """LFM2's, of a step with a prompt and of decodes; with a bias and without."""
+    """Launch LFM2's convolution for a step with a prompt and for decodes, with a bias and
+    without."""
     x, tail = torch.empty(20, 2048, dtype=torch.bfloat16), torch.empty(5, 2, 2048)
     conv = torch.empty(2048, 3)
     causal_conv(x, conv, None, tail, _meta())

@@ -10,7 +10,7 @@ from tests.kernels.launches.sizes import BLOCK_SIZE, MODELS, bf16, int32, int64
 
 
 def sampling(model: str) -> None:
-    """Edits, filters, choice and log-probabilities over the vocabulary."""
+    """Launch edits, filters, the choice and log-probabilities over the vocabulary."""
     d = MODELS[model]
     count = 2
     logits, words = bf16(count, d.vocab), int32(count + 1, NUM_WORDS)
@@ -33,7 +33,7 @@ def sampling(model: str) -> None:
 
 
 def assembly(_: str) -> None:
-    """Updates of the rows and the layout of a step."""
+    """Launch the updates of rows and the layout of a step."""
     tokens, table, count = int32(5, 1025), int32(5, 64), 4
     apply_updates(int32(30), tokens, table, 2, 3)
     assemble(
