@@ -24,7 +24,7 @@ _OTHERS = {
 
 
 def class_of(wrapper: str) -> type[Any] | None:
-    """The configuration's class of a wrapper."""
+    """Return transformers' configuration class of a wrapper; None if it has none."""
     name = wrapper.removesuffix("ForConditionalGeneration")
     name = {"KimiK25": "Kimi_K25"}.get(name, name)
     return getattr(transformers, f"{name}Config", None)
@@ -54,7 +54,7 @@ def _values(cls: type[Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Return a value as JSON can hold it: infinity becomes "inf"."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return "inf" if isinstance(value, float) and math.isinf(value) else value
@@ -84,7 +84,7 @@ def _wrapper(cls: type[Any]) -> dict[str, Any]:
 
 
 def generated() -> str:
-    """The whole file, a line a class."""
+    """Return the text of the whole file, a line for each class."""
     types = {record.model_type for record in ARCHITECTURES.values()} | {*TEXT_TYPES}
     classes = {name: _described(CONFIG_MAPPING[name]) for name in types if name in CONFIG_MAPPING}
     for name in WRAPPERS:

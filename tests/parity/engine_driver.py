@@ -15,7 +15,7 @@ __all__ = ["Output", "add_adapter", "engine", "run"]
 
 
 def engine(folder: Path, **fields: Any) -> EngineCore:
-    """A core on the CPU in float32 unless told otherwise, with a small KV cache."""
+    """Return a core on the CPU, in float32 unless told otherwise, with a small KV cache."""
     defaults: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",

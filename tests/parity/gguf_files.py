@@ -71,9 +71,13 @@ _YARN = {
 
 @dataclass
 class Written:
-    """arch: general.architecture. changes: of the case's configuration, where the format cannot say
-    what the case does. drop: keys that this family's converter does not write. more: keys of its
-    own. experts_apart: as files were before experts were stacked. tokens: of pictures, by id."""
+    """The differences of an architecture's GGUF file from its checkpoint.
+
+    arch: general.architecture. changes: to the case's configuration, where the format cannot hold
+        it.
+    drop: keys that the family's converter does not write. more: keys of its own.
+    experts_apart: whether experts are not stacked, as in older files. tokens: of pictures, by id.
+    """
 
     arch: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +93,10 @@ def write(
     written: Written,
     quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
 ) -> None:
-    """The checkpoint of a folder -> one file. quant: of matrices whose rows it divides."""
+    """Write the checkpoint of a folder as one GGUF file.
+
+    quant: type of matrices whose rows consist of whole blocks.
+    """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, written.arch)
     values = {**_metadata(config, written), **written.more}
@@ -116,7 +123,7 @@ def write(
 def add(
     writer: gguf.GGUFWriter, name: str, tensor: Tensor, quant: gguf.GGMLQuantizationType
 ) -> None:
-    """quant: of a matrix whose rows it divides."""
+    """Add a tensor to a GGUF file. quant: its type if it is a matrix of whole blocks."""
     array = np.ascontiguousarray(tensor.float().numpy())
     block = gguf.GGML_QUANT_SIZES[quant][0]
     plain = array.ndim == 1 or "norm" in name or array.shape[-1] % block
@@ -175,7 +182,8 @@ def _metadata(config: dict[str, Any], written: Written) -> dict[str, Any]:
 
 
 def _vocabulary(writer: gguf.GGUFWriter, tokens: dict[int, str]) -> None:
-    """Three control tokens and 93 letters of bytes, or the tokens of pictures in their places."""
+    """Write three control tokens and 93 letters of bytes; tokens of pictures replace some of
+    them."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     letters = sorted(ByteLevel.alphabet())[:93]
@@ -222,7 +230,8 @@ def _tensors(
 def _transformed(
     tensors: dict[str, Tensor], config: dict[str, Any], written: Written
 ) -> Iterator[tuple[str, Tensor]]:
-    """What the family's converter changes, under names that the table knows."""
+    """Yield the tensors as the family's converter changes them, under names that the table
+    knows."""
     sizes = {key: _first(config, *keys) for key, keys in _SIZES.items()}
     heads = sizes["attention.head_count"]
     kv_heads = written.more.get("attention.head_count_kv", sizes["attention.head_count_kv"])
@@ -287,14 +296,14 @@ def permuted(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _ungrouped(tensor: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
-    """Queries, keys and values of what has them by key head."""
+    """Split a tensor with queries, keys and values by key head into the three."""
     grouped = tensor.unflatten(0, (kv_heads, heads // kv_heads + 2, -1))
     parts = grouped.split((heads // kv_heads, 1, 1), dim=1)
     return [part.flatten(0, 2) for part in parts]
 
 
 def _stacked(tensors: dict[str, Tensor], written: Written) -> dict[str, Tensor]:
-    """Experts, and norms of heads, in one tensor each."""
+    """Join the tensors of experts, and of norms of heads, into one tensor each."""
     stacks: dict[str, Tensor] = {}
     several: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():

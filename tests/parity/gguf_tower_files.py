@@ -164,7 +164,7 @@ def _metadata(projector: str, case: Case, config: dict[str, Any]) -> dict[str, A
 
 
 def _clip_colours(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what transformers' class has where a file is silent."""
+    """Return the image settings that transformers' class has where a file is silent."""
     if "image_mean" in settings:
         return {}
     return {

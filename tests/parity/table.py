@@ -23,7 +23,7 @@ BOUNDS = {"cpu": BOUND, "cuda": 1e-4}  # a GPU adds in another order than the or
 
 
 def measured(name: str, device: str) -> dict[str, Any]:
-    """The row of an architecture. One that fails has no figure, and why."""
+    """Return an architecture's row; one that fails has no figure, but the reason."""
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as folder:
         row: dict[str, Any] = {"case": name}
@@ -41,7 +41,7 @@ def measured(name: str, device: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """1 if an architecture is beyond the bound."""
+    """Print the table; return 1 if an architecture is beyond the bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="of architectures whose name has this")
     parser.add_argument("--device", choices=BOUNDS, default="cpu")

@@ -36,7 +36,7 @@ OTHER = torch.cat((IDS[:8], torch.randint(3, 96, (9,), generator=torch.Generator
 
 @torch.inference_mode()
 def differences(case: Case, folder: Path, device: str = "cpu") -> dict[str, float]:
-    """The largest relative difference of the logits, for each way to compute them."""
+    """Return the largest relative difference of the logits, for each way to compute them."""
     theirs = save(case, folder)
     model = load_model(folder, device=device)
     want, want_other = (case.logits(theirs, ids).to(device) for ids in (IDS, OTHER))
@@ -68,8 +68,10 @@ def differences(case: Case, folder: Path, device: str = "cpu") -> dict[str, floa
 
 @torch.inference_mode()
 def divergences(case: Case, folder: Path, device: str) -> dict[str, float]:
-    """What bfloat16 loses, ours and transformers' own: the mean KL of a token's probabilities from
-    those that transformers computes in float32, in nats."""
+    """Return the loss of bfloat16, ours and transformers': the mean KL divergence in nats.
+
+    It is that of each token's distribution from the one that transformers computes in float32.
+    """
     theirs = save(case, folder)
     want = case.logits(theirs, IDS).double().log_softmax(-1)
     ours = Paged(load_model(folder, torch.bfloat16, device)).run((IDS, WHOLE, 0))[0]
@@ -86,7 +88,7 @@ def divergences(case: Case, folder: Path, device: str) -> dict[str, float]:
 
 @torch.inference_mode()
 def with_adapter(folder: Path) -> float:
-    """The largest relative difference between an adapter beside the weights and in them."""
+    """Return the largest relative difference between an adapter beside the weights and in them."""
     model = load_model(folder)
     lora, deltas = adapter_on(model, len(IDS))
     beside = Paged(model).run((IDS, list(range(10)), 0), lora=lora)[0]
@@ -119,7 +121,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
 
 
 def planned_as_loaded(folder: Path) -> None:
-    """Bug: `manta plan` counts what the loaded model does not have, or leaves out what it has."""
+    """Assert that `manta plan` counts exactly the parameters and bytes of the loaded model."""
     model = load_model(folder)
     config = EngineConfig(model="", dtype="float32")
     planned = plan(ModelConfig.from_folder(folder), config, Hardware("CPU", "cpu", 8 * GIB))

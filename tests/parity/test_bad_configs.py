@@ -15,7 +15,7 @@ WRONG: list[Any] = ["x", -1, 0, 1.5, True, [], {}, ["x"], None]
 
 
 def places(config: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Keys, and keys of what is inside."""
+    """Return the paths of all keys, and of the keys of inner objects."""
     inner = [
         (key, subkey)
         for key, value in config.items()

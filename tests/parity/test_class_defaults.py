@@ -34,7 +34,7 @@ _KEPT |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def read(folder: Path, config: Config) -> ModelConfig | None:
-    """What Manta derives; None for a file that it refuses."""
+    """Return the model configuration that Manta derives; None for a file that it refuses."""
     (folder / "config.json").write_text(json.dumps(config))
     try:
         model = ModelConfig.from_folder(folder)
@@ -44,7 +44,7 @@ def read(folder: Path, config: Config) -> ModelConfig | None:
 
 
 def class_of_file(config: Config) -> type[PreTrainedConfig] | None:
-    """transformers' class; None for a file of a class that is in its repository alone."""
+    """Return transformers' class of a file; None if the class is in its own repository alone."""
     (name,) = config["architectures"]
     if name in WRAPPERS:
         return class_of(name)
@@ -55,7 +55,7 @@ def class_of_file(config: Config) -> type[PreTrainedConfig] | None:
 
 
 def expanded(folder: Path, config: Config) -> Config | None:
-    """The same file with every key that transformers' class has; None where it refuses the file."""
+    """Return the file with every key that transformers' class has; None if it refuses the file."""
     cls = class_of_file(config)
     assert cls is not None
     file = folder / "shortened.json"
@@ -70,7 +70,8 @@ def expanded(folder: Path, config: Config) -> Config | None:
 
 
 def shortened(config: Config) -> Iterator[tuple[str, Config]]:
-    """The file less each of its keys in turn, and less each key of the objects in it."""
+    """Yield the file without each of its keys in turn, and without each key of its inner
+    objects."""
     places = [(key,) for key in config if key not in {*_KEPT, "model_type"}]
     places += [
         (key, inner)
@@ -91,7 +92,7 @@ def shortened(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def otherwise(config: Config) -> Iterator[tuple[str, Config]]:
-    """The file with other names of its keys, and with those of transformers 4."""
+    """Yield the file with other names of its keys, and with those of transformers 4."""
     (name,) = config["architectures"]
     cls = CONFIG_MAPPING[config["model_type"]]
     for alias, key in cls.attribute_map.items():
@@ -119,7 +120,7 @@ _NAMES_BEFORE = {"gpt_neox": dict(zip(_NAMES, ("rotary_emb_base", "rotary_pct"),
 
 
 def config_of(name: str, folder: Path) -> Config:
-    """A tiny checkpoint's file, or a published one."""
+    """Return the configuration of a tiny checkpoint, or a published one."""
     if name in PUBLISHED:
         return dict(PUBLISHED[name])
     save(ALL[name], folder)

@@ -65,7 +65,7 @@ def prompts() -> list[list[int]]:
 
 
 def same(a: Output, b: Output) -> bool:
-    """Bit by bit: floats are compared as they are."""
+    """Return whether two outputs are equal bit by bit, floats included."""
     return a.token_ids == b.token_ids and a.logprobs == b.logprobs
 
 
@@ -76,8 +76,11 @@ def all_cuts(
     adapters: dict[str, Path] | None = None,
     **fields: Any,
 ) -> bool:
-    """The outputs are the same alone, together, in another order, in chunks of any size, with the
-    prefix cache, and after preemptions. adapters: taken in turns with none."""
+    """Return whether outputs are equal however the work is cut.
+
+    They run alone, together, in another order, in chunks of any size, with the prefix cache, and
+    after preemptions. adapters: taken in turns with none.
+    """
     fields = {"num_threads": 1, "prefix_caching": False, **fields}
     if adapters:
         fields["max_loras"] = len(adapters)

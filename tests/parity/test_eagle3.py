@@ -120,7 +120,7 @@ class Made:
 
     @torch.no_grad()
     def drafts(self, text: list[int], count: int) -> list[tuple[int, float]]:
-        """Greedy drafts after a text, and by how much each logit leads the next."""
+        """Return greedy drafts after a text, and by how much each logit leads the next."""
         w, inputs = self.tensors, []
         model = self.model.model
         hooks = [

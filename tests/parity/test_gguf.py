@@ -105,7 +105,7 @@ _MARKED = [
 
 
 def saved(name: str, folder: Path) -> Written:
-    """The case's checkpoint in the folder, as the format can hold it."""
+    """Save the case's checkpoint as the format can hold it; return the differences."""
     written = FAMILIES[name]
     case = CASES[name.removesuffix(", experts apart")]
     folder.mkdir()

@@ -188,8 +188,10 @@ CUTS: list[dict[str, Any]] = [
 def differing(
     folder: Path, dtype: str, *, deterministic: bool, adapters: Sequence[Path] = ()
 ) -> list[str]:
-    """Where the text or a log-probability is another than that of all 256 together. adapters: taken
-    in turns with none."""
+    """Return the requests whose text or log-probabilities differ from those of all 256 together.
+
+    adapters: taken in turns with none.
+    """
     generator = torch.Generator().manual_seed(2)
     lengths = torch.randint(1, 300, (256,), generator=generator).tolist()
     prompts = [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in lengths]

@@ -22,8 +22,10 @@ BLOCKS_EACH = 4  # no prompt is longer than 64 tokens
 
 
 def _errors(found: list[Tensor], truth: list[Tensor]) -> tuple[float, float]:
-    """Over all positions: mean KL(truth || found) in nats, and the mean absolute difference of the
-    log-probabilities of the whole vocabulary."""
+    """Return the mean KL(truth || found) in nats, and the mean absolute log-probability difference.
+
+    Both are over all positions, the second over the whole vocabulary too.
+    """
     divergence, difference = [], []
     for ours, exact in zip(found, truth, strict=True):
         ours, exact = ours.double().log_softmax(-1), exact.double().log_softmax(-1)

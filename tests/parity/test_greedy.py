@@ -42,7 +42,7 @@ def few(prompts: list[list[int]], request: pytest.FixtureRequest) -> list[list[i
 
 
 def in_one_piece(model: Path, prompts: list[list[int]]) -> list[Output]:
-    """Prompts in one piece, everything together, nothing cached."""
+    """Return the outputs of prompts in one chunk, all together, without a prefix cache."""
     core = engine(model, prefix_caching=False, max_num_batched_tokens=2048)
     return run(core, prompts, GREEDY)
 
@@ -92,7 +92,7 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 def near_tie(output: Output, other: Output) -> bool:
-    """The first difference is between two tokens within TIE of each other."""
+    """Return whether the first difference is between two tokens within TIE of each other."""
     for position, (a, b) in enumerate(zip(output.token_ids, other.token_ids, strict=True)):
         if a != b:
             first, second = output.logprobs[position].top_logprobs[:2]

@@ -67,7 +67,7 @@ class Seeing:
     tie: float = TIE
 
     def prompt(self, parts: Sequence[int | Pillow.Image]) -> tuple[list[int], list[Image]]:
-        """The token ids and images of a prompt, as a router makes them."""
+        """Return the token ids and images of a prompt, as a router makes them."""
         ids: list[int] = []
         images = []
         for part in parts:
@@ -148,7 +148,8 @@ def test_on_a_gpu(seeing: Seeing, cut: dict[str, Any]) -> None:
 
 
 def encoding_ahead(core: EngineCore, *, ahead: bool) -> tuple[EngineCore, list[Batch]]:
-    """The engine with encodes beside steps or without, and the batches that it will launch."""
+    """Return the engine with encodes beside steps or without, and the batches that it will
+    launch."""
     runner: Any = core._runner
     launch, batches = runner.launch, []
 
@@ -161,7 +162,8 @@ def encoding_ahead(core: EngineCore, *, ahead: bool) -> tuple[EngineCore, list[B
 
 
 def compare_encodes(folder: Path, name: str, **fields: Any) -> None:
-    """Encodes beside steps change no token, and are the ones that steps would do themselves."""
+    """Assert that encodes beside steps change no token, and are those that steps would do
+    themselves."""
     seeing = made(name, folder)
     texts, encodes = [], []
     for ahead in (False, True):

@@ -172,7 +172,7 @@ class Made:
 
     @torch.no_grad()
     def drafts(self, text: list[int], count: int) -> list[tuple[int, float]]:
-        """Greedy drafts after a text, and by how much each logit leads the next."""
+        """Return greedy drafts after a text, and by how much each logit leads the next."""
         model, drafts = self.big.model, []
         states = model(torch.tensor([text[:-1]])).last_hidden_state
         tokens = text[1:]

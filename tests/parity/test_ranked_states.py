@@ -47,8 +47,10 @@ def made(name: str, folder: Path, **changes: Any) -> Any:
 
 
 def adapter_of_all(folder: Path) -> Path:
-    """A random adapter of every matrix in the layers, as PEFT writes it; it would not take those of
-    all mixers."""
+    """Save a random adapter of every matrix in the layers, in PEFT's format.
+
+    PEFT itself would not take the matrices of all mixers.
+    """
     torch.manual_seed(2)
     tensors, modules = {}, set()
     for part in (part for linear in load_model(folder).linears() for part in linear.spec.parts):
@@ -65,8 +67,11 @@ def adapter_of_all(folder: Path) -> Path:
 
 
 def texts(folder: Path, adapter: Path, **ranks: int) -> list[Any]:
-    """Of prompts with too few blocks for all at once, of the next turns, of which the prompts are
-    found, and of the prompts with an adapter."""
+    """Return the outputs of prompts, of their next turns, and of prompts with an adapter.
+
+    There are too few blocks for all prompts at once. The next turns find their prompts in the
+    prefix cache.
+    """
     config = EngineConfig(
         model=str(folder), device="cpu", dtype="float32", num_threads=1, **ranks,
         max_model_len=224, block_size=4, num_blocks=70, max_num_seqs=4, max_num_batched_tokens=24,

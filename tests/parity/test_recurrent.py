@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {"max_model_len": 64, "block_size": 4}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[Any]]:
-    """Folder, prompts, and the texts of transformers."""
+    """Return a model's folder, prompts, and transformers' outputs."""
     folder = tmp_path_factory.mktemp("model")
     theirs = save(DELTA_NET["qwen 3 next"], folder)
     generator = torch.Generator().manual_seed(3)

@@ -27,7 +27,7 @@ def prompts() -> list[list[int]]:
 
 
 def routers(model: Any) -> dict[int, Any]:
-    """The routers of transformers' model, by layer."""
+    """Return the routers of transformers' model, by layer."""
     return {
         int(name.split("layers.")[1].split(".")[0]): module
         for name, module in model.named_modules()
@@ -36,7 +36,7 @@ def routers(model: Any) -> dict[int, Any]:
 
 
 def chosen(model: Any, ids: list[int]) -> np.ndarray:
-    """The experts of each token by transformers, [tokens, layers, chosen] in ascending order."""
+    """Return each token's experts by transformers, [tokens, layers, chosen] in ascending order."""
     seen: dict[int, torch.Tensor] = {}
     hooks = [
         router.register_forward_hook(
@@ -54,7 +54,8 @@ def chosen(model: Any, ids: list[int]) -> np.ndarray:
 
 
 def replayed(model: Any, ids: list[int], routes: np.ndarray) -> torch.Tensor:
-    """Transformers' logits where each router takes the given experts, as trainers replay them."""
+    """Return transformers' logits when each router takes the given experts, as trainers replay
+    them."""
     hooks = []
     for layer, router in routers(model).items():
         given = torch.from_numpy(routes[:, layer].astype(np.int64))

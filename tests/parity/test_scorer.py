@@ -51,7 +51,7 @@ def prompts() -> list[list[int]]:
 
 
 def differences(scorer: Scorer, prompts: list[list[int]], outputs: list[Output]) -> list[float]:
-    """The largest difference of each answer's log-probabilities from the scorer's."""
+    """Return the largest difference of each answer's log-probabilities from the scorer's."""
     largest = []
     for prompt, params, output in zip(prompts, SAMPLING, outputs, strict=True):
         scores = scorer.logprobs(prompt, output.token_ids, params)

@@ -39,7 +39,7 @@ def tokens(*lengths: int) -> list[list[int]]:
 
 
 def turns(core: EngineCore, count: int = 3, params: SamplingParams = PARAMS) -> list[Output]:
-    """Of two conversations that begin alike, at once."""
+    """Return the outputs of two conversations at once, which begin alike."""
     system, *users = tokens(82, 31, 17)
     prompts, outputs = [system + user for user in users], []
     for _ in range(count):
@@ -50,7 +50,7 @@ def turns(core: EngineCore, count: int = 3, params: SamplingParams = PARAMS) -> 
 
 
 def close(ours: list[Output], theirs: list[Output]) -> bool:
-    """The same texts, and log-probabilities but for roundings."""
+    """Return whether texts are equal, and log-probabilities equal but for rounding."""
     pairs = [
         (a.logprob, b.logprob)
         for own, other in zip(ours, theirs, strict=True)

@@ -230,9 +230,11 @@ def any_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
 
 
 def of_all_kinds() -> Iterator[Any]:
-    """Each kind of model with each drafter. CI has both with attention alone, and the real drafter
-    with recurrent states, whose drafts of a fake one `test_text_with_drafts_is_the_text_without`
-    has there."""
+    """Yield each kind of model with each drafter, and the stage that has it.
+
+    CI has both drafters with attention alone, and the real one with recurrent states;
+    `test_text_with_drafts_is_the_text_without` has a fake one's drafts there.
+    """
     for kind in ("llama", *SLOW):
         yield pytest.param(kind, "lookup", marks=pytest.mark.slow)
         marks = [pytest.mark.nightly] if kind in HYBRIDS else [pytest.mark.slow]

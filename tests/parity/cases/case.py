@@ -35,22 +35,22 @@ Logits = Callable[["PreTrainedModel", Tensor], Tensor]
 
 
 def plainly(model: "PreTrainedModel", ids: Tensor) -> Tensor:
-    """ids [n] -> logits [n, vocab]."""
+    """Return the logits [n, vocab] of ids [n]."""
     logits: Tensor = model(ids[None]).logits[0]
     return logits
 
 
 @dataclass(frozen=True)
 class Case:
-    """model_type: of transformers, less the sizes in `drop`, with `changes`.
+    """A tiny random checkpoint of an architecture, and its oracle in transformers.
 
-    architecture: what config.json shall say, where not what transformers writes.
-    rewrite: tensors and config.json of the relative -> those of the architecture.
-    logits: how the oracle is asked.
-    attention: transformers' way to compute it.
-    calm: factor of the weights of queries' norms, where nothing else divides the scores; sharp ones
-        make much of the last bit.
-    network: transformers' class, where it knows no other way from a text model's configuration.
+    model_type: transformers', without the sizes in `drop`, and with `changes`.
+    architecture: the name in config.json, if it is not the one that transformers writes.
+    rewrite: converts tensors and config.json of the relative to those of the architecture.
+    logits: computes the oracle's logits. attention: transformers' implementation.
+    calm: factor of the weights of queries' norms, where nothing else divides the scores; sharp
+        scores would magnify the last bit.
+    network: transformers' class, if it cannot be found by a text model's configuration.
     """
 
     model_type: str
@@ -65,7 +65,7 @@ class Case:
 
 
 def save(case: Case, folder: Path) -> "PreTrainedModel":
-    """Write the checkpoint; the model that it is of."""
+    """Write the checkpoint, and return its model."""
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key not in case.drop}
     # transformers writes into rope_parameters, which several cases share.
@@ -84,7 +84,7 @@ def save(case: Case, folder: Path) -> "PreTrainedModel":
 
 @torch.no_grad()
 def randomise(model: "PreTrainedModel", calm: float = 1.0) -> None:
-    """All parameters: norms and biases made as ones and zeros hide mistakes."""
+    """Randomise all parameters, because norms of ones and biases of zeros hide mistakes."""
     for name, parameter in model.named_parameters():
         if "act_fn" in name:  # of an activation, where others make it steep
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -111,6 +111,7 @@ def rewrite_folder(folder: Path, case: Case) -> None:
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest logit; infinite if one is not finite."""
+    """Return the largest difference relative to the largest logit; infinite if one is not
+    finite."""
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     return difference if math.isfinite(difference) else math.inf

@@ -33,7 +33,8 @@ _LONGCAT = {key: value for key, value in _MLA.items() if key != "first_k_dense_r
 
 
 def _without_zero(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """As the hub has it: transformers writes weights of experts that have none."""
+    """Remove the weights of experts that do not exist, which transformers writes and the hub
+    lacks."""
     count = config["n_routed_experts"]
     nonzero = {}
     for name, tensor in tensors.items():

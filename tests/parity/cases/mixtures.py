@@ -57,7 +57,7 @@ _LAGUNA = {
 
 
 def _of_hub(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """MiMo-V2-Flash as its own repository writes config.json."""
+    """Rewrite config.json as MiMo-V2-Flash's own repository has it."""
     kinds, dense = config.pop("layer_types"), config.pop("mlp_layer_types")
     ropes = config.pop("rope_parameters")
     config.update(

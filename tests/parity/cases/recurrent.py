@@ -123,7 +123,7 @@ _OLMO: dict[str, Any] = {
 
 
 def _by_letters(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """As files were before transformers 5: letters for the layers."""
+    """Rewrite config.json as before transformers 5, with a letter for each layer."""
     letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     kinds = config.pop("layers_block_type")
     config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
@@ -133,8 +133,11 @@ def _by_letters(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 
 def _as_converted(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """As OLMo's converter writes it. transformers writes names of the other layers' norms, and
-    cuts the convolution into pieces of one size."""
+    """Rewrite tensors as OLMo's converter does.
+
+    transformers uses other names of the layers' norms, and cuts the convolution into pieces of one
+    size.
+    """
     sizes = [config["linear_num_key_heads"] * config["linear_key_head_dim"]] * 2
     sizes.append(config["linear_num_value_heads"] * config["linear_value_head_dim"])
     for number, kind in enumerate(config["layer_types"]):
@@ -150,7 +153,7 @@ def _as_converted(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 
 def _kimi_of_hub(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """config.json as Kimi Linear's own repository has it."""
+    """Rewrite config.json as Kimi Linear's own repository has it."""
     kinds, mlps = config.pop("layer_types"), config.pop("mlp_layer_types")
     numbers = {of: [i + 1 for i, kind in enumerate(kinds) if kind == of] for of in {*kinds}}
     config["linear_attn_config"] = {

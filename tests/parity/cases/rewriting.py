@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
-    """Each pair's first by its second in all names, one pair after the other."""
+    """Replace the first text of each pair by its second in all names, one pair after the other."""
     new_tensors = {}
     for name, tensor in tensors.items():
         for old, new in pairs:
@@ -24,7 +24,7 @@ def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
 
 
 def fused(tensors: Tensors, pieces: tuple[str, ...], whole: str) -> Tensors:
-    """The pieces of each layer below each other."""
+    """Join the pieces of each layer into one tensor, below each other."""
     merged = dict(tensors)
     for name in tensors:
         if pieces[0] in name:
@@ -113,7 +113,7 @@ def internlm1(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 
 def internlm2(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """Queries, key and value of each key head side by side."""
+    """Put queries, key and value of each key head side by side, as InternLM 2 has them."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     config["bias"] = config.pop("attention_bias")
     config["rope_scaling"] = {"type": "dynamic", "factor": 2.0}
@@ -148,7 +148,10 @@ def minicpm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 
 def wrapped(before: str) -> Callable[[Tensors, dict[str, Any]], Tensors]:
-    """In a wrapper, beside another part. before: what the text model's names begin with."""
+    """Return a rewriting that puts a text model into a wrapper, beside another part.
+
+    before: the beginning of the text model's names.
+    """
 
     def rewrite(tensors: Tensors, config: dict[str, Any]) -> Tensors:
         text = {**config}
@@ -173,7 +176,8 @@ def wrapped(before: str) -> Callable[[Tensors, dict[str, Any]], Tensors]:
 
 
 def with_alibi(slopes: list[float]) -> Logits:
-    """Llama without rotation, with slopes on the scores."""
+    """Return a function that computes Llama's logits without rotation, with ALiBi slopes on
+    scores."""
 
     def ask(model: "PreTrainedModel", ids: Tensor) -> Tensor:
         at = torch.arange(len(ids))
@@ -188,7 +192,8 @@ def with_alibi(slopes: list[float]) -> Logits:
 
 
 def stacked(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """All experts of a layer in one tensor, as Qwen 3.5's files have them, in its wrapper."""
+    """Stack all experts of a layer in one tensor and put the model in a wrapper, as Qwen 3.5 has
+    it."""
     merged = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(config["num_hidden_layers"]):
         names = f"model.layers.{layer}.mlp.experts.{{}}.{{}}_proj.weight"
@@ -209,7 +214,8 @@ def stacked(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 
 def qwen3_vl_moe(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """The same with inputs first, as Qwen3-VL's mixtures have them."""
+    """Stack experts as `stacked` does, with the input axis first, as Qwen3-VL's mixtures have
+    them."""
     config["model_type"] = "qwen3_vl_moe_text"
     config["num_experts"] = config.pop("num_local_experts", config.get("num_experts"))
     return {
@@ -246,8 +252,11 @@ def exaone3(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 
 def decilm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """Layer 0 has half of the key heads, layer 1 no attention and half of the inner width, layer 2
-    no MLP."""
+    """Rewrite a Llama as DeciLM with unlike layers.
+
+    Layer 0 has half of the key heads, layer 1 no attention and half of the inner width, layer 2 no
+    MLP.
+    """
     config.pop("num_key_value_heads"), config.pop("intermediate_size")
     config["block_configs"] = [
         {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 12.0}},
@@ -268,7 +277,10 @@ def decilm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 @torch.no_grad()
 def as_decilm(model: "PreTrainedModel", ids: Tensor) -> Tensor:
-    """The Llama that computes what `decilm` has left: heads that are alike, parts that give 0."""
+    """Return the logits of the Llama that computes what `decilm` has left.
+
+    Its heads are alike, and its missing parts give 0.
+    """
     first, second, third = model.model.layers
     for matrix in (first.self_attn.k_proj, first.self_attn.v_proj):
         pairs = matrix.weight.unflatten(0, (2, 2, -1))
