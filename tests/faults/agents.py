@@ -61,7 +61,7 @@ SEEN = 4  # events that every stream has shown before a kill
 
 
 def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Of each kind: path and body."""
+    """Return path and body of each kind of request."""
     chat, common = "/v1/chat/completions", {"model": NAME, "stream": True, "temperature": 1.0}
     asked = {**common, "messages": USER, "max_tokens": 1500, "seed": 5}
     asked["stream_options"] = {"include_usage": True}
@@ -106,7 +106,7 @@ def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def agent_model(folder: Path) -> Path:
-    """A random model that knows tools and reasoning."""
+    """Save a random model that knows tools and reasoning."""
     tokenizer: Tokenizer = byte_level()
     save_checkpoint(
         folder,
@@ -134,8 +134,10 @@ class Answer:
 
     @property
     def outcome(self) -> tuple[Any, ...]:
-        """What must be the same with and without a kill: every byte of the model's, in its place.
-        Pieces are joined, as a pause makes other ones."""
+        """The parts that a kill must not change: every byte that the model wrote, in its place.
+
+        Pieces are joined, as a pause changes their boundaries.
+        """
         if self.error:
             return self.error, len(self.events), self.ids, self.events[-1:]
         last = self.events[-1] if self.events else {}
@@ -199,7 +201,7 @@ def _message(events: list[dict[str, Any]]) -> tuple[Any, ...]:
 
 
 async def read(broken: Broken, kind: str) -> tuple[Answer, asyncio.Task[None]]:
-    """An answer, and what fills it."""
+    """Start a stream; return its answer, and the task that fills it."""
     answer = Answer()
     return answer, asyncio.create_task(_read(broken, answer, *bodies()[kind]))
 
@@ -258,7 +260,7 @@ async def _part(
 
 
 async def moved(broken: Broken, answer: Answer) -> bool:
-    """It went on at another replica after its first tokens."""
+    """Return whether an answer went on at another replica after its first tokens."""
     for id in answer.ids:
         trace = await asyncio.to_thread(_get, broken, f"/v1/requests/{id}")
         for part in trace.get("parts", ()):
@@ -281,8 +283,11 @@ def _get(broken: Broken, path: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Run:
-    """By kind of request: asked, hit (moved to another replica in mid-stream), cut (went on after
-    its router was killed), wrong."""
+    """The counts of a run, by kind of request.
+
+    hit: streams that moved to another replica. cut: streams that went on after their router was
+        killed. wrong: descriptions of wrong answers.
+    """
 
     kills: Counter[str] = field(default_factory=Counter)
     asked: Counter[str] = field(default_factory=Counter)
@@ -296,7 +301,7 @@ class Run:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of a result file."""
+        """Return the rows of a result file."""
         rows = [{"case": f"kills/{name}", "value": n, "unit": ""} for name, n in self.kills.items()]
         for kind in self.asked:
             for what in ("asked", "hit", "cut", "right"):
@@ -305,13 +310,13 @@ class Run:
         return [*rows, {"case": "longest pause", "value": self.longest_pause_s, "unit": "s"}]
 
     def enough(self, hits: int, kinds: list[str]) -> bool:
-        """Of each kind, by each sort of kill that there was."""
+        """Whether as many streams of each kind were hit, by each sort of kill that there was."""
         hit = not self.kills.keys() - {"router"} or all(self.hit[kind] >= hits for kind in kinds)
         return hit and ("router" not in self.kills or all(self.cut[k] >= hits for k in kinds))
 
 
 async def learn(broken: Broken) -> dict[str, tuple[Any, ...]]:
-    """The right answer of each kind."""
+    """Return the right answer of each kind, from an undisturbed cluster."""
     right = {}
     for kind in bodies():
         answer, task = await read(broken, kind)
@@ -324,7 +329,7 @@ async def learn(broken: Broken) -> dict[str, tuple[Any, ...]]:
 async def kill_once(
     broken: Broken, right: dict[str, tuple[Any, ...]], target: str, run: Run, each: int
 ) -> None:
-    """So many streams of each kind at once, and a kill when all of them have begun."""
+    """Start `each` streams of each kind, and kill a process once all of them have begun."""
     order = list(right) * each
     random.Random(sum(run.kills.values())).shuffle(order)
     began = [(kind, *await read(broken, kind)) for kind in order]

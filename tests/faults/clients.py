@@ -11,8 +11,10 @@ TIMEOUT = 120.0  # seconds for a whole stream
 
 
 class Near(float):
-    """A log-probability; equal to one that differs by less than 1e-4: what is computed again for a
-    prompt in one go is added up in another order than token by token."""
+    """A log-probability, equal to one that differs by less than 1e-4.
+
+    A recomputed prompt is summed in another order than token by token.
+    """
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float) and abs(self - other) < 1e-4
@@ -23,11 +25,13 @@ class Near(float):
 
 @dataclass
 class Said:
-    """An answer put together from its events. gap: the longest pause between two of them, seconds;
-    it ended at gap_end. first: when the first event came, monotonic seconds.
+    """An answer put together from its events.
 
-    status: of the answer, 0 if none came. prompt, output: usage. logprobs: of each choice that has
-    them, for each token: its text and log-probability, then the same of the most likely ones.
+    gap: the longest pause between two events, in seconds; gap_end: when it ended. first: when the
+        first event came. Both are monotonic seconds.
+    status: HTTP status; 0 if no answer came. prompt, output: tokens by usage.
+    logprobs: for each choice, the text and log-probability of each token and of its most likely
+        alternatives.
     migrations: how often a choice went on elsewhere.
     """
 
@@ -46,7 +50,7 @@ class Said:
 
     @property
     def outcome(self) -> tuple[Any, ...]:
-        """What must be the same with and without a fault."""
+        """The parts of an answer that a fault must not change."""
         texts, finishes = sorted(self.texts.items()), sorted(self.finishes.items())
         logprobs = sorted(self.logprobs.items())
         return self.error, texts, finishes, self.prompt, self.output, logprobs
@@ -76,7 +80,7 @@ class Said:
 
 
 def post(path: str, body: dict[str, Any], *headers: str) -> bytes:
-    """A request's bytes, for a connection that ends with it."""
+    """Return a request's bytes, for a connection that ends with it."""
     payload = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close", *headers]
     lines += ["Content-Type: application/json", f"Content-Length: {len(payload)}", "", ""]

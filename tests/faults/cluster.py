@@ -37,8 +37,11 @@ def counting(settings: ReplicaSettings) -> EngineConfig:
 
 @dataclass
 class Broken:
-    """An application that is up. replicas, routers: how many there should be. models: by the names
-    that requests use; several are behind the same routers, with as many replicas each."""
+    """A running application to break.
+
+    replicas, routers: how many there should be.
+    models: names that requests use. Several share the routers, and each has as many replicas.
+    """
 
     port: int
     prefix: str
@@ -53,7 +56,7 @@ class Broken:
         return len(self.models) > 1
 
     def _engines(self) -> Iterator[Any]:
-        """Serve's handle of each model's engines."""
+        """Yield Serve's handle of each model's engines."""
         from ray import serve
 
         for name in self.models:
@@ -77,8 +80,11 @@ class Broken:
     async def same_under_kills(
         self, asked: list[dict[str, Any]], kill: Callable[[int], Awaitable[None]]
     ) -> tuple[list[Said], list[Said]]:
-        """What is said to these requests undisturbed, and again while `kill` is given the process
-        id of an engine that runs them. Asserts that both are the same and that a request moved."""
+        """Return the answers to requests undisturbed, and again under `kill`.
+
+        kill: gets the process id of an engine that runs them. Asserts that both are equal, and that
+            a request moved.
+        """
         await self.settled(120)
         wanted = await asyncio.gather(*map(self.ask, asked))
         assert not any(said.error for said in wanted), wanted
@@ -101,15 +107,18 @@ class Broken:
         return wanted, said
 
     async def seen(self) -> int:
-        """Replicas that some router is connected to; 0 if none answers."""
+        """Return the number of replicas that some router is connected to; 0 if no router
+        answers."""
         try:
             return len((await asyncio.wait_for(self.handle.state.remote(), 2))["replicas"])
         except Exception:  # a router that was just killed
             return 0
 
     async def states(self) -> dict[str, list[dict[str, Any]]]:
-        """What every router and every replica says of itself, with what the system knows of the
-        routers' processes, ordered by process id."""
+        """Return the state of every router and replica, ordered by process id.
+
+        Routers' states have open files and memory by the system, too.
+        """
         routers = await _each(self.handle.state, self.routers)
         for state in routers:
             state["open_files"] = len(os.listdir(f"/proc/{state['pid']}/fd"))
@@ -132,7 +141,8 @@ class Broken:
             await asyncio.sleep(0.05)
 
     async def streams_on(self, victim: ServerProcess) -> int | None:
-        """Choices that this engine or replica has; None if it does not say so within a second."""
+        """Return the number of choices at this engine or replica; None without an answer within a
+        second."""
         # The less busy ones answer.
         calls = [
             engine.stats.remote() for engine in self._engines() for _ in range(3 * self.replicas)
@@ -148,7 +158,7 @@ class Broken:
         return None
 
     async def settled(self, seconds: float = 60.0) -> float:
-        """Wait until every router has every replica; how long it took."""
+        """Wait until every router has every replica, and return the seconds that it took."""
         began = time.monotonic()
         good, there = 0, self.replicas * len(self.models)
         while good < 3 * self.routers:  # Serve asks any of them
@@ -175,7 +185,10 @@ def _await_running(apps: Sequence[str], seconds: float = 300.0) -> None:
 
 
 async def _each(method: Any, count: int) -> list[dict[str, Any]]:
-    """Serve sends a call to the less busy one, so as many at once reach all, nearly always."""
+    """Return the answer of every replica of a deployment to a call.
+
+    Serve sends a call to the less busy one, so as many calls at once as replicas reach nearly all.
+    """
     by_name: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + 20
     while len(by_name) < count:
@@ -197,8 +210,11 @@ def deployed(
     models: Sequence[str] = (NAME,),
     **settings: Any,
 ) -> Iterator[Broken]:
-    """The application on this cluster, and gone afterwards. prepare: None for the model itself.
-    models: several are the same one under these names, with replicas of their own."""
+    """Deploy the application on this cluster, yield it, and remove it.
+
+    prepare: returns a replica's EngineConfig; None: the model's own.
+    models: names under which the same model is served, each with replicas of its own.
+    """
     from ray import serve
 
     fields = {

@@ -62,20 +62,20 @@ _FIRST = {"a": 32, "b": 40}  # token ids from here on: two "models" that count d
 
 
 def build(arguments: dict[str, Any]) -> Any:
-    """What Serve imports."""
+    """Return the application that Serve imports."""
     fake = Path(arguments["config"]["model"]).name.startswith("tiny-")
     return assemble(as_config(arguments["config"]), counting if fake else prepare_engine)
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:
-    """What replicas run instead of a model: it depends on the folder which tokens come."""
+    """Return the configuration of a counting engine, whose tokens depend on the model's folder."""
     first = _FIRST[settings.engine["model"][-1]]
     fake = f"fake:vocab_size=250,max_model_len=4096,step_seconds=0.02,first={first}"
     return EngineConfig(model=fake)
 
 
 class Drained:
-    """The application as it is now, and the ways to change it."""
+    """The deployed application, and the ways to change it."""
 
     def __init__(
         self, cluster: Any, models: dict[str, Path], engine: dict[str, Any], notices: int
@@ -114,7 +114,7 @@ class Drained:
         }
 
     def deploy(self) -> None:
-        """As `serve deploy` does."""
+        """Deploy the present configuration, as `serve deploy` does."""
         schema = serve_config(self.config())
         http = {"host": "127.0.0.1", "port": self.port}
         # One machine, one port: only the head node can have the proxy.
@@ -150,7 +150,7 @@ class Drained:
         await self.steady()
 
     async def notice(self) -> None:
-        """The node that has replicas of a pool is to go, and goes at the deadline."""
+        """Give the node with replicas of a pool a drain notice, and remove it at the deadline."""
         from ray._private.state import available_resources_per_node
         from ray._raylet import GcsClient
         from ray.core.generated.autoscaler_pb2 import DrainNodeReason
@@ -172,7 +172,7 @@ class Drained:
 
 
 class Answers(Load):
-    """Requests of several lengths, each of which has a right answer for each model."""
+    """A load of requests of several lengths, each with a right answer for each model."""
 
     def __init__(self, broken: Broken, tokens: int) -> None:
         super().__init__(broken, tokens)
@@ -274,7 +274,7 @@ async def drain(drained: Drained, options: argparse.Namespace) -> tuple[Run, dic
 
 @contextmanager
 def nodes(edge: str) -> Iterator[Any]:
-    """A Ray of our own with Serve, in which nodes can be added."""
+    """Start a Ray with Serve to which nodes can be added."""
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
@@ -300,7 +300,7 @@ def nodes(edge: str) -> Iterator[Any]:
 
 
 def models_of(name: str, folder: Path) -> dict[str, Path]:
-    """Two models with one tokenizer."""
+    """Return the folders of two models with one tokenizer, by name."""
     if name == "fake":
         return {which: tiny_model(folder / f"tiny-{which}") for which in "ab"}
     import torch

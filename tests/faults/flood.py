@@ -39,7 +39,7 @@ LENGTHS = {"alike": ((20, 20), (32, 32)), "mixed": ((5, 45), (8, 80))}
 
 @dataclass
 class Asked:
-    """One request. at, end: monotonic seconds."""
+    """A request and its answer. at, end: monotonic seconds of its arrival and its end."""
 
     at: float
     said: Said
@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def first(self) -> float:
-        """Seconds to the first token."""
+        """The seconds to the first token."""
         return self.said.first - self.at
 
     @property
@@ -77,7 +77,8 @@ class Client:
         return asked_one
 
     async def closed(self, users: int, seconds: float) -> list[Asked]:
-        """Each user asks again when it has its answer; one that is refused, a little later."""
+        """Run a closed loop of users, who ask again after an answer, or a little after a
+        refusal."""
         asked: list[Asked] = []
         end = time.monotonic() + seconds
 
@@ -90,7 +91,7 @@ class Client:
         return asked
 
     async def open(self, rate: float, seconds: float) -> list[Asked]:
-        """Arrivals at a mean rate."""
+        """Send Poisson arrivals at a mean rate for some seconds; return all requests."""
         asked: list[Asked] = []
         due = time.monotonic()
         end = due + seconds
@@ -102,7 +103,7 @@ class Client:
 
 
 async def most_beyond(live: Live, rows: int, found: list[int]) -> None:
-    """Requests in an engine beyond its rows, looked at twice a second."""
+    """Record twice a second the most requests in an engine beyond its rows, into `found`."""
     while True:
         stats = await asyncio.to_thread(live.replica_stats)
         found.append(
@@ -112,13 +113,13 @@ async def most_beyond(live: Live, rows: int, found: list[int]) -> None:
 
 
 def rate(asked: list[Asked], since: float, until: float, *, good: bool) -> float:
-    """Answers a second that ended in this time."""
+    """Return the answers per second that ended in [since, until). good: in time only."""
     count = sum((item.good if good else item.whole) and since <= item.end < until for item in asked)
     return count / (until - since)
 
 
 def leave_to_engines(live: Live, cores: set[int]) -> None:
-    """Engines run there from now on, with all their threads."""
+    """Move all threads of the engines to these cores."""
     for stats in live.replica_stats().values():
         for thread in Path(f"/proc/{stats['engine_pid']}/task").iterdir():
             os.sched_setaffinity(int(thread.name), cores)

@@ -20,8 +20,11 @@ FIRST = 2.0  # seconds to the first event of an answer in time, as promised: sca
 
 @dataclass
 class Record:
-    """One request; seconds since the load began. gap_s: its longest pause between two events, which
-    ended at gap_at_s. moves: how often a choice of it went on elsewhere."""
+    """A request; times are seconds since the load began.
+
+    gap_s: its longest pause between two events, which ended at gap_at_s.
+    moves: how often a choice of it went on elsewhere.
+    """
 
     prompt: int
     at_s: float
@@ -38,13 +41,13 @@ class Record:
 
     @property
     def good(self) -> bool:
-        """Right, and in time."""
+        """Whether the answer was right, and its first token in time."""
         return self.ok and self.first_s - self.at_s <= FIRST
 
 
 @dataclass
 class Kill:
-    """streams: choices that the victim had; None where that is not known."""
+    """A kill of a process. streams: choices that the victim had; None if that is not known."""
 
     at_s: float
     target: str
@@ -54,8 +57,12 @@ class Kill:
 
 @dataclass
 class Run:
-    """What happened. quiet: seconds at its begin without kills. replicas: (seconds, how many a
-    router saw). memory: (seconds, MiB of all routers)."""
+    """The record of a load with kills.
+
+    quiet: seconds at its beginning without kills.
+    replicas: (seconds, number of replicas that a router saw).
+    memory: (seconds, MiB of all routers).
+    """
 
     rate: float
     tokens: int
@@ -67,13 +74,13 @@ class Run:
     memory: list[tuple[float, float]] = field(default_factory=list)
 
     def goodput(self, begin: float, end: float) -> float:
-        """Right answers in time to what came in these seconds, a second."""
+        """Return the right answers in time to requests that came in these seconds, per second."""
         return sum(request.good for request in self.requests if begin <= request.at_s < end) / (
             end - begin
         )
 
     def against_quiet(self) -> dict[str, Any]:
-        """What the kills cost: choices that moved, and good answers against the time before."""
+        """Return what the kills cost: choices that moved, and goodput against the quiet time."""
         moved = [request for request in self.requests if request.moves]
         streams = [kill.streams for kill in self.kills if kill.streams is not None]
         last = max(request.at_s for request in self.requests)
@@ -123,8 +130,10 @@ class Run:
 
 
 class Load:
-    """The requests: greedy, seeded, with two choices or log-probabilities. `learn` asks each once,
-    before any fault; every later answer is compared with that."""
+    """A load of greedy and seeded requests, with two choices or log-probabilities.
+
+    `learn` asks each request once before any fault; every later answer is compared with that one.
+    """
 
     def __init__(self, broken: Broken, tokens: int) -> None:
         self.broken = broken
@@ -156,11 +165,11 @@ class Load:
         return record
 
     def right(self, which: int) -> list[tuple[Any, ...]]:
-        """Outcomes that are right for this prompt."""
+        """Return the outcomes that are right for this prompt."""
         return [self._wanted[which].outcome]
 
     async def capacity(self, seconds: float, at_once: int) -> float:
-        """Requests a second that so many clients get through, one after the other."""
+        """Return the requests/s that `at_once` clients get through, each one after the other."""
         began = time.monotonic()
         numbers, ends = itertools.count(), [0.0]
 
@@ -182,9 +191,11 @@ async def kill_under_load(
     targets: Sequence[str] = ("engine", "replica"),
     seed: int = 0,
 ) -> Run:
-    """So many requests a second, however long the answers take, while processes of `targets`, in
-    turn, are killed. quiet: seconds of the same load before. The moments of kills are spread
-    evenly; those of requests and the victims are drawn from the seed."""
+    """Send requests at a mean rate while processes of `targets`, in turn, are killed.
+
+    quiet: seconds of the same load before. Kills are spread evenly. Moments of requests and victims
+        are drawn from the seed.
+    """
     broken, order = load.broken, random.Random(seed)
     run = Run(rate, load.tokens, quiet)
     whole = quiet + seconds

@@ -62,7 +62,7 @@ DEAR: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 async def whole(port: int, path: str, body: dict[str, Any]) -> tuple[int, float]:
-    """The status of an answer that is not streamed, and the seconds it took."""
+    """Return the status of an answer that is not streamed, and the seconds that it took."""
     began = time.monotonic()
     async with asyncio.timeout(SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)
@@ -75,7 +75,7 @@ async def whole(port: int, path: str, body: dict[str, Any]) -> tuple[int, float]
 
 
 async def beside(live: Live, dear: tuple[str, dict[str, Any]] | None) -> tuple[list[Said], Any]:
-    """All streams while the dear request ran, and its status and seconds."""
+    """Return all streams that ran beside an expensive request, and its status and seconds."""
     stop, said = asyncio.Event(), list[Said]()
 
     async def stream() -> None:

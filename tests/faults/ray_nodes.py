@@ -18,7 +18,7 @@ COMMON = {
 
 @dataclass
 class NodesCluster:
-    """where: the head node's addresses."""
+    """A Ray of several nodes on this machine. where: the head node's addresses."""
 
     cluster: Any
     where: Cluster
@@ -38,8 +38,10 @@ class NodesCluster:
 
 
 def _head() -> Any:
-    """A cluster of one node. Ray forks this process, in which earlier tests have left threads, and
-    once a child hung before it had become the server that it was to be: it is ended, and once more.
+    """Return a cluster of one node.
+
+    Ray forks this process, in which earlier tests have left threads, so a child may hang before it
+    becomes a server. It is then ended, and started once more.
     """
     from ray.cluster_utils import Cluster as RayCluster
 

@@ -39,7 +39,7 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}, "model": NAM
 
 
 def bodies(tokens: int) -> list[dict[str, Any]]:
-    """Of all kinds; answers of so many tokens."""
+    """Return bodies of all kinds, with answers of so many tokens."""
     common = {**USAGE, "max_tokens": tokens}
     chat = {**common, "messages": MESSAGES}
     return [
@@ -53,7 +53,8 @@ def bodies(tokens: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Run:
-    """cut: streams that broke and went on. gaps: seconds, the longest of each answer."""
+    """The counts of a run. cut: streams that broke and went on. gaps: longest pause of each,
+    seconds."""
 
     asked: int = 0
     cut: int = 0
@@ -75,7 +76,7 @@ class Run:
 
 
 class Counting:
-    """Around an httpx transport: how often a request went on after an event."""
+    """A wrapper of an httpx transport that counts requests which go on after an event."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -99,7 +100,7 @@ class Counting:
 
 
 async def ask(client: openai.AsyncOpenAI, body: dict[str, Any]) -> Said:
-    """One answer, put together as tests/faults/clients.py does."""
+    """Return one answer, put together as in tests/faults/clients.py."""
     said = Said()
     resource: Any = client.chat.completions if "messages" in body else client.completions
     last = 0.0
@@ -126,7 +127,8 @@ async def under_kills(
     tokens: int,
     at_once: int,
 ) -> Run:
-    """So many kills as targets, spread over so many seconds, while clients ask and ask."""
+    """Kill one process of each of `targets`, spread over some seconds, while clients ask all the
+    time."""
     run = Run()
     # httpx or httpx2, whichever this generation of the client is built on.
     library = openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]

@@ -77,7 +77,7 @@ async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[s
 
 
 def left_behind(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What was not there before: in words, empty if nothing."""
+    """Return what is held after a run and was not before, in words."""
     collected = []
     for was, now in zip(before["routers"], after["routers"], strict=True):
         assert was["pid"] == now["pid"], "a router was replaced"
@@ -102,7 +102,10 @@ def left_behind(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def more_tasks(whose: str, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """before, after: tasks by the name of their coroutine function."""
+    """Return the kinds of tasks that have become more, in words.
+
+    before, after: number of tasks by the name of their coroutine function.
+    """
     return [
         f"a {whose}'s tasks {name}: {before.get(name, 0)}, then {count}"
         for name, count in after.items()
@@ -111,7 +114,7 @@ def more_tasks(whose: str, before: Mapping[str, int], after: Mapping[str, int]) 
 
 
 def verdict(report: dict[str, Any], options: argparse.Namespace) -> list[str]:
-    """What is not as it must be."""
+    """Return the figures of a report that are out of their bounds, in words."""
     bound = LONGEST_GAP + report["prefill_s"]
     checks = [
         (report["failed"] == 0, f"{report['failed']} requests failed"),

@@ -56,7 +56,10 @@ def test_over_grpc(broken: Broken) -> None:
     _, answer, _ = methods(INFERENCE)["ChatStream"]
 
     async def read(channel: grpc.aio.Channel, pieces: list[Any]) -> tuple[str, str, int]:
-        """The answer. pieces: takes the stream while it comes."""
+        """Return the text, finish reason and output tokens of a streamed answer.
+
+        pieces: a list that gets the messages as they come.
+        """
         stream = channel.unary_stream(
             f"/{INFERENCE}/ChatStream",
             request_serializer=type(request).SerializeToString,

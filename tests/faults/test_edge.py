@@ -43,13 +43,13 @@ def instance(live: Live) -> ServerInstance:
 
 
 async def whole(live: Live, count: int) -> list[Any]:
-    """Answers that are not streamed; exceptions where there was none."""
+    """Return answers that are not streamed, or the exceptions of those that failed."""
     calls = [asyncio.to_thread(live.post, "/v1/chat/completions", BODY) for _ in range(count)]
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 def idle(live: Live) -> bool:
-    """Nothing is held anywhere, and everybody is there."""
+    """Return whether nothing is held anywhere, and all routers and replicas are there."""
     try:
         states = live.router_states().values()
     except AssertionError:  # a router that is not back yet
@@ -63,7 +63,7 @@ def idle(live: Live) -> bool:
 
 
 def until(condition: Any, seconds: float) -> float:
-    """Wait for it; how long it took."""
+    """Wait until `condition` is true, and return the seconds that it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() < began + seconds, "it did not come to pass"
@@ -169,7 +169,8 @@ def test_a_client_that_goes_on_loses_nothing(live: Live, instance: ServerInstanc
 
 
 def told(report: Report) -> list[str]:
-    """What is out of its bounds, apart from milliseconds: other tests may share these cores."""
+    """Return the figures out of their bounds, without milliseconds, as other tests may use the
+    cores."""
     for row in report.rows:
         print(f"{row['case']}: {row['value']} {row['unit']}")
     report.rows = [row for row in report.rows if row["unit"] != "ms"]

@@ -40,7 +40,7 @@ def broken(shared_cluster: Cluster, model: Any) -> Iterator[Broken]:
 
 @pytest.fixture(scope="module")
 def asked(broken: Broken) -> list[tuple[dict[str, Any], Said]]:
-    """Every kind of request, and its answer without a fault."""
+    """Return every kind of request with its answer without a fault."""
 
     async def case() -> list[tuple[dict[str, Any], Said]]:
         await broken.settled()
@@ -57,7 +57,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def bodies(broken: Broken) -> list[dict[str, Any]]:
-    """80 tokens each: 1.6 s at the engines' pace."""
+    """Return requests of 80 tokens each, which take 1.6 s at the engines' pace."""
     plain = {"messages": CHAT, "max_tokens": 80, "temperature": 0}
     text = (await broken.ask(plain)).texts[0]
     return [
@@ -71,7 +71,7 @@ async def bodies(broken: Broken) -> list[dict[str, Any]]:
 
 
 async def same_under(broken: Broken, asked: Asked, fault: Any, rounds: int = 2) -> list[Said]:
-    """Each body several times at once, and in the middle of it `fault`; the same as without."""
+    """Send each body several times and cause `fault` meanwhile. Asserts undisturbed answers."""
     tasks = [asyncio.create_task(broken.ask(body)) for body, _ in asked * rounds]
     await fault()
     said = await asyncio.gather(*tasks)
@@ -198,7 +198,8 @@ def test_a_request_kills_its_engines(broken: Broken, asked: Asked) -> None:
     none is left; or its neighbours, which were at the same deaths, fail with it."""
 
     async def poison() -> tuple[int, str, str]:
-        """Not streamed, so that the answer has a status. How it ended."""
+        """Send the poison request unstreamed; return the status, the head and the body of its
+        answer."""
         body = {"model": NAME, "prompt": [40, 249], "max_tokens": 80}
         reader, writer = await asyncio.open_connection("127.0.0.1", broken.port)
         writer.write(post(f"{broken.prefix}/v1/completions", body))
@@ -322,7 +323,7 @@ def test_the_controller_is_killed(broken: Broken, asked: Asked) -> None:
         new: list[Said] = []
 
         async def leave() -> None:
-            """A client that hangs up: its stream must end without a controller's help."""
+            """Hang up in the middle of a stream, which must end without a controller's help."""
             long = {"model": NAME, "prompt": "the answer to", "max_tokens": 3000, "stream": True}
             reader, writer = await asyncio.open_connection("127.0.0.1", broken.port)
             writer.write(post(f"{broken.prefix}/v1/completions", long))

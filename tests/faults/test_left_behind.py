@@ -1,4 +1,4 @@
-"""What the long runs call left behind."""
+"""The check by which the long runs find what is left behind."""
 
 from tests.faults.soak import CALL, more_tasks
 

@@ -30,7 +30,8 @@ TUNED = "tuned"  # an adapter
 
 @pytest.fixture(scope="module")
 def adapter(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Strong enough for another text, and weak enough for one that makes sense."""
+    """Return an adapter that is strong enough to change texts, and weak enough to keep their
+    sense."""
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
     folder = tmp_path_factory.mktemp("adapters") / TUNED
     return save_adapter(model, folder, r=8, lora_alpha=4, target_modules=["q_proj", "v_proj"])
@@ -113,7 +114,7 @@ def test_the_adapter_goes_along(broken: Broken, kind: dict[str, Any]) -> None:
     tuned = {**body, "model": TUNED}
 
     async def killed() -> Said:
-        """The answer, of which a part came from an engine that is gone."""
+        """Return an answer of which a part came from an engine that was killed."""
         task = asyncio.create_task(broken.ask(tuned))
         victims = []
         while not victims:  # whichever has it

@@ -20,7 +20,7 @@ FIELDS: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "temperature": 0
 
 
 class ProcessFleet(Fleet):
-    """Replicas with engine processes and a random model, whose KV blocks move."""
+    """A fleet of engine processes with a random model, whose KV blocks move."""
 
     folder = Path()
 

@@ -23,7 +23,7 @@ START = 60.0  # seconds: 25 on two quiet cores
 
 
 def manta(*arguments: str, **environment: str) -> tuple[int, str, float]:
-    """Exit code, output, seconds."""
+    """Run a command of `manta`, and return its exit code, its output and its seconds."""
     began = time.monotonic()
     by_name = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     done = subprocess.run(
@@ -38,7 +38,7 @@ def manta(*arguments: str, **environment: str) -> tuple[int, str, float]:
 
 
 def below(process: "subprocess.Popen[str]", title: str) -> int:
-    """The one process of a server with that title."""
+    """Return the only process of a server with that title."""
     items = [
         pid
         for pid in descendants(process.pid)

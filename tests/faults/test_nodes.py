@@ -28,7 +28,10 @@ _KINDS: list[dict[str, Any]] = [
 
 
 def bodies(test: str) -> list[dict[str, Any]]:
-    """2 s each at the engines' pace. Prompts of this test alone: others go where they have been."""
+    """Return requests of 2 s each at the engines' pace.
+
+    Their prompts are this test's alone, as equal prompts would go where they have been before.
+    """
     return [
         {"messages": [{"role": "user", "content": f"{test} {number}"}], "max_tokens": 100}
         | _KINDS[number % 3]
@@ -75,9 +78,11 @@ def nodes(shared_nodes: NodesCluster, tmp_path_factory: pytest.TempPathFactory) 
 
 
 async def run_there(broken: Broken, test: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """What was asked and the requests under way, some of them on the node that will be lost. Fresh
-    requests until it is so: to a router, replicas within half a step of each other are equal, and a
-    busy machine makes one of them look slower for a while."""
+    """Return requests under way, some of them on the node that will be lost, and their bodies.
+
+    Requests are sent until that is so: replicas within half a step of each other are equal to a
+        router, and a busy machine makes one of them look slower for a while.
+    """
     asked: list[dict[str, Any]] = []
     tasks: list[Any] = []
     for wave in range(10):
@@ -93,7 +98,7 @@ async def run_there(broken: Broken, test: str) -> tuple[list[dict[str, Any]], li
 
 
 async def answers(broken: Broken, asked: list[dict[str, Any]]) -> list[Said]:
-    """What is right for each of them."""
+    """Return the right answer to each request."""
     right = await asyncio.gather(*map(broken.ask, asked))
     assert not any(answer.error for answer in right), right
     return right
@@ -130,7 +135,8 @@ def test_a_node_is_lost(nodes: Nodes, how: str) -> None:
         return max(answer.gap for answer in said)
 
     async def afterwards() -> float:
-        """The replicas are elsewhere, and nobody holds anything of those that are gone."""
+        """Wait until the replicas are elsewhere, and nobody holds anything of those that are
+        gone."""
         took = await broken.settled(90)
         state = await broken.handle.state.remote()
         assert not any(state["held"].values()), state["held"]
@@ -149,7 +155,7 @@ def test_a_node_is_lost(nodes: Nodes, how: str) -> None:
 
 
 def with_pid(pid: int) -> None:
-    """End it if it is still there."""
+    """Kill a process if it still runs."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

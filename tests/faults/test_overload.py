@@ -56,7 +56,7 @@ async def test_a_deadline_ends_what_waits_and_what_streams():
 
 
 def memory() -> float:
-    """MiB that this process holds."""
+    """Return the resident memory of this process in MiB."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 

@@ -54,7 +54,7 @@ def broken(shared_nodes: NodesCluster, model: Path) -> Iterator[Broken]:
 
 
 def connections_of(pid: int) -> set[frozenset[str]]:
-    """Both ends of each of a process's TCP connections."""
+    """Return both ends of each of a process's TCP connections."""
     inodes = set()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -64,7 +64,7 @@ def connections_of(pid: int) -> set[frozenset[str]]:
 
 
 def stage_of(broken: Broken, engine: int) -> ServerProcess:
-    """The other rank of an engine: what it is connected to."""
+    """Return the other rank of an engine, by the connection between the two."""
     ours = connections_of(engine)
     ranks = [
         process for process in broken.instance.processes() if "engine.process.rank" in process.title
@@ -74,7 +74,7 @@ def stage_of(broken: Broken, engine: int) -> ServerProcess:
 
 
 def raylet_above(broken: Broken, process: ServerProcess) -> int:
-    """Of its node."""
+    """Return the pid of the raylet of a process's node."""
     table = {item.pid: item for item in broken.instance.processes()}
     while "raylet/raylet" not in process.title.split()[0]:
         process = table[process.parent]
@@ -92,7 +92,8 @@ def test_a_replica_on_two_nodes_is_one(broken: Broken, model: Path) -> None:
         text = llm.generate(PROMPT, params)[0].outputs[0].text
 
     async def kill(engine: int, *, whole: bool) -> None:
-        """Its stage on the other node, or the replica on this one."""
+        """Kill the stage on the other node, or with `whole` the replica on this one; both must
+        end."""
         table = {process.pid: process for process in broken.instance.processes()}
         stage, replica = stage_of(broken, engine), table[table[engine].parent]
         assert raylet_above(broken, stage) != raylet_above(broken, replica)

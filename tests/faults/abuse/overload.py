@@ -1,4 +1,4 @@
-"""Too many, from two keys with two priorities each."""
+"""Overload: far more requests than run at once, from two keys with two priorities each."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ PRIORITIES = (0, 2)  # half of it each; the higher number is the less urgent
 
 @dataclass
 class Asked:
-    """One request. at, seconds: when it came, and until all of its answer was there."""
+    """A request. at: when it came. seconds: time until all of its answer was there."""
 
     at: float
     key: int
@@ -32,18 +32,18 @@ class Asked:
 
     @property
     def first(self) -> float:
-        """Seconds to the first event."""
+        """The seconds to the first event."""
         return self.said.first - self.at
 
     @property
     def good(self) -> bool:
-        """Whole, and if it was urgent in time."""
+        """Whether the answer is whole, and for an urgent request also in time."""
         in_time = self.priority or self.first <= WAIT
         return bool(self.said.status == 200 and not self.said.error and in_time)
 
     @property
     def code(self) -> str:
-        """Of a refusal."""
+        """The error code of a refusal."""
         _, _, body = self.said.error.partition(": ")
         return str(json.loads(body)["error"]["code"])
 
@@ -59,11 +59,13 @@ class Asked:
 async def overload(
     live: Live, report: Report, rows: int, seconds: float, headers: Sequence[str]
 ) -> None:
-    """rows: that run at once, of all replicas. headers: one that says whose a request is, each.
+    """Send ten times the load of two keys, and report answers, refusals and pauses.
 
-    The load goes on from phase to phase, whatever comes of it. Answers are counted by the step of
-    the engines, because clients, routers and engines share cores, which a busy machine shares with
-    others."""
+    The load goes on from phase to phase, whatever becomes of it. Answers are counted by the
+    engines' steps, because clients, routers and engines share cores, also with other programs.
+    rows: requests that run at once, at all replicas. headers: for each key, the header that names
+        it.
+    """
     order = random.Random(22)
     output = 80  # tokens
     capacity = rows / (output * STEP)  # requests a second, if steps took no longer
@@ -121,7 +123,7 @@ async def overload(
     everything = [item for items in asked.values() for item in items]
 
     def good(phase: str) -> float:
-        """Answers a step."""
+        """Return the good answers per step of a phase."""
         since, until, count = windows[phase]
         return sum(item.good and since <= item.at + item.seconds < until for item in everything) / (
             count

@@ -20,13 +20,13 @@ STEP = 0.02  # seconds, of the engines
 
 @dataclass
 class Report:
-    """rows: figures, as in a result file; each may have a bound. lines: what they come from."""
+    """Figures with bounds. rows: the figures, as in a result file. lines: the data behind them."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def add_row(self, case: str, value: float, unit: str, **bound: float) -> None:
-        """bound: `most` or `least`."""
+        """Add a figure. bound: `most` or `least`, the bound of its value."""
         self.rows.append({"case": case, "value": round(value, 4), "unit": unit, **bound})
 
     def value(self, case: str) -> float:
@@ -40,7 +40,7 @@ class Report:
         ]
 
     def finish(self, out: Path | None, name: str, **config: Any) -> int:
-        """Print the figures, and write them where there is a folder for them. The exit status."""
+        """Print the figures, write them if `out` is a folder, and return the exit status."""
         wrong = self.wrong()
         if out:
             config |= {"load_average": round(os.getloadavg()[1], 1), "verdict": wrong}
@@ -52,12 +52,12 @@ class Report:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Of a sorted list."""
+    """Return a quantile of a sorted list."""
     return values[min(len(values) - 1, int(share * len(values)))]
 
 
 async def ended(live: Live, seconds: float = 30.0) -> float:
-    """Wait until nothing is in flight; how long it took."""
+    """Wait until nothing is in flight, and return the seconds that it took."""
     began = time.monotonic()
     while not await asyncio.to_thread(quiet, live):
         assert time.monotonic() < began + seconds, "something is held"
@@ -66,7 +66,7 @@ async def ended(live: Live, seconds: float = 30.0) -> float:
 
 
 def resident(live: Live) -> dict[str, float]:
-    """MiB of each process."""
+    """Return the resident memory of each process in MiB."""
     pids = {f"router {pid}": pid for pid in live.router_states()}
     for pid, stats in live.replica_stats().items():
         pids |= {f"replica {pid}": pid, f"engine of {pid}": stats["engine_pid"]}
@@ -77,7 +77,7 @@ def resident(live: Live) -> dict[str, float]:
 async def leaves_nothing(
     live: Live, report: Report, case: str, at_once: int
 ) -> AsyncIterator[None]:
-    """Count before and after."""
+    """Count what processes hold before and after a block, and report what has grown."""
     await ended(live)
     # A router that has just replaced another is not in haproxy's configuration yet, and its
     # connections from there would count as others.

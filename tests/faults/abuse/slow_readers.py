@@ -21,13 +21,13 @@ from tests.faults.clients import post
 
 
 class Gaps:
-    """Streams that are read as they come, and the pauses in them."""
+    """A set of streams that are read at once, and the pauses in them."""
 
     def __init__(self, live: Live, count: int, header: str) -> None:
         self._live, self._count, self._header = live, count, header
 
     async def during(self, seconds: float) -> list[float]:
-        """Sorted, seconds."""
+        """Read streams for some seconds, and return the sorted pauses in seconds."""
         end = time.monotonic() + seconds
         collected: list[float] = []
         tokens = min(100, int(seconds / STEP))
@@ -53,15 +53,19 @@ class Gaps:
 async def slow_readers(
     live: Live, report: Report, count: int, seconds: float, header: str, *, streams: int = 8
 ) -> None:
-    """Gaps of some streams alone, beside readers that take all that comes, and beside as many that
-    take a byte a second: while what they leave piles up, and then."""
+    """Report the pauses of some streams beside readers of several kinds.
+
+    They are measured alone, beside readers that take all that comes, and beside as many that take a
+    byte a second: while unread data piles up, and after that.
+    """
     gaps = Gaps(live, streams, header)
     # Log-probabilities, so that it is soon more than sockets hold.
     body = post(PATH, {**BODY, "max_tokens": 6000, "stream": True, "logprobs": 5}, header)
     loop = asyncio.get_running_loop()
 
     async def read(number: int, wait: float, amount: int) -> None:
-        """Half of them by haproxy, half as they would by another edge."""
+        """Read a stream slowly: half of the readers through haproxy, half directly from a
+        router."""
         ports = [*live.routers.values(), *[live.port] * len(live.routers)]
         with socket.socket() as sock:
             sock.setblocking(False)
@@ -143,5 +147,5 @@ async def slow_readers(
 
 
 def counted(live: Live, name: str) -> float:
-    """A metric without labels, of all routers."""
+    """Return the value of a metric without labels, summed over all routers."""
     return sum(float(state["metrics"][name]) for state in live.router_states().values())
