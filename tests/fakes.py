@@ -825,7 +825,7 @@ def make_store(
 
 
 class FakePages:
-    """The pages of a FakeRunner's blocks, mapped in steps of 3 blocks.
+    """The pages of a FakeRunner's blocks; blocks beyond the first ones are mapped in steps of 3.
 
     A block without pages keeps nothing.
     """

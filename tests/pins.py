@@ -221,8 +221,8 @@ def renewed(upgrade: bool) -> str:
 
 
 def _here(line: str) -> str:
-    """Return a pin's line for this system: "" if it is for another one, else without its
-    condition."""
+    """Return a pin's line for this system: without its condition if that always holds, "" if it
+    never does."""
     pin, _, condition = line.partition(" ; ")
     if not condition:
         return line

@@ -1,4 +1,4 @@
-"""Steps of decodes on the CPU: what is told of what was measured."""
+"""bench.cpu.steps: the rows that it makes of measurements."""
 
 import pytest
 import torch

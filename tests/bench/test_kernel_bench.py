@@ -1,4 +1,4 @@
-"""The command around the kernels' bench, with a timer that knows the time."""
+"""The command of the kernel bench, with a fake timer."""
 
 import json
 import sys

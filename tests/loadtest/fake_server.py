@@ -26,7 +26,7 @@ FAULTS = (
 
 
 def answer_ids(body: dict[str, Any]) -> list[int]:
-    """The right answer: a function of the question."""
+    """Return the right answer, a function of the question."""
     asked = json.dumps([body.get("prompt"), body.get("messages"), body.get("model")])
     seed = hashlib.sha256(asked.encode()).digest()
     return [100 + seed[i % 32] + i for i in range(body.get("max_tokens", 16))]
@@ -37,12 +37,13 @@ def text_of(token: int) -> str:
 
 
 class FakeServer:
-    """fault: (number of the request, from 0; its body) -> one of FAULTS or None.
+    """An OpenAI-compatible server whose every delay, loss and lie is known.
 
-    first: seconds to the first token; gap: between chunks; per_chunk: tokens in each.
+    fault: (number of the request from 0, its body) -> one of FAULTS or None.
+    first: seconds to the first token. gap: seconds between chunks. per_chunk: tokens of a chunk.
     closes: whether each connection ends after an answer whose head does not say so.
     until_seen: no answer begins before so many requests are there, or 30 s are over.
-    seen: every generation's body, in the order of arrival; open: connections at this moment.
+    seen: every generation's body, in the order of arrival. open: connections at this moment.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class FakeServer:
                 writer.close()
 
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """False: the connection is to be closed."""
+        """Answer one request; return whether the connection stays open."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:
@@ -271,7 +272,7 @@ class FakeServer:
 
 
 class NullServer(asyncio.Protocol):
-    """As fast as it can be: the same chunk to everyone who waits, once a tick."""
+    """A server as fast as possible: once a tick, it sends the same chunk to every stream."""
 
     TICK = 0.02
     streams: "dict[NullServer, int]" = {}  # noqa: RUF012 - one for all connections is meant
@@ -349,7 +350,7 @@ class NullServer(asyncio.Protocol):
 
 
 async def serve_delays(first: str, gap: str) -> None:
-    """A FakeServer until standard input ends."""
+    """Run a FakeServer until standard input ends."""
     low, high = map(float, first.split("..")) if ".." in first else (float(first),) * 2
 
     def drawn(number: int) -> float:

@@ -39,7 +39,10 @@ def make_records(
     slower: float = 1.0,
     faults: bool = False,
 ) -> list[RequestRecord]:
-    """Poisson arrivals. With faults: all stand still from 20 s to 22.5 s, and some streams end."""
+    """Return made-up records with Poisson arrivals.
+
+    faults: whether all streams stand still from 20 s to 22.5 s, and some of them end.
+    """
     rng = random.Random(seed)
     t, collected = 0.0, []
 
@@ -77,7 +80,7 @@ def make_records(
 
 
 def summarise(records: list[RequestRecord], *, name: str, faults: bool = False) -> Summary:
-    """As much of a summary as a page shows."""
+    """Return a summary with the fields that a page shows."""
     good = [r for r in records if r.ok]
     ttft = [r.ttft_s for r in good if r.ttft_s is not None]
     tpot = [r.tpot_s for r in good if r.tpot_s is not None]
@@ -149,7 +152,7 @@ def summarise(records: list[RequestRecord], *, name: str, faults: bool = False) 
 
 
 def make_run(folder: Path, *, name: str = "chat, 40/s", **how: float | bool) -> list[RequestRecord]:
-    """Write a run's folder; `how` goes to make_records."""
+    """Write a run's folder, and return its records. how: arguments of make_records."""
     folder.mkdir(parents=True, exist_ok=True)
     records = make_records(**how)  # type: ignore[arg-type]
     lines = b"".join(msgspec.json.encode(r) + b"\n" for r in records)

@@ -156,7 +156,7 @@ def test_pause_freezes_and_lets_go(cluster: tuple[ServerInstance, subprocess.Pop
 
 
 class Respawning:
-    """A finder whose victims come back as new processes a moment after they died."""
+    """A finder whose victims come back as new processes a moment after their death."""
 
     def __init__(self) -> None:
         self.children = [self.spawn(), self.spawn()]

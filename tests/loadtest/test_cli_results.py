@@ -39,7 +39,7 @@ def scenario(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server_process() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A server that can be killed."""
+    """Yield the URL and the process of a server that can be killed."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.loadtest.fake_server", "0.01", "0.01"],
         cwd=ROOT,

@@ -87,7 +87,7 @@ def test_page_shows_figures_and_faults(folder: Path) -> None:
 
 
 class _Requests(http.server.BaseHTTPRequestHandler):
-    """Serves one page and notes everything asked for."""
+    """A request handler that serves one page and records every requested path."""
 
     page: bytes
     asked: list[str]

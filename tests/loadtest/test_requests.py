@@ -1,4 +1,4 @@
-"""What is asked: named workloads, mixes, and the same bytes for the same seed."""
+"""The requests of a scenario: named workloads, mixes, and the same bytes for the same seed."""
 
 import hashlib
 import json

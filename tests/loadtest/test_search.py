@@ -36,7 +36,10 @@ Answer = tuple[Summary, Sequence[RequestRecord]]
 
 
 class Queue:
-    """M/M/c: Poisson arrivals, exponential service, c servers. ttft is the wait for a server."""
+    """A simulated M/M/c queue: Poisson arrivals, exponential service, c servers.
+
+    Its ttft is the wait for a server.
+    """
 
     def __init__(self, servers: int = 4, service: float = 0.1, seconds: float = 200.0) -> None:
         self.servers, self.service, self.seconds = servers, service, seconds
@@ -80,7 +83,7 @@ class Queue:
         return summary, records
 
     def highest(self, share: float, limit: float) -> float:
-        """The rate at which P(wait > limit) = 1 - share, by Erlang's C formula."""
+        """Return the rate at which P(wait > limit) = 1 - share, by Erlang's C formula."""
 
         def tail(rate: float) -> float:
             load = rate * self.service

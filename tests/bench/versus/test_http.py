@@ -1,4 +1,5 @@
-"""The comparison of servers can be cut off and taken up again, and tells what from what."""
+"""bench.versus.http: a comparison can be interrupted and resumed, and only comparable loads
+count."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""What engines are asked offline."""
+"""bench.versus.offline: the workloads that engines get."""
 
 from bench.versus import offline
 from loadtest.scenario.workloads import Request
