@@ -57,7 +57,7 @@ class GenerationRequest:
     model: str
     token_ids: list[int]
     params: SamplingParams
-    seed: int  # resolved
+    seed: int  # the request's own, or a drawn one
     cache_salt: str = ""
     # The record has a fixed revision, so that another replica uses the same weights.
     adapter: AdapterRecord | None = None

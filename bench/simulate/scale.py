@@ -40,7 +40,7 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
 
-DECISION_US, MEMORY_MB = 100.0, 200.0  # wanted at most
+DECISION_US, MEMORY_MB = 100.0, 200.0  # the most that is accepted
 PROMPT = 512  # tokens of a request
 # Requests/s of each replica in virtual time, and output tokens: one stream at a time on average.
 BUSY, OUTPUT = 5.0, 40

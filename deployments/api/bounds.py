@@ -43,5 +43,5 @@ MAX_SALT_BYTES = 128
 BatchEndpoint = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
 ]
-MAX_BATCH_METADATA = 16  # OpenAI's
+MAX_BATCH_METADATA = 16  # entries; OpenAI's limit
 MAX_BATCH_WINDOW = 30 * 86400  # seconds

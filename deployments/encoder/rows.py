@@ -69,7 +69,8 @@ class ImageRows:
         self._held: OrderedDict[_Key, int] = OrderedDict()
         self._held_size = 0
         self._asking: dict[_Key, asyncio.Task[None]] = {}
-        self._arrived: dict[_Key, Image] = {}  # for the first request that goes on
+        # Embeddings that came, for the first request that goes on.
+        self._arrived: dict[_Key, Image] = {}
         self._waiting: dict[int, asyncio.Task[None]] = {}  # request's id -> its task
         self._silent_until = 0.0
         self._logged = -_PAUSE_SECONDS

@@ -10,7 +10,7 @@ from deployments.plan.memory import CPU_PROCESS, CUDA_CONTEXT, DoesNotFit, Hardw
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 
-if TYPE_CHECKING:  # torch
+if TYPE_CHECKING:  # imports torch
     from engine.encoder import TowerAlone
 
 _EMBEDDINGS = 260  # of a picture of 640 x 427 for Qwen3-VL

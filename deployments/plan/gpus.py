@@ -48,7 +48,7 @@ GPUS = {
 
 def abilities(capability: tuple[int, int]) -> tuple[str, str]:
     """Return what a GPU of this compute capability runs natively, and what it does otherwise."""
-    from kernels.packed import FLOAT8, INT8_PRODUCTS, multiplies  # torch takes seconds
+    from kernels.packed import FLOAT8, INT8_PRODUCTS, multiplies  # importing torch takes seconds
 
     native, others = ["float16"], []
     if capability >= INT8_PRODUCTS:

@@ -57,7 +57,7 @@ class ReplicaSettings:
     loopback: bool = False
     channel: ChannelLimits = field(default_factory=ChannelLimits)
     sleep: SleepSettings | None = None  # None: the replica never sleeps
-    role: str = "engine"  # of its pool
+    role: str = "engine"  # role of its pool
     encode_seconds: float = 0.0  # longest wait for an image's embeddings from an encoder pool
 
 

@@ -66,7 +66,8 @@ class FleetWeights:
         self.slept_deeply = False
         self.on_deep_sleep: Callable[[], None] = lambda: None
         self._bringing: dict[ReplicaClient, asyncio.Task[None]] = {}
-        self._lost_since: float | None = None  # since no replica has the record's weights
+        # Monotonic seconds since which no replica has the record's weights.
+        self._lost_since: float | None = None
 
     @property
     def dropped(self) -> bool:

@@ -10,7 +10,7 @@ from deployments.config.load import MantaConfig
 from deployments.scaling.policy import RATES
 
 _WORK = ((1024, 256), (8192, 256), (2048, 1024))  # (prompt, output) tokens of a request
-_ENOUGH = 0.9  # of the tokens/s that the same replicas reach without roles
+_ENOUGH = 0.9  # share of the tokens/s that the same replicas reach without roles
 
 
 def share_of_together(prefills: int, decodes: int, prompt: int, output: int, kind: str) -> float:

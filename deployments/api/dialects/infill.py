@@ -40,7 +40,7 @@ class InfillRequest(DialectRequest):
         fields = INFILL.read(body, ignored, strict=context.options.strict)
         files = [(file.filename or "tmp", file.text) for file in fields.input_extra or ()]
         prefix, suffix = fields.input_prefix or "", fields.input_suffix or ""
-        if fields.seed == -1:  # any
+        if fields.seed == -1:  # -1 stands for any seed
             fields.seed = None
         most = fields.n_predict
         return TextRequest(

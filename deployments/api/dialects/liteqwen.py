@@ -144,7 +144,7 @@ class LiteqwenWriter:
         self._body, self._begin = body, begin
         self._text = ""
         self._logits: list[JsonObject] = []
-        self._told = 0  # of _logits
+        self._told = 0  # entries of _logits that were sent
         self._wants_logits = logits
         self._ended = False
 

@@ -20,7 +20,7 @@ from deployments.api.fields.schema import (
     record,
 )
 
-MAX_TEXTS = 2048  # OpenAI's
+MAX_TEXTS = 2048  # OpenAI's limit
 BYTES, BYTES_ONLY = "bytes", "bytes_only"
 MAX_PARTS = 1024  # of one text
 # Names of one field: whether a sigmoid, a softmax or a division by the length is applied at the

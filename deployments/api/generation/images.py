@@ -97,7 +97,7 @@ class ImageMarks:
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
         self._nonce = f"{secrets.randbelow(10**24):024d}"
-        self._kinds: list[str] = []  # of parts for the template
+        self._kinds: list[str] = []  # kinds of parts, for the template
         self.messages = [self._marked(message) for message in messages]
 
     def _marked(self, message: ChatMessage) -> ChatMessage:

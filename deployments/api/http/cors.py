@@ -12,14 +12,15 @@ from deployments.api.http.exchange import HttpExchange
 ANY = "*"
 _MAX_AGE = 3600  # seconds for which a browser need not ask again
 _METHODS = "GET, HEAD, POST, DELETE"
-_READABLE = "x-request-id, x-ignored-fields, retry-after, x-should-retry"  # read by pages
+# Headers of answers that pages may read.
+_READABLE = "x-request-id, x-ignored-fields, retry-after, x-should-retry"
 _NAMES = re.compile(rb"[A-Za-z0-9_\-, ]{1,2048}")
 
 
 def tell_origin(exchange: HttpExchange, origins: frozenset[str]) -> None:
     """Set the headers that let the asking web page read the answer, whatever its status."""
     if ANY not in origins:
-        exchange.always.append((b"vary", b"origin"))  # for caches
+        exchange.always.append((b"vary", b"origin"))  # caches keep an answer for each origin
     if (origin := _allowed(exchange, origins)) is not None:
         exchange.always += [
             (b"access-control-allow-origin", b"*" if ANY in origins else origin),

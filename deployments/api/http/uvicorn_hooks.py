@@ -159,7 +159,7 @@ class JsonRefusals:
     and the client may never see the answer.
     """
 
-    if TYPE_CHECKING:  # of uvicorn's protocols
+    if TYPE_CHECKING:  # attributes of uvicorn's protocols
         transport: asyncio.Transport
         loop: asyncio.AbstractEventLoop
         cycle: Any

@@ -36,7 +36,7 @@ class ChannelParser(StepParser):
         self._headers: tuple[str, ...] = _HEADERS
         self._kind: Kind = "content"  # of the message
         self._begun: set[Kind] = set()  # kinds of earlier messages
-        self._due = ""  # before the next text
+        self._due = ""  # separator that goes before the next text
         super().__init__(self._header)
 
     @property

@@ -73,7 +73,7 @@ class DialectReader:
         self._end = end
         self._words = {its: word for word, its in dialect.words}
         self._quote = ""  # the quote of the open string; "" outside strings
-        self._open = ""  # brackets
+        self._open = ""  # the open brackets
 
     def take_text(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:
         """Convert a text; return the JSON, the text that is not converted yet, and what follows the

@@ -11,7 +11,8 @@ from deployments.api.route import DELETED, LIST, NAMES, PLAIN, READS, Operation,
 from engine.errors import AdapterError
 
 PATH = "/v1/adapters"
-LOAD = "/v1/load_lora_adapter"  # vLLM's
+# Paths that vLLM has too.
+LOAD = "/v1/load_lora_adapter"
 UNLOAD = "/v1/unload_lora_adapter"
 # Paths for admins, as is each path below PATH.
 PATHS = frozenset({PATH, LOAD, UNLOAD})
