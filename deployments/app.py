@@ -463,9 +463,10 @@ def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[
 
 
 def _uncounted(router: RouterConfig) -> RouterConfig:
-    """Return the routers' section with the replica count 1, so that counts do not change arguments.
+    """Return the routers' section with the replica count 1, so that a change of the count changes
+    no arguments.
 
-    1 suits every other key, and the arguments are checked again when they are parsed.
+    The arguments are validated again when they are parsed, and 1 is valid with every other key.
     """
     return router.model_copy(update={"replicas": 1})
 

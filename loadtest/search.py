@@ -153,7 +153,11 @@ def _kept(record: RequestRecord, limit: Limit) -> float | None:
 
 
 def judge(counts: dict[str, Count], slo: Sequence[Limit]) -> State:
-    """Return the verdict of all limits together."""
+    """Return "kept" if all limits are surely kept, "broken" if one is surely broken, else
+    "unclear".
+
+    counts: the requests that kept each limit, by the limit's text.
+    """
     state: State = "kept"
     for limit in slo:
         count = counts[limit.text]

@@ -248,8 +248,9 @@ def first(work: KernelWork) -> Any:
 
 
 def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
-    """Return use(work) for the variant's case with its change. Random numbers are equal each
-    time.
+    """Make the variant's case and return use(case), both with the variant's change in force.
+
+    Random numbers are the same in each call.
     """
     import torch
 

@@ -76,7 +76,9 @@ class ApiContext:
         return body
 
     def _takes_images(self) -> bool:
-        """Whether a served model takes images, and images raise the limit of a body."""
+        """Whether a body may exceed the limit for texts: a served model takes images, and their
+        limit is higher.
+        """
         options = self.options
         return options.max_image_body_bytes > options.max_body_bytes and any(
             card.images is not None for card in self.backend.models().values()

@@ -102,7 +102,9 @@ class TowerFile(GGUFContainer):
     # ---- Settings
 
     def around(self, text: dict[str, Any]) -> dict[str, Any]:
-        """Return config.json of the model that sees. text: that of its text model."""
+        """Return the config.json of the model with images. text: the config.json of its text
+        model.
+        """
         layout = self.layout
         outside = {key: text[key] for key in _OUTSIDE if key in text}
         inner = {key: value for key, value in text.items() if key not in outside}
@@ -212,7 +214,9 @@ class TowerFile(GGUFContainer):
         return WrittenTensor.of(target, dtype, shape, data)
 
     def _values(self, name: str) -> NDArray[np.float32]:
-        """Return a tensor's values in the folder's order."""
+        """Return a tensor's values as a model folder has them: GGUF's changes of their order and of
+        norms undone.
+        """
         layout, data = self.layout, self.data(name)
         values = self.unpacked(name, data).reshape(self.shape(name))
         self.give_back(data)

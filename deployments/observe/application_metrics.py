@@ -108,9 +108,10 @@ class SingleFlight(Generic[T]):
 
 
 def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """Return the newer of two readings of a replica; of each counter the larger value.
+    """Return the newer of two readings of a replica's metrics, with the larger value of each
+    counter.
 
-    A counter may also grow between two steps.
+    Readings after the same number of engine steps may differ in counters that grow between steps.
     """
     newer, older = (one, other) if one[_AGE] >= other[_AGE] else (other, one)
     counters = {name for name in newer if name.endswith("_total")}

@@ -30,7 +30,10 @@ _PERIOD = 5.0  # seconds between exports: fresh enough for a scraper, and of neg
 
 
 class ServeExport:
-    """Copies `families()` to Ray until `stop`. All calls belong to one event loop."""
+    """Copies the metrics that `families()` returns to Ray every _PERIOD seconds until `stop`.
+
+    All calls belong to one event loop.
+    """
 
     def __init__(self, families: Callable[[], Iterable[MetricFamily]]) -> None:
         self._families = families

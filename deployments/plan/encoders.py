@@ -22,12 +22,12 @@ _A_CORE = 0.44e12
 
 @dataclass(frozen=True, slots=True)
 class EncoderPlan:
-    """The plan of an encoder pool's actor: a tower without its layers.
+    """The plan of an encoder pool's actor, which holds a model's tower without the model's layers.
 
     kind: "cuda" or "cpu".
-    rows: the bytes that it takes, by purpose.
-    pictures_s: pictures of about 260 embeddings a second, of a whole GPU or of one core; 0 where
-        nothing was measured.
+    rows: the bytes of memory that the actor takes, by purpose.
+    pictures_s: pictures of about 260 embeddings that a whole GPU or one core encodes a second; 0
+        where nothing was measured.
     """
 
     pool: str

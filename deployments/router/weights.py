@@ -41,7 +41,7 @@ Order = UpdateWeights | TransferWeights | Control
 
 
 class MakeOrder(Protocol):
-    """A function that makes the order with this ticket."""
+    """A function that returns the order to send to a replica, numbered with this ticket."""
 
     def __call__(self, ticket: int) -> Order: ...
 

@@ -62,7 +62,7 @@ def channel_limits(config: MantaConfig) -> ChannelLimits:
 def logs(config: MantaConfig) -> dict[str, Any]:
     """Return the logging options of a deployment.
 
-    For text they are empty, so that Serve's own config file may set them.
+    They are empty for logs in text, so that Serve's own config file may set them.
     """
     return {"logging_config": {"encoding": "JSON"}} if config.log.format == "json" else {}
 

@@ -1,4 +1,5 @@
-"""kv_dtype: what an engine makes of it, from the sum of memory to the text."""
+"""The option kv_dtype: its effect on the memory plan, on the KV cache and on the text of an
+engine."""
 
 import json
 from dataclasses import replace

@@ -107,7 +107,7 @@ class FunctionTool(_Tool, kw_only=True):
 
 
 class GrammarText(ToolGrammar, tag="grammar", tag_field="type"):
-    """A text of a grammar."""
+    """The input of a custom tool whose text follows a grammar."""
 
 
 class CustomTool(_Tool, kw_only=True):

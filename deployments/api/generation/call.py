@@ -227,7 +227,9 @@ def chat_ids(
     *,
     images: ChatImages | None = None,
 ) -> list[int]:
-    """Return the ids of a chat. images: those of the messages, which get their places.
+    """Return the token ids of a chat's prompt.
+
+    images: the images of the messages, whose placeholders are expanded; None: there are none.
 
     Raises ApiError 400, InvalidRequest.
     """

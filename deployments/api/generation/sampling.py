@@ -107,9 +107,11 @@ def take_sampling(
 
 
 def agreed(name: str, value: int | None, other: str, same: int) -> int:
-    """Return the value of a field under its other name.
+    """Return `same`, the value of the field `other`, which is another name for the field `name`.
 
-    Raises ApiError 400 if the field has another value under its first name.
+    value: the value under `name`; None if it was not given.
+
+    Raises ApiError 400 if the two values differ.
     """
     if value is not None and value != same:
         raise invalid(f"{name} and {other} differ; give one of them", other, "conflicting_fields")

@@ -1,4 +1,6 @@
-"""HttpExchange: one HTTP request and its answer over raw ASGI. UntilDisconnect: the client left."""
+"""HttpExchange: one HTTP request and its answer over raw ASGI. UntilDisconnect: a block that ends
+when the client leaves.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""ParsedChoice: one choice of a chat whose text is parsed, and its shape on the wire."""
+"""ParsedChoice: one choice of a chat, whose text is parsed into reasoning, content and tool calls,
+and how its answer has these.
+"""
 
 import hashlib
 import json
@@ -109,7 +111,11 @@ class ParsedChoice:
         self._told = 0  # calls that `delta` has begun
 
     def feed(self, delta: Delta) -> Decoded:
-        """Parse a delta, as `ChoiceDecoder.feed` decodes it; the text is in the events of `new`."""
+        """Parse a delta, and put the events that its text makes into `new`.
+
+        Returns the finish reasons and the number of tokens, as `ChoiceDecoder.feed` does, but no
+        text: the text is in the events.
+        """
         self.new, self.is_content = [], []
         tokens = delta.token_ids
         if not tokens:

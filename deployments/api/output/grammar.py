@@ -445,9 +445,9 @@ class _Builder:
         return _json({**shared, **schema}, _COMPACT)
 
     def _constant(self, dialect: Dialect, value: Any) -> str:
-        """Return a constant as models write it.
+        """Return the grammar of a constant argument, written as the model's dialect writes it.
 
-        Strings in Python are in double quotes, as all strings that JSON's grammar gives.
+        Strings in Python calls are in double quotes, as are all strings of JSON's grammar.
         """
         if not isinstance(value, str):
             return quoted(dialect.value(value))

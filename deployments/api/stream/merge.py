@@ -65,11 +65,12 @@ MAX_READY = 64  # deltas of several prompts that wait for the answer to take the
 class MergedGenerations:
     """The generations of several prompts as one Generation.
 
-    choice = index of the prompt * n + its own choice. A generation is None if all choices of its
-    prompt have ended.
+    Its choice number is the index of the prompt * n + the prompt's own choice. A generation is None
+    if all choices of its prompt have ended.
 
-    Each prompt has one task, a token none. The first error ends the whole. Deltas that the client
-    does not read stay with the generations, which bound them.
+    One task for each prompt reads its generation; there is no task for each token. The first error
+    ends all generations. While MAX_READY deltas wait for the client, the others stay with the
+    generations, which bound them.
     """
 
     def __init__(self, generations: list[Generation | None], n: int) -> None:
@@ -204,10 +205,11 @@ class ChoiceOutput:
         self.cached = 0
 
     def feed(self, delta: Delta) -> Decoded:
-        """Take a delta; the caller has checked that the choice is not finished.
+        """Add a delta to the output, and return its decoded part. The choice must not be finished.
 
-        A trainer's abort ends it with what it has. Raises ApiError when the engine gave this
-        request up, and after an abort before the scores of its prompt.
+        A delta with finish "abort", from a trainer, ends the choice with the output so far. Raises
+        ApiError if the engine ended the choice by an error, and after an abort before the requested
+        scores of the prompt.
         """
         unscored = self.scores_prompt and not (self.prompt_logprobs or delta.prompt_logprobs)
         if delta.finish == "error" or (delta.finish == "abort" and unscored):

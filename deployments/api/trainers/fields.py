@@ -120,7 +120,7 @@ class DestroyGroup(Struct, kw_only=True, gc=False):
 class _SentTensors(Struct, kw_only=True, gc=False):
     """The fields of both of SGLang's ways to send tensors.
 
-    flush_cache: taken; cached prefixes end with their weights.
+    flush_cache: accepted without effect, as cached prefixes end with the weights that made them.
     """
 
     load_format: _LoadFormat = None

@@ -1,4 +1,5 @@
-"""Mixtures of experts; three layers, of which some are dense where an architecture has such."""
+"""Mixtures of experts. Models have three layers unless a case says otherwise, and some layers are
+dense where the architecture has dense ones."""
 
 from typing import Any
 

@@ -277,9 +277,9 @@ def decilm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 @torch.no_grad()
 def as_decilm(model: "PreTrainedModel", ids: Tensor) -> Tensor:
-    """Return the logits of the Llama that computes what `decilm` has left.
+    """Make a Llama equal to the case `decilm`, which lacks some parts, and return its logits.
 
-    Its heads are alike, and its missing parts give 0.
+    Key-value heads become equal in pairs, and the weights of missing parts 0.
     """
     first, second, third = model.model.layers
     for matrix in (first.self_attn.k_proj, first.self_attn.v_proj):

@@ -148,7 +148,12 @@ def responses_request(
 
 
 def _check_switches(fields: Responses, ignored: list[str], stores: bool) -> None:
-    """Check what is said of the answer's storage, and name what has no effect."""
+    """Check `background` and `store`, and add the names of fields without effect to `ignored`.
+
+    stores: whether the service keeps answers.
+
+    Raises ApiError 400.
+    """
     if fields.background and not stores:
         raise invalid(
             "background needs answers that are kept: the operator sets http.store_bytes",

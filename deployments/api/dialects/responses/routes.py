@@ -100,7 +100,9 @@ class ResponsesDialect(DialectRequest):
 
 
 async def create(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer a chat in items. Raises ApiError, MantaError."""
+    """Answer POST of /v1/responses, and keep the answer if the request says so. Raises ApiError,
+    MantaError.
+    """
     dialect = ResponsesDialect(exchange.caller.id)
     await generate(context, exchange, lambda: dialect)
     dialect.keep(context)
