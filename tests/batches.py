@@ -1,4 +1,5 @@
-"""RandomSteps: batches as the scheduler makes them, and what each must look like laid out."""
+"""RandomSteps: random batches as the scheduler makes them, each with its Layout, the inputs that a
+step must make of it."""
 
 import random
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def tower_config(image_token_id: int, out_size: int, **fields: Any) -> VisionCon
 
 @dataclass
 class Layout:
-    """The expected inputs of a step, by token and by entry."""
+    """The expected inputs of a step, in lists by token or by row of the batch."""
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)

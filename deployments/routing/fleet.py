@@ -106,7 +106,7 @@ class Fleet:
         self.roles = table[_ROLE]
 
     def _clear(self, columns: slice | int) -> None:
-        """Let columns stand for no replica."""
+        """Reset columns of the table, so that they stand for no replica and are never chosen."""
         for field in (FIXED, _DUE, _MOVE):
             self._table[field, columns] = np.inf
         for field in (_PLACES, _FREE_ROWS, _BATCH_PLACES):

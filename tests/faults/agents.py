@@ -310,7 +310,10 @@ class Run:
         return [*rows, {"case": "longest pause", "value": self.longest_pause_s, "unit": "s"}]
 
     def enough(self, hits: int, kinds: list[str]) -> bool:
-        """Whether as many streams of each kind were hit, by each sort of kill that there was."""
+        """Whether at least `hits` streams of each kind were hit and, if routers were killed, cut.
+
+        Streams need not be hit if only routers were killed.
+        """
         hit = not self.kills.keys() - {"router"} or all(self.hit[kind] >= hits for kind in kinds)
         return hit and ("router" not in self.kills or all(self.cut[k] >= hits for k in kinds))
 

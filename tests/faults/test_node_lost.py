@@ -38,7 +38,7 @@ def manta(*arguments: str, **environment: str) -> tuple[int, str, float]:
 
 
 def below(process: "subprocess.Popen[str]", title: str) -> int:
-    """Return the only process of a server with that title."""
+    """Return the pid of a server's only descendant with `title` in its command line."""
     items = [
         pid
         for pid in descendants(process.pid)

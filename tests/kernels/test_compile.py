@@ -269,7 +269,8 @@ def fp16(*shape: int) -> torch.Tensor:
 
 
 def other_devices() -> Iterator[Any]:
-    """Yield the parts of DEVICES; CI has two of them."""
+    """Yield pytest parameters (capability, part) of DEVICES. CI runs two of them, the nightly run
+    all."""
     smoke = (((8, 6), "attention"), ((12, 0), "layers"))
     for capability, parts in DEVICES.items():
         for part in parts:

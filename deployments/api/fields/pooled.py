@@ -119,7 +119,7 @@ class Documents(Shape):
 
 
 class Query(Shape):
-    """A document that is not empty."""
+    """The query of a ranking: a text that is not empty, or an object with such a text."""
 
     SCHEMA = either(FILLED, record({"text": FILLED}))
 

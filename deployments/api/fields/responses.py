@@ -124,7 +124,7 @@ class InnerTool(Known[FunctionTool | CustomTool]):
 
 
 class Namespace(Struct, gc=False):
-    """Tools whose names follow that of their namespace."""
+    """A namespace with its tools; in the chat its name stands before theirs."""
 
     name: Annotated[str, Meta(min_length=1), expects("a string")]
     tools: list[InnerTool]

@@ -1,4 +1,4 @@
-"""The comparison of formats."""
+"""The comparison of quantised weights and KV caches with vLLM (bench/versus/quantised.py)."""
 
 import json
 import sys

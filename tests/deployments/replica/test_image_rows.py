@@ -1,4 +1,5 @@
-"""Embeddings from an encoder pool: who waits, for how long, and what never goes wrong by it."""
+"""Embeddings from an encoder pool: which requests wait for them, for how long, and that failures of
+the pool lose no request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -24,7 +24,8 @@ def gradient(width: int = 40, height: int = 30) -> Image.Image:
 
 
 def png(width: int, height: int, rows: bytes = b"", depth: int = 8, colour: int = 2) -> bytes:
-    """Return a PNG whose header says what it likes."""
+    """Return a PNG file with this header, whatever its pixels. rows: the pixels' bytes, not
+    compressed."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         crc = struct.pack(">I", zlib.crc32(kind + data))
