@@ -10,9 +10,10 @@ from random import Random
 from typing import Any
 
 from bench.simulate.fleet.cluster import run
-from bench.simulate.fleet.replica import Job, SimReplica, Speed
+from bench.simulate.fleet.replica import Job, SimReplica
 from bench.simulate.policies import MantaRouting
 from deployments.scaling import decide as scaling
+from deployments.simulation.speed import Speed
 from loadtest.scenario.arrivals import TraceRow
 
 _LOOK_BACK = 2.0  # seconds over which arrivals are counted, as Serve does

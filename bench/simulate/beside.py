@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from bench.simulate.fleet import virtual_time
-from bench.simulate.fleet.core_engine import CoreEngine
-from bench.simulate.fleet.replica import Speed
-from bench.simulate.overload import Service
 from bench.simulate.routing import RoutingRow
 from deployments.backend import GenerationRequest
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.model_settings import DispatchLimits
+from deployments.simulation import virtual_time
+from deployments.simulation.core_engine import CoreEngine
+from deployments.simulation.service import Service
+from deployments.simulation.speed import Speed
 from engine.errors import Overloaded
 from engine.messages import BATCH_PRIORITY
 from engine.sampling_params import SamplingParams

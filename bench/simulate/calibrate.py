@@ -15,9 +15,10 @@ from typing import Any
 
 from bench.report import result_file
 from bench.simulate.fleet.cluster import run
-from bench.simulate.fleet.replica import Job, Speed
+from bench.simulate.fleet.replica import Job
 from bench.simulate.policies import RoundRobin
 from deployments.routing.step_cost import STRETCH, StepCost, StepCostModel
+from deployments.simulation.speed import Speed
 from engine.messages import EngineRequest, EngineStats, StepFrame
 from engine.sampling_params import SamplingParams
 

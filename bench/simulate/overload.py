@@ -10,19 +10,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
-from bench.simulate.fleet import virtual_time
 from bench.simulate.fleet.engine import SimEngine
-from bench.simulate.fleet.replica import Speed
 from bench.simulate.routing import RoutingRow
-from deployments.backend import GenerationRequest, ModelCard
-from deployments.replica.server import ReplicaServer
-from deployments.replica.watchdog import StallLimits
+from deployments.backend import GenerationRequest
 from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.model_settings import DispatchLimits
-from engine.config.engine_config import EngineConfig
+from deployments.simulation import virtual_time
+from deployments.simulation.service import Service
+from deployments.simulation.speed import Speed
 from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
 
@@ -114,51 +111,6 @@ def chats(dice: Random) -> tuple[int, int]:
     return dice.randrange(20, 100), dice.randrange(50, 350)
 
 
-class Service:
-    """Routers and replicas, connected with each other. make_engine: SimEngine or CoreEngine."""
-
-    def __init__(
-        self,
-        speeds: Sequence[Speed],
-        routers: int,
-        limits: DispatchLimits,
-        make_engine: Callable[..., Any] = SimEngine,
-    ) -> None:
-        self.engines: list[Any] = []
-        self._make_engine = make_engine
-        self.replica_servers: list[ReplicaServer] = []
-        self._speeds = speeds
-        self._limits = limits
-        card = ModelCard("m", 32768, 1000, (2,), 0)
-        self.routers = [
-            Dispatcher(card, None, limits, f"router-{number}")  # type: ignore[arg-type]
-            for number in range(routers)
-        ]
-
-    async def start(self) -> None:
-        columns = {}
-        for number, speed in enumerate(self._speeds):
-
-            def make(*callbacks: Any, speed: Speed = speed) -> Any:
-                self.engines.append(self._make_engine(speed, *callbacks))
-                return self.engines[-1]
-
-            replica_server = ReplicaServer(self._limits.channel, StallLimits(), make)
-            await replica_server.start(EngineConfig(model="simulated"), "memory")
-            self.replica_servers.append(replica_server)
-            columns[f"{speed.pool}/{number}"] = replica_server.published()
-        for router in self.routers:
-            router.set_replicas(columns)
-        while not all(len(router.state().replicas) == len(self._speeds) for router in self.routers):
-            await asyncio.sleep(0.01)
-
-    async def stop(self) -> None:
-        for router in self.routers:
-            router.close()
-        for replica_server in self.replica_servers:
-            await replica_server.stop()
-
-
 async def _ask(router: Dispatcher, prompt: int, output: int, asked: Asked) -> None:
     loop = asyncio.get_running_loop()
     params = SamplingParams(max_tokens=output, ignore_eos=True)
@@ -184,7 +136,7 @@ async def _run(
     users: int,
 ) -> Found:
     limits = DispatchLimits(admission=AdmissionLimits(queue_seconds=0.75 * PROMISE))
-    service = Service(speeds, routers, limits)
+    service = Service(speeds, routers, limits, SimEngine)
     await service.start()
     loop, dice, results = asyncio.get_running_loop(), Random(1), Found()
     for number, router in enumerate(service.routers):

@@ -11,10 +11,11 @@ from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
-from bench.simulate.fleet.replica import Job, SimReplica, Speed
+from bench.simulate.fleet.replica import Job, SimReplica
 from bench.simulate.fleet.speeds import GPU
 from bench.simulate.routing import SEED, RoutingRow
 from deployments.routing.prefix_index import HASH_BYTES, STRIDE
+from deployments.simulation.speed import Speed
 
 TOKEN_BYTES = 131_072  # of an 8B model's KV in bfloat16
 LOAD = 0.7  # share of the tokens/s that replicas doing both can reach

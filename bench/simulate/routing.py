@@ -6,10 +6,11 @@ from heapq import heappop, heappush
 from statistics import fmean as mean
 
 from bench.simulate.fleet.cluster import RoutingOutcome, RoutingPolicy, run
-from bench.simulate.fleet.replica import Job, Speed
+from bench.simulate.fleet.replica import Job
 from bench.simulate.fleet.speeds import CPU, GPU, SLOW
 from bench.simulate.fleet.workload import Mix, ideal_hits, jobs
 from bench.simulate.policies import MantaRouting, OurSlots, PrefixTree, RoundRobin, TwoChoices
+from deployments.simulation.speed import Speed
 
 LOAD = 0.8  # share of the fleet's capacity
 SEED = 1

@@ -19,11 +19,8 @@ from typing import Any
 from unittest import mock
 
 from bench.simulate.costs import best
-from bench.simulate.fleet import virtual_time
 from bench.simulate.fleet.engine import SimEngine
-from bench.simulate.fleet.replica import Speed
 from bench.simulate.fleet.speeds import GPU
-from bench.simulate.overload import Service
 from bench.simulate.routing import RoutingRow
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.replica.server import ReplicaServer
@@ -35,6 +32,9 @@ from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.prefix_index import PrefixIndex, hash_prefix
 from deployments.routing.route import route
+from deployments.simulation import virtual_time
+from deployments.simulation.service import Service
+from deployments.simulation.speed import Speed
 from deployments.transport.channel import ChannelLimits, FromReplica
 from engine.config.engine_config import EngineConfig
 from engine.errors import Overloaded
@@ -295,7 +295,7 @@ def in_virtual_time(
 
     async def run() -> None:
         limits = DispatchLimits(admission=AdmissionLimits(), channel=_PATIENT)
-        service = Service([speed] * replicas, routers, limits)
+        service = Service([speed] * replicas, routers, limits, SimEngine)
         await service.start()
         loop = asyncio.get_running_loop()
         with counted_frames() as frames:
@@ -357,7 +357,7 @@ def decision_us(replicas: int) -> float:
     """Return the microseconds of CPU of a decision among connected replicas, the best of many."""
 
     async def measure() -> float:
-        service = Service([GPU] * replicas, 1, DispatchLimits(channel=_PATIENT))
+        service = Service([GPU] * replicas, 1, DispatchLimits(channel=_PATIENT), SimEngine)
         await service.start()
         router, now = service.routers[0], asyncio.get_running_loop().time()
         prompt = list(range(PROMPT))

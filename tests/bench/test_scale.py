@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.simulate.fleet import virtual_time
 from bench.simulate.fleet.speeds import GPU
-from bench.simulate.overload import Service
 from bench.simulate.scale import decide, in_virtual_time, over_sockets
 from deployments.backend import GenerationRequest
 from deployments.router.models.model_settings import DispatchLimits
 from deployments.routing.decision import RoutingRequest
 from deployments.routing.prefix_index import hash_prefix
+from deployments.simulation import virtual_time
+from deployments.simulation.service import Service
 from engine.sampling_params import SamplingParams
 
 

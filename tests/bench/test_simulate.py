@@ -8,12 +8,13 @@ import pytest
 
 from bench.simulate import calibrate, costs, scaling
 from bench.simulate.fleet.cluster import run
-from bench.simulate.fleet.replica import Job, SimReplica, Speed
+from bench.simulate.fleet.replica import Job, SimReplica
 from bench.simulate.fleet.workload import Mix, ideal_hits, jobs
 from bench.simulate.pictures import Line, Panel, svg
 from bench.simulate.policies import PrefixTree, RoundRobin, TwoChoices
 from bench.simulate.routing import adapters, compare, make_case
 from deployments.routing.step_cost import StepCost
+from deployments.simulation.speed import Speed
 
 SPEED = Speed("gpu", 0.01, 0.001, 0.0001, 10_000, 4, 100, slots=2, adapter_seconds=0.5)
 

@@ -8,7 +8,8 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Protocol
 
-from bench.simulate.fleet.replica import Job, SimReplica, Speed
+from bench.simulate.fleet.replica import Job, SimReplica
+from deployments.simulation.speed import Speed
 
 _HOP = 0.0005  # seconds from router to replica
 _TICK = 1.0  # seconds between two calls of `tick`

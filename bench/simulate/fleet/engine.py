@@ -4,59 +4,13 @@ Like the engine's loop it accepts requests only between two steps. A frame has t
 of its step, without later arrivals.
 """
 
-import asyncio
 from collections.abc import Callable
-from typing import Any
 
-from bench.simulate.fleet.replica import Job, SimReplica, Speed
-from engine.config.engine_config import EngineConfig
+from bench.simulate.fleet.replica import Job, SimReplica
+from deployments.simulation.engine import VirtualEngine
+from deployments.simulation.speed import Speed
 from engine.errors import MantaError
-from engine.messages import AdapterInfo, Delta, EngineRequest, Pulse, Ready, StepFrame
-
-CONTEXT, VOCABULARY, BLOCK = 32768, 1000, 16
-
-
-class VirtualEngine:
-    """The part of an engine that replica/server.py uses, on a timer of virtual time.
-
-    It does not support aborts, as simulated clients never leave, nor adapters.
-    """
-
-    alive = True
-    pid = 0
-    pulse = Pulse("step")
-
-    def __init__(
-        self, speed: Speed, on_frame: Callable[[StepFrame], None], _: Callable[[MantaError], None]
-    ) -> None:
-        self._speed = speed
-        self._on_frame = on_frame
-        self._pulses = 0
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.Handle | None = None
-
-    @property
-    def pulses(self) -> int:
-        """A liveness counter that grows at each read."""
-        self._pulses += 1
-        return self._pulses
-
-    async def start(self, config: EngineConfig) -> Ready:
-        blocks = self._speed.kv_tokens // BLOCK
-        return Ready(CONTEXT, VOCABULARY, BLOCK, blocks, [2], {}, "", self._speed.chunk)
-
-    def abort(self, ids: list[int]) -> None:
-        return None
-
-    async def add_adapter(self, name: str, folder: str, **_: Any) -> AdapterInfo:
-        raise NotImplementedError
-
-    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+from engine.messages import Delta, EngineRequest, StepFrame
 
 
 class SimEngine(VirtualEngine):

@@ -7,47 +7,18 @@ Attention's growth with context is part of a step's constants.
 """
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
 from deployments.routing.prefix_index import STRIDE
+from deployments.simulation.speed import Speed
 from engine.lora.tiers.popularity import Popularity
 from engine.messages import EngineStats
 from engine.scheduling.pacing.chunking import prefill_tokens, startable_tokens
 
 _BLOCK = 16
 _FRAMES = 0.2  # longest stretch of equal steps simulated at once, in seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """The speed of a kind of replica.
-
-    base, sequence, token: seconds per step, per sequence and per prompt token in it.
-    adapter_seconds: seconds to load an adapter. slots: adapter slots.
-    ahead: whether a step is launched before the previous one ends, so that arrivals wait one more
-    step.
-    """
-
-    pool: str
-    base: float
-    sequence: float
-    token: float
-    kv_tokens: int
-    max_num_seqs: int
-    chunk: int
-    slots: int = 16
-    adapter_seconds: float = 0.1
-    ahead: bool = False
-
-    def slower(self, factor: float) -> "Speed":
-        return replace(
-            self,
-            base=self.base * factor,
-            sequence=self.sequence * factor,
-            token=self.token * factor,
-        )
 
 
 @dataclass(slots=True, eq=False)

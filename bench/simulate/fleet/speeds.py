@@ -9,7 +9,7 @@ per sequence and 1.1 ms per prompt token on two idle cores, and 26, 2.2 and 2.2 
 model would be slower still: a small one keeps the two kinds comparable.
 """
 
-from bench.simulate.fleet.replica import Speed
+from deployments.simulation.speed import Speed
 
 GPU = Speed(
     "gpu",

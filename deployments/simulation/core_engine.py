@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.simulate.fleet.engine import BLOCK, CONTEXT, VOCABULARY, VirtualEngine
-from bench.simulate.fleet.replica import Speed
+from deployments.simulation.engine import VOCABULARY, VirtualEngine
+from deployments.simulation.speed import Speed
 from engine.batch import Batch, StepResult
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest, EngineStats, StepFrame
@@ -75,23 +75,33 @@ class CoreEngine(VirtualEngine):
         config = CoreConfig(
             max_num_seqs=speed.max_num_seqs,
             max_num_batched_tokens=speed.chunk,
-            max_model_len=CONTEXT,
-            num_blocks=speed.kv_tokens // BLOCK,
-            block_size=BLOCK,
+            max_model_len=speed.context,
+            num_blocks=speed.kv_tokens // speed.block,
+            block_size=speed.block,
+            prefix_caching=speed.prefix_caching,
             async_scheduling=speed.ahead,
             vocab_size=VOCABULARY,
         )
         self.core = EngineCore(config, self._device)
         self._inbox: list[EngineRequest] = []
+        self._aborted: list[int] = []
 
     def submit(self, request: EngineRequest) -> None:
         self._inbox.append(request)
+        self._wake()
+
+    def abort(self, ids: list[int]) -> None:
+        self._aborted += ids
+        self._wake()
+
+    def _wake(self) -> None:
         if self._timer is None:
             self._timer = self._loop.call_soon(self._step)
 
     def _step(self) -> None:
         self._timer = None
         arrived, self._inbox = self._inbox, []
+        aborted, self._aborted = self._aborted, []
         device = self._device
         device.now = self._loop.time()
         clocks = time.perf_counter, time.monotonic_ns
@@ -100,6 +110,7 @@ class CoreEngine(VirtualEngine):
         try:
             for request in arrived:
                 self.core.add_request(request)
+            self.core.abort(aborted)
             if not self.core.has_work():
                 return
             deltas = self.core.step()
