@@ -139,19 +139,20 @@ def read_trace(path: Path, speed: float = 1.0) -> list[TraceRow]:
 
     speed: 2 plays it in half the time.
     Formats: JSONL as written by Mooncake (timestamp in ms, input_length, output_length, hash_ids)
-    or Azure (TIMESTAMP, ContextTokens, GeneratedTokens), or Azure's CSV. Raises ScenarioError with
-    the line.
+    or Azure (TIMESTAMP, ContextTokens, GeneratedTokens), Azure's CSV, or the requests.jsonl of a
+    load test, without its warm-up. Raises ScenarioError with line and field.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             first = file.readline()
             lines = chain([first], file)
             if first.lstrip().startswith("{"):
-                rows = [
-                    _trace_row(path, number, _json(path, number, line))
+                numbered = (
+                    (number, _json(path, number, line))
                     for number, line in enumerate(lines, 1)
                     if line.strip()
-                ]
+                )
+                rows = [_trace_row(path, n, row) for n, row in numbered if not row.get("warmup")]
             else:
                 table = csv.DictReader(lines)
                 rows = [_trace_row(path, number, row) for number, row in enumerate(table, 2)]
@@ -177,27 +178,62 @@ def _json(path: Path, number: int, line: str) -> dict[str, object]:
 
 
 def _trace_row(path: Path, number: int, row: dict[str, object]) -> TraceRow:
+    def field(name: str, least: int = 1) -> int:
+        try:
+            value = int(str(row[name]))
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise ScenarioError(
+                f"{path}:{number}: {name} is {row[name]!r}, and must be a whole number, at least "
+                f"{least}"
+            )
+        return value
+
     try:
-        if "timestamp" in row:
-            t = float(str(row["timestamp"])) / 1000
-            lengths = row["input_length"], row["output_length"]
+        if "intended_s" in row:
+            t = _seconds(path, number, row, "intended_s")
+            expected = row.get("output_tokens_expected") is not None
+            lengths = (
+                field("prompt_tokens"),
+                field("output_tokens_expected" if expected else "output_tokens"),
+            )
+        elif "timestamp" in row:
+            t = _seconds(path, number, row, "timestamp") / 1000
+            lengths = field("input_length"), field("output_length")
         else:
-            stamp = str(row["TIMESTAMP"])
-            # Azure writes seven digits, and sometimes a time zone
-            head, _, fraction = stamp.partition(".")
-            t = datetime.fromisoformat(f"{head[:19]}+00:00").timestamp()
-            t += float(f"0.{fraction[:6]}") if fraction[:6].isdigit() else 0.0
-            lengths = row["ContextTokens"], row["GeneratedTokens"]
-        length_in, length_out = (int(str(length)) for length in lengths)
-        ids = row.get("hash_ids") or []
-        blocks = tuple(int(i) for i in ids) if isinstance(ids, list) else ()
+            t = _azure_seconds(path, number, row["TIMESTAMP"])
+            lengths = field("ContextTokens"), field("GeneratedTokens")
     except KeyError as error:
         raise ScenarioError(
             f"{path}:{number}: no {error.args[0]}; a row has timestamp, input_length and "
-            "output_length, or TIMESTAMP, ContextTokens and GeneratedTokens"
+            "output_length, or TIMESTAMP, ContextTokens and GeneratedTokens, or is of a load "
+            "test's requests.jsonl"
         ) from None
-    except ValueError as error:
-        raise ScenarioError(f"{path}:{number}: {error}") from None
-    if not math.isfinite(t) or length_in < 1 or length_out < 1:
-        raise ScenarioError(f"{path}:{number}: times must be finite and lengths at least 1")
-    return TraceRow(t, length_in, length_out, blocks)
+    ids = row.get("hash_ids") or []
+    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise ScenarioError(f"{path}:{number}: hash_ids must be a list of whole numbers")
+    return TraceRow(t, *lengths, tuple(ids))
+
+
+def _seconds(path: Path, number: int, row: dict[str, object], name: str) -> float:
+    try:
+        value = float(str(row[name]))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ScenarioError(f"{path}:{number}: {name} is {row[name]!r}, and must be a number")
+    return value
+
+
+def _azure_seconds(path: Path, number: int, stamp: object) -> float:
+    # Azure writes seven digits, and sometimes a time zone
+    head, _, fraction = str(stamp).partition(".")
+    try:
+        t = datetime.fromisoformat(f"{head[:19]}+00:00").timestamp()
+    except ValueError:
+        raise ScenarioError(
+            f"{path}:{number}: TIMESTAMP is {stamp!r}, and must be a time such as "
+            "2024-05-10 00:00:01.25"
+        ) from None
+    return t + (float(f"0.{fraction[:6]}") if fraction[:6].isdigit() else 0.0)

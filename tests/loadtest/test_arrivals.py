@@ -6,11 +6,13 @@ import statistics
 from itertools import islice, pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import ScenarioError
+from loadtest.measure.records import RequestRecord
 from loadtest.scenario import arrivals
 
 
@@ -140,6 +142,26 @@ def test_azure_trace(tmp_path: Path) -> None:
     assert arrivals.read_trace(path)[1].t == pytest.approx(0.99007)
 
 
+def test_trace_of_a_load_test(tmp_path: Path) -> None:
+    """A recorded load that cannot be replayed, or one with its warm-up or cut answers."""
+    records = [
+        RequestRecord(
+            index=number,
+            phase="p",
+            intended_s=10.0 + number,
+            end_s=20.0,
+            prompt_tokens=30 + number,
+            output_tokens=5,
+            output_tokens_expected=8 if number == 2 else None,
+            warmup=number == 0,
+        )
+        for number in range(3)
+    ]
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    assert arrivals.read_trace(path) == [(0.0, 31, 5, ()), (1.0, 32, 8, ())]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -147,8 +169,20 @@ def test_azure_trace(tmp_path: Path) -> None:
         ("\n\n", "empty trace"),
         ("hello\n", ":1: neither a row"),
         ('{"timestamp": 0, "input_length": 1}', ":1: no output_length"),
-        ('{"timestamp": 0, "input_length": 0, "output_length": 1}', ":1: times must be finite"),
-        ('{"timestamp": "x", "input_length": 1, "output_length": 1}', ":1: could not convert"),
+        ('{"timestamp": 0, "input_length": 0, "output_length": 1}', ":1: input_length is 0"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": "x"}', ":1: output_length is 'x'"),
+        ('{"timestamp": "x", "input_length": 1, "output_length": 1}', ":1: timestamp is 'x'"),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', ":1: timestamp is nan"),
+        (
+            '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": "7"}',
+            ":1: hash_ids must be a list",
+        ),
+        ('{"TIMESTAMP": "now", "ContextTokens": 1, "GeneratedTokens": 1}', ":1: TIMESTAMP is"),
+        (
+            '{"intended_s": 0, "prompt_tokens": 9, "output_tokens": 1}\n'
+            '{"intended_s": 1, "output_tokens": 0}',
+            ":2: no prompt_tokens",
+        ),
         ('{"timestamp": 0, "input_length": 1, "output_length": 1}\n{', ":2: not a JSON object"),
         ("a,b\n1,2", ":2: no TIMESTAMP"),
     ],
