@@ -29,7 +29,7 @@ from deployments.replica.other_nodes import OtherNodes, node_address, node_id
 from deployments.replica.server import FAREWELL, ReplicaServer
 from deployments.replica.sleep import SleepSettings
 from deployments.replica.watchdog import StallLimits
-from deployments.scaling.policy import CounterRates
+from deployments.scaling.engine_load import EngineLoad
 from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig
 from engine.errors import EngineDead
@@ -39,7 +39,6 @@ logger = logging.getLogger("manta.replica")
 
 _NOTICE_SECONDS = 1.0  # seconds between polls of whether this node is to be drained
 _BEFORE_DEADLINE = 2.0  # seconds before a node's deadline at which running requests are handed over
-_ROWS = 256  # most running sequences for which autoscaling predicts tokens/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,6 @@ class EngineReplica:
             self._others = await OtherNodes.start(make_config, config, identity)
         # Whether another node of this replica is draining and its requests were handed over.
         self._drained = False
-        self._rates = CounterRates(time.monotonic())
         remote = None if self._others is None else self._others.remote
         pool = None
         if encoders is not None:
@@ -103,7 +101,7 @@ class EngineReplica:
         # The address is never that of all interfaces; on a loopback cluster it is loopback.
         host = _address(settings.loopback)
         ready = await self._server.start(config, host)
-        self._step_tokens = ready.step_tokens
+        self._load = EngineLoad(ready.step_tokens)
         phases = ", ".join(f"{name} {took:.1f}" for name, took in ready.start_seconds.items())
         logger.info("engine ready on %s:%d (seconds: %s)", host, self._server.port, phases)
         logger.info("%s", ready.memory_table)
@@ -122,26 +120,8 @@ class EngineReplica:
         return self._metadata
 
     def record_autoscaling_stats(self) -> dict[str, int | float]:
-        """Return the engine's load for scaling/policy.py; Serve calls this hook.
-
-        prompt_rate and output_rate are tokens/s since the last call. prompt_able and output_able
-        are the tokens/s that the engine could reach, by its measured steps.
-        """
-        stats = self._server.stats
-        used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
-        rates = self._rates.update(
-            time.monotonic(), prompt=stats.prompt_tokens, output=stats.output_tokens
-        )
-        able = self._server.steps.rates(min(stats.rows or _ROWS, _ROWS), self._step_tokens)
-        return {
-            "running": stats.running,
-            "waiting": stats.waiting,
-            "waiting_tokens": stats.waiting_tokens,
-            "kv_usage": used,
-            "prompt_rate": rates["prompt"],
-            "output_rate": rates["output"],
-            **(dict(zip(("prompt_able", "output_able"), able, strict=True)) if able else {}),
-        }
+        """Return the engine's load for scaling/policy.py; Serve calls this hook."""
+        return self._load.figures(self._server.stats, self._server.steps)
 
     async def _await_notice(self) -> None:
         """Wait for a drain notice of this replica's nodes, then refuse new requests and hand over

@@ -40,6 +40,15 @@ class StepCost(NamedTuple):
             return cls(0.01, 0.002, 0.0005)
         return cls(*(sum(column) / len(known) for column in zip(*known, strict=True)))
 
+    def rates(self, rows: int, step_tokens: int) -> tuple[float, float]:
+        """Return (prompt tokens/s, output tokens/s), each of a replica that does nothing else.
+
+        rows: sequences of a full batch.
+        step_tokens: most tokens of a step.
+        """
+        prompt = 1 / (self.token + self.base / step_tokens)
+        return prompt, rows / max(1e-6, self.base + self.sequence * rows)
+
 
 class StepCostModel:
     """A least-squares fit of step times with non-negative coefficients and exponential decay.
@@ -99,18 +108,8 @@ class StepCostModel:
         return self._stretches >= _REFIT
 
     def rates(self, rows: int, step_tokens: int) -> tuple[float, float] | None:
-        """Return (prompt tokens/s, output tokens/s), each of a replica that does nothing else.
-
-        Returns None until measured.
-
-        rows: sequences of a full batch.
-        step_tokens: most tokens of a step.
-        """
-        if not self.measured:
-            return None
-        cost = self.cost
-        prompt = 1 / (cost.token + cost.base / step_tokens)
-        return prompt, rows / max(1e-6, cost.base + cost.sequence * rows)
+        """Return the rates of the measured cost, see `StepCost.rates`; None until measured."""
+        return self.cost.rates(rows, step_tokens) if self.measured else None
 
     def _add(self, s: float, o: float, p: float, seconds: float, weight: float = 1.0) -> None:
         weight /= seconds * seconds  # weights make errors relative to the time

@@ -56,6 +56,11 @@ def scales(pool: PoolConfig) -> bool:
     return pool.max_replicas is not None
 
 
+def price(config: MantaConfig, name: str, pool: PoolConfig) -> float:
+    """Return the price of a replica's hour in a pool."""
+    return pool.price or _PRICES[config.kind(name, pool)]
+
+
 def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> dict[str, Any]:
     """Return the arguments of PoolsPolicy for the pools that scale."""
     models = {}
@@ -66,7 +71,7 @@ def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> di
                 "prompt_rate": RATES[kind][0],
                 "output_rate": RATES[kind][1],
                 "start_seconds": pool.start_seconds,
-                "price": pool.price or _PRICES[kind],
+                "price": price(config, name, pool),
                 **({} if pool.role == "engine" else {"role": pool.role}),
             }
     return {"pools": models, "objective": config.scaling.model_dump()}
@@ -210,6 +215,24 @@ class PoolsPolicy:
         last = self._plan
         if last and engines.keys() == last.targets.keys() and 0 <= now - self._decided < _EVERY:
             return last
+        plan = self.decide(engines, router, now)
+        app = any_context.app_name or ""
+        limits = {name: (self._pools[name].minimum, self._pools[name].maximum) for name in engines}
+        cooldowns = (self._objective.calm_seconds, self._objective.idle_seconds)
+        _export(app, plan, limits, cooldowns)
+        if last is None or plan.targets != last.targets:
+            _report(app, plan, limits, cooldowns, now)
+        return plan
+
+    def decide(
+        self, engines: Mapping[str, ServeContext], router: ServeContext | None, now: float
+    ) -> ScalingPlan:
+        """Return a new plan, by what the contexts say and what was measured before.
+
+        engines, router: see `plan`.
+        now: seconds of any clock.
+        """
+        last = self._plan
         observed = {name: self._pool_state(name, context, now) for name, context in engines.items()}
         pools = {name: self._measured(name, context) for name, context in engines.items()}
         demand = _of_role(_demand(engines, router, now), engines, self._role)
@@ -217,12 +240,6 @@ class PoolsPolicy:
         if last and any(map(_silent, (*engines.values(), router))):
             plan = keep(plan, last.targets, "some say nothing of their load")
         self._history, self._plan, self._decided = plan.history, plan, now
-        app = any_context.app_name or ""
-        limits = {name: (pool.minimum, pool.maximum) for name, pool in pools.items()}
-        cooldowns = (self._objective.calm_seconds, self._objective.idle_seconds)
-        _export(app, plan, limits, cooldowns)
-        if last is None or plan.targets != last.targets:
-            _report(app, plan, limits, cooldowns, now)
         return plan
 
     def _measured(self, name: str, context: ServeContext) -> PoolModel:

@@ -59,6 +59,22 @@ def channel_limits(config: MantaConfig) -> ChannelLimits:
     )
 
 
+def dispatch_limits(config: MantaConfig) -> DispatchLimits:
+    """Return the limits of a router's work for the model."""
+    return DispatchLimits(
+        wait_seconds=config.router.wait_seconds,
+        in_flight=config.limits.in_flight,
+        waiting=config.limits.waiting,
+        admission=AdmissionLimits(
+            queue_seconds=config.queue_seconds(),
+            queue_tokens=config.limits.queue_tokens,
+            age_seconds=config.limits.age_seconds,
+        ),
+        losses=config.router.losses,
+        channel=channel_limits(config),
+    )
+
+
 def logs(config: MantaConfig) -> dict[str, Any]:
     """Return the logging options of a deployment.
 
@@ -182,18 +198,7 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
             weights=False,
             blocks=max(config.kept_blocks(gpus)),
         ),
-        dispatch=DispatchLimits(
-            wait_seconds=config.router.wait_seconds,
-            in_flight=config.limits.in_flight,
-            waiting=config.limits.waiting,
-            admission=AdmissionLimits(
-                queue_seconds=config.queue_seconds(),
-                queue_tokens=config.limits.queue_tokens,
-                age_seconds=config.limits.age_seconds,
-            ),
-            losses=config.router.losses,
-            channel=channel_limits(config),
-        ),
+        dispatch=dispatch_limits(config),
         adapters=AdapterSettings(
             model=config.name(),
             paths=config.adapters.paths,
@@ -207,13 +212,13 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
             config.engine_options(pool).get("images") != "off"
             for pool in config.pools_on(gpus).values()
         ),
-        start_seconds=_wake_seconds(config),
+        start_seconds=wake_seconds(config),
         app=app,
         pools=tuple(map(deployment_name, config.engine_pools)),
     )
 
 
-def _wake_seconds(config: MantaConfig) -> float | None:
+def wake_seconds(config: MantaConfig) -> float | None:
     """Return the assumed seconds of a replica's start if all pools may be empty; else None."""
     pools = config.engine_pools.values()
     if not pools or any(not autoscaling.scales(pool) or pool.min_replicas for pool in pools):
