@@ -21,6 +21,7 @@ from deployments.router.replicas.replicas import Replicas
 from deployments.router.request_trace import RequestTrace
 from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import DECODE, FIXED, TOKEN, Fleet
+from deployments.routing.step_cost import StepCostModel
 
 
 class ApplicationView:
@@ -119,6 +120,7 @@ def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
     fixed = fleet.terms[FIXED, column] if column >= 0 else math.inf
     return {
         "name": client.replica,
+        "pool": state.pool,
         "connected": client.connection is not None,
         "available": state.available,
         "seen_ago_s": round(now - state.seen, 3) if state.seen else None,
@@ -126,11 +128,24 @@ def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
         "ours": state.held,
         "room": state.room()[0] if state.available else 0,
         "tokens_per_second": _finite(state.rate()),
+        "steps": _steps(state.steps),
         "cost": {
             "wait_ms": _ms(fixed),
             "prompt_token_ms": _ms(fleet.terms[TOKEN, column] if column >= 0 else math.inf),
             "output_token_ms": _ms(fleet.terms[DECODE, column] if column >= 0 else math.inf),
         },
+    }
+
+
+def _steps(steps: StepCostModel) -> dict[str, float] | None:
+    """Return the measured cost of a replica's steps as JSON; None until measured."""
+    if not steps.measured:
+        return None
+    cost = steps.cost
+    return {
+        "base_ms": round(1000 * cost.base, 6),
+        "sequence_ms": round(1000 * cost.sequence, 6),
+        "token_ms": round(1000 * cost.token, 6),
     }
 
 

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import msgspec
+import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.caller import KeyRule
@@ -34,6 +35,11 @@ async def test_a_look_tells_what_runs_and_why_it_is_there() -> None:
             inflight["available"] and inflight["cost"]["wait_ms"] >= 0
             for inflight in view["replicas"]
         )
+        for replica in fleet.dispatcher.replicas.values():
+            for _ in range(4):
+                replica.state.steps.observe(50, 50, 0, 50 * 0.012)
+        steps = [replica["steps"] for replica in fleet.dispatcher.live()["replicas"]]
+        assert [sum(cost.values()) for cost in steps] == pytest.approx([12.0, 12.0], rel=0.2)
         for inflight in view["requests"]:
             assert inflight["state"] == "running" and inflight["output_tokens"] > 0
             assert inflight["replicas"] in (["r0"], ["r1"]) and inflight["first_token_ms"] > 0
