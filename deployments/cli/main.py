@@ -147,7 +147,7 @@ def key(
 
 @cli.command(
     epilog="Examples:  manta plan default  |  manta plan manta.yaml --gpu h200  |  "
-    "manta plan ./llama --gpu 48"
+    "manta plan ./llama --gpu 48  |  manta plan manta.yaml --trace requests.jsonl --rates live.json"
 )
 def plan(
     spec: _Spec,
@@ -168,11 +168,25 @@ def plan(
         Path | None,
         typer.Option(help="Price list instead of the one that comes with it; the same form."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recorded load (docs/loadtest.md), or requests.jsonl of a load test: print how it "
+            "would be served, in virtual time."
+        ),
+    ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --trace: GET /v1/live of a busy service, or seconds of steps by pool. "
+            "Default: the data sheet of --gpu."
+        ),
+    ] = None,
 ) -> None:
-    """Show memory, replicas and cost of a configuration on node types, without loading it."""
+    """Show memory, replicas and cost of a configuration, or of a trace, without loading it."""
     from deployments.cli.plan import run
 
-    raise typer.Exit(run(spec, gpu, gpus, memory, prices))
+    raise typer.Exit(run(spec, gpu, gpus, memory, prices, trace=trace, rates=rates))
 
 
 @cli.command(

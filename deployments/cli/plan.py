@@ -36,27 +36,48 @@ _OFFERS = 8  # most node types in a table
 
 
 def run(
-    spec: str, gpu: str | None, gpus: int | None, memory: float | None, prices: Path | None = None
+    spec: str,
+    gpu: str | None,
+    gpus: int | None,
+    memory: float | None,
+    prices: Path | None = None,
+    *,
+    trace: Path | None = None,
+    rates: Path | None = None,
 ) -> int:
-    """Print the tables of a configuration or model. Raises ConfigError if something does not
-    fit."""
+    """Print the tables of a configuration or model, or how it would serve a trace.
+
+    trace: a recorded load. rates: what replicas' steps cost; both for `plan_trace.predict`.
+
+    Raises ConfigError if something does not fit.
+    """
     config, file = read_planned(spec, complete=False)
     priced = Prices.load(prices)
     device = device_of(gpu, memory)
-    for part in config.by_model().values():
-        _print(part, file, device, gpu, gpus, priced)
+    if trace is None:
+        if rates is not None:
+            raise ConfigError("--rates says how fast replicas serve a trace; give --trace, too")
+        for part in config.by_model().values():
+            _print(part, _config_file(part, file), device, gpu, gpus, priced)
+        return 0
+    from deployments.cli.plan_trace import predict, rows_of
+
+    if config.models:
+        names = ", ".join(config.models)
+        raise ConfigError(
+            f"models: there are several ({names}), and a trace is of one; give a configuration of "
+            "that one"
+        )
+    for line in predict(config, _config_file(config, file), device, memory, rows_of(trace), rates):
+        print(line)
     return 0
 
 
-def _print(
-    config: MantaConfig,
-    file: Path | None,
-    device: Hardware,
-    gpu: str | None,
-    gpus: int | None,
-    priced: Prices,
-) -> None:
-    """Print the tables of one model. file: config.json of the model, if known."""
+def _config_file(config: MantaConfig, file: Path | None) -> Path:
+    """Return the path of the model's config.json, for which a hub model is resolved.
+
+    file: the path, if known.
+    """
     alone = Path(config.model).expanduser() / "config.json"
     file = file or outlined(config.model) or (alone if alone.is_file() else None)
     if file is None:
@@ -66,6 +87,18 @@ def _print(
                 config.model, config.revision, progress, weights=False, blocks=True
             )
         file = folder / "config.json"
+    return file
+
+
+def _print(
+    config: MantaConfig,
+    file: Path,
+    device: Hardware,
+    gpu: str | None,
+    gpus: int | None,
+    priced: Prices,
+) -> None:
+    """Print the tables of one model. file: config.json of the model."""
     model = ModelConfig.from_file(file)
     by_name = dict(engines(config, device))
     for number, (name, result) in enumerate(plans(config, file, device, gpus)):
@@ -174,7 +207,8 @@ def as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
     return replace(model, quantized=None)
 
 
-def _engine(config: MantaConfig, name: str, pool: PoolConfig) -> EngineConfig:
+def engine_of(config: MantaConfig, name: str, pool: PoolConfig) -> EngineConfig:
+    """Return the engine configuration of a pool's replicas."""
     options = config.engine_options(config.decided(name, pool))
     return EngineConfig(**with_drafter(options, weights=False))
 
@@ -194,7 +228,7 @@ def _costs(
     }
     for name, pool in pools.items():
         kind = config.kind(name, pool)
-        engine = _engine(config, name, pool)
+        engine = engine_of(config, name, pool)
         loaded = as_loaded(model, engine)
         try:
             check_quantization(loaded, engine, "cuda" if kind == "gpu" else "cpu")
@@ -257,9 +291,9 @@ def engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, Engine
             param="pools",
         )
     for name, pool in pools.items():
-        yield name, _engine(config, name, pool)
+        yield name, engine_of(config, name, pool)
     if not pools:
-        yield wanted, _engine(config, wanted, PoolConfig())
+        yield wanted, engine_of(config, wanted, PoolConfig())
 
 
 def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:

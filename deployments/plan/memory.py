@@ -86,7 +86,9 @@ class EnginePlan:
     kv_per_token: tuple[tuple[str, int, int], ...]
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     devices_per_node: int
+    async_scheduling: bool = False
     ranks: int = 1
     stages: int = 1
     nodes: int = 1
@@ -274,7 +276,9 @@ def plan(
         ),
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
         devices_per_node=devices_per_node,
+        async_scheduling=resolved.async_scheduling,
         ranks=ranks,
         stages=resolved.stages,
         nodes=config.pipeline_nodes,

@@ -39,6 +39,7 @@ class Service:
     speeds: those of the replicas that `start` adds.
     make_engine: a subclass of VirtualEngine.
     make_waking: returns what wakes the model for a router; None: it never sleeps.
+    context: most tokens of a request, until a replica says otherwise.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class Service:
         limits: DispatchLimits,
         make_engine: Callable[..., Any] = CoreEngine,
         make_waking: Callable[[], Waking] | None = None,
+        context: int = 32768,
     ) -> None:
         self.replicas: list[SimulatedReplica] = []  # those that routers know
         self._speeds = speeds
         self._limits = limits
         self._make_engine = make_engine
         self._started = 0
-        context = max((speed.context for speed in speeds), default=Speed.context)
         card = ModelCard(MODEL, context, VOCABULARY, (2,), 0)
         self.routers = [
             Dispatcher(
@@ -88,15 +89,10 @@ class Service:
         self._publish()
         return replica
 
-    async def remove(self, replica: SimulatedReplica, drain_seconds: float) -> None:
-        """Remove a replica from the routers, and stop it once its requests have ended.
-
-        drain_seconds: longest wait, after which other replicas go on with its requests.
-        """
+    def withdraw(self, replica: SimulatedReplica) -> None:
+        """Let routers send no more to a replica, which is to be drained and stopped."""
         self.replicas.remove(replica)
         self._publish()
-        await replica.server.drain(drain_seconds)
-        await replica.server.stop()
 
     async def stop(self) -> None:
         for router in self.routers:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from deployments.routing.step_cost import StepCost
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -27,6 +29,10 @@ class Speed:
     context: int = 32768
     block: int = 16
     prefix_caching: bool = True
+
+    @property
+    def cost(self) -> StepCost:
+        return StepCost(self.base, self.sequence, self.token)
 
     def slower(self, factor: float) -> "Speed":
         return replace(

@@ -10,6 +10,7 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from itertools import count
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -52,17 +53,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._virtual = _Selector()
         self._listeners: dict[int, Callable[[], asyncio.Protocol]] = {}
+        self._ports = count(1)
         super().__init__(self._virtual)
 
     def time(self) -> float:
         return self._virtual.now
 
-    async def create_server(self, factory: Any, *_: Any, **__: Any) -> Any:
-        port = len(self._listeners) + 1
+    async def create_server(self, factory: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        port = next(self._ports)
         self._listeners[port] = factory
         return _Server(self._listeners, port)
 
-    async def create_connection(self, factory: Any, _: Any = None, port: Any = 0, **__: Any) -> Any:
+    async def create_connection(  # type: ignore[override]
+        self, factory: Any, _: Any = None, port: Any = 0, **__: Any
+    ) -> Any:
         listener = self._listeners.get(port)
         if listener is None:
             raise ConnectionRefusedError(f"nothing listens on port {port}")
