@@ -8,9 +8,9 @@ The load tester replays a day's trace of some minutes through HTTP: a diurnal cu
 
 `two-choices`, the router of Ray Serve, is left out: requests reach engines over Manta's own
 channels, and no option chooses another policy. Texts are compared with those of the quiet fleet
-before the load. Replicas cost from the decision to their end. The simulator predicts the trace with
-step costs and start times fitted to the runs. It knows nothing of --kills: of a replica of each
-pool, and of a router. All that a configuration has started ends with it, or with its time.
+before the load. Replicas cost from the decision to their end. `manta plan --trace` predicts the
+trace with step costs and start times fitted to the runs. It knows nothing of --kills: of a replica
+of each pool, and of a router. All that a configuration has started ends with it, or with its time.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from bench.fleet.predict import cost, predict
 from bench.fleet.server import MAXIMUM, POOLS, Watch, configuration, kills
-from bench.fleet.trace import scenario, trace_of
+from bench.fleet.trace import SHAPES, scenario, trace_of
 from bench.report.result_file import Line, print_ratios, ratio_row, versions
 from bench.versus.engine import engine_fields
 from bench.versus.harness import Harness, Piece, lines_of
@@ -46,7 +46,10 @@ def run_here(args: argparse.Namespace, name: str, folder: Path) -> Line:
     from loadtest.scenario.schedule import lay_out
 
     config, seconds = configuration(args, name), 60.0 * args.minutes
-    trace, references = trace_of(seconds, args.rate, args.seed), folder / "references.jsonl"
+    trace, references = (
+        trace_of(seconds, args.rate, args.seed, args.shape),
+        folder / "references.jsonl",
+    )
     with Server(lambda _: config) as server, Watch(POOLS[name]) as watch:
         task = Task(scenario(server.url, trace, args.seed, folder / "trace.jsonl"), "fleet")
         make(task.scenario(), lay_out(task.scenario(), "m"), references, Console(stderr=True))
@@ -98,7 +101,7 @@ def run_bounded(args: argparse.Namespace, name: str) -> Iterator[Line]:
 
 def rows_of(args: argparse.Namespace, lines: list[Line]) -> list[Line]:
     """Return the table: measured against predicted, and the mixed fleet against the others."""
-    trace = trace_of(60.0 * args.minutes, args.rate, args.seed)
+    trace = trace_of(60.0 * args.minutes, args.rate, args.seed, args.shape)
     by_name = {line["configuration"]: line for line in lines}
     measured: dict[str, dict[str, float]] = {}
     for name in ("mixed", "cpu-only", "gpu-only"):  # the last word is that of a pool alone
@@ -138,6 +141,7 @@ def main() -> int:
     parser.add_argument("--model", default="default")
     parser.add_argument("--minutes", type=float, default=4.0, help="length of the day")
     parser.add_argument("--rate", type=float, default=8.0, help="requests/s at the peak")
+    parser.add_argument("--shape", choices=SHAPES, default="day", help="day: curve and bursts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", choices=POOLS, default=list(POOLS))
     parser.add_argument("--gpu-device", choices=("cuda", "cpu"), default="cuda")
@@ -158,7 +162,8 @@ def main() -> int:
     pieces: list[Piece] = [(name,) for name in args.only]
     _, failed = harness.run(pieces, lambda piece: run_bounded(args, piece[0]), go_on=True)
     rows = rows_of(args, harness.raw.all)
-    load = {"minutes": args.minutes, "rate": args.rate, "seed": args.seed, "kills": args.kills}
+    names = ("shape", "minutes", "rate", "seed", "kills")
+    load = {name: getattr(args, name) for name in names}
     ours = {"model": args.model, "load": load, "gpu_device": args.gpu_device}
     peers = {"the simulator": {}, "two-choices": "left out: no option has another policy"}
     harness.raw.finish({"ours": ours, "peers": peers, "versions": versions("ray")}, rows)

@@ -12,24 +12,42 @@ PROMPTS, OUTPUTS = (32, 400), (16, 64)  # tokens
 _SLICES = 96  # quarters of an hour
 _NIGHT, _NOON = 0.03, 0.6  # shares of the peak rate, which only bursts have
 _BURSTS, _BURST = 2, 3  # number of bursts, and quarters of an hour of each
+_STEADY = 0.5  # share of the peak rate
+SHAPES = ("day", "diurnal", "bursts", "steady")
 
 
-def day(peak: float, seed: int) -> list[float]:
-    """Return the rates of a day's slices: a curve with its top at noon, and bursts at the peak."""
-    waves = ((1 - math.cos(2 * math.pi * n / _SLICES)) / 2 for n in range(_SLICES))
-    rates = [peak * (_NIGHT + (_NOON - _NIGHT) * wave**1.5) for wave in waves]
-    rng = rng_of(seed, "bursts")
-    for _ in range(_BURSTS):
-        start = rng.randrange(_SLICES // 4, 3 * _SLICES // 4)  # between 6 and 18 o'clock
-        rates[start : start + _BURST] = [peak] * _BURST
+def rates_of(shape: str, peak: float, seed: int) -> list[float]:
+    """Return the rates of a day's slices. shape: one of SHAPES; "day" has curve and bursts."""
+    if shape in ("day", "diurnal"):
+        return day(peak, seed, _BURSTS if shape == "day" else 0)
+    if shape == "steady":
+        return [_STEADY * peak] * _SLICES
+    rates = [_NIGHT * peak] * _SLICES
+    _add_bursts(rates, peak, seed, 2 * _BURSTS)
     return rates
 
 
-def trace_of(seconds: float, peak: float, seed: int) -> list[TraceRow]:
-    """Return a day's requests, each with a question that others have, too."""
+def day(peak: float, seed: int, bursts: int = _BURSTS) -> list[float]:
+    """Return the rates of a day's slices: a curve with its top at noon, and bursts at the peak."""
+    waves = ((1 - math.cos(2 * math.pi * n / _SLICES)) / 2 for n in range(_SLICES))
+    rates = [peak * (_NIGHT + (_NOON - _NIGHT) * wave**1.5) for wave in waves]
+    _add_bursts(rates, peak, seed, bursts)
+    return rates
+
+
+def _add_bursts(rates: list[float], peak: float, seed: int, count: int) -> None:
+    """Raise some slices between 6 and 18 o'clock to the peak."""
+    rng = rng_of(seed, "bursts")
+    for _ in range(count):
+        start = rng.randrange(_SLICES // 4, 3 * _SLICES // 4)
+        rates[start : start + _BURST] = [peak] * _BURST
+
+
+def trace_of(seconds: float, peak: float, seed: int, shape: str = "day") -> list[TraceRow]:
+    """Return a day's requests, each with a question that others have, too. shape: of `rates_of`."""
     rng = rng_of(seed, "questions")
     questions = [(rng.randint(*PROMPTS), rng.randint(*OUTPUTS)) for _ in range(QUESTIONS)]
-    segments = [(seconds / _SLICES, rate, rate) for rate in day(peak, seed)]
+    segments = [(seconds / _SLICES, rate, rate) for rate in rates_of(shape, peak, seed)]
     times = schedule(segments, 1.0, rng_of(seed, "times"), duration=seconds, requests=None)
     numbers = [rng.randrange(QUESTIONS) for _ in times]
     rows = zip(times, numbers, strict=True)

@@ -16,7 +16,7 @@ from bench.fleet import __main__ as fleet
 from bench.fleet import server
 from bench.fleet.predict import predict
 from bench.fleet.server import POOLS, Watch, configuration
-from bench.fleet.trace import QUESTIONS, day, scenario, trace_of
+from bench.fleet.trace import QUESTIONS, SHAPES, day, rates_of, scenario, trace_of
 from bench.report.result_file import Line
 from deployments.config.load import parse_config
 from engine.messages import EngineStats
@@ -35,7 +35,9 @@ MEASURED: dict[str, dict[str, float]] = {
 
 def options(device: str = "cuda", **more: Any) -> argparse.Namespace:
     shape = {"minutes": SECONDS / 60, "rate": PEAK, "seed": 1, "port": 8000, "model": "default"}
-    return argparse.Namespace(**shape, gpu_device=device, gpu_set={}, set={}, kills=False, **more)
+    return argparse.Namespace(
+        **shape, shape="day", gpu_device=device, gpu_set={}, set={}, kills=False, **more
+    )
 
 
 def test_a_day_has_a_night_a_noon_and_bursts(tmp_path: Path) -> None:
@@ -49,6 +51,15 @@ def test_a_day_has_a_night_a_noon_and_bursts(tmp_path: Path) -> None:
     assert [at for at, _ in sent] == pytest.approx([row.t for row in rows], abs=1e-5)
     assert [spec.expected for _, spec in sent] == [row.output for row in rows]
     assert len({spec.key() for _, spec in sent}) == QUESTIONS
+
+
+def test_shapes_have_what_their_names_say() -> None:
+    """Three traces that are one."""
+    rates = {shape: rates_of(shape, PEAK, 1) for shape in SHAPES}
+    assert set(rates["steady"]) == {PEAK / 2}
+    assert rates["day"] == day(PEAK, 1) and max(rates["diurnal"]) == pytest.approx(0.6 * PEAK)
+    assert set(rates["bursts"]) == {0.03 * PEAK, PEAK}
+    assert len({tuple(trace_of(SECONDS, PEAK, 1, shape)) for shape in SHAPES}) == len(SHAPES)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
