@@ -15,6 +15,7 @@ without an answer to another one.
 import asyncio
 
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.stream.merge import failed
 from deployments.backend import Generation
 from engine.messages import Delta
 
@@ -29,8 +30,21 @@ async def first_items(
 ) -> list[tuple[int, Delta]]:
     """Wait for `generation.next()`, and send a sign of life every so many seconds; 0: none.
 
-    Raises what next() raises, and ClientDisconnected.
+    Raises what next() raises, ClientDisconnected, and, unless the head is out, the error of a
+    choice that the engine refused.
     """
+    items = await _first(generation, exchange, seconds)
+    if not exchange.started:
+        for _, delta in items:
+            if delta.finish == "error":
+                raise failed(delta)
+    return items
+
+
+async def _first(
+    generation: Generation, exchange: HttpExchange, seconds: float
+) -> list[tuple[int, Delta]]:
+    """Return what `first_items` does, whatever it says."""
     if not seconds:
         return await generation.next()
     loop = asyncio.get_running_loop()

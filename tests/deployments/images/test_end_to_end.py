@@ -182,6 +182,36 @@ async def test_answers_are_those_of_transformers(model: Model) -> None:
         assert (refused.status, refused.json()["error"]["code"]) == (400, "invalid_image")
 
 
+async def test_placeholders_without_a_picture_are_refused(model: Model) -> None:
+    """Bug: a prompt with a picture's token and no picture is answered as if it were a word, or as
+    an error of the server."""
+    pad = model.case.outer["image_token_id"]
+    text = {"prompt": "a<|image_pad|>b", "max_tokens": 4}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", text),
+        ("/v1/completions", {**text, "stream": True}),
+        ("/v1/completions", {**text, "prompt": [5, pad, 6]}),
+        ("/v1/completions", {**text, "prompt": ["a", "b<|image_pad|>"]}),
+        ("/api/generate", {**text, "raw": True, "stream": False}),
+        ("/api/generate", {**text, "raw": True}),
+    ]
+    says = f"the prompt has 1 placeholders of images (token {pad}) without an image"
+    async with endpoint(model, 1) as served:
+        for path, body in bodies:
+            reply = await served.client.post(path, {"model": "m", **body})
+            assert reply.status == 400, (path, body, reply.body)
+            error = reply.json()
+            if path == "/v1/completions":
+                assert error["error"]["code"] == "image_not_shown"
+                error = error["error"]["message"]
+            assert says in str(error)
+        messages = [{"role": "user", "content": "a<|image_pad|>b"}]  # there it is text
+        chat = {"model": "m", "messages": messages, "max_tokens": 4}
+        assert (await served.client.post("/v1/chat/completions", chat)).status == 200
+        plain = {"model": "m", "prompt": "ab", "max_tokens": 4}
+        assert (await served.client.post("/v1/completions", plain)).status == 200
+
+
 async def test_a_killed_engine_changes_nothing(model: Model) -> None:
     """Without its pixels a request that moved would be refused, or answered about nothing."""
     async with endpoint(model, 2) as served:

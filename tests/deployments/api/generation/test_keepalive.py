@@ -14,6 +14,7 @@ from deployments.api.options import ApiOptions
 from deployments.api.stream import keepalive
 from deployments.backend import Timing
 from engine.errors import MantaError, Overloaded
+from engine.messages import Delta
 from tests.deployments.api.asgi import CHAT, Client, Reply
 from tests.deployments.api.server import serve
 from tests.deployments.fake_backend import FakeBackend, FakeGeneration
@@ -105,6 +106,23 @@ def test_what_no_replica_was_given_keeps_its_status(
     reply = run(Client(app).chat(stream=True))
     assert reply.status == 200
     assert without_comments(reply)[-1]["error"]["code"] == "no_replica"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses", "/api/chat"])
+def test_what_the_engine_refuses_has_its_status(backend: FakeBackend, path: str) -> None:
+    """Bug: a stream that an engine refused was a 200, and said so in an event."""
+    error = "image_not_shown: the prompt has 1 placeholders of images without an image"
+    backend.script = [Delta(0, [], finish="error", error=error)]
+    body: dict[str, Any] = {"model": "tiny", "stream": True, "max_tokens": 4}
+    if path == "/v1/completions":
+        body["prompt"] = "hello"
+    elif path == "/v1/responses":
+        body = {"model": "tiny", "stream": True, "input": "hello"}
+    else:
+        body["messages"] = MESSAGES
+    reply = run(Client(build_asgi(backend)).post(path, body))
+    assert reply.status == 400, reply.body
+    assert "without an image" in str(reply.json()["error"])
 
 
 def test_an_error_after_the_head_is_the_clients_exception(app: Api, backend: FakeBackend) -> None:
