@@ -320,6 +320,8 @@ def settings(folder: Path, **fields: Any) -> EngineConfig:
         ("Gemma 4 31B", {"tensor_parallel": 2}),
         ("Gemma 4 31B", {"tensor_parallel": 2, "attention_data_parallel": True}),
         ("Gemma 4 31B", {"pipeline_parallel": 2}),
+        ("Kimi K2.5", {"tensor_parallel": 2}),
+        ("Kimi K2.5", {"pipeline_parallel": 2}),
     ],
     ids=str,
 )

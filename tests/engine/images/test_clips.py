@@ -135,7 +135,7 @@ def test_what_is_refused(sizes: list[tuple[int, int]], message: str, tmp_path: P
             clip_layouts(processor(name, tmp_path, max_frames=6), sizes, 2.0)
 
 
-@pytest.mark.parametrize("name", ["Gemma 3", "GLM-4.1V", "PaddleOCR-VL", "SmolVLM"])
+@pytest.mark.parametrize("name", ["Gemma 3", "GLM-4.1V", "PaddleOCR-VL", "SmolVLM", "Kimi K2.5"])
 def test_other_families_take_none(name: str, tmp_path: Path) -> None:
     """Bug: a family whose pictures are Qwen's takes clips that its tower was not trained with."""
     write_folder(tmp_path, CASES[name])
