@@ -42,7 +42,7 @@ from engine.shards import weight_files
 from engine.speculation.settings import read_speculation
 
 # Part of every cache key: increment it when convert() or write_tokenizer() writes something else.
-_CONVERTER = 3
+_CONVERTER = 4
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", *tokenizer_formats.FILES]  # no code files
 _HUB_WEIGHTS = ["*.safetensors"]  # fetched when the other files can be served

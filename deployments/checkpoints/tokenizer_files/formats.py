@@ -91,7 +91,8 @@ def write_tokenizer(path: Path, known: Format, target: Path) -> None:
     """Write tokenizer.json of a model folder, and the files beside it, into the folder `target`.
 
     Beside it are tokenizer_config.json, generation_config.json with the tokens that end an answer,
-    and the chat template on record for a model without one.
+    and the chat template on record for a model without one. Publishers' templates do not say which
+    tokens end an answer: those of the template on record do beside them too.
     Raises ConfigError for damaged files.
     """
     folder = TokenizerFolder(path)
@@ -103,17 +104,33 @@ def write_tokenizer(path: Path, known: Format, target: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     settings.pop("auto_map", None)  # would name Python code of the folder
+    if declared := folder.settings.get("added_tokens_decoder"):
+        settings["added_tokens_decoder"] = _as_converted(declared, converted.tokenizer)
     _write(target / "tokenizer.json", converted.tokenizer)
     _write(target / "tokenizer_config.json", settings)
     generation = folder.generation
     own = "chat_template" in settings or folder.has("chat_template.jinja")
-    if not own and not folder.has("chat_template.json"):
-        family = known.family or folder.tokenizer_class
-        template = known_template(folder, family, converted.tokenizer)
-        if template is not None:
+    family = known.family or folder.tokenizer_class
+    template = known_template(folder, family, converted.tokenizer)
+    if template is not None:
+        generation = _with_ends(folder, template, converted.tokenizer)
+        if not own and not folder.has("chat_template.json"):
             (target / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-            generation = _with_ends(folder, template, converted.tokenizer)
     _write(target / "generation_config.json", generation)
+
+
+def _as_converted(
+    declared: Mapping[str, Mapping[str, Any]], tokenizer: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return tokenizer_config.json's added tokens with the flags of the converted ones.
+
+    Python classes read `special` for decoding alone and look at no `normalized` or `single_word`.
+    """
+    flags = {
+        str(token["id"]): {name: token[name] for name in ("normalized", "single_word", "special")}
+        for token in tokenizer["added_tokens"]
+    }
+    return {index: {**token, **flags.get(index, {})} for index, token in declared.items()}
 
 
 def _with_ends(

@@ -99,7 +99,8 @@ def _vocabulary(folder: TokenizerFolder, model: PieceModel, glm: bool) -> _Vocab
         for place, text in enumerate((*_GLM_TOKENS, *_GLM_ROLES)):
             vocabulary.place(len(model.tokens) + place, text, True)
     for index, (text, special) in folder.added.items():
-        vocabulary.place(index, text, special)
+        # Published files of ChatGLM 3 declare roles as ordinary tokens.
+        vocabulary.place(index, text, special or vocabulary.added.get(index, False))
     for name in ("user_token_id", "assistant_token_id"):  # Baichuan's turns begin with these
         turn = folder.generation.get(name)
         if isinstance(turn, int) and turn in vocabulary.texts:

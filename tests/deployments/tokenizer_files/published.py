@@ -295,6 +295,13 @@ def chatglm3(folder: Path) -> Library:
     return _sentencepiece(folder, "ChatGLMTokenizer", special, before, config=config)
 
 
+def chatglm3_later(folder: Path) -> Library:
+    """The settings that its publisher added later: a template, and roles as ordinary tokens."""
+    library = chatglm3(folder)
+    shutil.copy(conversion("chatglm3") / "tokenizer_config.json", folder)
+    return library
+
+
 def chatglm2(folder: Path) -> Library:
     rebuilt("chatglm3", folder / "tokenizer.model", prefix=True)
     config = {"name_or_path": "THUDM/chatglm2-6b"}
@@ -458,6 +465,7 @@ MORE: dict[str, Published] = {
     "baichuan 1": baichuan1,
     "baichuan 2": baichuan2,
     "bloom": bloom,
+    "chatglm 3, later": chatglm3_later,
     "chatglm 2": chatglm2,
     "glm 4": glm4,
     "gpt-2": gpt2_folder,

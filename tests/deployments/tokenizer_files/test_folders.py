@@ -23,6 +23,7 @@ from tests.deployments.tokenizer_files.published import (
     baichuan2,
     chatglm2,
     chatglm3,
+    chatglm3_later,
     converted,
     internlm,
     llama,
@@ -247,6 +248,7 @@ def _tekken_chat(library: Library) -> list[int]:
     ("published", "chat", "ends"),
     [
         (chatglm3, _chatglm3_chat, {2, 64795, 64797}),
+        (chatglm3_later, _chatglm3_chat, {2, 64795, 64797}),
         pytest.param(qwen, _qwen_chat, {151643, 151644, 151645}, marks=pytest.mark.slow),
         pytest.param(chatglm2, _chatglm2_chat, {2}, marks=pytest.mark.slow),
         pytest.param(baichuan2, _baichuan_chat, {2}, marks=pytest.mark.slow),
