@@ -20,6 +20,7 @@ from engine.config.vision import VisionConfig
 from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError
 from engine.rope import Rope, read_rope, stretch_positions
+from engine.shards import read_headers
 
 # hidden_act in files -> key of kernels.reference.Kernels.GATES or ACTIVATIONS.
 ACTIVATIONS = {
@@ -34,7 +35,8 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-DTYPES = ("float32", "bfloat16", "float16")
+CODES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # of safetensors -> of torch
+DTYPES = tuple(CODES.values())
 
 
 def divide_heads(
@@ -310,6 +312,8 @@ class ModelConfig:
         beside = folder / MODELOPT
         if config.get(KEY) is None and beside.is_file():
             config.values[KEY] = {**Reader.from_file(beside).values, "quant_method": "modelopt"}
+        if not any(_dtype_key(part) for part in (config, config.inner("text_config"))):
+            config.values["dtype"] = _stored_dtype(folder)
         model = cls.from_dicts(
             config,
             Reader.from_file(generation) if generation.exists() else Reader({}, str(generation)),
@@ -491,8 +495,25 @@ def _activation(config: Reader) -> str:
 
 
 def _dtype(config: Reader) -> str:
-    key = "dtype" if config.get("dtype") is not None else "torch_dtype"
-    return config.one_of(key, DTYPES, "float32")
+    return config.one_of(_dtype_key(config) or "dtype", DTYPES, "float32")
+
+
+def _dtype_key(config: Reader) -> str:
+    """Return the key that names the checkpoint's dtype; "" without one."""
+    return next((key for key in ("dtype", "torch_dtype") if config.get(key) is not None), "")
+
+
+def _stored_dtype(folder: Path) -> str | None:
+    """Return the dtype of most of a folder's safetensors weights; None if it has none of DTYPES.
+
+    Raises ConfigError for damaged files.
+    """
+    sizes = dict.fromkeys(CODES, 0)
+    for entry in read_headers(folder).values():
+        if entry.code in sizes:
+            sizes[entry.code] += entry.num_bytes
+    code = max(sizes, key=lambda code: sizes[code])
+    return CODES[code] if sizes[code] else None
 
 
 # Field of ModelConfig -> its reader of config.json, unless the record has another one.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.architectures import ARCHITECTURES
@@ -189,6 +190,26 @@ def test_reads_older_spellings(tmp_path: Path) -> None:
     assert config.kv_bytes_per_token(2) == 2 * 2 * 4 * 8 * 2
     assert not config.tie_embeddings and not config.qkv_bias
     assert ModelConfig.from_folder(written(tmp_path)).rope.theta == 5e5
+
+
+@pytest.mark.parametrize("named", [None, "dtype", "torch_dtype"])
+def test_the_dtype_of_weights_where_none_is_named(tmp_path: Path, named: str | None) -> None:
+    """Qwen 1's config.json names no dtype: bfloat16 weights took twice their memory, in float32."""
+    save_checkpoint(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    few = {name: tensor for name, tensor in weights.items() if "norm" in name}
+    halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    save_file({**halves, **few}, tmp_path / "model.safetensors")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for key in ("dtype", "torch_dtype"):
+        config.pop(key, None)
+    if named:
+        config[named] = "float16"
+    file.write_text(json.dumps(config))
+    assert ModelConfig.from_folder(tmp_path).dtype == ("float16" if named else "bfloat16")
+    (tmp_path / "model.safetensors").unlink()
+    assert ModelConfig.from_folder(tmp_path).dtype == ("float16" if named else "float32")
 
 
 @pytest.mark.parametrize(
