@@ -8,7 +8,7 @@ from typing import Literal, get_type_hints
 
 import msgspec
 
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest
 from engine.structured.grammar import Grammar
 from engine.structured.thinking import ThinkingBudget
 from engine.typecheck import fits, without_none, words
@@ -46,6 +46,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
+# What a request may leave to generation_config.json, or to the operator.
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 ABOVE_LEAST = frozenset({"top_p"})  # names whose least value is excluded
 BIAS_RANGE = (-100.0, 100.0)  # bounds of each value of logit_bias
 
@@ -273,3 +275,20 @@ def _given(value: float) -> str:
     """Return the value for a message; Python refuses to print integers of thousands of digits."""
     huge = isinstance(value, int) and value.bit_length() > 64
     return "an integer of more than 64 bits" if huge else str(value)
+
+
+def read_defaults(values: Mapping[str, int | float]) -> dict[str, int | float]:
+    """Return an operator's defaults of sampling, by the names of DEFAULTS. Raises ConfigError."""
+    for name in values:
+        if name not in DEFAULTS:
+            raise ConfigError(
+                f"generation_config: {name!r} is none of {', '.join(DEFAULTS)}",
+                param="generation_config",
+            )
+    try:
+        SamplingParams(**dict(values))  # type: ignore[arg-type]
+    except InvalidRequest as error:
+        raise ConfigError(
+            f"generation_config: {error.message}", param="generation_config"
+        ) from None
+    return dict(values)

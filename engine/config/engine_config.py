@@ -9,7 +9,7 @@ import msgspec
 
 from engine.config.quant_formats import LayerQuantization, Quantization
 from engine.errors import ConfigError
-from engine.sampling_params import LogprobsMode
+from engine.sampling_params import LogprobsMode, read_defaults
 from engine.speculation.settings import read_speculation
 from engine.typecheck import fits, words
 
@@ -147,7 +147,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         GPU's own.
     generation_config: "auto" takes what a request leaves out of temperature, top_p, top_k, min_p
         and repetition_penalty from the model's generation_config.json; "none" takes OpenAI's
-        defaults.
+        defaults. A mapping such as {temperature: 0.6} goes before the file's values.
     speculation: drafts of next tokens, which a step verifies together: fewer steps, the same text.
         "auto" drafts what followed the same tokens before, where measured steps gain by it; "off"
         never drafts. A mapping names a method: {method: lookup, tokens: 7}, {method: mtp}, {method:
@@ -209,7 +209,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sleep_in_host_memory: bool = False
     seed: int | None = None
     gpu_capability: float | None = None
-    generation_config: Literal["auto", "none"] = "auto"
+    generation_config: Literal["auto", "none"] | dict[str, int | float] = "auto"
     speculation: str | bool | dict[str, str | int | float | bool | None] = "off"
     log_level: Literal["info", "debug"] = "info"
 
@@ -251,6 +251,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         read_speculation(self.speculation)  # raises ConfigError
         if isinstance(self.speculation, dict):
             msgspec.structs.force_setattr(self, "speculation", _Hashable(self.speculation))
+        if isinstance(self.generation_config, dict):
+            msgspec.structs.force_setattr(
+                self, "generation_config", _Hashable(read_defaults(self.generation_config))
+            )
         if self.block_size < 1 or self.block_size > 256:
             raise ConfigError(
                 f"block_size must be 1..256, got {self.block_size}", param="block_size"

@@ -77,9 +77,8 @@ def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -
     """
     if isinstance(given, Tokenizer):
         return given
-    recommended = config.generation_config == "auto"
     if given is not None:
-        return Tokenizer.load(given, recommended=recommended)
+        return Tokenizer.load(given, generation_config=config.generation_config)
     folder = Path(config.model)
     if config.model.startswith(FAKE):
         return None
@@ -92,7 +91,7 @@ def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -
                 folder,
             )
         return None
-    return Tokenizer.load(folder, recommended=recommended)
+    return Tokenizer.load(folder, generation_config=config.generation_config)
 
 
 class Prompts:

@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 
 from engine.config.model_config import no_folder
 from engine.errors import ConfigError, InvalidRequest
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import DEFAULTS, SamplingParams
 from engine.structured.marks import is_mark
 from engine.text.chat_template import ChatTemplate, map_strings
 from engine.text.control_tokens import ControlTokens
@@ -52,7 +52,7 @@ class Tokenizer:
 
     vocab_size: the number of ids, including added tokens (the logits may be wider).
     bos_token_id: None if the model has none.
-    sampling_defaults: fields of SamplingParams that generation_config.json sets.
+    sampling_defaults: fields of SamplingParams that generation_config.json or the operator sets.
     eos_token_ids: ids that end an answer, from generation_config.json, config.json and the
         tokenizer.
     special_ids: ids of control tokens, which decode leaves out by default.
@@ -109,15 +109,14 @@ class Tokenizer:
         cls,
         folder: str | Path,
         *,
-        recommended: bool = True,
+        generation_config: str | Mapping[str, float] = "auto",
         chat_template: str | None = None,
     ) -> "Tokenizer":
         """Read tokenizer.json and the other files of its folder.
 
         Tokenizers in use that have the same tokenizer.json share the library's object.
 
-        recommended: whether generation_config.json sets sampling defaults
-            (EngineConfig.generation_config).
+        generation_config: where sampling defaults are from (EngineConfig.generation_config).
         chat_template: jinja instead of the checkpoint's templates.
         Raises ConfigError if there is none or it is invalid.
         """
@@ -148,9 +147,7 @@ class Tokenizer:
             backend,
             special_tokens=special,
             eos_token_ids=ends,
-            sampling_defaults=_sampling_defaults(folder / "generation_config.json")
-            if recommended
-            else None,
+            sampling_defaults=_sampling_defaults(folder, generation_config),
             chat_template=ChatTemplate.load(folder, special)
             if chat_template is None
             else ChatTemplate({"default": chat_template}, special),
@@ -452,21 +449,26 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _sampling_defaults(path: Path) -> dict[str, Any]:
-    """Return the sampling values that the model's authors recommend, as fields of SamplingParams.
+def _sampling_defaults(folder: Path, source: str | Mapping[str, float]) -> dict[str, Any]:
+    """Return the sampling values of requests that name none, as fields of SamplingParams.
 
+    source: "auto" for those that the model's authors recommend, "none", or the operator's own,
+        which go before the authors'.
     Raises ConfigError for values that SamplingParams does not take.
     """
+    if source == "none":
+        return {}
+    own = {} if isinstance(source, str) else dict(source)
+    path = folder / "generation_config.json"
     values = _json(path)
     if values.get("do_sample") is False:  # the other values have no effect then
-        return {"temperature": 0.0}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    defaults = {name: values[name] for name in names if values.get(name) is not None}
+        return {"temperature": 0.0, **own}
+    defaults = {name: values[name] for name in DEFAULTS if values.get(name) is not None}
     try:
         SamplingParams(**defaults)
     except InvalidRequest as error:
         raise ConfigError(f"{path}: {error.message}", param="model") from None
-    return defaults
+    return {**defaults, **own}
 
 
 def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTokens]:

@@ -314,7 +314,7 @@ def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIden
     config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.load(
         folder,
-        recommended=model.generation_config == "auto",
+        generation_config=model.generation_config,
         chat_template=model.chat_template,
     )
     pooling = read_pooling(folder)

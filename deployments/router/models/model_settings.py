@@ -1,6 +1,6 @@
 """ServedModel, DispatchLimits: the settings that a router needs to serve a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class ServedModel:
     adapters: AdapterSettings
     aliases: tuple[str, ...] = ()
     seed: int | None = None
-    generation_config: str = "auto"
+    generation_config: str | Mapping[str, float] = "auto"
     chat_template: str | None = None
     images: bool = True
     start_seconds: float | None = None

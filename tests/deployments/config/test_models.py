@@ -772,6 +772,29 @@ def test_sampling_defaults_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(tokenizer.sampling_defaults) == len(known)
 
 
+def test_sampling_defaults_of_the_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of one purpose wants a temperature of its own, and its model's folder is shared."""
+    folder = resolve_model(
+        str(tiny(tmp_path / "m.gguf", sampling={"temp": 0.7, "top_p": 0.95})),
+        cache=tmp_path / "cache",
+    )
+    monkeypatch.setattr(model_loader, "first_served", lambda app, name, now: now)  # it asks Ray
+    engine: dict[str, Any] = {"generation_config": {"temperature": 0.1, "top_k": 40}}
+    model = served_model(parse_config({"model": str(folder), "engine": engine}, {}), 0)
+    _, served, _ = model_loader._load(model, "app")
+    library = load_tokenizer(EngineConfig(model=str(folder), **engine), None)
+    assert library is not None
+    assert served.sampling_defaults == library.sampling_defaults
+    assert library.sampling_defaults == {"temperature": 0.1, "top_k": 40, "top_p": 0.95}
+    cases: list[tuple[dict[str, int | float], str]] = [
+        ({"top_q": 1}, "'top_q' is none of temperature"),
+        ({"top_p": 2}, "top_p"),
+    ]
+    for wrong, says in cases:
+        with pytest.raises(ConfigError, match=f"generation_config: .*{says}"):
+            EngineConfig(model="m", generation_config=wrong)
+
+
 def test_offline_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network the hub client's own error is a page of retries."""
     import huggingface_hub
