@@ -44,7 +44,7 @@ async def first_items(
 async def _first(
     generation: Generation, exchange: HttpExchange, seconds: float
 ) -> list[tuple[int, Delta]]:
-    """Return what `first_items` does, whatever it says."""
+    """Wait as `first_items` does, and return the items with a refusal among them."""
     if not seconds:
         return await generation.next()
     loop = asyncio.get_running_loop()
