@@ -33,33 +33,27 @@ async def first_items(
     Raises what next() raises, ClientDisconnected, and, unless the head is out, the error of a
     choice that the engine refused.
     """
-    items = await _first(generation, exchange, seconds)
+    if not seconds:
+        items = await generation.next()
+    else:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        first = loop.create_task(generation.next())
+        try:
+            while not (await asyncio.wait({first}, timeout=seconds))[0]:
+                if not exchange.started:
+                    placed = generation.timing().replicas
+                    if not placed and loop.time() - began < HOLD_SECONDS:
+                        continue
+                    await exchange.start(EVENT_STREAM, STREAM_HEADERS)
+                await exchange.write(COMMENT)
+            items = first.result()
+        finally:
+            if not first.done():
+                first.cancel()
+                await asyncio.wait({first})
     if not exchange.started:
         for _, delta in items:
             if delta.finish == "error":
                 raise failed(delta)
     return items
-
-
-async def _first(
-    generation: Generation, exchange: HttpExchange, seconds: float
-) -> list[tuple[int, Delta]]:
-    """Wait as `first_items` does, and return the items with a refusal among them."""
-    if not seconds:
-        return await generation.next()
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    first = loop.create_task(generation.next())
-    try:
-        while not (await asyncio.wait({first}, timeout=seconds))[0]:
-            if not exchange.started:
-                placed = generation.timing().replicas
-                if not placed and loop.time() - began < HOLD_SECONDS:
-                    continue
-                await exchange.start(EVENT_STREAM, STREAM_HEADERS)
-            await exchange.write(COMMENT)
-        return first.result()
-    finally:
-        if not first.done():
-            first.cancel()
-            await asyncio.wait({first})
