@@ -4,8 +4,9 @@ It has the interface of `DraftLengths`, for drafters that run on the device. The
 drafts, whose acceptance changes little, and each draft costs a pass. Padding of CUDA graphs makes
 steps of three drafts a request as long as those of two. So all requests get drafts of one length,
 and each length's step time is measured. Lengths take turns in short trials, and the one with the
-most tokens a second goes on in long blocks. If none gains, drafts rest. A lost trial is repeated
-soon once, as the first steps of new shapes take longer, and then rarely.
+most tokens a second goes on in long blocks. If none gains, drafts rest. A rest lasts until what was
+lost is a small share of all steps. A lost trial whose drafts were mostly right is repeated soon
+once, as the first steps of new shapes take longer.
 """
 
 import math
@@ -19,20 +20,28 @@ from engine.speculation.lengths import DraftRecord
 _SETTLING, _COLD = 2, 6  # unmeasured first steps of a block; further ones of a length's first
 _MEASURED = 5  # measured steps of a short block
 _LONG, _LONGER = 128, 512  # blocks of the best length; the second where it gains a tenth
-_FIRST_REST, _SECOND_REST, _LONGEST_REST = 64, 512, 8192
+_FIRST_REST, _SECOND_REST, _LONGEST_REST = 32, 512, 8192
 _DORMANT = 128  # in longer rests the drafter reads nothing
 _LAST = 8  # last steps of such a rest, in which it reads
 _RETRIALS = 4  # long blocks until another length is measured again; the first ones come sooner
 
-# Least speed-up of drafts: the steps without them, in which the drafter reads, are longer than
-# those of a rest.
-_LEAST = 1.05
+# ---- Speed-ups: tokens a second with drafts, divided by tokens a second without
+_LEAST = 1.02  # least speed-up at which drafts go on
+# The same as long as steps without drafts are known only with a drafter that reads, which takes up
+# to a tenth of a step. Up to the second, steps without it are measured before drafts go on.
+_LEAST_READING, _CLOSE = 1.05, 1.15
+_PROMISING = 1.18  # guess of a length that was not tried at which its trial does not wait
+_PROBABLE = 1.7  # tokens of a step at which a lost trial is repeated soon
+
 _LOSS = 0.003  # most share of steps that trials may lose
+_CREDIT = 8.0  # lost steps that follow won ones and do not count
+_WORST = 4.0  # most steps without drafts that a step of a trial counts for
+_CHEAPEST = 0.03  # least cost of a draft, in steps without drafts
 _LIKELY = 0.7  # first guess of the acceptance of a draft after accepted ones
 _FEW = 96  # decodes up to which the longest drafts are tried first
 _CHEAP = 0.85  # guess of the cost of a length that was not tried, as a share of a line's
 _WEIGHT = 0.1  # weight of a new step in a length's mean time
-_HIT_WEIGHT = 0.02  # weight of a new draft in its mean acceptance
+_HIT_WEIGHT = 0.02  # least weight of a new draft in its mean acceptance; the first weigh more
 _POOR = 0.3  # share of the expected acceptance below which a request gets a draft alone
 
 
@@ -45,8 +54,13 @@ class _Seconds:
         self._first: list[float] = []
         self.value = 0.0  # 0 = not measured
 
+    @property
+    def settled(self) -> bool:
+        """Whether enough steps were measured since `forget`."""
+        return len(self._first) == _MEASURED
+
     def measure(self, seconds: float) -> None:
-        if len(self._first) < _MEASURED:
+        if not self.settled:
             self._first.append(seconds)
             self.value = median(self._first)
             return
@@ -57,6 +71,33 @@ class _Seconds:
         self._first.clear()
 
 
+class _Losses:
+    """The time that drafts have lost and not won back, for all numbers of decodes together.
+
+    steps: that time, in steps without drafts; it falls by _LOSS a step. Negative after won time,
+        down to -_CREDIT.
+    """
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0.0
+
+    @property
+    def allow(self) -> bool:
+        """Whether a trial that probably loses may begin."""
+        return self.steps <= 1.0
+
+    def add(self, steps: float) -> None:
+        """Add lost steps; negative for won ones."""
+        self.steps = max(-_CREDIT, self.steps + steps)
+
+    def fade(self) -> None:
+        """Let a step pass."""
+        if self.steps > 0:
+            self.steps = max(0.0, self.steps - _LOSS)
+
+
 class _Block:
     """The measured drafts for steps of about as many decodes, by length, and the length now tried.
 
@@ -65,15 +106,20 @@ class _Block:
     length: the length of drafts in the current block; 0 = no drafts.
     block, left: the number of the current block's steps, and how many of them are left.
     resting: whether the current block is without drafts because drafts did not pay.
+    dormant: whether the drafter reads nothing in the current block, but for a rest's last steps.
     """
 
     __slots__ = (
         "_blocks",
         "_entries",
         "_losses",
+        "_reading",
         "_rest",
+        "_rests",
+        "_share",
         "_tried",
         "block",
+        "dormant",
         "left",
         "length",
         "resting",
@@ -81,26 +127,47 @@ class _Block:
         "settling",
     )
 
-    def __init__(self, entries: int, most: int) -> None:
-        self._entries = entries
-        self.seconds = [_Seconds() for _ in range(most + 1)]  # by length
+    def __init__(self, entries: int, most: int, losses: _Losses) -> None:
+        self._entries, self._losses = entries, losses
+        # by length; without drafts, of steps in which the drafter does not read
+        self.seconds = [_Seconds() for _ in range(most + 1)]
+        self._reading = _Seconds()  # of steps without drafts in which the drafter reads
+        self._share = 0.0  # the former divided by the latter; 0 = not known
         self._tried: set[int] = set()
-        self._losses = 0  # consecutive rests
+        self._rests = 0  # consecutive rests
         self._rest = _SECOND_REST
         self._blocks = 0  # long blocks so far
-        self.resting = False
         self._begin(0)
 
-    def _begin(self, length: int, steps: int = 0) -> None:
+    def _begin(self, length: int, steps: int = 0, *, dormant: bool = False) -> None:
         """Begin a block: a trial, or a long one of so many steps."""
         self.length, self.settling = length, _SETTLING
         if length and length not in self._tried:
             self.settling += _COLD
             self._tried.add(length)
         self.block = self.left = steps or self.settling + _MEASURED
-        self.resting = False
+        self.resting, self.dormant = False, dormant
         if not steps:
             self.seconds[length].forget()
+            self._reading.forget()
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the drafter need not read the tokens of the next step."""
+        return self.dormant and not (self.resting and self.left <= _LAST)
+
+    def measure(self, seconds: float) -> None:
+        """Add the time of a step of the current block."""
+        plain = self.seconds[0]
+        if self.length:
+            self.seconds[self.length].measure(seconds)
+        elif self.sleeps:
+            plain.measure(seconds)
+            if not self._share and plain.settled and self._reading.value:
+                self._share = min(1.0, plain.value / self._reading.value)
+        elif not self.dormant:
+            self._reading.measure(seconds)
+            plain.measure(seconds * (self._share or 1.0))
 
     def speed_up(self, length: int, gain: float) -> float:
         """Return the tokens a second with drafts of a length, divided by those without.
@@ -115,6 +182,10 @@ class _Block:
             own = plain + _CHEAP * length * max(0.0, of_draft)
         return (1 + gain) * plain / own
 
+    def hopeless(self, length: int, gain: float) -> bool:
+        """Whether drafts of a length lose even if they cost the least that drafts can."""
+        return (1 + gain) / (1 + _CHEAPEST * length) < _LEAST
+
     def go_on(self, gains: list[float]) -> None:
         """Begin the next block.
 
@@ -126,16 +197,26 @@ class _Block:
         lengths = range(1, most + 1)
         measured = [length for length in lengths if self.seconds[length].value]
         if not measured:
-            return self._begin(most if self._entries <= _FEW else 1)
+            self._tried.discard(self.length)  # a trial that has ended early
+            first = most if self._entries <= _FEW else 1
+            probable = self._losses.allow or gains[first] >= _PROBABLE - 1
+            if self.resting or (probable and not self.hopeless(first, gains[first])):
+                return self._begin(first)
+            return self._lose(first, gains[first])
         values = {length: self.speed_up(length, gains[length]) for length in lengths}
         best = max(measured, key=values.__getitem__)
         untried = [length for length in lengths if length not in measured]
         hope = max(untried, key=values.__getitem__, default=best)
-        if values[hope] > max(_LEAST, 1.02 * values[best]):
+        least = _LEAST if self._share else _LEAST_READING
+        if values[hope] > max(least, 1.02 * values[best]) and (
+            self._losses.allow or values[hope] > _PROMISING
+        ):
             return self._begin(hope)
-        if values[best] < _LEAST:
-            return self._lose(best, values[best])
-        self._losses, self._rest = 0, _SECOND_REST
+        if values[best] < least:
+            return self._lose(best, gains[best])
+        if not self._share and values[best] < _CLOSE:
+            return self._begin(0, dormant=True)
+        self._rests, self._rest = 0, _SECOND_REST
         if self.length == best and self.block > _LONG // 2:
             return self._begin(0)  # the time without drafts changes with the texts' lengths
         self._blocks += 1
@@ -146,18 +227,20 @@ class _Block:
         long = _LONGER if values[best] > 1.1 and not early else _LONG
         return self._begin(best, long)
 
-    def _lose(self, best: int, value: float) -> None:
-        """Begin a rest, or the trial after one."""
+    def _lose(self, best: int, gain: float) -> None:
+        """Begin a rest, or the trial after one.
+
+        best, gain: the most promising length, and its accepted drafts of a request in a step.
+        """
         if self.resting:  # measure the most promising length again
             return self._begin(best)
-        self._losses += 1
-        if self._losses == 1:
+        self._rests += 1
+        if self._rests == 1 and gain >= _PROBABLE - 1:
             steps = _FIRST_REST
         else:
-            lost = (_SETTLING + _MEASURED) * max(0.0, 1 / value - 1)
-            steps = max(self._rest, min(int(lost / _LOSS), _LONGEST_REST))
+            steps = min(max(self._rest, int(self._losses.steps / _LOSS)), _LONGEST_REST)
             self._rest = min(2 * self._rest, _LONGEST_REST)
-        self._begin(0, steps)
+        self._begin(0, steps, dormant=steps > _DORMANT)
         self.resting = True
 
 
@@ -171,14 +254,18 @@ class ModelLengths:
         self._most = most
         self._blocks: dict[int, _Block] = {}
         self._entries = 1
-        self._current = _Block(1, most)
-        # by position: share of drafts that were accepted, of those after accepted ones
+        self._losses = _Losses()
+        self._current = _Block(1, most, self._losses)
+        # by position: share of drafts that were accepted, of those after accepted ones; the number
+        # of these, and a first one by guess
         self._hits = [_LIKELY] * most
+        self._seen = [1] * most
 
     def forget_steps(self) -> None:
         """Forget the measured times of all steps: those of warm-up include compilation."""
         self._blocks.clear()
-        self._current = _Block(1, self._most)
+        self._losses.steps = 0.0
+        self._current = _Block(1, self._most, self._losses)
 
     def begin_step(self, entries: int) -> int:
         """Return the drafts that each request gets in the next step; 0 = none.
@@ -194,8 +281,7 @@ class ModelLengths:
     @property
     def dormant(self) -> bool:
         """Whether drafts rest for so long that a drafter need not read the tokens of steps."""
-        current = self._current
-        return current.resting and current.block > _DORMANT and current.left > _LAST
+        return self._current.sleeps
 
     def limit(self, record: DraftRecord) -> int:
         """Return the most drafts of a request in the step that `begin_step` began."""
@@ -237,7 +323,8 @@ class ModelLengths:
                     tried += number
                     right += number * (last > position)
             if tried:
-                weight = 1 - (1 - _HIT_WEIGHT) ** tried
+                self._seen[position] += tried
+                weight = max(1 - (1 - _HIT_WEIGHT) ** tried, tried / self._seen[position])
                 hits[position] += weight * (right / tried - hits[position])
 
     def observe_forced(self, accepted: int) -> None:
@@ -246,23 +333,29 @@ class ModelLengths:
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
         """Record the seconds of a step of `entries` decodes and `drafts` draft tokens in all."""
         current = self._current if entries <= 0 else self._block_of(entries)
+        length, losses = current.length, self._losses
+        losses.fade()
         if entries > 0 and seconds > 0:
+            if drafts and (plain := current.seconds[0].value):
+                losses.add(min(seconds / plain, _WORST) - 1 - self._gains()[length])
             if current.settling:
                 current.settling -= 1
-            elif 4 * drafts >= 3 * current.length * entries and bool(drafts) == bool(
-                current.length
-            ):
-                current.seconds[current.length].measure(seconds)
+            elif 4 * drafts >= 3 * length * entries and bool(drafts) == bool(length):
+                current.measure(seconds)
         elif not current.resting:
             return
         current.left -= 1
-        if current.left <= 0 or (not current.left % 16 and self._loses(current)):
+        if current.left <= 0 or self._loses(current):
             current.go_on(self._gains())
 
     def _loses(self, current: _Block) -> bool:
-        """Whether a long block's drafts cost more than they give."""
+        """Whether the block's drafts cost more than they give, so that it ends early."""
         length = current.length
-        if not length or current.block < _LONG or current.settling:
+        if not length:
+            return False
+        if current.block < _LONG:
+            return current.hopeless(length, self._gains()[length])
+        if current.settling or current.left % 16:
             return False
         return current.speed_up(length, self._gains()[length]) < 1.0
 
@@ -278,5 +371,5 @@ class ModelLengths:
         bucket = round(2 * math.log2(entries))
         block = self._blocks.get(bucket)
         if block is None:
-            block = self._blocks[bucket] = _Block(entries, self._most)
+            block = self._blocks[bucket] = _Block(entries, self._most, self._losses)
         return block
