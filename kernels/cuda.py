@@ -293,6 +293,12 @@ class Cuda(Kernels):
         _count(meta)
         return delta_rule_cuda.kimi_delta(inputs, meta, self.DETERMINISTIC)
 
+    def verify_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
+        runs = meta.state_runs
+        if runs is None or not runs.in_place:
+            return None
+        return delta_rule_cuda.verify(inputs, meta, runs, self.DETERMINISTIC)
+
     def causal_conv(
         self,
         x: Tensor,

@@ -108,6 +108,8 @@ class StateRuns:
     meta: the layout of `tokens`, an entry for each run, whose row is the run's number.
     rows: int64 [runs], where the runs' states are.
     back: int64 [num_tokens], each token's place among first `others`, then `tokens`.
+    in_place: whether `others_meta` is a layout of the step itself, in which entries of runs have no
+        tokens (`kv_len` 0): kernels that write no state of a run need no copies then.
     replays: for each kernel that has run, a function that computes `tokens` again, in the layout
         that it is given.
     """
@@ -118,6 +120,7 @@ class StateRuns:
     meta: AttentionMeta
     rows: Tensor
     back: Tensor
+    in_place: bool = False
     replays: list[Callable[[AttentionMeta], object]] = field(default_factory=list)
 
 

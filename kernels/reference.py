@@ -431,6 +431,14 @@ class Kernels:
         """
         return self._gated(inputs, meta, torch.sigmoid)
 
+    def verify_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
+        """Compute gated_delta or kimi_delta of a step that verifies drafts, on states as they lie.
+
+        Writes no state of a run, and adds a function that does to `meta.state_runs.replays`.
+        Returns None where runs have to be computed on copies of states: then nothing is done.
+        """
+        return None
+
     def _gated(
         self, inputs: DeltaInputs, meta: AttentionMeta, gate: Callable[[Tensor], Tensor]
     ) -> Tensor:

@@ -76,25 +76,27 @@ class GraphRuns:
         """
         self._decodes, self._pad_row = decodes, pad_row
         most = decodes // 2  # a run has a draft at least
-        self._numbers = _Numbers((decodes, decodes, most, decodes), device)
-        others_rows, tokens, rows, back = self._numbers.tensors
+        self._numbers = _Numbers((decodes, decodes, decodes, most, decodes), device)
+        others_rows, others_len, tokens, rows, back = self._numbers.tensors
         # rows are indices of copied states
         self._layout = _Layout(most, like, 0, device)
         self.settled = _Layout(2 * most, like, pad_row, device)
         self.runs = StateRuns(
             others=torch.arange(decodes, device=device),
-            others_meta=replace(like, rows=others_rows),
+            others_meta=replace(like, rows=others_rows, kv_len=others_len),
             tokens=tokens,
             meta=self._layout.meta,
             rows=rows,
             back=back,
+            in_place=True,
         )
         self.settle: Callable[[], object] = self.replay
-        self.fill([], [], [], [], [])
+        self.fill([], [], [], [], [], [])
 
     def fill(
         self,
         others: Sequence[int],
+        others_len: Sequence[int],
         tokens: Sequence[int],
         rows: Sequence[int],
         starts: Sequence[int],
@@ -103,10 +105,12 @@ class GraphRuns:
         """Upload a step's runs.
 
         others: the row of each decode; the padding row for decodes that belong to a run.
+        others_len: the length of each decode's text with its token; 0 for those of a run.
         tokens: indices of the runs' tokens among the decodes.
         rows, starts, lengths: each run's row, first position and number of tokens.
         """
-        own_others, own_tokens, own_rows, back = self._numbers.arrays
+        own_others, own_len, own_tokens, own_rows, back = self._numbers.arrays
+        own_len[: len(others)], own_len[len(others) :] = others_len, 1  # padding begins a text
         own_others[: len(others)], own_others[len(others) :] = others, self._pad_row
         own_tokens[: len(tokens)], own_tokens[len(tokens) :] = tokens, 0
         own_rows[: len(rows)], own_rows[len(rows) :] = rows, self._pad_row
@@ -149,8 +153,11 @@ class StateVerification:
         """Upload the runs of a batch of decodes, some of which have drafts, for a captured step."""
         tokens = self._record_runs(batch)
         others = np.asarray(batch.rows)
-        others[tokens] = self._pad_row
-        graph.fill(others.tolist(), tokens, self._rows, self._starts, self._lengths)
+        others_len = np.asarray(batch.starts) + 1
+        others[tokens], others_len[tokens] = self._pad_row, 0
+        graph.fill(
+            others.tolist(), others_len.tolist(), tokens, self._rows, self._starts, self._lengths
+        )
         self._runs = graph
 
     def lay_out(self, batch: Batch, metas: Sequence[AttentionMeta]) -> None:

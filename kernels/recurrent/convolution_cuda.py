@@ -47,12 +47,12 @@ def comes_last(arrived, shared):
 @triton.jit
 def convolved(
     x, tail, conv, bias, token, ago, before, channels, mask, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, order=None,
 ):  # fmt: skip
     """Return the convolution of some channels at a token.
 
     bias: None for no bias. ago: tokens of the entry before this one. before: tokens of the request
-    before the entry's.
+    before the entry's. order: the rows of x of the tokens; None = the tokens themselves.
     """
     total = (channels * 0).to(tl.float32)
     if bias is not None:
@@ -62,7 +62,10 @@ def convolved(
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
         own = mask & (far >= back)
-        seen = tl.load(x + (token - back) * x_stride + channels, mask=own, other=0.0)
+        place = token - back
+        if order is not None:
+            place = tl.load(order + place, mask=ago >= back, other=0)
+        seen = tl.load(x + place * x_stride + channels, mask=own, other=0.0)
         # The tail's last row is the last token before the entry's.
         old = has_tail & (far < back)
         at = (ago + TAPS - 1 - back) * CHANNELS
@@ -111,18 +114,22 @@ def convolved_rows(
 @triton.jit
 def keep_tail(
     x, tail, begin, end, before, channels, mask, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, order=None,
 ):  # fmt: skip
     """Write the tail: the inputs that an entry's next tokens need, for some channels.
 
     begin, end (int64): the entry's tokens. All other programs must have read the old tail.
+    order: as in `convolved`.
     """
     has_tail = mask & (before + channels * 0 > 0)
     # in this order, an old input is read before its place is written
     for place in tl.static_range(TAPS - 1):
         token = end - (TAPS - 1) + place
         own = token - begin + channels * 0 >= 0
-        new = tl.load(x + token * x_stride + channels, mask=mask & own, other=0.0)
+        row = token
+        if order is not None:
+            row = tl.load(order + token, mask=token >= begin, other=0)
+        new = tl.load(x + row * x_stride + channels, mask=mask & own, other=0.0)
         at = (end - begin + place) * CHANNELS
         old = tl.load(tail + at + channels, mask=has_tail & (own == 0), other=0.0)
         tl.store(tail + place * CHANNELS + channels, new.to(tl.float32) + old, mask=mask)

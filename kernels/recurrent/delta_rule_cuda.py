@@ -22,9 +22,11 @@ wait for each other.
 Prompts are computed in chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi). In
 deterministic mode all entries are computed token by token instead: each program keeps a head's
 state in registers, so results depend on the entry alone. Short entries (`AttentionMeta.by_token`)
-are, too, after pending updates are applied.
+are, too, after pending updates are applied. Where drafts are verified in place, they write no state
+until it is known which tokens were accepted.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import triton
@@ -32,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, StateRuns
 from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail, tickets
 from kernels.recurrent.delta_chunks_cuda import delta_chunks, late_sizes
@@ -276,7 +278,7 @@ def _delta_decode_kernel(
     token = tl.load(query_start + entry).to(tl.int64)
     before = tl.load(kv_len + entry) - 1  # 0: the request begins
     row = tl.load(rows + entry).to(tl.int64)
-    if entry >= decodes:
+    if (entry >= decodes) | (before < 0):  # padding, or a token of another launch
         return
     x += token * x_stride
     tail += row * (SIZES.taps - 1) * SIZES.channels
@@ -404,9 +406,9 @@ def _delta_decode_kernel(
 @triton.jit
 def _applied(
     matrix, late, since, dims, columns, KEY: tl.constexpr, VALUE: tl.constexpr,
-    LATE: tl.constexpr, ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
+    LATE: tl.constexpr, ENTRY: tl.constexpr, BY_KEY: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Return a head's state with its pending updates, and zero these in memory.
+    """Return a head's state with its pending updates, and zero these in memory if KEEPS.
 
     since: how many there are.
     """
@@ -424,13 +426,14 @@ def _applied(
         own = (columns < VALUE) & (since + columns * 0 > i)
         value = tl.load(late + i * ENTRY + KEY + columns, mask=own, other=0.0)
         matrix += key[:, None] * value[None, :]
-    tl.debug_barrier()  # other threads may still read
-    for origin in range(0, LATE * ENTRY, dims.shape[0]):
-        tl.store(late + origin + dims, dims * 0.0, mask=origin + dims < LATE * ENTRY)
+    if KEEPS:
+        tl.debug_barrier()  # other threads may still read
+        for origin in range(0, LATE * ENTRY, dims.shape[0]):
+            tl.store(late + origin + dims, dims * 0.0, mask=origin + dims < LATE * ENTRY)
     return matrix
 
 
-# 20 parameters or more: 22 are tensors and numbers of the launch, and constants are in a struct.
+# 20 parameters or more: 23 are tensors and numbers of the launch, and constants are in a struct.
 @triton.jit(
     do_not_specialize=["x_stride", "z_stride", "a_stride", "b_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
@@ -447,7 +450,8 @@ def _delta_walk_kernel(
     tail,
     state,
     late,  # as in `_delta_decode_kernel`
-    out,
+    out,  # None: no results are written
+    order,  # int64, the tokens' rows in x, z, a, b and out; None = the tokens themselves
     arrived,  # [entries * KEY_HEADS], from `tickets`
     rows,
     query_start,
@@ -461,6 +465,7 @@ def _delta_walk_kernel(
     SIZES: tl.constexpr,  # `DeltaSizes`
     LATE: tl.constexpr,
     ENTRY: tl.constexpr,
+    KEEPS: tl.constexpr,  # whether states are written
     PDL: tl.constexpr,
 ):
     VALUES: tl.constexpr = SIZES.value_columns
@@ -477,14 +482,15 @@ def _delta_walk_kernel(
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)
     if entry >= tl.load(counts + 1):  # padding
-        pads = tl.zeros([VALUES], out.dtype.element_ty)
-        for token in range(begin, end):
-            into = out + (token * SIZES.value_heads + head) * SIZES.value_dim
-            tl.store(into + columns, pads, mask=value_mask)
-        return
-    if begin == end:
+        if out is not None:
+            pads = tl.zeros([VALUES], out.dtype.element_ty)
+            for token in range(begin, end):
+                into = out + (token * SIZES.value_heads + head) * SIZES.value_dim
+                tl.store(into + columns, pads, mask=value_mask)
         return
     before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
+    if (begin == end) | (before < 0):  # no tokens, or one of another launch
+        return
     row = tl.load(rows + entry).to(tl.int64)
     tail += row * (SIZES.taps - 1) * SIZES.channels
     state += (row * SIZES.value_heads + head) * SIZES.key_dim * SIZES.value_dim
@@ -495,7 +501,7 @@ def _delta_walk_kernel(
         late += (row * SIZES.value_heads + head) * LATE * ENTRY
         matrix = _applied(
             matrix, late, before % (LATE + 1), dims, columns, SIZES.key_dim, SIZES.value_dim,
-            LATE, ENTRY, SIZES.by_key,
+            LATE, ENTRY, SIZES.by_key, KEEPS,
         )  # fmt: skip
     SHARED: tl.constexpr = SIZES.value_heads // SIZES.key_heads
     key_head = head // SHARED
@@ -505,6 +511,9 @@ def _delta_walk_kernel(
     rate, of_decay, decay_mask, shift = _decay(decay, bias, head, dims, SIZES.key_dim, SIZES.by_key)
     for token in range(begin, end):
         ago = token - begin
+        place = token
+        if order is not None:
+            place = tl.load(order + token)
         q = convolved(
             x,
             tail,
@@ -518,6 +527,7 @@ def _delta_walk_kernel(
             x_stride,
             SIZES.channels,
             SIZES.taps,
+            order,
         )
         q = q * tl.sigmoid(q)
         k = convolved(
@@ -533,15 +543,16 @@ def _delta_walk_kernel(
             x_stride,
             SIZES.channels,
             SIZES.taps,
+            order,
         )
         k = k * tl.sigmoid(k)
         q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * SIZES.key_dim**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-        step = tl.load(a + token * a_stride + of_decay, mask=decay_mask, other=0.0)
+        step = tl.load(a + place * a_stride + of_decay, mask=decay_mask, other=0.0)
         decay_factor = tl.exp(-rate * softplus(step.to(tl.float32) + shift))
         if SIZES.by_key:
             decay_factor = decay_factor[:, None]
-        beta = SIZES.most * tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
+        beta = SIZES.most * tl.sigmoid(tl.load(b + place * b_stride + head).to(tl.float32))
         v = convolved(
             x,
             tail,
@@ -555,26 +566,39 @@ def _delta_walk_kernel(
             x_stride,
             SIZES.channels,
             SIZES.taps,
+            order,
         )
         v = v * tl.sigmoid(v)
         matrix = matrix * decay_factor
         wrong = (v - tl.sum(matrix * k[:, None], axis=0)) * beta
         matrix += k[:, None] * wrong[None, :]
-        outputs = tl.sum(matrix * q[:, None], axis=0)[None, :]
-        gate = tl.load(
-            z + token * z_stride + head * SIZES.value_dim + columns, mask=value_mask, other=0.0
-        )
-        outputs = _normed(
-            outputs, scale[None, :], gate[None, :], eps, SIZES.value_dim, SIZES.by_key
-        )
-        into = out + (token * SIZES.value_heads + head) * SIZES.value_dim + columns
-        tl.store(into[None, :], outputs.to(out.dtype.element_ty), mask=value_mask[None, :])
-    tl.store(state + tile, matrix, mask=tile_mask)
-    keep_tail(x, tail, begin, end, before, of_v, value_mask, x_stride, SIZES.channels, SIZES.taps)
-    # Queries and keys belong to all heads that share them, so the last program writes their tail.
-    if comes_last(arrived + entry * SIZES.key_heads + key_head, SHARED):
-        keep_tail(x, tail, begin, end, before, of_q, key_mask, x_stride, SIZES.channels, SIZES.taps)
-        keep_tail(x, tail, begin, end, before, of_k, key_mask, x_stride, SIZES.channels, SIZES.taps)
+        if out is not None:
+            outputs = tl.sum(matrix * q[:, None], axis=0)[None, :]
+            gate = tl.load(
+                z + place * z_stride + head * SIZES.value_dim + columns, mask=value_mask, other=0.0
+            )
+            outputs = _normed(
+                outputs, scale[None, :], gate[None, :], eps, SIZES.value_dim, SIZES.by_key
+            )
+            into = out + (place * SIZES.value_heads + head) * SIZES.value_dim + columns
+            tl.store(into[None, :], outputs.to(out.dtype.element_ty), mask=value_mask[None, :])
+    if KEEPS:
+        tl.store(state + tile, matrix, mask=tile_mask)
+        keep_tail(
+            x, tail, begin, end, before, of_v, value_mask, x_stride, SIZES.channels, SIZES.taps,
+            order,
+        )  # fmt: skip
+        # Queries and keys belong to all heads that share them, so the last program writes their
+        # tail.
+        if comes_last(arrived + entry * SIZES.key_heads + key_head, SHARED):
+            keep_tail(
+                x, tail, begin, end, before, of_q, key_mask, x_stride, SIZES.channels, SIZES.taps,
+                order,
+            )  # fmt: skip
+            keep_tail(
+                x, tail, begin, end, before, of_k, key_mask, x_stride, SIZES.channels, SIZES.taps,
+                order,
+            )  # fmt: skip
 
 
 def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = False) -> Tensor:
@@ -609,6 +633,21 @@ def kimi_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = F
     return out
 
 
+def verify(
+    inputs: DeltaInputs, meta: AttentionMeta, runs: StateRuns, deterministic: bool = False
+) -> Tensor:
+    """Compute `kernels.reference.Kernels.verify_delta`.
+
+    One launch computes decodes without drafts, one the runs; another one writes what is accepted.
+    """
+    x, heads = inputs.x, inputs.heads
+    out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
+    _by_token(inputs, out, runs.others_meta, deterministic)
+    _walk(inputs, out, replace(runs.meta, rows=runs.rows), runs.tokens, keeps=False)
+    runs.replays.append(lambda layout: _walk(inputs, None, layout, runs.tokens))
+    return out
+
+
 def _by_token(
     inputs: DeltaInputs,
     out: Tensor,
@@ -620,6 +659,9 @@ def _by_token(
     entries = meta.kv_len.shape[0] if prompts else meta.num_decodes
     if not entries:
         return
+    if prompts:
+        _walk(inputs, out, meta)
+        return
     values = triton.next_power_of_2(heads.value_size)
     programs = entries * heads.value_heads
     arrived = tickets(x.device, entries * (heads.key_heads + heads.value_heads))
@@ -627,28 +669,6 @@ def _by_token(
     where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
     strides = (x.stride(0), z.stride(0), a.stride(0), b.stride(0))
     sizes = delta_sizes(heads, triton.next_power_of_2(heads.key_size), values)
-    if prompts:
-        _delta_walk_kernel[(entries, heads.value_heads)](
-            x,
-            z,
-            a,
-            b,
-            *weights,
-            tail,
-            state,
-            late,
-            out,
-            arrived,
-            *where,
-            heads.eps,
-            *strides,
-            SIZES=sizes,
-            **late_sizes(late),
-            # Two tokens of 32 requests with 32 states of 128 x 128: 69 us, with 16 warps 361.
-            num_warps=4 if sizes.key_columns * values <= 128 * 128 else 16,
-            **pdl(x.device),
-        )
-        return
     launch = decode_launch(programs, num_sms(x.device), values, heads.by_key)
     partial = state.new_empty(programs, values) if launch.parts > 1 else state
     _delta_decode_kernel[(entries, heads.value_heads, launch.parts)](
@@ -671,5 +691,42 @@ def _by_token(
         PARTS=launch.parts,
         **late_sizes(late),
         num_warps=launch.num_warps,
+        **pdl(x.device),
+    )
+
+
+def _walk(
+    inputs: DeltaInputs,
+    out: Tensor | None,
+    meta: AttentionMeta,
+    order: Tensor | None = None,
+    *,
+    keeps: bool = True,
+) -> None:
+    """Compute entries token by token; see `_delta_walk_kernel`."""
+    x, z, a, b, heads, tail, state, late = inputs
+    assert meta.rows is not None and meta.counts is not None
+    entries, values = meta.kv_len.shape[0], triton.next_power_of_2(heads.value_size)
+    sizes = delta_sizes(heads, triton.next_power_of_2(heads.key_size), values)
+    _delta_walk_kernel[(entries, heads.value_heads)](
+        x,
+        z,
+        a,
+        b,
+        *(heads.conv, heads.decay, heads.bias, heads.norm),
+        tail,
+        state,
+        late,
+        out,
+        order,
+        tickets(x.device, entries * heads.key_heads),
+        *(meta.rows, meta.query_start, meta.kv_len, meta.counts),
+        heads.eps,
+        *(x.stride(0), z.stride(0), a.stride(0), b.stride(0)),
+        SIZES=sizes,
+        **late_sizes(late),
+        KEEPS=keeps,
+        # Two tokens of 32 requests with 32 states of 128 x 128: 69 us, with 16 warps 361.
+        num_warps=4 if sizes.key_columns * values <= 128 * 128 else 16,
         **pdl(x.device),
     )

@@ -77,7 +77,7 @@ def test_states_are_those_of_accepted_tokens(accepted: dict[int, int], graphed: 
         meta = layout([*step.rows, *[PAD] * padding], [*step.starts, *[0] * padding], 16)
         graph = states.graphed(16, meta)
         # what an earlier step has left there, of more runs than this one
-        graph.fill([1] * 16, range(16), [1, 2, 3, 4, 5, 0], [3] * 6, [2] * 6)
+        graph.fill([1] * 16, [9] * 16, range(16), [1, 2, 3, 4, 5, 0], [3] * 6, [2] * 6)
         graph.settled.fill([1, 2], [5, 6], [8, 8])
         states.upload(step, graph)
         meta.state_runs = graph.runs

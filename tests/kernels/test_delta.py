@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.batch import Batch
+from engine.runner.state_runs import StateVerification
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.recurrent import delta_rule_cuda
@@ -246,6 +248,73 @@ def test_late_states_and_prompts(rule: str, steps: str) -> None:
         if not meta.num_decodes:
             rows = meta.rows
             assert row_error(state[rows], want_state[rows]) < 1e-4 and not late[rows].any()
+    assert not delta_rule_cuda.tickets(tail.device, 1).any()
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize(
+    ("rule", "late"), [("gated", True), ("by key", True), ("gated", False)], ids=str
+)
+def test_drafts_are_verified_in_place(rule: str, late: bool, back_end: str) -> None:
+    """Bugs: a verification that writes a state or a tail, or zeroes pending updates; a draft that
+    reads the token beside it, not the one before it in its text; a replay of rejected drafts; a
+    request without drafts, or padding, that is left out or counted twice."""
+    torch.manual_seed(9)
+    kernels = BACK_ENDS[back_end]
+    if rule == "gated":
+        how = made((1, 2), (12, 40), 4)
+        call, oracle = kernels.gated_delta, reference.gated_delta
+    else:
+        how, _ = by_key(2, (12, 40), 1)
+        call, oracle = kernels.kimi_delta, reference.kimi_delta
+
+    def activations(tokens: int) -> tuple[Tensor, ...]:
+        if rule == "gated":
+            return inputs(how, tokens)
+        return tuple(by_key(2, (12, 40), tokens)[1])
+
+    tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 12, 40)
+    states = [tail, state, *([late_of(how).zero_()] if late else [])]
+    want = [tail.clone(), state.clone()]
+    begun = step([6, 2, 9], [1, 1, 1], 3)
+    for _ in range(2):  # some updates are pending
+        part = activations(3)
+        oracle(DeltaInputs(*part, how, *want), begun)
+        call(DeltaInputs(*part, how, *states), begun)
+        begun.kv_len = begun.kv_len + 1
+    # Rows 5 and 7 have two drafts and one, row 2 none, and two entries pad a graph of eight.
+    rows, starts = [5, 2, 7, 5, 5, 7], [7, 3, 10, 8, 9, 11]
+    drafts = [(5, 8, [1, 2]), (7, 11, [3])]
+    batch = Batch(0, rows, starts, [1] * 6, [True] * 6, num_decodes=6, drafts=drafts)
+    meta = step([start + 1 for start in starts] + [1, 1], [1] * 8, 8)
+    meta.rows = torch.tensor([*rows, 1, 1], dtype=torch.int32, device=DEVICE)
+    meta.counts = torch.full((2,), 8, dtype=torch.int32, device=DEVICE)
+    verification = StateVerification(1, meta.kv_len.device)
+    graph = verification.graphed(8, meta)
+    meta.state_runs = graph.runs
+    verification.upload(batch, graph)
+    part = activations(8)
+    before = [tensor.clone() for tensor in states]
+    actual = kernels.verify_delta(DeltaInputs(*part, how, *states), meta)
+    assert actual is not None and actual.isfinite().all()
+    for own, old in zip(states, before, strict=True):
+        assert torch.equal(own[[5, 7]], old[[5, 7]])
+    order = [0, 3, 4, 1, 2, 5]  # request after request
+    texts = step([10, 4, 12], [3, 1, 2], 0)
+    copies = [tensor.clone() for tensor in want]
+    every = oracle(DeltaInputs(*(tensor[order] for tensor in part), how, *copies), texts)
+    assert row_error(actual[order], every) < 1e-5
+    # Of row 5 a draft is accepted, of row 7 none.
+    verification.settle([(5, 2), (7, 1)])
+    accepted = [0, 3, 1, 2]
+    oracle(
+        DeltaInputs(*(tensor[accepted] for tensor in part), how, *want),
+        step([9, 4, 11], [2, 1, 1], 0),
+    )
+    assert torch.equal(tail[[5, 2, 7]], want[0][[5, 2, 7]])
+    last, following = step([10, 5, 12], [1, 1, 1], 3), activations(3)
+    expected = oracle(DeltaInputs(*following, how, *want), last)
+    assert row_error(call(DeltaInputs(*following, how, *states), last), expected) < 1e-5
     assert not delta_rule_cuda.tickets(tail.device, 1).any()
 
 

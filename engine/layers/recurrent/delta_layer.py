@@ -65,6 +65,11 @@ class DeltaRuleLayer(ABC):
             x, z, a, b = inputs
             return rule(DeltaInputs(x, z, a, b, self.heads, *own), part)
 
+        if meta.state_runs is not None:
+            inputs = DeltaInputs(*activations, self.heads, *states)
+            verified = self.kernels.verify_delta(inputs, meta)
+            if verified is not None:
+                return verified
         return compute_runs(kernel, activations, states, meta)
 
     def forward(

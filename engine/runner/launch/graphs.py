@@ -212,7 +212,10 @@ class StepGraphs:
                 self._launch_layers(size, adapters)
         for count in reversed(self._sizes_of_runs()):
             self._all_padding((count, count))
-            self._launch_layers((count, count), adapters=False, drafts=True)
+            runs = self._runs_of((count, count))
+            self._launch_layers((count, count), adapters=False, drafts=True, runs=runs)
+            if runs is not None:
+                runs.replay()
         for count, is_mixed, how in self._each_choice():
             self._sample(*self._logits(count, is_mixed, how), how)
 
@@ -479,11 +482,16 @@ class StepGraphs:
             self._launch_layers(size, adapters)
         self._forwards[size, adapters] = graph
 
+    def _runs_of(self, size: Size) -> GraphRuns | None:
+        """Return new runs of a step with drafts; None where no layer keeps states."""
+        states = self._forward.state_runs
+        if states is None:
+            return None
+        _, metas = self._inputs.lay_out(*size, size[0], self._rows.tokens.shape[1] - 1)
+        return states.graphed(size[0], metas[0])
+
     def _capture_verification(self, size: Size, adapters: bool) -> None:
-        states, runs = self._forward.state_runs, None
-        if states is not None:
-            _, metas = self._inputs.lay_out(*size, size[0], self._rows.tokens.shape[1] - 1)
-            runs = states.graphed(size[0], metas[0])
+        runs = self._runs_of(size)
         with self._recording() as graph:
             self._launch_layers(size, adapters, drafts=True, runs=runs)
         self._verifications[size, adapters] = graph

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, StateRuns
 from kernels.norm import gated_norm
 from kernels.recurrent.chunks_cuda import ENTRIES
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
-from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta
+from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta, verify
 from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba1_cuda import mamba1
 from kernels.recurrent.mamba2 import Mamba2Heads
@@ -37,6 +37,22 @@ def _meta(entries: int = 2) -> AttentionMeta:
     )  # fmt: skip
 
 
+def _verify(inputs: DeltaInputs) -> None:
+    """A step that verifies drafts on states as they lie, and the replay of what is accepted."""
+    runs = StateRuns(
+        *(
+            int64(20),
+            replace(_meta(20), num_decodes=20),
+            int64(20),
+            replace(_meta(), by_token=True),
+        ),
+        *(int32(2), int64(20)),
+        in_place=True,
+    )
+    verify(inputs, _meta(20), runs)
+    runs.replays[0](replace(_meta(4), by_token=True))
+
+
 def delta(model: str) -> None:
     """Launch a step of Gated DeltaNet."""
     keys, values, key, value = _DELTAS[model]
@@ -55,6 +71,8 @@ def delta(model: str) -> None:
         gated_delta(DeltaInputs(x, z, a, b, heads, tail, state, late), _meta(prompts))
     gated_delta(DeltaInputs(x, z, a, b, heads, tail, state, late), replace(_meta(), by_token=True))
     gated_delta(DeltaInputs(x, z, a, b, heads, tail, state), _meta(), deterministic=True)
+    for own in (None, late):
+        _verify(DeltaInputs(x, z, a, b, heads, tail, state, own))
 
 
 def kimi(model: str) -> None:
@@ -75,6 +93,7 @@ def kimi(model: str) -> None:
     for prompts in range(1, ENTRIES + 1):
         kimi_delta(DeltaInputs(x, z, a, b, how, tail, state, late), _meta(prompts))
     kimi_delta(DeltaInputs(x, z, a, b, how, tail, state), _meta(), deterministic=True)
+    _verify(DeltaInputs(x, z, a, b, how, tail, state, late))
 
 
 def mamba(model: str) -> None:
