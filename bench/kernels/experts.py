@@ -304,17 +304,25 @@ def rounded_tiles(pairs: float, halves: int) -> Iterator[Tile]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A launch with alternative tiles. tiles: the current one is first."""
+    """A launch to time with several tiles.
+
+    tiles: the candidates; the first is the one that the engine uses.
+    calls: returns the calls of the launch with a tile.
+    num_bytes: bytes that a call has to move.
+    """
 
     name: str
     tiles: list[Any]
     calls: Callable[[Any], Calls]
     num_bytes: float = 0.0
-    most: float = DIFFERS  # largest accepted difference from the current launch's result
+    most: float = DIFFERS  # largest accepted difference from the result with the engine's tile
 
 
 class SortedLaunch(NamedTuple):
-    """A GEMM over pairs that are sorted by expert. tiles: the current one is first."""
+    """A GEMM over (token, expert) pairs that are sorted by expert.
+
+    tiles: the candidates; the first is the one that the engine uses.
+    """
 
     name: str
     call: Callable[..., Tensor]
@@ -337,7 +345,7 @@ class Sweep:
                         choice.calls(tile)[0]()
 
     def best(self, choice: Choice) -> list[Any]:
-        """Return the two best tiles, and print the best and the current one."""
+        """Return the two fastest tiles; print the fastest, and the one that the engine uses."""
         today = choice.tiles[0]
         rows: dict[Any, Timed] = {}
         try:

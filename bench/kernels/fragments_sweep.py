@@ -39,7 +39,8 @@ TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 FEW = 16  # largest number of tokens for kernels that process pairs singly
 BITS = 4.5 / 16  # bytes relative to what `Layer` counts
 _CHECKED = 64  # most tokens of a case that are checked
-_PAYS = 0.97  # share of the current time: smaller gains are within the noise between two runs
+# Ratio to the time with the engine's tile; smaller gains are within the noise between two runs.
+_PAYS = 0.97
 # Tiles to try by GEMM: for single pairs (in down, rows are a token's experts), and by number of
 # columns.
 UP_ALONE = [
@@ -122,7 +123,10 @@ class Case:
 
 
 def make_packed(layer: Layer) -> tuple[PackedExperts, PackedExperts]:
-    """Make experts with random MXFP4 codes and scales of 2^-9 to 2^-5, in both layouts."""
+    """Return the same random MXFP4 experts twice: in the layout of spans, then of fragments.
+
+    Scales are 2^-9 to 2^-5.
+    """
     form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
     count, size, hidden = layer.experts, layer.size, layer.hidden
 

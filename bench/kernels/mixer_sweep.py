@@ -4,7 +4,7 @@ It prints values for the tables and constants in kernels/recurrent and kernels/a
 
     python -m bench.kernels.mixer_sweep --only "delta prefill" "kimi prefill" latent
 
-For each case it prints the microseconds of each kernel in the current call, then of calls with one
+For each case it prints the microseconds of each kernel with the engine's launches, then with one
 launch changed at a time. At the end come a table per case, fastest first, and the recommended
 constants. Every variant first runs in another process, so that a variant that faults or hangs is
 only left out.

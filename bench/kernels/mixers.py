@@ -144,9 +144,10 @@ def short_convolution(s: Sizes, kv_len: list[int], query_len: list[int]) -> Kern
 
 
 def _positions(meta: AttentionMeta, decodes: bool) -> list[AttentionMeta]:
-    """Return the metadata of LATE + 1 steps, of which one writes states.
+    """Return the metadata of LATE + 1 steps.
 
-    Each step of decodes has one token more than the previous step.
+    Prompts get the same metadata each time. Decodes grow by a token from step to step, so that one
+    of the LATE + 1 steps writes the deferred updates into the states.
     """
     return [replace(meta, kv_len=meta.kv_len + later * decodes) for later in range(LATE + 1)]
 

@@ -148,7 +148,12 @@ def step_of(s: Sizes, shape: str, tokens: int) -> Step:
 
 @cache
 def weights_of(s: Sizes, to: str, shape: str, many: bool) -> list[PackedWeight]:
-    """Make the weights of a shape. many: whether to make so many that the cache holds none."""
+    """Return random weights of a shape.
+
+    to: the name of the weight format.
+    many: whether to return several, more than fit in the L2 cache, so that calls in turn find none
+        of them there; else one.
+    """
     outputs, width = SHAPES[shape]
     form = form_of(to, width)
     count = copies_for(PackedWeight.num_bytes(form, outputs, width)) + 1 if many else 1
@@ -268,7 +273,10 @@ def _worthwhile(step: Step, tile: tuple[int, ...], split: int) -> bool:
 
 
 def now(table: str, to: str, shape: str, tokens: int) -> str:
-    """Return a table's current launch, with the shares of the columns."""
+    """Return the launch that the engine uses: its tile, and into how many parts columns are split.
+
+    table: the name of the function that chooses it, such as "dot.tile".
+    """
     outputs, width = SHAPES[shape]
     form = form_of(to, width)
     weight = PackedWeight(form, outputs, width, None, torch.device("meta"))
@@ -299,7 +307,10 @@ def layer_lines(found: Found) -> Iterator[str]:
 
 
 def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Iterator[str]:
-    """Yield lines: each shape's best and current launch, and the best tile for all of SHAPES."""
+    """Yield lines: each shape's fastest and used launch, and the best tile for all of SHAPES.
+
+    today: returns the launch that the engine uses (`now`).
+    """
     for (what, case), shapes in found.items():
         if not what.endswith(".tile"):
             continue

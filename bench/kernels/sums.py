@@ -43,7 +43,7 @@ CALLS = 20  # calls in a graph
 OURS = ("one_shot", "two_shot", "apart", "with_norm")
 LIBRARY = ("nccl", "nccl_apart")
 
-# Swept settings of `kernels.all_reduce`; the first is the current one.
+# Swept settings of `kernels.all_reduce`; the first is the one that the engine uses.
 SETTINGS = tuple((programs, tile) for programs in (64, 128) for tile in (1 << 14, 1 << 15))
 SWEPT = tuple(1 << power for power in (13, 16, 18, 20, 21, 22, 23, 24))  # bytes
 HIDDEN = (4096, 8192, 2048)

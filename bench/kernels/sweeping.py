@@ -23,7 +23,8 @@ from bench.kernels.measure import apart
 PROCESSES = 12
 EACH_S = 80.0  # seconds for one launch; a longer one never ends
 NO_TIME = "no time"
-PAYS = 0.97  # share of the current time: smaller gains are within the noise between two runs
+# Ratio to the time with the engine's launch; smaller gains are within the noise between two runs.
+PAYS = 0.97
 DIFFERS = 0.02  # largest accepted difference of two results, relative to their norm
 WRONG = "WRONG"  # prefix of the remark on a launch with a larger difference
 
@@ -78,7 +79,7 @@ def to_set(rows: Iterable[Timed]) -> str:
 
 
 def lines(rows: Iterable[Timed], most: int | None = None) -> Iterator[str]:
-    """Yield the `most` fastest launches and the current one, and what to set."""
+    """Yield lines: the `most` fastest launches, the one that the engine uses, and what to set."""
     ranked = sorted(rows)
     for number, row in enumerate(ranked):
         if most is None or number < most or not row.table:

@@ -98,7 +98,7 @@ class Pools:
         )
 
     def by_gather(self, to_host: bool, stream: int) -> None:
-        del stream  # the current one
+        del stream  # torch copies on its current stream
         if to_host:
             torch.index_select(self.rows.transpose(0, 1), 0, self.order, out=self.buffer)
         for at, slot in enumerate(self.slots):

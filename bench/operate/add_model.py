@@ -140,7 +140,7 @@ def serving(folder: Path) -> Iterator[tuple[int, int]]:
         threading.Thread(target=process.stdout.read, daemon=True).start()
         yield port, process.pid
     finally:
-        for _ in range(2):  # the second SIGINT does not wait for streams
+        for _ in range(2):  # the second SIGTERM ends the wait for streams
             process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
         try:

@@ -203,7 +203,11 @@ def measure(name: str, loads: tuple[float, ...] = LOADS) -> Iterator[tuple[str, 
 
 
 def all_rows(quick: bool = False) -> tuple[list[RoutingRow], list[dict[str, Any]]]:
-    """Return the table of all cases, and a line for each run. quick: the first case."""
+    """Measure interactive requests with and without a dataset's rows beside them, at each load.
+
+    Returns (two rows of the table for each case and load, a line for each run).
+    quick: the case "default" only.
+    """
     runs: dict[str, BesideRun] = {}
     rows: list[RoutingRow] = []
     for name in ("default",) if quick else CASES:

@@ -107,7 +107,7 @@ def mixed(dice: Random) -> tuple[int, int]:
 
 
 def chats(dice: Random) -> tuple[int, int]:
-    """Draw the lengths of requests that occupy their rows for 25 s."""
+    """Draw (prompt tokens, output tokens) of a request, which occupies its row for some 25 s."""
     return dice.randrange(20, 100), dice.randrange(50, 350)
 
 

@@ -209,7 +209,11 @@ CASES = (
 
 
 def all_rows(quick: bool = False) -> Iterator[tuple[list[RoutingRow], list[RoutingOutcome]]]:
-    """Yield (rows, outcomes) of each case. quick: the smallest fleet only."""
+    """Simulate the routing policies on each fleet and workload; yield (rows, outcomes) of each.
+
+    Adapters whose popularity follows Zipf's law come last.
+    quick: of the fleets only the one of four replicas.
+    """
     for kind, count, seconds in CASES:
         if not quick or count == 4:
             yield compare(make_case(kind, count, seconds))

@@ -374,7 +374,14 @@ def decision_us(replicas: int) -> float:
 
 
 def all_rows(quick: bool) -> tuple[list[RoutingRow], list[dict[str, Any]]]:
-    """Return the rows and the raw lines. quick: a tenth of the fleet."""
+    """Measure what routers cost with ten to a thousand replicas.
+
+    Returns (rows of the table, a line for each run over sockets or in virtual time). Measured are
+    the microseconds of a routing decision, then routers and replicas over real sockets, then in
+    virtual time.
+
+    quick: the largest fleets are a tenth as large.
+    """
     part = 10 if quick else 1
     rows: list[RoutingRow] = []
     lines: list[dict[str, Any]] = []

@@ -35,22 +35,28 @@ PROMPT, OUTPUT = 500, 200  # tokens of a request that are computed
 _POINTS = 240  # points of a line in a picture
 LATENCY = 5.0  # seconds of a request, for policies that count requests in flight
 
-Shape = Callable[[float], float]  # maps a second to work, in GPU replicas that it occupies
+# Maps a second to the load: the number of GPU replicas that it occupies.
+Shape = Callable[[float], float]
 
 
 def step(t: float) -> float:
-    """Return a load of 2, then ten times as much."""
+    """Return the load at second t, in GPU replicas that it occupies: 2, after 15 minutes 20."""
     return 2.0 if t < 900 else 20.0
 
 
 def daily(t: float) -> float:
-    """Return a day's load within four hours: 3 at night, 30 in the afternoon."""
+    """Return the load at second t of a day that is shortened to four hours.
+
+    It is a cosine between 3 GPU replicas that it occupies at night and 30 in the afternoon.
+    """
     return 16.5 - 13.5 * math.cos(2 * math.pi * t / 14_400)
 
 
 def flash(t: float) -> float:
-    """Return a load of 6 that rises to 30 within two minutes, stays for ten, and falls back
-    within five.
+    """Return the load at second t, in GPU replicas that it occupies.
+
+    After half an hour at 6 it rises to 30 within two minutes, stays for ten, and falls back within
+    five.
     """
     if t < 1800:
         return 6.0
@@ -59,12 +65,18 @@ def flash(t: float) -> float:
 
 
 def leak(t: float) -> float:
-    """Return a load of 8 that grows by 5 every half hour."""
+    """Return the load at second t, in GPU replicas that it occupies.
+
+    It is 8 and grows by 5 every half hour.
+    """
     return 8 + t / 360
 
 
 def quiet(t: float) -> float:
-    """Return no load, a trickle that a CPU can do, a working hour, a trickle, no load."""
+    """Return the load at second t, in GPU replicas that it occupies.
+
+    It is 0, then 0.03, which a CPU replica can serve, 4 for an hour, 0.03 again, and 0.
+    """
     if t < 600 or t > 7200:
         return 0.0
     return 0.03 if t < 2400 or t > 6000 else 4.0
@@ -323,6 +335,7 @@ def compare(case: str) -> tuple[list[RoutingRow], list[ScalingRun]]:
 
 
 def all_rows() -> Iterator[tuple[list[RoutingRow], list[ScalingRun]]]:
+    """Simulate the scaling policies on each demand of CASES; yield (rows, runs) of each."""
     for case in CASES:
         yield compare(case)
 

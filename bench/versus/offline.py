@@ -44,7 +44,10 @@ class Turned:
 
 
 def _asked(generate: Generate, requests: list[Request]) -> tuple[list[list[int]], float]:
-    """Generate the requests. Raises SystemExit if one did not get its number of tokens."""
+    """Generate the requests; return (token ids of each answer, seconds of the whole run).
+
+    Raises SystemExit if an answer does not have its number of tokens.
+    """
     token_ids, seconds = generate(requests)
     if [len(ids) for ids in token_ids] != [wanted for _, wanted in requests]:
         raise SystemExit("a request did not give the tokens it was asked for")

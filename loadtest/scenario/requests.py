@@ -273,9 +273,11 @@ class RequestGenerator:
         return self._list(number // length)[number % length]
 
     def _exchange(self, index: int, first: int | None) -> Exchange:
-        """Return the dataset's question and answer of a request.
+        """Return the dataset's question and answer for a request.
 
-        A conversation of the load that is longer than the file's begins it again.
+        A conversation of the load that is longer than the file's repeats the file's.
+
+        first: the index of the conversation's first request; None: each request is its own.
         """
         start = index if first is None else first
         conversation = self._conversations[start % len(self._conversations)]
