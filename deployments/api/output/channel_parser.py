@@ -98,7 +98,7 @@ class ChannelParser(StepParser):
         return complete
 
     def _behind(self) -> bool:
-        """Skip the text between a call and the end of its message."""
+        """Drop the text between a call and its message's end; return whether the end is there."""
         _, mark = self._take_until((*MESSAGE_ENDS, MESSAGE_START))
         return self._ended(mark)
 

@@ -101,7 +101,10 @@ class OutputParser(StepParser):
         return True
 
     def _begin(self) -> bool:
-        """Choose the method that parses the text after the reasoning."""
+        """Choose the step that parses the text after the reasoning.
+
+        Returns False while the text may still begin a call.
+        """
         if self._limited:
             return self._begin_limited()
         if self._format is None or self._format.trigger:
@@ -157,7 +160,8 @@ class OutputParser(StepParser):
         return bool(mark)
 
     def _rest(self) -> bool:
-        """Show all the remaining text as content: no call can come any more."""
+        """Show all the remaining text as content, as no call can follow. Returns False: it is all
+        parsed."""
         text, self._text, self._spaces = self._spaces + self._text, "", ""
         if not self._said:
             text = text.lstrip()
@@ -184,7 +188,10 @@ class OutputParser(StepParser):
         return True
 
     def _named(self) -> bool:
-        """Read the name of a function, up to what follows it."""
+        """Parse a call's function name, emit the event that begins the call, and set the next step.
+
+        Returns False if the text does not have the name's end yet.
+        """
         assert self._format is not None
         middle, size = self._format.middle, 0
         if middle:
@@ -246,7 +253,10 @@ class OutputParser(StepParser):
         self._first = False
 
     def _next_written(self) -> bool:
-        """Read the key of an argument in a dialect, up to its value, or the end of the call."""
+        """Parse the key of an argument in a dialect, or the end of the call, and emit it.
+
+        Returns False if the text has neither yet.
+        """
         assert self._format is not None and self._format.dialect is not None
         end, assign = self._format.end, self._format.dialect.assign
         self._text = self._text.lstrip()
@@ -282,7 +292,11 @@ class OutputParser(StepParser):
         return bool(mark)
 
     def _other_value(self) -> bool:
-        """Begin a value that is not raw; its strings may hold the mark that ends it."""
+        """Set the step that parses a value that is not raw; its strings may hold the mark that ends
+        it.
+
+        Returns False if there is no text yet.
+        """
         if self._text:
             self._begin_json()
             self._step = self._json_value if self._text[0] in '"[{' else self._bare_value
@@ -317,7 +331,11 @@ class OutputParser(StepParser):
         return True
 
     def _after(self) -> bool:
-        """Read another call, the end of all calls, or text."""
+        """Set the step that parses what follows a call: another call, or the end of all calls, or
+        text.
+
+        Returns False if the text does not decide it yet.
+        """
         assert self._format is not None
         again = _matched(self._format.separator + self._format.begin, self._text)
         closing = self._format.closing

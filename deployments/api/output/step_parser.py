@@ -26,7 +26,8 @@ class StepParser:
     The fragments of each kind add up to the same for any chunks. Parsing never fails: text that
     turns out to be no call is content.
 
-    A step consumes the beginning of `_text`, and returns whether another step may follow.
+    A step is a method that consumes the beginning of `_text`, emits events and sets `_step`. It
+    returns True if `_step` may go on at once, and False if it needs more text.
     """
 
     def __init__(self, first: Callable[[], bool]) -> None:
