@@ -64,7 +64,9 @@ class ResumableStream:
         return whole
 
     def heard(self) -> None:
-        """Note that data has arrived, which restarts patience and pauses."""
+        """Record that data has arrived: the time of patience begins anew, and the next reconnect
+        waits as briefly as the first.
+        """
         self._news = time.monotonic()
         self._wait = _FIRST_WAIT
 

@@ -47,7 +47,7 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPicture:
-    """A picture, or a piece of a clip, whose place in the prompt is known.
+    """A picture, or a span of a clip, whose place in the prompt is known.
 
     sources, files: those of the picture, or of all frames of the clip.
     start: index of its first token.

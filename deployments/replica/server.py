@@ -295,14 +295,17 @@ class ReplicaServer:
         return len(self._routers)
 
     def check_health(self) -> None:
-        """Check the engine. Raises EngineDead if it is dead or stuck."""
+        """Raise EngineDead if the engine is dead or was found stuck."""
         if self.failed is not None:
             raise EngineDead(self.failed.message, code=self.failed.code)
         if not self._engine.alive:
             raise EngineDead("the engine process is gone")
 
     def _check_engine(self) -> None:
-        """Check once per tick, by the watchdog, whether the engine is stuck."""
+        """Ask the watchdog whether the engine is stuck; report its death by `on_death` if it is.
+
+        Unless the engine has failed, the method runs again after a tick.
+        """
         engine, stats = self._engine, self.stats
         held = 0 if self._sleep is None else self._sleep.held
         busy = bool(stats.running or stats.waiting or self.in_flight > held)

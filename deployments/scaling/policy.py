@@ -143,10 +143,11 @@ class ServeContext(Protocol):
 
 
 class PoolsPolicy:
-    """The policy for all pools of an application together.
+    """The autoscaling policy of an application, which Serve's controller calls.
 
-    Pools of different roles do not stand in for each other, so each role is decided alone: for
-    prompts, and for answers that go on elsewhere.
+    A call gets the contexts of the application's deployments, and returns (the number of replicas
+    of each, its record for Serve by deployment). Pools of different roles do not stand in for each
+    other, so prefill pools, decode pools and others are planned apart.
 
     pools: fields of decide.PoolModel, and "role" if there is one, by pool.
     objective: fields of decide.ServiceObjective.

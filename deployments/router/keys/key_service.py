@@ -124,9 +124,12 @@ class KeyService:
             self._log.flush()
 
     def ended(self, inflight: InflightRequest) -> None:
-        """Count the tokens of a prompt that has ended for its key and model."""
+        """Charge a finished request's prompt and output tokens to its API key and model.
+
+        They go into metrics, the key's limits and the usage log. Another router has counted the
+        tokens that a resumed stream had before.
+        """
         trace = inflight.trace
-        # A resumed stream begins with another router's tokens, which that router has counted.
         before = sum(len(tokens or ()) for tokens in inflight.request.emitted)
         prompt = 0 if inflight.request.emitted else trace.prompt_tokens
         output = max(0, trace.output_tokens - before)

@@ -39,8 +39,10 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
 
-_POLL_SECONDS = 1.0  # seconds between polls of the marks, which our own commands change
-# Seconds between full polls of Serve and the store, whoever has changed them.
+# Seconds between two reads of the change marks in the store, which commands and routers write with
+# each change of models and adapters.
+_POLL_SECONDS = 1.0
+# Seconds between two reads of everything in Serve and the store, for changes without a mark.
 _FULL_POLL_SECONDS = 10.0
 
 FindModels = Callable[[str], dict[str, ServedModel]]
