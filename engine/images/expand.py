@@ -14,7 +14,7 @@ class Place:
     """The place of an image or a clip in a chat.
 
     placeholder: the text that the template writes for it.
-    layouts: the layout of the image, or the layouts of the clip's pieces.
+    layouts: the layout of the image, or the layouts of the clip's spans of tokens.
     outer: the texts before and after the placeholder; replaced with it, if both are there.
     """
 
@@ -26,7 +26,10 @@ class Place:
     def of(
         cls, processor: ImageProcessor, layouts: Sequence[ImageLayout], *, clip: bool
     ) -> "Place":
-        """Return the place of a model's image, or of a clip, which has layouts of its pieces."""
+        """Return the place of an image, or of a clip.
+
+        layouts: the layout of the image, or those of the clip's spans.
+        """
         clips = clips_of(processor) if clip else None
         if clips is None:
             return cls(processor.placeholder, layouts)
@@ -36,7 +39,7 @@ class Place:
 def surround(text: str, places: Sequence[Place]) -> str:
     """Return a rendered chat with the text that its images have around their placeholders.
 
-    A clip of several pieces gets a placeholder for each.
+    A clip of several spans gets a placeholder for each.
 
     places: the places in the order of placeholders; a text with other placeholders is unchanged.
     """

@@ -15,14 +15,15 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
         token is its first token, the model's image token or that of clips. Such tokens outside of
         spans are ordinary tokens.
     grid: (height, width) in embeddings for rotary positions of three axes; (0, 0) with plain
-        positions. A piece of a clip has one such grid after the other.
-    shape: (tiles, height, width) of pixels; the tiles of a piece of a clip are its frames.
+        positions. A span of a clip has one such grid for each temporal patch, in order.
+    shape: (tiles, height, width) of pixels; the tiles of a clip's span are its frames.
     pixels: 8-bit RGB, [tiles, height, width, 3], after the model's resize, before any
         normalisation.
     rows: the image's embeddings where an encoder pool has computed them, [size, width] without
         gaps; width is hidden_size * (1 + levels), see `ImageRows`. b"": the engine computes them.
     rows_dtype: the type of their numbers: float32, bfloat16 or float16.
-    time_step: the distance of a clip's grids on the axis of time, which may be a fraction.
+    time_step: by how much M-RoPE's temporal position grows from one grid of a clip to the next; it
+        may be a fraction.
     """
 
     digest: bytes

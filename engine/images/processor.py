@@ -71,7 +71,7 @@ class ClipProcessor(Protocol):
     """The way from a clip, a list of frames, to the tokens and pixels of one model.
 
     placeholder: the text that the chat template writes for a clip.
-    outer: the texts before and after the placeholder that the pieces of a clip replace too.
+    outer: the texts before and after the placeholder, which a clip's spans replace as well.
     settings: all settings that change pixels, as bytes for digests.
     """
 
@@ -85,7 +85,10 @@ class ClipProcessor(Protocol):
     def settings(self) -> bytes: ...
 
     def layouts(self, width: int, height: int, frames: int, fps: float) -> list[ImageLayout]:
-        """Return the layouts of the pieces of a clip, one after the other.
+        """Return the layouts of a clip's spans of tokens, in order.
+
+        A clip is one span, or (Qwen3-VL) one for each temporal patch.
+
 
         width, height: pixels of each frame.
         fps: frames a second.
@@ -135,7 +138,7 @@ def clips_of(processor: ImageProcessor | None) -> ClipProcessor | None:
 def clip_layouts(
     processor: ImageProcessor, sizes: Sequence[tuple[int, int]], fps: float
 ) -> list[ImageLayout]:
-    """Return the layouts of the pieces of a clip.
+    """Return the layouts of a clip's spans of tokens, in order.
 
     sizes: (width, height) of its frames.
     fps: frames a second, as `is_fps` allows.
@@ -193,7 +196,7 @@ def prepare(
     start: int,
     cache: PixelCache | None = None,
 ) -> Image:
-    """Return a picture, or a piece of a clip, with its pixels and digest.
+    """Return a picture, or a span of a clip, with its pixels and digest.
 
     picture: a file, or an RGB picture, of the width and height that the layout was made of; or all
         those of a clip.
@@ -232,7 +235,7 @@ def prepare(
 def _digest(
     processor: ImageProcessor, frames: Sequence[Pillow.Image | PictureFile], layout: ImageLayout
 ) -> bytes:
-    """Return the name of a picture, or of a piece of a clip, with this layout."""
+    """Return the digest of a picture, or of a span of a clip, with this layout."""
     clips = clips_of(processor) if len(frames) > 1 else None
     settings = processor.settings if clips is None else processor.settings + clips.settings
     kind = "file" if isinstance(frames[0], PictureFile) else str(frames[0].size)

@@ -23,7 +23,7 @@ _OF_CLIPS = "video_preprocessor_config.json"
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSettings:
-    """The settings of a folder's image processor, and the tokens of its pictures.
+    """The settings of a checkpoint's image processor, and the tokens of its pictures.
 
     values: preprocessor_config.json, image_processor of processor_config.json, or what a
         publisher's own files say, in the same terms.
@@ -57,7 +57,7 @@ class ProcessorSettings:
 
     @staticmethod
     def values_of(folder: Path) -> Reader | None:
-        """Return a reader of a folder's image processor settings; None without such a file."""
+        """Return a reader of a checkpoint's image processor settings; None without such a file."""
         config = folder / "config.json"
         if config.is_file() and is_chat(reader := Reader.from_file(config)):
             return chat_settings(reader, special_tokens(folder))

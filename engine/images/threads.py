@@ -24,7 +24,7 @@ _prepared = 0  # pictures that are decoded or resized now
 
 @contextmanager
 def prepares() -> Iterator[None]:
-    """Count a picture as one that is decoded and resized."""
+    """Count, while open, one more picture that this process decodes and resizes."""
     global _prepared
     with _lock:
         _prepared += 1

@@ -33,7 +33,12 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A clip of a prompt. images: its frames in RGB. fps: frames a second. place: the part."""
+    """A clip of a prompt.
+
+    images: its frames in RGB.
+    fps: frames a second.
+    place: the part of the message or argument that has it, such as "videos[0]", for errors.
+    """
 
     images: list[Pillow.Image]
     fps: float

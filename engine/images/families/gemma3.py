@@ -17,7 +17,7 @@ _AROUND = "\n\n"  # before and after a picture
 
 
 class Gemma3Images:
-    """The pictures of a folder whose model resizes them to a square.
+    """The image processor of Gemma 3, which resizes pictures to a square.
 
     side: pixels on the side of the square.
     count: embeddings of a picture.

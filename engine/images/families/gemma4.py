@@ -20,7 +20,7 @@ _LOW = 70  # embeddings of a picture with detail: low
 
 
 class Gemma4Images:
-    """The pictures of a folder whose model resizes them, up or down, to one area.
+    """The image processor of Gemma 4, which resizes pictures, up or down, to one area.
 
     unit: pixels on the side of one embedding.
     most: the most embeddings of a picture, whose area the model resizes it to.

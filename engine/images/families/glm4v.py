@@ -8,9 +8,10 @@ _FRAMES = 2  # frames of a patch, where the file is silent
 
 
 class GlmImages(QwenImages):
-    """The pictures of a folder whose model resizes them as Qwen's do, small ones after enlarging.
+    """The image processor of GLM-4.1V and later, which resizes as Qwen's does.
 
-    A file's limits of the area count all frames of a patch, in which a still picture is repeated.
+    Small pictures are enlarged first. A file's limits of the area count all frames of a temporal
+    patch, in which a still picture is repeated.
     """
 
     name, text = "glm4v", "<|image|>"

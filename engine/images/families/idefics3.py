@@ -22,7 +22,7 @@ _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
 class Idefics3Images:
-    """The pictures of a folder whose model cuts them into tiles.
+    """The image processor of Idefics 3 and SmolVLM, which cuts pictures into tiles.
 
     longest: pixels that the longer side is brought to.
     tile: pixels of a tile's side.

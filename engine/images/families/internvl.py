@@ -19,7 +19,7 @@ _BEGIN, _END = "<img>", "</img>"
 
 
 class InternImages:
-    """The pictures of a folder whose model stretches them to a grid of tiles.
+    """The image processor of InternVL, which stretches pictures to a grid of tiles.
 
     tile: pixels of a tile's side.
     size: embeddings of a tile.

@@ -27,7 +27,7 @@ def settings_of_media(values: Reader) -> Reader:
 
 
 class KimiImages:
-    """The pictures of a folder whose model never enlarges them, and pads them right and below.
+    """The image processor of Kimi-VL and Kimi K2.5, which only shrinks, and pads right and below.
 
     patch: pixels on the side of a patch.
     merge: patches on the side of one embedding.

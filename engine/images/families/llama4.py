@@ -19,7 +19,7 @@ _Sides = tuple[int, int]  # height, width
 
 
 class Llama4Images:
-    """The pictures of a folder whose model keeps their shape, padded with black right and below.
+    """The image processor of Llama 4, which keeps shapes and pads with black right and below.
 
     tile: pixels of a tile's side.
     size: embeddings of a tile.

@@ -5,7 +5,9 @@ from engine.images.layout import ImageLayout
 
 
 class PaddleImages(QwenImages):
-    """The pictures of a folder whose model resizes them as Qwen's do, small ones enlarged."""
+    """The image processor of PaddleOCR-VL, which resizes as Qwen's does, after enlarging small
+    pictures.
+    """
 
     name, text = "paddleocr_vl", "<|IMAGE_PLACEHOLDER|>"
     limits = 384 * 384, 1536 * 1536

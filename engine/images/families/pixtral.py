@@ -22,7 +22,9 @@ _LOW = 22  # embeddings on the longer side of a picture with detail: low
 
 
 class PixtralImages:
-    """The pictures of a folder whose model shrinks them to a longest side, in whole embeddings.
+    """The image processor of Pixtral and Mistral 3, which shrinks pictures to a longest side.
+
+    Sides are whole numbers of embeddings.
 
     unit: pixels on the side of one embedding.
     longest: the most pixels of (height, width).

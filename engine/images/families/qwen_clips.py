@@ -60,10 +60,13 @@ def grid_of(
 
 
 class QwenClips:
-    """The clips of a folder of Qwen2-VL, as one piece, whose axis of time counts patches.
+    """The video processor of Qwen2-VL, and the base of the others.
+
+    A clip is one span of tokens. M-RoPE's temporal positions count its temporal patches, groups of
+    `patch_frames` frames.
 
     placeholder: the text that the chat template writes for a clip.
-    outer: the texts before and after the placeholder that the pieces of a clip replace too.
+    outer: the texts before and after the placeholder, which a clip's spans replace as well.
     token_id: the token at whose positions the embeddings of clips stand.
     unit: pixels on the side of one embedding.
     least, most: the area of a frame in pixels.
@@ -81,7 +84,7 @@ class QwenClips:
         self.most_frames = values.size("max_frames", _MOST_FRAMES)
         config = settings.config.inner("vision_config")
         self.patch_frames = config.square("temporal_patch_size", _FRAMES)
-        # Positions of a second on the axis of time.
+        # M-RoPE's temporal positions per second.
         self.positions_s = config.number("tokens_per_second", _POSITIONS_S)
 
     @property
@@ -90,7 +93,7 @@ class QwenClips:
         return json.dumps(["clip", self.unit, self.least, self.most, self.patch_frames]).encode()
 
     def layouts(self, width: int, height: int, frames: int, fps: float) -> list[ImageLayout]:
-        """Return the layouts of the pieces of a clip, one after the other.
+        """Return the layouts of a clip's spans of tokens, in order.
 
         width, height: pixels of each frame.
         frames: the number of frames.
@@ -114,11 +117,11 @@ class QwenClips:
         return [self._piece(grid, indices, time_step=self._time_step(fps))]
 
     def _time_step(self, fps: float) -> float:
-        """Return the distance of patches on the axis of time."""
+        """Return how far apart consecutive temporal patches are in M-RoPE's temporal positions."""
         return 1.0
 
     def _patches(self, frames: int) -> list[tuple[int, ...]]:
-        """Return the frames of each patch along the axis of time."""
+        """Return the indices of each temporal patch's frames; the last frame may be repeated."""
         size = self.patch_frames
         return [
             tuple(min(index, frames - 1) for index in range(first, first + size))
@@ -140,14 +143,19 @@ class QwenClips:
 
 
 class PacedClips(QwenClips):
-    """The clips of a folder of Qwen2.5-VL, as one piece, whose axis of time counts seconds."""
+    """The video processor of Qwen2.5-VL, whose temporal M-RoPE positions count seconds.
+
+    They differ from Qwen2-VL's in that alone.
+    """
 
     def _time_step(self, fps: float) -> float:
         return self.positions_s * self.patch_frames / fps
 
 
 class TimedClips(QwenClips):
-    """The clips of a folder of Qwen3-VL or later: a piece for each patch, behind its time as text.
+    """The video processor of Qwen3-VL and later.
+
+    A clip is a span of tokens for each temporal patch, after the patch's time as text.
 
     least, most: the area of all frames of a clip in pixels.
     """

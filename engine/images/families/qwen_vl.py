@@ -27,7 +27,7 @@ _LOW = 512  # embeddings of a picture with detail: low
 
 
 class QwenImages:
-    """The pictures of a folder whose model resizes them to whole blocks of merged patches.
+    """The base of Qwen's image processors, which resize pictures to whole blocks of merged patches.
 
     unit: pixels on the side of one embedding.
     least, most: the area in pixels.
@@ -76,18 +76,18 @@ class QwenImages:
 
 
 class Qwen2Images(QwenImages):
-    """The pictures and clips of a folder of Qwen2-VL."""
+    """The image processor of Qwen2-VL, which takes pictures and clips."""
 
     clip_class = QwenClips
 
 
 class Qwen25Images(QwenImages):
-    """The pictures and clips of a folder of Qwen2.5-VL."""
+    """The image processor of Qwen2.5-VL, which takes pictures and clips."""
 
     clip_class = PacedClips
 
 
 class Qwen3Images(QwenImages):
-    """The pictures and clips of a folder of Qwen3-VL or later."""
+    """The image processor of Qwen3-VL and later, which takes pictures and clips."""
 
     clip_class = TimedClips
