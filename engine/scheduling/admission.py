@@ -83,7 +83,7 @@ class KVMemory:
         return self._running
 
     def count_running(self, admitted: Footprint) -> None:
-        """Count one more running request."""
+        """Count one more running request, with its footprint."""
         self.num_running += 1
         if self._running is not None:
             self._running.append(admitted)

@@ -325,6 +325,8 @@ class EngineCore:
         """Launch the sampling of the newest step, whose masks the last call of `step` began.
 
         Returns the last deltas of requests whose grammar allows no token.
+
+        finish: waits for the masks, and returns (masks, error messages by row of the masks).
         """
         self._masks_begun = None
         pending = self._pending.pop()  # without masks the step must not be waited for

@@ -211,7 +211,7 @@ class RequestPhases:
         self.config = replace(self.config, num_blocks=num_blocks)
 
     def grow(self, growth: KVGrowth) -> None:
-        """Let the only pool get more blocks, or fewer, as requests need them."""
+        """Grow or shrink the only pool as its requests need; then waiting ones are tried again."""
         memory, queue = self.memory, self.queue
         # Whether the first request waits for blocks, and not for a row or for the next step.
         blocked = memory.has_row and not queue.retry
@@ -221,7 +221,9 @@ class RequestPhases:
             queue.retry = True
 
     def change_weights(self, model_key: str, *, recompute: bool) -> None:
-        """Note that the weights have changed. Legal when no step is in flight.
+        """Empty the caches and give requests the new key, as the weights have changed.
+
+        Legal when no step is in flight.
 
         No later request starts from a prefix of the old weights.
 

@@ -16,7 +16,7 @@ class RequestRoutes:
         self._ids: NDArray[np.integer] | None = None  # [capacity, layers, chosen]
 
     def put(self, start: int, ids: NDArray[np.integer]) -> None:
-        """Note the choices for tokens from position `start` on: [n, layers, chosen]."""
+        """Store the experts of tokens from position `start` on: ids [n, layers, chosen]."""
         end = start + len(ids)
         known = self._ids
         if known is None or len(known) < end:

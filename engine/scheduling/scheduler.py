@@ -314,7 +314,10 @@ class Scheduler(RequestPhases):
             self._preempt(victim, builder)
 
     def _preempt(self, victim: Request, builder: StepBuilder) -> None:
-        """Take the victim's row and blocks, and remove its blocks from this step."""
+        """Preempt a request: take its row and blocks, and queue it again.
+
+        Blocks that this step would have given it are removed from the step.
+        """
         self.counters.preemptions += 1
         builder.preempted = True
         builder.batch.new_blocks = [new for new in builder.batch.new_blocks if new[0] != victim.row]

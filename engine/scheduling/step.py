@@ -362,7 +362,7 @@ class SchedulerCounters:
     )  # drafts that were right, by position
 
     def count_drafts(self, verifications: Verifications) -> None:
-        """Count the decodes with drafts of a step."""
+        """Add a step's drafts to the counters: drafts, draft tokens, accepted ones by position."""
         lengths, counts = verifications.lengths, self.accepted_by_position
         self.drafts += len(lengths)
         self.draft_tokens += sum(lengths)

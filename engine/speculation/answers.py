@@ -14,10 +14,11 @@ _SHARE = 4  # a key has at most a fourth of all tokens, so one tenant cannot evi
 
 
 class _Answers:
-    """The answers of one key, in one array of tokens; new ones wait until they are read.
+    """The earlier answers of one key, in one array of tokens that later requests draft from.
 
-    Reading a token that the processor's caches have lost takes 0.1 us, which nothing must cost
-    while drafts rest.
+    A new answer waits as a list, and `read_newest` copies it into the array when drafts are
+    computed. Copying a token that the processor's caches have lost takes 0.1 us, so no answer is
+    copied while no request drafts.
     """
 
     __slots__ = ("arrivals", "num_waiting", "suffixes", "waiting")

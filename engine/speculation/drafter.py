@@ -30,8 +30,10 @@ class Drafts(Protocol):
         ...
 
     def end(self) -> None:
-        """Let later requests of the same key draft from the answer. Legal once, as the last
-        call."""
+        """Add the answer to those that later requests of the same key draft from.
+
+        Legal once, as the last call.
+        """
         ...
 
 

@@ -64,7 +64,7 @@ class Lookup:
         return LookupDrafts(self, token_ids, num_prompt, prediction, key)
 
     def remember(self, token_ids: list[int], num_prompt: int, key: bytes) -> None:
-        """Let later requests draft from the answer of a request that never drafted.
+        """Add the answer of a request that never drafted to those that later ones draft from.
 
         token_ids: prompt and answer, a list that must not change.
         """
@@ -175,7 +175,7 @@ class LookupDrafts:
         return text
 
     def _forget(self) -> Suffixes[list[int]]:
-        """Keep only the newest tokens of a long text; return their new index, which is empty."""
+        """Drop all but the newest tokens of a long text; return their new index, which is empty."""
         text = self._text
         self._lookup.room += text.num_indexed
         cut = len(text.tokens) - _WINDOW

@@ -246,7 +246,7 @@ class Speculation:
     def receive(
         self, requests: Sequence[Request], counts: Sequence[int], read: Callable[[], Any]
     ) -> None:
-        """Note the drafts that a step computes for requests, whose texts have the step's tokens.
+        """Hand over the drafts that a step computes for requests, once their texts have its tokens.
 
         They are drafts of the next step alone, as a text that has grown is another text.
 
@@ -257,12 +257,12 @@ class Speculation:
         self._read = read
 
     def expect(self, request: Request) -> None:
-        """Note that a request begins to decode; one with a prediction ends a rest of drafts."""
+        """Resume drafts at once if they pause and a request with a prediction begins to decode."""
         if request.prediction:
             self._lengths.wake()
 
     def observe(self, verifications: Verifications) -> None:
-        """Count the drafts that a step accepted, from which later lengths of drafts follow."""
+        """Update the acceptance rates with a step's drafts; later lengths of drafts follow them."""
         forced, accepted = verifications.forced, verifications.accepted
         for at in forced:
             self._lengths.observe_forced(accepted[at])

@@ -38,7 +38,10 @@ class StepBlame:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Keep the block's exception as `failure`; return whether it is suppressed."""
+        """Store the block's exception as `failure`, and suppress it.
+
+        Returns False, which raises it again, if it is an AssertionError or no Exception.
+        """
         if not isinstance(error, Exception) or isinstance(error, AssertionError):
             return False
         self.failure, self._blamed = error, self.suspect
@@ -75,7 +78,10 @@ class MemoryShortages:
         self._good_steps = 0
 
     def count_success(self) -> bool:
-        """Count a good step; return whether larger steps may be tried again."""
+        """Count a step that had memory enough; return whether larger steps may be tried again.
+
+        That is so after every `_patience` of them.
+        """
         self.in_a_row = 0
         self._good_steps += 1
         return self._good_steps % self._patience == 0

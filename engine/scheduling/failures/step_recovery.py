@@ -46,7 +46,10 @@ class StepRecovery:
         self._poison_unconfirmed = False
 
     def succeeded(self) -> None:
-        """Note a step that has not raised: after some of them, larger steps are tried again."""
+        """Clear the suspicion of a poison request, after a step that has not raised.
+
+        After several such steps, the token limit that a lack of memory has lowered is doubled.
+        """
         scheduler = self._scheduler
         self._poison_unconfirmed = False
         if scheduler.counters.out_of_memory and self._shortages.count_success():

@@ -158,9 +158,9 @@ class DiskTier:
     # ---- writes --------------------------------------------------------------------------------
 
     def stored(self, entries: Sequence[tuple[Key, int]]) -> None:
-        """Note entries (key, slot) that are being copied to the host, to write them to files later.
+        """Queue entries that are being copied to the host, to write them to files later.
 
-        entries: a prefix's tail before its head.
+        entries: (key, slot) each, a prefix's tail before its head.
         """
         absent = [entry for entry in entries if not self.files.has(entry[0])]
         absent = [entry for entry in absent if entry[0] not in self.writing]
@@ -184,7 +184,7 @@ class DiskTier:
             self._finish(ticket, self._reads.pop(ticket), failed)
 
     def take_written(self) -> None:
-        """Let the host tier reuse the slots whose writes are finished."""
+        """Give the slots whose writes to files are finished back to the host tier."""
         for key, slot in self.files.written():
             del self.writing[key]
             self._host.written(key, slot)
@@ -295,7 +295,7 @@ class DiskTier:
             self.files.forget(deleted)
 
     def interrupt(self) -> None:
-        """Let no read in flight have an effect, and drop the writes that are not yet queued."""
+        """Make all reads in flight stale, so that they are ignored; drop writes not yet begun."""
         self._to_write.clear()
         for read in self._reads.values():
             read.stale |= {key for key, _ in read.entries}

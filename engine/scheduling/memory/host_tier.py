@@ -384,7 +384,7 @@ class HostTier:
         self.arrived(ticket)
 
     def arrived(self, ticket: int) -> None:
-        """Note that requests need not wait for a ticket any longer."""
+        """Remove a ticket from all requests that wait for it."""
         for waiting in self._waiting.values():
             waiting.tickets.discard(ticket)
 
@@ -414,7 +414,7 @@ class HostTier:
         return self.copies.stored(blocks, [slot for name, slot in entries if name[0] == STATES])
 
     def touch(self, name: Name) -> None:
-        """Note that a block or snapshot is about to be used."""
+        """Make a block the last to be evicted, if it is in host memory; snapshots stay in place."""
         slot = self.slot_of(name)
         if slot >= 0 and name[0] != STATES:
             self._order.move_to_end(slot)
@@ -462,7 +462,7 @@ class HostTier:
             self._free.append(slot)
 
     def written(self, name: Name, slot: int) -> None:
-        """Note that a slot is no longer read for a write."""
+        """Free a slot whose write to a file is done, unless it has a block or another user."""
         if slot in self._busy(name[0]):
             return
         if name[0] == STATES:

@@ -85,7 +85,7 @@ class ImageCache:
         request.images = [replace(image, pixels=b"", rows=b"") for image in request.images]
 
     def _take_rows(self, image: Image) -> None:
-        """Keep embeddings that came with an image, if they are new and there is room for them."""
+        """Store embeddings that came with an image, if they are new and there is room for them."""
         if not image.rows or image.digest in self._sizes or image.digest in self._came:
             return
         if self._came_tokens + image.size <= self._plan.cache_tokens:
@@ -108,7 +108,7 @@ class ImageCache:
         request.next_image = index
 
     def restart(self, request: Request) -> None:
-        """Note that the request computes its prompt again."""
+        """Need all images of a request again, as it computes its prompt again."""
         for image in request.images[: request.next_image]:
             self._needed[image.digest] += 1
         request.next_image = 0
@@ -125,7 +125,10 @@ class ImageCache:
 
     @staticmethod
     def _release(counts: Counter[bytes], digest: bytes) -> bool:
-        """Count one request fewer for an image; return whether it was the last."""
+        """Count one request fewer for an image; return whether it was the last.
+
+        The last one's entry is deleted.
+        """
         counts[digest] -= 1
         if counts[digest]:
             return False
@@ -197,7 +200,7 @@ class ImageCache:
             self._images.append(self._encoded(image))
 
     def hand_out(self, request: Request, length: int, most: int, step_tokens: int) -> int:
-        """Let this step encode, for later ones, images of the request's next tokens.
+        """Add to this step's encodes the images of tokens that later steps compute of a request.
 
         Returns how many of the next `length` tokens need no embeddings of such encodes.
 
@@ -218,7 +221,10 @@ class ImageCache:
         return length
 
     def _encoded(self, image: Image) -> Image:
-        """Count the image as taken by this step; return it with its embeddings or its pixels."""
+        """Make room in the cache for an image that this step encodes or gathers.
+
+        Returns the image with its embeddings if they came with the request, else with its pixels.
+        """
         self._make_room(image.size)
         self._sizes[image.digest] = image.size
         self.num_tokens += image.size

@@ -196,7 +196,10 @@ class KVGrowth:
         self._publish(pool)
 
     def withdraw_all(self, pool: BlockManager) -> None:
-        """Keep the least blocks alone. Legal when no request has any, and no step is in flight."""
+        """Give back all blocks but the least.
+
+        Legal when no request has any, and no step is in flight.
+        """
         self.settle(pool)
         self.lower(pool, self.least)
         self._after_sleep = pool.num_blocks

@@ -1,4 +1,4 @@
-"""KVShare: an engine's share of the KV memory that several engines of a device have together.
+"""KVShare: an engine's share of the KV memory that several engines of a device divide up.
 
 A folder in shared memory has a file for each engine: what it keeps at least, what it has claimed
 and mapped, what its requests use, and what they lack. Its owner alone writes it, and holds a lock
@@ -25,7 +25,7 @@ _AGAIN = 0.05  # seconds between two attempts to claim
 
 @dataclass(slots=True)
 class Holding:
-    """One engine's share, in bytes.
+    """The bytes of KV memory that one engine holds, which are the record in its file.
 
     least: the engine never gives this away; 0 while it sleeps.
     claimed: what the engine has, or is about to map.
@@ -54,7 +54,9 @@ class Holding:
 
 
 def shares_folder(device: str) -> Path:
-    """Return the folder of a device's shares.
+    """Return the folder that has a file for each engine on a device: its share of the KV memory.
+
+    The folder is in shared memory where the system has it, and need not exist yet.
 
     device: a name of the device that is the same in all processes.
     """
@@ -185,7 +187,7 @@ class KVShare:
         return True
 
     def settle(self, mapped: int, *, least: int | None = None) -> None:
-        """Note that the engine has so many bytes, and claims no more.
+        """Write into the engine's file that it has so many bytes mapped, and claims no more.
 
         least: the bytes that it keeps from now on; None = as before.
         """

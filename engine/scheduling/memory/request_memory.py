@@ -87,7 +87,11 @@ class RequestMemory:
             self.tier.on_drop = self._dropped
 
     def _forgotten(self, digest: bytes) -> None:
-        """Note that a block has left the prefix cache."""
+        """Drop what is known of a block that has left the device's prefix cache.
+
+        Its snapshot goes, and its prefix is reported to routers as gone, or as lowered if host
+        memory has it.
+        """
         if self.snapshots is not None:
             self.snapshots.forget(digest)
         if self.tier is not None:
@@ -103,7 +107,7 @@ class RequestMemory:
             self._lowered += name
 
     def _dropped(self, digest: bytes) -> None:
-        """Note that a block has left host memory."""
+        """Report the prefix of a block that has left host memory as gone, if no tier has it."""
         if digest not in self._routed or any(pool.is_resident(digest) for pool in self.pools):
             return
         if self.tier is None or not self.tier.has(digest):
@@ -203,7 +207,11 @@ class RequestMemory:
             tier.store(pool, pool.held(request), worth, self.snapshots, done_step)
 
     def release(self, request: Request) -> None:
-        """Take the request's row and blocks; `give_back` frees them when its last step is done."""
+        """Take row and blocks from a request that ended or is preempted.
+
+        Its blocks are hashed for the prefix cache first. `give_back` frees them when the request's
+        last step is done.
+        """
         pool = self.pool(request)
         pool.hash_blocks(request, request.num_computed)
         self._name_prefixes(request)

@@ -151,7 +151,7 @@ class Snapshots:
     # ---- taking snapshots ----------------------------------------------------------------------
 
     def advance(self, request: Computed, step: int) -> int:
-        """Take a snapshot of a request outside the decode group, if one is due at its position.
+        """Order a snapshot of a request outside the decode group, if one is due at its position.
 
         Returns how many tokens the request's chunk may have, up to the next snapshot. The chunk
         runs in this step or a later one.
@@ -176,7 +176,7 @@ class Snapshots:
         return remaining if marks.border < 0 else marks.border - at
 
     def decoded(self, request: Computed, position: int, step: int) -> None:
-        """Take a snapshot of a decoding request's output, if one is due at `position`.
+        """Order a snapshot of a decoding request's state, if one is due at `position`.
 
         The step computes the request's token at that position.
         """
@@ -242,7 +242,9 @@ class Snapshots:
         return digest in self._slots
 
     def reserve(self) -> int:
-        """Take a slot for a state that comes from the host, or return -1; follow with `adopt`.
+        """Reserve and return a slot for a state that comes from the host; follow with `adopt`.
+
+        The oldest snapshot is evicted if no slot is free. Returns -1 if all are in use.
 
         The slot is not a row, and the step that is being scheduled does not use it.
         """

@@ -67,7 +67,7 @@ class Worth:
         return hashes[: request.num_reused]
 
     def evicted(self, digest: bytes) -> None:
-        """Note that a block has left the prefix cache of the device."""
+        """Record that a block has left the prefix cache of the device."""
         _remember(self._evicted, digest)
 
     def observe_step(self, tokens: int, seconds: float) -> None:

@@ -209,7 +209,7 @@ class BlockMoves:
         return state.digest()
 
     def weights_changed(self, version: str, updates: int) -> None:
-        """Note that the weights were replaced, and that the cache was emptied.
+        """Change the name of the weights that other engines compare before they pull blocks.
 
         Weights without a name of their own are equal to those of no other engine.
         """
@@ -232,7 +232,9 @@ class BlockMoves:
         return bool(self._exports or self._leases or self._imports)
 
     def poll(self, pool: BlockManager, step: int, done_step: int) -> list[int]:
-        """Handle what threads and copies have done; return the ids of requests that wait no longer.
+        """Advance all imports and exports of blocks by what threads and copies have done.
+
+        Returns the ids of requests that wait no longer.
 
         step, done_step: the last step that was scheduled, and the last that is done.
         """

@@ -35,7 +35,7 @@ class WeightReceiver(Protocol):
         ...
 
     def in_place(self, folder: str) -> None:
-        """Note that the engine has the weights of a folder now."""
+        """Record which folder the engine has loaded, release its tensors and drop the others."""
         ...
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class WeightTransfers:
             self._begin(lambda: self._carry_out(message))
 
     def in_place(self, folder: str) -> None:
-        """Let the receiver discard what the engine does not need any more."""
+        """Tell the receiver on its thread that the engine has the weights of a folder."""
         receiver = self._receiver
         if receiver is not None and self._thread is not None:
             self._begin(lambda: receiver.in_place(folder))

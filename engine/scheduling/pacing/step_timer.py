@@ -19,7 +19,7 @@ class StepTimer:
         self._since = 0.0  # start of the time that is not counted yet; 0: there was no work
 
     def stepped(self, began: float, *, result: bool, more: bool) -> None:
-        """Count a step that ends now.
+        """Measure a step that ends now: set `step` and, with a result, `between` and `total`.
 
         began: time.perf_counter() at its start.
         result: whether it returned a result.
