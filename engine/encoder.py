@@ -29,7 +29,10 @@ from kernels.dispatch import kernels_for
 
 
 class TowerAlone:
-    """A tower as a model of its own: what `load_weights` and the memory's plan read."""
+    """A vision encoder without its language model, for `load_weights` and the memory's plan.
+
+    Replicas of an encoder pool load it.
+    """
 
     def __init__(self, resolved: Resolved, device: torch.device) -> None:
         """Allocate the tower on a device, which is torch's "meta" for sizes alone.

@@ -104,8 +104,9 @@ class Gguf:
     record: the name of its record.
     name: the value of general.architecture.
     stems: our name -> the file's names, where they differ from STEMS.
-    pieces: our name -> its place in the converted folder, where the file stores it in another form
-        than the checkpoint does: in parts, transposed, or in order of rows.
+    pieces: our name -> the tensor's name and form in the converted checkpoint folder, where the
+        file stores it otherwise than the original checkpoint: in parts, transposed, or with rows
+        in another order.
     rows: stem -> the order of its rows, where it differs from the folder's.
     plus_one: whether one was added to the weights of norms.
     keys: further keys, like KEYS.

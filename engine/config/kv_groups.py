@@ -177,7 +177,7 @@ class KVGroups:
 
     @cached_property
     def views(self) -> tuple[KVView, ...]:
-        """The views of all groups; the views of one group are consecutive.
+        """The views of all groups, in order of groups.
 
         A group whose layers are as large as the largest layer has one view.
         """

@@ -53,6 +53,8 @@ def build(
 ) -> tuple[EngineCore, Ready]:
     """Build the engine core: load the model and decide how memory is used.
 
+    Returns the core, and the message that tells the parent what it has.
+
     compilers: compile kernels at a first start on a machine; the caller closes them.
     ranks: the other ranks of a divided model; the caller closes them.
     Raises ConfigError for anything that a user can correct.

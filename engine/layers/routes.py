@@ -20,7 +20,7 @@ class RouteTap:
         self._chosen = {}
 
     def note(self, layer: int, ids: Tensor, choices: int) -> None:
-        """Keep a copy of a layer's choice.
+        """Store a copy of the experts that a layer chose, in 8 bits or 16 bits each.
 
         ids: [n, chosen] expert ids.
         choices: the number of experts that the router can choose.

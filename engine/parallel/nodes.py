@@ -144,7 +144,10 @@ class Places:
         self._held: list[int] = []
 
     def take_nodes(self, nodes: Sequence[Node], count: int) -> list[Node]:
-        """Take and return the nodes that the fewest engines use, until this process ends."""
+        """Lock and return the nodes that the fewest engines use.
+
+        The locks end with this process.
+        """
         chosen: list[Node] = []
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)

@@ -188,7 +188,9 @@ class EngineClient:
         await self._order(lambda ticket: Control("wake", ticket, tags=list(tags)))
 
     async def serve_kv(self, host: str) -> tuple[KVSource, float]:
-        """Let other replicas pull KV blocks; return where, and the bytes of a token.
+        """Listen for other replicas that pull KV blocks.
+
+        Returns (address and secret, bytes of a token's keys and values).
 
         Raises UpdateFailed where there are no moves, and EngineDead.
 
@@ -216,7 +218,7 @@ class EngineClient:
         )
 
     async def transfer_weights(self, what: str, info: dict[str, Any] | None = None) -> str:
-        """Take weights from a trainer; parameters: see `TransferWeights`.
+        """Have the engine receive weights from a trainer; parameters: see `TransferWeights`.
 
         Returns the folder of a whole update, else "". Raises UpdateFailed, EngineDead.
         """

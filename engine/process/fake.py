@@ -150,7 +150,11 @@ class FakeReceiver:
         return self.finish({})
 
     def collect(self, info: dict[str, Any]) -> str:
-        """Take a message; return a folder if it names the fake tensor "last", else ""."""
+        """Record a message; if it names the fake tensor "last", end the update.
+
+        Returns the folder of the ended update, else "". Raises UpdateFailed if no update was
+        started.
+        """
         if not self._started:
             raise UpdateFailed("no update of the weights was started", code=NOT_JOINED)
         self.info.append(info)

@@ -143,7 +143,8 @@ class RankLoop:
         self._calls.send(True)
 
     def wake(self, parts: list[str]) -> None:
-        """Take the memory again, and reply. Raises MantaError, which ends the process."""
+        """Allocate the memory that the sleep freed, and reply. Raises MantaError, which ends the
+        process."""
         assert self._memory is not None
         self._memory.wake(parts)
         self._calls.send(True)

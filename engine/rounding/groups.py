@@ -45,7 +45,10 @@ def _size(tensor: StoredTensor) -> int:
 
 
 def _growth(tensor: StoredTensor) -> float:
-    """Return by how much wide groups increase a matrix's squared error, relative to its square."""
+    """Return how much a matrix's squared rounding error grows from groups of GROUP to WIDE.
+
+    The growth is divided by the sum of the weights' squares. Up to _ROWS rows stand for the matrix.
+    """
     rows = _some_rows(tensor)
     errors = [(searched(rows, group).dense() - rows).square().sum() for group in (WIDE, GROUP)]
     return float((errors[0] - errors[1]) / rows.square().sum().clamp(min=1e-30))

@@ -77,7 +77,7 @@ def _grid(groups: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
     best_scale, best_zero = torch.empty_like(low), torch.empty_like(low)
 
     def attempt(scale: Tensor, zero: Tensor) -> None:
-        """Keep this grid for the groups whose error it makes less."""
+        """Write this grid into `best_scale` and `best_zero` for groups whose error it lowers."""
         scale = scale.clamp(min=_LEAST).half().float()
         steps = _coded(groups, scale, zero).sub_(zero.unsqueeze(-1))
         error = steps.mul_(scale.unsqueeze(-1)).sub_(groups).square_().mul_(weigh).sum(-1)

@@ -58,7 +58,7 @@ class EncodeStream:
         torch.cuda.current_stream(self._device).wait_event(encoding.end)
 
     def gathered(self) -> None:
-        """Note that a gather was launched on the stream of steps."""
+        """Record an event after a gather on the stream of steps, for `await_gathers`."""
         self._gathered = torch.cuda.Event()
         self._gathered.record()
 

@@ -194,7 +194,10 @@ class StateVerification:
             meta.state_runs = self._runs
 
     def _record_runs(self, batch: Batch) -> list[int]:
-        """Note the runs of a batch; return the indices of their tokens."""
+        """Record rows, starts and lengths of a batch's runs: a decode and its drafts each.
+
+        Returns the batch's indices of their tokens.
+        """
         at = batch.num_decodes - sum(len(drafts) for _, _, drafts in batch.drafts)
         entries = {row: entry for entry, row in enumerate(batch.rows[:at])}
         self._rows = [row for row, _, _ in batch.drafts]

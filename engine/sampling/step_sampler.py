@@ -58,7 +58,10 @@ class GraphChoices(Protocol):
         ...
 
     def places(self, count: int, mixed: bool) -> tuple[Tensor, Tensor]:
-        """Return the rows and positions of new tokens, [count] int64 each."""
+        """Return copies of the rows and positions of the step's new tokens, [count] int64 each.
+
+        mixed: whether the step has prompts' chunks beside decodes.
+        """
         ...
 
 

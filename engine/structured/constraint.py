@@ -84,7 +84,7 @@ class Constraint:
         return not isinstance(self._matcher, AnyToken)
 
     def resume(self, token_ids: Sequence[int]) -> bool:
-        """Take tokens that were sampled elsewhere; return False if they do not fit the grammar."""
+        """Advance by tokens that were sampled elsewhere; return whether they fit the grammar."""
         self._left -= len(token_ids)
         for token in token_ids:
             self._observe(token)
@@ -102,7 +102,7 @@ class Constraint:
         return token in self._stops and self._left <= 0 and bool(self._matcher.is_accepting())
 
     def accept_token(self, token: int) -> bool:
-        """Take the next token of the text; return whether it completes the text.
+        """Advance by the next token; return whether the text is complete.
 
         Raises ValueError, "code: message", if the grammar forbids the token or a step is too
         expensive.

@@ -119,7 +119,9 @@ class _Child:
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
-        weakref.finalize(self, self._process.kill)  # Popen itself would keep the pipes open
+        # Without this, a collected Popen whose child still runs goes into `subprocess._active`, and
+        # the child with its pipes stays open.
+        weakref.finalize(self, self._process.kill)
         self._rest = b""
         self.ask(msgspec.json.encode(setup), START_SECONDS)
 

@@ -84,7 +84,7 @@ class AnyToken:
 
     @staticmethod
     def consume_token(token: int) -> bool:
-        """Take the next token; it always fits."""
+        """Return whether the next token fits the grammar, which is always so here."""
         return True
 
     @staticmethod

@@ -474,7 +474,8 @@ def _sampling_defaults(folder: Path, source: str | Mapping[str, float]) -> dict[
 def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTokens]:
     """Read the files that accompany tokenizer.json.
 
-    Returns their keys, the special tokens and all declared tokens.
+    Returns (keys of special_tokens_map.json and tokenizer_config.json, special tokens by key, all
+    declared tokens).
     """
     named = {
         **_json(folder / "special_tokens_map.json"),

@@ -75,7 +75,10 @@ class WeightStage:
             (self.folder / _WRITING).touch()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a copy of a tensor on any device. Raises ConfigError."""
+        """Copy a tensor to the device where there is room, else to the host.
+
+        Raises ConfigError for a name that came before and for an unknown dtype.
+        """
         if name in self._names:
             raise ConfigError(f"tensor {name} was sent twice", param="weights")
         if tensor.dtype not in CODES:

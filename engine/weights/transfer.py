@@ -216,7 +216,7 @@ class WeightTransfer:
         self._explicit, self._heard = True, time.monotonic()
 
     def update(self, info: dict[str, Any]) -> str:
-        """Take the tensors of a message.
+        """Copy the tensors of a message into the update; begin one if `start` has not.
 
         Returns the folder of a complete update, which it is where `start` has not been called; ""
         if `finish` has to follow. Raises UpdateFailed, after which the update is dropped.
@@ -228,7 +228,7 @@ class WeightTransfer:
         return "" if self._explicit else self.finish({})
 
     def collect(self, info: dict[str, Any]) -> str:
-        """Take the tensors of a message of an update that `start` has begun.
+        """Copy the tensors of a message into the update that `start` has begun.
 
         Returns the folder of the update with the last tensor of the checkpoint; "" before. Raises
         UpdateFailed, after which the update is dropped.
@@ -299,7 +299,7 @@ class WeightTransfer:
         self._folders = [stage for stage in self._folders if str(stage.folder) == self._placed]
 
     def in_place(self, folder: str) -> None:
-        """Note that the engine has the weights of a folder, and discard the others' folders."""
+        """Record which folder the engine has loaded, release its tensors and drop the others."""
         self._placed = folder
         for stage in self._folders:
             if str(stage.folder) == folder:

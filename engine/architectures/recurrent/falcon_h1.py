@@ -39,7 +39,10 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _factors(config: Reader, key: str, count: int) -> tuple[float, ...]:
-    """Read a list of `count` positive numbers; all ones where the file has no such key."""
+    """Return the `count` numbers of a key; all ones where the file has no such key.
+
+    Raises ConfigError for another number of them.
+    """
     factors = config.get(key, [1.0] * count)
     if not isinstance(factors, list | tuple) or len(factors) != count:
         raise config.error(key, f"must be a list of {count} numbers, got {factors!r}")

@@ -116,10 +116,11 @@ class Adapter:
 
     @property
     def blocks_key(self) -> str:
-        """The text that stands for the adapter in keys of the prefix cache.
+        """The text that stands for the adapter in the keys of KV blocks.
 
-        Files of KV blocks outlive the engine, and a revision that a user named may have other bytes
-        in the next one. The first stamp tells them apart.
+        Files of KV blocks outlive the engine, and the next engine may read other bytes under a
+        revision that a user named. `first_stamp` changes with the adapter's files, so these keys
+        differ then.
         """
         return f"{self.key} {self.first_stamp}"
 

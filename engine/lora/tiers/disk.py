@@ -245,7 +245,10 @@ def _remove_unused(folder: Path) -> bool:
 
 
 def _look(folder: Path) -> tuple[int, int]:
-    """Return a folder's last use, and the bytes that it takes or will take."""
+    """Return (nanoseconds of a folder's last use, bytes that it takes or will take).
+
+    Both are 0 for a folder that has just been removed.
+    """
     sizes = {}
     try:
         used = folder.stat().st_mtime_ns

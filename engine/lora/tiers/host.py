@@ -29,14 +29,14 @@ class HostMemory:
         return self.num_bytes < self._budget
 
     def keep(self, adapter: Adapter, loaded: LoadedAdapter) -> None:
-        """Keep the adapter's loaded weights, and count the adapter as just used."""
+        """Put the adapter's loaded weights into host memory, and make it the last to be evicted."""
         adapter.weights, adapter.digest = loaded.weights, loaded.digest
         adapter.host_bytes = loaded.host_bytes
         self.num_bytes += loaded.host_bytes
         self._adapters[adapter] = self._clock()
 
     def touch(self, adapter: Adapter) -> None:
-        """Count the adapter as just used."""
+        """Make the adapter the last to be evicted, if its weights are in host memory."""
         if adapter.weights is not None:
             self._adapters[adapter] = self._clock()
             self._adapters.move_to_end(adapter)

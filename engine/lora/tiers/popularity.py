@@ -21,7 +21,7 @@ class Popularity:
         self._last = 0.0
 
     def count(self, name: str, now: float) -> None:
-        """Count a request for this name."""
+        """Add a request's weight to the count of this name; now: the time of the request."""
         self._gain = self.request_units(now) * FADE
         self._last = now
         self._counts[name] = self._counts.get(name, 0.0) + self._gain
@@ -35,7 +35,11 @@ class Popularity:
         return self._counts.get(name, 0.0)
 
     def request_units(self, now: float) -> float:
-        """Return what a request at `now` adds to its name's count, before the increase by FADE."""
+        """Return what a request at `now` weighs in the units of the names' counts.
+
+        It is the newest request's weight, doubled with each HALF_LIFE since then. `count` adds FADE
+        times as much to a name's count.
+        """
         # After 500 half-lives earlier counts are negligible, and a float ends at 2 ** 1024.
         lives = min(max(0.0, now - self._last) / HALF_LIFE, 500.0) if self._counts else 0.0
         return self._gain * 2.0**lives

@@ -49,7 +49,7 @@ class DeviceSlots:
         return self._slots[index]
 
     def touch(self, slot: Slot) -> None:
-        """Count the slot as just used."""
+        """Make the slot the most recently used one."""
         self._clock += 1
         slot.used = self._clock
 

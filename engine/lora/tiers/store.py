@@ -195,9 +195,9 @@ class AdapterStore:
     # ---- requests ------------------------------------------------------------------------------
 
     def claim(self, adapter: Adapter) -> None:
-        """Count an accepted request of the adapter, and begin to read the adapter in advance.
+        """Count an accepted request of the adapter, for its popularity too, and read it in advance.
 
-        It is read only if host memory has room and few other reads are in flight.
+        The read begins only if host memory has room and few other reads are in flight.
         """
         adapter.users += 1
         self._slots.popularity.count(adapter.info.name, self._clock())
@@ -253,7 +253,10 @@ class AdapterStore:
             self._slot_changed()
 
     def release(self, adapter: Adapter, *, started: bool) -> None:
-        """Count the end of a request of the adapter.
+        """Count the end of a request of the adapter, and free what no request needs any more.
+
+        Without a request the adapter is wanted in no slot, and is dropped if it is retired. Without
+        a request that has started, host memory evicts adapters down to its budget.
 
         started: whether the request has run.
         """

@@ -64,7 +64,7 @@ class HostSlots:
         device: torch.device,
         memory: Tensor | None = None,
     ) -> None:
-        """Take memory for so many slots, or pin what is given, uint8."""
+        """Allocate pinned memory for `count` slots, or pin the given memory, uint8."""
         self.parts = parts
         self.count = count
         self.least = parts[0]().shape[1] if parts else 0  # items that always have memory
@@ -353,9 +353,9 @@ class CudaCopies:
         return done
 
     def before(self, batch: Batch) -> None:
-        """Let a step that is about to be launched wait for stores of what it writes.
+        """Make the next step wait, on its stream, for stores of the blocks and states it writes.
 
-        On other ranks than 0 it also waits for loads of what it reads, of which rank 0 has seen
+        On ranks other than 0 it also waits for loads of what it reads, of which rank 0 has seen
         only its own end.
         """
         if not (self._stores or self._loads):
@@ -402,7 +402,7 @@ class CudaCopies:
     def _order(
         self, stream: torch.cuda.Stream, items: Collection[int], slots: Collection[int]
     ) -> None:
-        """Let a stream wait for the stores from these items or to these slots."""
+        """Make a stream wait for the stores from these blocks or states, or to these slots."""
         for store in self._stores:
             if not (store.items.isdisjoint(items) and store.slots.isdisjoint(slots)):
                 stream.wait_event(store.done)

@@ -402,7 +402,7 @@ class StepGraphs:
                     longest = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
                     _, hidden.metas = self._inputs.lay_out(*size, size[0], longest, runs=verifies)
             return hidden
-        # The next step overwrites the buffers with this step's rows and positions.
+        # Copies, since the next step overwrites the buffers.
         places = self.places(count, mixed) if stage.first else None
         tokens = count if stage.last else batch.num_tokens
         return Hidden(self._handed_on[:tokens].clone(), places)
@@ -453,7 +453,10 @@ class StepGraphs:
         return self._choices[key]
 
     def places(self, count: int, mixed: bool) -> tuple[Tensor, Tensor]:
-        """Return copies of the rows and positions of the step's new tokens, [count] int64 each."""
+        """Return copies of the rows and positions of the step's new tokens, [count] int64 each.
+
+        mixed: whether the step has prompts' chunks beside decodes.
+        """
         inputs = self._inputs
         rows, positions = inputs.rows, inputs.kv_len
         if mixed:
