@@ -97,7 +97,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
 
 
 def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Choose two experts as Phi-3.5-MoE does.
+    """Return (weights [n, 2] float32, experts [n, 2] int32), chosen as in Phi-3.5-MoE.
 
     The best expert is weighted among those whose scores are close to its own. The second is chosen
     in the same way without the first.

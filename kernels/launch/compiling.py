@@ -159,7 +159,11 @@ class Compilers:
             self._warn(str(error))
 
     def _read_answers(self) -> None:
-        """Read the processes' answers, in a thread that ends when the processes have ended."""
+        """Set the future of each kernel from the lines that the compiling processes write.
+
+        The target of a thread, which ends with the processes. Futures without a line then fail, and
+        nothing more is sent.
+        """
         with contextlib.suppress(OSError, ValueError):
             for line in self._process.stdout:
                 number, error = json.loads(line)

@@ -31,7 +31,7 @@ _acting: list[Capability] = []  # the capability that `act_as` has set, if any
 
 
 def act_as(capability: Capability) -> None:
-    """Let this process run, on its devices, the kernels of a device of this compute capability.
+    """Make this process compile and choose kernels as on a device of this compute capability.
 
     To be called before the first kernel. Triton compiles its code for `capability`; only the last
     step, from PTX, is for the device that is there.

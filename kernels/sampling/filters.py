@@ -44,8 +44,8 @@ def _value(key, SHIFT: tl.constexpr):
 def _above(
     logits, vocab, best, scale, log_min_p, p1, p2, p3, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Count the tokens that min_p keeps with keys >= p1, p2 and p3, and sum their unnormalised
-    probabilities.
+    """Return the counts of the tokens that min_p keeps with keys >= p1, p2 and p3, and then the
+    sums of their unnormalised probabilities.
     """
     i = tl.arange(0, BLOCK)
     c1 = tl.zeros([BLOCK], tl.int32)

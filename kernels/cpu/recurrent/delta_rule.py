@@ -43,7 +43,7 @@ from kernels.cpu.recurrent.entries import (
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import EPS, DeltaInputs
 
-# Indices of the kernels' arguments in args, the arguments of `walk` first where both read them.
+# Indices in `args` of the arguments of the kernels `mix` and `walk`.
 _MIXED, _A, _A_STRIDE, _B, _B_STRIDE, _DECAY, _DT_BIAS, _MOST = range(OWN, OWN + 8)
 _STATE, _Z, _Z_STRIDE, _NORM, _EPS, _OUT, _SCRATCH, _WORDS = range(OWN + 8, OWN + 16)
 _COLUMNS = 2  # vectors of a state's columns that are processed at once

@@ -17,9 +17,8 @@ _TILE = 128  # outputs and rows of x in a thread block's tile of cuBLASLt's matm
 def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return (rows * scales) @ weight.T + bias: [rows, out] in dtype.
 
-    rows, scales: the results of `round_rows` with `group_of(weight)`; their padding is a part of
-        the
-    result.
+    rows, scales: the results of `round_rows` with `group_of(weight)`, padding rows included; the
+        result has as many rows.
     """
     blocks = weight.form.rows > 1
     return torch._scaled_mm(
