@@ -80,7 +80,7 @@ def make_auth_token() -> None:
 
 
 def send_auth_token() -> None:
-    """Let Ray's client send this machine's token, unless RAY_AUTH_MODE says otherwise.
+    """Set RAY_AUTH_MODE so that Ray's client sends this machine's token, unless it is set.
 
     A Ray cluster that `manta serve` started requires the token.
     """

@@ -144,7 +144,7 @@ class TrainerCalls:
         return self._carry_out(_update_weights(folder, version))
 
     def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Let all replicas join a trainer's process group.
+        """Make all replicas join a trainer's process group.
 
         init_info: vLLM's; {}: the trainer shares its weights on the replicas' machine.
         """
@@ -179,7 +179,7 @@ class TrainerCalls:
         self._carry_out(_sleep(level, tags, mode))
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        """Take the memory again; when all of it is there, the pause of the sleep ends."""
+        """Allocate what a sleep freed; when all of it is there, the pause of the sleep ends."""
         self._carry_out(_wake(tags))
 
     def reset_prefix_cache(self) -> None:

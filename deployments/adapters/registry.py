@@ -146,8 +146,10 @@ class AdapterRegistry:
         raise not_found(name)
 
     async def _pin_as(self, record: AdapterRecord) -> None:
-        """Let a replica read an adapter, and store its revision unless the name has changed
-        meanwhile.
+        """Have a replica read an adapter, and store the revision that it has read.
+
+        Nothing is stored if the name's record has changed meanwhile; another revision than before
+        is announced to all replicas.
 
         Raises AdapterError; for FAILED_SECONDS after a failure the same error without another try.
         """

@@ -185,7 +185,7 @@ class Api:
 
 
 def _choose_errors(exchange: HttpExchange) -> None:
-    """Let the errors of a request have the form of its dialect."""
+    """Set the form of a request's error bodies to that of its dialect."""
     path = exchange.path
     if path.startswith(anthropic.PATH) or models.VERSION_HEADER in exchange.headers:
         exchange.error_body = anthropic.error_body

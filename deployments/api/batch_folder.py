@@ -44,7 +44,7 @@ class BatchSettings:
 
 
 class Entry(msgspec.Struct):
-    """A stored file or batch.
+    """The record of a stored file or batch in the batch folder.
 
     owner: the Caller.id of its key
     fields: the object as OpenAI has it

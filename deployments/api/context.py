@@ -148,7 +148,7 @@ class ApiContext:
             limits.count_request(exchange.caller, time.monotonic(), time.time())
 
     def charge(self, exchange: HttpExchange, prompts: Sequence[Sequence[int]]) -> None:
-        """Count the tokens of a request's prompts against the limits of its key.
+        """Charge the tokens of a request's prompts to the limits of its key.
 
         The headers of the answer say what is left. Raises ApiError 429.
         """

@@ -68,7 +68,7 @@ class KeyLimits:
         self.used = 0.0
 
     def count_request(self, caller: Caller, now: float, at: float) -> None:
-        """Count a new request of a key. now: monotonic seconds; at: Unix seconds.
+        """Charge a new request to its key's limits. now: monotonic seconds; at: Unix seconds.
 
         Raises ApiError 429 insufficient_quota, rate_limit_exceeded.
         """
@@ -102,7 +102,10 @@ class KeyLimits:
         account.own.tokens += tokens
 
     def ended(self, owner: str, prompt: int, output: int, at: float) -> None:
-        """Count the tokens of a prompt that has ended. owner: the key's id; at: Unix seconds."""
+        """Charge a finished prompt to its key: the output to its rate, all tokens to its budget.
+
+        owner: the key's id; at: Unix seconds.
+        """
         account = self._accounts.get(owner)
         if account is None:
             # The key has no limits.
@@ -141,7 +144,7 @@ class KeyLimits:
         return {owner: account.own for owner, account in self._accounts.items()}
 
     def hear(self, routers: dict[str, dict[str, KeyCount]], at: float) -> None:
-        """Take over the counts of all other routers, including routers that have ended.
+        """Charge what other routers have counted since the last call, ended routers included.
 
         routers: router's name -> key's id -> counts. at: Unix seconds.
         """

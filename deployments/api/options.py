@@ -80,13 +80,13 @@ class Training(Protocol):
         ...
 
     async def init_transfer(self, model: str, info: dict[str, Any]) -> None:
-        """Let all replicas join a trainer's group. info: vLLM's `init_info`."""
+        """Make all replicas join a trainer's group. info: vLLM's `init_info`."""
         ...
 
     async def start_update(self, model: str) -> None: ...
 
     async def take_tensors(self, model: str, info: dict[str, Any], version: str) -> str:
-        """Take tensors from a trainer at all replicas. info: vLLM's `update_info`.
+        """Pass tensors from a trainer to all replicas. info: vLLM's `update_info`.
 
         Returns the version of the weights if they were replaced, which they are where no
         `start_update` has come before; else "".
@@ -102,7 +102,7 @@ class Training(Protocol):
         ...
 
     async def take_sent(self, model: str, info: dict[str, Any], version: str) -> str:
-        """Take tensors of an update in SGLang's way. info: see `take_tensors`.
+        """Pass tensors of an update to all replicas, as SGLang does. info: see `take_tensors`.
 
         Returns the version of the weights if these tensors have completed them; else "".
         """

@@ -143,7 +143,10 @@ class ImageRows:
         self._begin(submitted)
 
     def _hold(self, key: _Key, size: int) -> None:
-        """Note that the engine holds an image's embeddings, as soon as it gets the request."""
+        """Record that the engine holds an image's embeddings, from the request on that brings them.
+
+        The oldest records go beyond the size of the engine's cache.
+        """
         if key not in self._held:
             self._held[key] = size
             self._held_size += size

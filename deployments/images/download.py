@@ -59,7 +59,7 @@ async def resolve(host: str, port: int) -> Sequence[str]:
 
 
 class ImageDownloads:
-    """Downloads from allowed hosts.
+    """The downloads of images from allowed hosts, _AT_ONCE at a time.
 
     hosts: patterns "host", "*.domain", each with a port or without.
     """

@@ -66,7 +66,10 @@ class PlacedPicture:
 
 
 class ImageIntake:
-    """The images of one router's requests. All methods belong to the event loop."""
+    """The reader and decoder of the images in a router's requests.
+
+    All methods belong to the event loop.
+    """
 
     def __init__(self, limits: ImageLimits | None = None) -> None:
         self.limits = limits = limits or ImageLimits()

@@ -19,7 +19,7 @@ class ImageMemory:
         self.held = 0
 
     def take(self, size: int) -> "HeldBytes":
-        """Count a request's bytes against the limit. Raises Overloaded if there is no room."""
+        """Reserve bytes for a request; return the reservation. Raises Overloaded without room."""
         lease = HeldBytes(self)
         lease.add(size)
         return lease
@@ -33,7 +33,7 @@ class HeldBytes:
         self.size = 0
 
     def add(self, size: int) -> None:
-        """Count more bytes. Raises Overloaded."""
+        """Reserve more bytes. Raises Overloaded without room."""
         memory = self._memory
         # The first request is taken whatever its size, which other limits bound.
         if memory.held and memory.held + size > memory.limit:

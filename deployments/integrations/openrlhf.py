@@ -164,7 +164,10 @@ class RolloutActor:
     async def update_weight(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], empty_cache: bool = False
     ) -> None:
-        """Take a tensor that the trainer broadcasts. Raises UpdateFailed, and the update ends."""
+        """Receive a tensor that the trainer broadcasts.
+
+        Raises UpdateFailed, which ends the update.
+        """
         await self._take_tensor(_tensor(name, dtype, shape), last=empty_cache)
 
     async def update_weight_cuda_ipc(
@@ -175,7 +178,7 @@ class RolloutActor:
         ipc_handles: Mapping[str, Any],
         empty_cache: bool = False,
     ) -> None:
-        """Take a tensor that the trainer shares on this GPU. Raises UpdateFailed.
+        """Receive a tensor that the trainer shares on this GPU. Raises UpdateFailed.
 
         ipc_handles: GPU's UUID -> the result of torch's `reduce_tensor`.
         """
@@ -283,7 +286,7 @@ def _executor(agent_func_path: str | None, remote_rm_url: str | None) -> Any:
 
 
 def install() -> None:
-    """Let OpenRLHF make `RolloutActor` in the place of its actor over vLLM, in this process."""
+    """Replace OpenRLHF's actor over vLLM by `RolloutActor`, in this process."""
     from openrlhf.trainer.ray import vllm_engine
 
     vllm_engine.RolloutRayActor = ray.remote(RolloutActor)

@@ -102,7 +102,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
         return self._server
 
     async def resume(self, tags: list[str]) -> None:
-        """Take the engine's memory again. tags: "weights", "kv_cache"."""
+        """Allocate memory that a sleep freed. tags: "weights", "kv_cache"."""
         if self.is_leader_rank:
             await self._handle().wake_up.remote(tags)
 

@@ -185,8 +185,10 @@ class RolloutServer:
         await self._engine.start_weight_update()
 
     async def take_weights(self, update_info: dict[str, Any]) -> None:
-        """Take tensors that a worker of the replica shares; see `UpdateInfo`. Raises
-        UpdateFailed."""
+        """Update weights by tensors that a worker of the replica shares; see `UpdateInfo`.
+
+        Raises UpdateFailed.
+        """
         await self._engine.update_weights(update_info)
 
     async def finish_weight_update(self, global_steps: int | None = None) -> None:
@@ -200,7 +202,7 @@ class RolloutServer:
             await self._engine.sleep(2 if self._mode == HYBRID else 1)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again. tags: "weights", "kv_cache"; None = both."""
+        """Allocate memory that a sleep freed. tags: "weights", "kv_cache"; None = both."""
         if self._config.free_cache_engine and self._mode != STANDALONE:
             await self._engine.wake(tags or ())
 

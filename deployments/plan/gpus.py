@@ -6,7 +6,7 @@ GIB = 1 << 30
 
 
 class Gpu(NamedTuple):
-    """A GPU.
+    """The figures of a GPU that estimates need.
 
     gib: memory as the driver reports it, which is less than advertised.
     capability: compute capability of CUDA.

@@ -93,7 +93,7 @@ class Prices(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class NodeOffer:
-    """A pool on one node type.
+    """A pool on one node type, with its price for `manta plan`.
 
     replicas: replicas that fit on one node, or on the group of nodes that a replica spans.
     tokens_per_second: measured output tokens/s of one replica; None if nothing was measured.

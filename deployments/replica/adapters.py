@@ -200,9 +200,9 @@ class ReplicaAdapters:
         return info
 
     async def _announced(self, message: AdapterVersion) -> None:
-        """Note the revision that a name means from now on.
+        """Record the revision that a name means from now on; an older message changes nothing.
 
-        Running requests with another revision go on.
+        The engine drops the name's other revision, once running requests with it have ended.
         """
         name = message.name
         if message.version < self._newest.get(name, 0):

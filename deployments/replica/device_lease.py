@@ -18,7 +18,7 @@ _BEHIND_SECONDS = 0.1
 
 
 class DeviceLease:
-    """A replica's lease of a device.
+    """A lock by which replicas that share a device use it in turn.
 
     device: the device's name on this machine; replicas with the same name share it.
 

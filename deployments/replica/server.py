@@ -302,10 +302,7 @@ class ReplicaServer:
             raise EngineDead("the engine process is gone")
 
     def _check_engine(self) -> None:
-        """Ask the watchdog whether the engine is stuck; report its death by `on_death` if it is.
-
-        Unless the engine has failed, the method runs again after a tick.
-        """
+        """Ask the watchdog if the engine is stuck: then report its death, else ask again later."""
         engine, stats = self._engine, self.stats
         held = 0 if self._sleep is None else self._sleep.held
         busy = bool(stats.running or stats.waiting or self.in_flight > held)
@@ -586,7 +583,7 @@ class ReplicaServer:
             self._hear_death(error)
 
     def _hear_death(self, error: EngineDead) -> None:
-        """Handle an error of the engine's client: the engine accepts nothing any more."""
+        """Report the engine's death, if an error of its client means that it is dead."""
         if not self._engine.alive:
             self.on_death(error)
         # A live engine's client reports the cause soon, after the engine's last frames.

@@ -99,7 +99,7 @@ class ReplicaSleep:
             self._asked.set()
 
     async def let_trainer(self) -> None:
-        """Let a trainer decide about sleep from now on, until `take_back`.
+        """Leave the decision about sleep to a trainer until `take_back`, and acquire the device.
 
         Raises Overloaded if another replica keeps the device.
         """
@@ -157,7 +157,7 @@ class ReplicaSleep:
             self._start_held()
 
     def _start_held(self) -> None:
-        """Let held requests go on, and hold none back from now on."""
+        """Send the held requests to the engine, and hold none back from now on."""
         self._open, self._woken = True, False
         held, self._held = self._held, []
         for _, submitted in held:

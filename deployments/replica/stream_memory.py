@@ -30,7 +30,10 @@ class _Kept:
 
 
 class StreamMemory:
-    """The tokens of streams, by the engine's request ids."""
+    """The tokens of running and lately ended streams, with which another router can go on.
+
+    They are found by the engine's request ids.
+    """
 
     def __init__(self) -> None:
         self._live: dict[int, _Kept] = {}
@@ -59,7 +62,10 @@ class StreamMemory:
                     self.end(delta.id, now)
 
     def end(self, id: int, now: float) -> None:
-        """Note that a request has ended here or was given back. Idempotent."""
+        """Move a request that has ended or was given back to the ended ones, and forget old ones.
+
+        Idempotent.
+        """
         record = self._live.pop(id, None)
         if record is None:
             return

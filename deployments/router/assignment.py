@@ -74,7 +74,7 @@ class DisplacedChoices:
 
 
 class Assignment:
-    """The assignment of choices to replicas.
+    """The sending of choices to replicas: it asks `route`, books the choice and sends the frame.
 
     Choices are known to replicas by numbers; no number is used twice on a connection.
 

@@ -119,7 +119,7 @@ class BatchWorker:
             self.unlock()
 
     def take_lock(self) -> bool:
-        """Take the folder's lock, and return whether this router has it.
+        """Try to lock the folder; return whether this router has the lock, old or new.
 
         Raises OSError if the folder's file system has no locks.
         """

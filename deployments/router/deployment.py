@@ -106,7 +106,7 @@ class RouterSettings:
 
 
 class Router:
-    """A router of an application.
+    """The Serve deployment of routers: the HTTP API, the choice of replicas, and all streams.
 
     engines: handles of the engine deployments, used for discovery only, not for tokens.
     """

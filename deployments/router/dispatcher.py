@@ -158,7 +158,7 @@ class Dispatcher:
             self._await_weights(inflight)
 
     def _await_weights(self, inflight: InflightRequest) -> None:
-        """Let a request wait for new weights, and fail it if none have come within `wait_seconds`.
+        """Hold a request until new weights come, and fail it if none have within `wait_seconds`.
 
         While a trainer has paused the model, the wait begins again.
         """
@@ -205,8 +205,10 @@ class Dispatcher:
         )
 
     def held(self) -> dict[str, int]:
-        """Count what unfinished requests hold in this router; a count without requests is a
-        leak."""
+        """Return counts of what unfinished requests hold in this router, by its name.
+
+        A count above 0 without requests is a leak.
+        """
         return {
             "requests": len(self.requests),
             "waiting": len(self.assignment.displaced) + self.queue.choices,

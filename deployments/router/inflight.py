@@ -30,7 +30,7 @@ LOGPROB_BYTES = 192  # estimated bytes of a log-probability
 
 
 class InflightChoice:
-    """A choice in flight.
+    """A choice in flight: the tokens that came, and the replica that runs it.
 
     emitted: output token ids so far.
     place: replica that runs the choice; "" if none does.

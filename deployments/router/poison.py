@@ -68,7 +68,7 @@ class Suspicion:
         return "alone" if self.tokens else "after" if self.passed else ""
 
     def passes(self) -> None:
-        """Note that the choice has generated the tokens of its probation."""
+        """End the choice's probation, as it has generated the tokens of it."""
         self.tokens = 0
         self.passed = True
 
@@ -89,8 +89,9 @@ class Suspicion:
         allowed: int,
         silent: bool = False,
     ) -> str:
-        """Note that the choice's replica is lost. Returns why the choice is given up; "" if it goes
-        on.
+        """Record a lost replica against the choice, which may be the cause.
+
+        Returns why the choice is given up; "" if it goes on.
 
         id: number of the choice at the replica.
         given: tokens of the choice that the replica has generated.

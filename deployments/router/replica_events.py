@@ -69,7 +69,7 @@ class ReplicaEvents:
         self._queue.fill()
 
     def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
-        """Let the choices of a lost replica go on elsewhere, or fail them."""
+        """Send the choices of a lost replica elsewhere, or fail them."""
         self.log.add_entry("lost", client.replica, f"{reason}; {len(choices)} choices move")
         self._replicas.closing.discard(client)
         self._losses.lost(client, choices, reason)
@@ -114,15 +114,14 @@ class ReplicaEvents:
         self._queue.hear_frame(state)
 
     def _end_prefill(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """Let a choice whose prompt is computed go on at a replica for that, which pulls the
-        prompt's KV blocks."""
+        """Send a choice whose prompt is computed to a decode replica, which pulls its KV blocks."""
         choice.begun = len(choice.emitted)
         choice.inflight.trace.moves(client.replica, "its prompt is computed", time.monotonic())
         if not choice.inflight.paused:
             self._assignment.assign([choice])
 
     def _end_probation(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """Let a choice that has passed its probation go on after the other suspects at its replica.
+        """Queue a choice that has passed its probation behind its replica's other suspects.
 
         It stays at this replica, which has its KV cache and, with n > 1, the other choices.
         """

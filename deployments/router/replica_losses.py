@@ -18,7 +18,7 @@ _SUSPECT_PAUSE = 0.25  # seconds in which the deaths of replicas that died toget
 
 
 class ReplicaLosses:
-    """The handling of choices whose replica is lost.
+    """The decision which choices of a lost replica go elsewhere, and which fail as suspects.
 
     allowed: replicas, killed from outside, that a request may lose in a row without a new token.
     requests: all requests in flight.
@@ -42,7 +42,11 @@ class ReplicaLosses:
         self._assignment.assign([choice])
 
     def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
-        """Handle a broken connection to a replica. choices: choices that were at the replica."""
+        """Send the choices of a replica elsewhere, as its connection has broken.
+
+        Poison requests fail, and suspects are sent later than others.
+        choices: choices that were at the replica.
+        """
         level = logging.WARNING if choices or not client.retired else logging.INFO
         logger.log(level, "replica %s: %s; %d choices move", client.replica, reason, len(choices))
         moving: dict[InflightRequest, list[InflightChoice]] = {}
@@ -94,7 +98,7 @@ class ReplicaLosses:
         choice.inflight.trace.moves(client.replica, why, time.monotonic())
 
     def _assign_later(self, choices: list[InflightChoice], seconds: float) -> None:
-        """Let choices wait for some seconds before they are sent."""
+        """Send choices in some seconds; meanwhile they wait as displaced ones."""
         displaced = self._assignment.displaced
 
         def assign() -> None:

@@ -103,14 +103,14 @@ class RequestTrace:
     # -- events
 
     def sent(self, decision: RoutingDecision, now: float, emitted: int) -> None:
-        """Note that the request is sent to a replica. emitted: number of tokens before."""
+        """Record that the request is sent to a replica. emitted: its tokens before."""
         self.placed = self.placed or now
         self.state = "running"
         self._decisions.append((now, decision, emitted))
         del self._decisions[:-_EVENTS]
 
     def begun(self, delta: Delta, now: float) -> None:
-        """Note the first tokens of a choice; later choices of the request are ignored."""
+        """Record times and cached tokens at the first tokens of the request's first choice."""
         if self.first:
             return
         self.first = now
@@ -121,11 +121,11 @@ class RequestTrace:
         self.started = sent + max(0, delta.queued_us) / 1e6
 
     def drafted(self, accepted: int) -> None:
-        """Note that a step of a choice accepted this many drafts, at least one."""
+        """Record that a step of a choice accepted this many drafts, at least one."""
         self.accepted_runs[accepted] = self.accepted_runs.get(accepted, 0) + 1
 
     def moves(self, place: str, why: str, now: float) -> None:
-        """Note that a choice has left its replica and goes on elsewhere."""
+        """Record that a choice has left its replica; the request is waiting then."""
         self.state = "waiting"
         self._moves.append((now, place, why))
         del self._moves[:-_EVENTS]

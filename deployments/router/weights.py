@@ -147,7 +147,7 @@ class FleetWeights:
     # -- updates that a trainer sends
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
-        """Let all replicas join a trainer's group. Raises MantaError.
+        """Make all replicas join a trainer's group. Raises MantaError.
 
         info: vLLM's `init_info`; each replica has the next rank from rank_offset on. {}: for a
             trainer that shares its weights on the replicas' machine.
@@ -175,7 +175,7 @@ class FleetWeights:
         await self._forget_sent()
 
     async def take_tensors(self, info: dict[str, Any], version: str = "") -> str:
-        """Let all replicas take tensors from a trainer.
+        """Pass tensors from a trainer to all replicas; a whole update is loaded at once.
 
         info: vLLM's `update_info`.
         Returns the version of the new weights if these are all and no `start_update` has come
@@ -206,7 +206,7 @@ class FleetWeights:
         await self._write(sending=True)
 
     async def take_sent(self, info: dict[str, Any], version: str = "") -> str:
-        """Let all replicas take tensors of an update; the first message begins it.
+        """Pass tensors of an update to all replicas; the first message begins it.
 
         Returns the version of the new weights once the checkpoint is whole; "" before, and during
         a pause, where the update ends with `end_sent`. Raises as `take_tensors`.
@@ -266,11 +266,14 @@ class FleetWeights:
         return {client: answer.message for client, answer in members.items()}
 
     async def _drop(self, clients: Sequence[ReplicaClient] | None = None) -> None:
-        """Let replicas drop the tensors of an unfinished update. clients: None = all."""
+        """Have replicas drop the tensors of an unfinished update. clients: None = all."""
         await self._ask_all(lambda _, ticket: TransferWeights(ticket, "drop"), clients)
 
     async def _replace_each(self, folders: dict[ReplicaClient, str], version: str) -> str:
-        """Let each replica load the new weights from its own folder, once all have checked them."""
+        """Have each replica load new weights from its own folder, once all have checked theirs.
+
+        Returns the version. Raises UpdateFailed, after which the update is dropped.
+        """
         try:
             version = await self._new_version(version)
             self._check_all(
@@ -413,13 +416,13 @@ class FleetWeights:
     # -- replicas that differ from the record
 
     def opened(self, client: ReplicaClient) -> None:
-        """Keep requests from a replica that joins until it has the record's weights."""
+        """Send a replica that joins no requests until it has loaded the record's weights."""
         if self._record.number:
             client.state.keep_out(True)
             self._bring(client)
 
     def differs(self, client: ReplicaClient, stats: EngineStats) -> None:
-        """Note a frame of a replica that is held back, or differs from the record."""
+        """Send a replica requests again if its frame has the record's weights, else load them."""
         if not self.lacks(stats):
             client.state.keep_out(False)
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """The needs of a request, in tokens.
+    """The facts of a request that decide which replica gets it: sizes in tokens, prefixes, adapter.
 
     prefix_hashes: hashes of the prompt's prefixes (prefix_index.hash_prefix).
     sequences: number of choices.

@@ -51,7 +51,7 @@ _PEERS = 32  # replicas of a pool whose mean speed a new one is assumed to have
 
 
 class Fleet:
-    """The replicas in service, by name.
+    """The replicas in service as arrays, from which one replica is chosen for a request.
 
     `terms`, `room` and the other columns are for routing.route and for admission. They are valid
     after `refresh`.
@@ -206,7 +206,7 @@ class Fleet:
         request: RoutingRequest,
         now: float,
     ) -> None:
-        """Note that choices of one request are sent to a replica.
+        """Record that choices of one request are sent to a replica.
 
         The first choice computes the prompt; the others find it cached.
         """
@@ -257,7 +257,7 @@ class Fleet:
         return self._held.get(replica.column, ())
 
     def forget_caches(self, replica: ReplicaState) -> None:
-        """Note that a replica's caches are empty."""
+        """Clear what is known of a replica's caches and stats, as its caches are empty."""
         column = replica.column
         if column >= 0:
             self.index.capacity -= _share(self._stats[column])

@@ -121,7 +121,7 @@ class ReplicaState:
     # -- the connection
 
     def opened(self, sharing: int, now: float) -> None:
-        """Note that a connection was opened.
+        """Make the replica available for choices, as a connection was opened.
 
         sharing: number of routers at the other replicas. They will connect here, too, but the first
             one is told that it is the only one.
@@ -131,14 +131,14 @@ class ReplicaState:
         self._touch()
 
     def keep_out(self, kept_out: bool) -> None:
-        """Note whether the replica gets no requests until it has other weights."""
+        """Set whether the replica gets no requests until it has other weights."""
         if kept_out != self.kept_out:
             self.kept_out = kept_out
             self.available = self._open and not self.stats.draining and not kept_out
             self._touch()
 
     def retire(self) -> None:
-        """Note that no new requests may be sent to the replica."""
+        """Make the replica unavailable for new requests."""
         self._open = self.available = False
         self._touch()
 
@@ -148,7 +148,10 @@ class ReplicaState:
         self._changed.add(self)
 
     def lost(self) -> None:
-        """Note that the connection is lost, and with it the requests. Measurements are kept."""
+        """Make the replica unavailable and drop its stats and bookings, as its connection is lost.
+
+        Measurements are kept.
+        """
         self._open = self.available = False
         self._touch()
         self.stats = EngineStats()
@@ -174,7 +177,7 @@ class ReplicaState:
         *,
         batch_work: bool = False,
     ) -> None:
-        """Note that a choice was sent.
+        """Book a choice that was sent, until the replica's stats count it.
 
         tokens: tokens of its prompt.
         uncached: prompt tokens that must be computed.
@@ -203,7 +206,7 @@ class ReplicaState:
             self._touch()
 
     def begun(self, choice: int) -> None:
-        """Note that a choice's first tokens have arrived."""
+        """Drop a choice's booking, as its first tokens have arrived."""
         if self._unbegun.pop(choice, None) is not None:
             self._touch()
         self.settle((choice,))
@@ -213,7 +216,7 @@ class ReplicaState:
         self.first_seconds += _FIRST * (seconds - self.first_seconds)
 
     def unbook(self, choice: int) -> None:
-        """Note that a choice ended, moved or was aborted. Idempotent."""
+        """Forget a choice that ended, moved or was aborted. Idempotent."""
         self._ours.discard(choice)
         self.begun(choice)
 

@@ -23,7 +23,7 @@ class Sessions:
         return self._places.get(session, "")
 
     def note(self, session: bytes, replica: str) -> None:
-        """Note that a request of a session is sent to a replica."""
+        """Record the replica of a session's last request; the oldest session beyond `most` goes."""
         self._places[session] = replica
         self._places.move_to_end(session)
         if len(self._places) > self._most:

@@ -85,7 +85,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class ServiceObjective:
-    """The objective of scaling.
+    """The targets that `decide` keeps with as few replicas as possible.
 
     ttft: TTFT target in seconds.
     busy: share of a replica's time that may be planned for.
@@ -101,7 +101,7 @@ class ServiceObjective:
 
 @dataclass(frozen=True, slots=True)
 class ScalingHistory:
-    """The past that the next decision needs.
+    """The arrival rates and earlier decisions that `decide` needs from its last call.
 
     samples: (time, prompt rate, output rate), oldest first.
     busy_at: last time when there was work.
@@ -141,7 +141,7 @@ class ScalingReason(str):
 
 @dataclass(frozen=True, slots=True)
 class ScalingPlan:
-    """The result of one decision.
+    """The number of replicas that each pool should have, and why.
 
     targets, reasons: target and reason by pool.
     history: history for the next call.

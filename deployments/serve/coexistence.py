@@ -144,7 +144,9 @@ def config_of(application: Any) -> MantaConfig | None:
 
 @contextmanager
 def deploying() -> Iterator[None]:
-    """Keep other deployments out: of two at once, each would delete what the other has added.
+    """Hold a lock of the cluster that keeps other deployments out.
+
+    Of two at once, each would delete what the other has added.
 
     Raises MantaError after a minute, and OSError if Ray's store does not answer.
     """

@@ -57,7 +57,7 @@ Start = Literal["", "alone", "after"]
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """The replica's first frame."""
+    """The replica's first frame, with the nonce that the router has to answer."""
 
     version: int
     nonce: bytes

@@ -56,7 +56,7 @@ class UnauthenticatedConnections:
         self._places.pop(connection, None)
 
     def refused(self, connection: ReplicaEnd, reason: str) -> None:
-        """Note that a connection ended without a proof of the secret."""
+        """Count and report a connection that ended without a proof of the secret."""
         self.discard(connection)
         self._refused += 1
         self._last = f"{connection.peer}: {reason}"

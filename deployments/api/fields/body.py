@@ -145,7 +145,10 @@ class Typed(Generic[V]):
     """
 
     def __init__(self, kind: Any, default: str = "") -> None:
-        """Take a type. default: the tag of objects that have none."""
+        """Make the parser and the JSON schema of a type.
+
+        default: the tag of objects that have none.
+        """
         self._box = msgspec.defstruct("Box", [("value", kind)])
         self._default = default
         self.schema: Schema = fields_of(self._box)[0]["value"]

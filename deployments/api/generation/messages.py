@@ -108,7 +108,7 @@ class ChatBuilder:
         return tuple(content)
 
     def count_calls(self, new: int, whole: int, path: str) -> None:
-        """Count tool calls of a message. Raises ApiError 400.
+        """Count tool calls of a message. Raises ApiError 400 if the message or all have too many.
 
         new: the calls that are counted now
         whole: the calls of the message with these

@@ -51,7 +51,7 @@ _refuse_early: Callable[[Scope, Receive, Send], Awaitable[bool]] | None = None
 
 
 def refuse_early(refuse: Callable[[Scope, Receive, Send], Awaitable[bool]] | None) -> None:
-    """Let a router's API answer requests of this process before Serve's layers see them.
+    """Set the function that may answer this process's requests before Serve's layers see them.
 
     refuse: answers a request, or returns False and leaves it to Serve; None: Serve gets all.
     """

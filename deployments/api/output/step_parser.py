@@ -88,7 +88,7 @@ class StepParser:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def _in_string(self, char: str) -> bool:
-        """Read the next character of JSON; return whether it belongs to a string."""
+        """Advance the state by a character of JSON; return whether it belongs to a string."""
         if not self._quoted:
             self._quoted = char == '"'
             return self._quoted
@@ -101,7 +101,7 @@ class StepParser:
         return True
 
     def _take_json(self, mark: str) -> tuple[str, bool]:
-        """Take JSON that ends before a mark; return the JSON, and whether the mark has come.
+        """Consume JSON that ends before a mark; return the JSON, and whether the mark has come.
 
         Strings in the JSON may hold the mark.
         """
@@ -118,7 +118,7 @@ class StepParser:
         return text, False
 
     def _take_object(self) -> bool:
-        """Take what there is of one object, the arguments of a call; return whether it is complete.
+        """Consume and emit one object, the arguments of a call; return whether it is complete.
 
         Strings in the object may hold anything.
         """

@@ -99,7 +99,7 @@ async def put_lora(
 
 
 async def unload_lora(context: ApiContext, exchange: HttpExchange) -> None:
-    """Take an adapter away as vLLM's clients do."""
+    """Remove an adapter, by the route that vLLM's clients use."""
     body = await context.read_as(exchange, UNLOAD_LORA)
     await context.backend.adapters.remove(body.lora_name)
     text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."

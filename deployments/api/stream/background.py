@@ -92,8 +92,7 @@ class BackgroundRun:
         self._record()
 
     def _record(self) -> bool:
-        """Keep the events that the answer has made, and wake readers. Returns whether more may
-        come."""
+        """Store the answer's new events for readers and wake them; return whether more may come."""
         new = self._answer.take_events()
         self.events += new
         self.size += sum(map(len, new))

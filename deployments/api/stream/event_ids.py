@@ -110,7 +110,7 @@ class EventIds:
         self._parts = [_varint(self.told), *(progress.encode() for progress in self.shown)]
 
     def took(self, index: int, token_ids: Sequence[int], cached: int, ended: bool) -> None:
-        """Count tokens of a choice as received by the client with its next event.
+        """Put tokens of a choice into the next event's id: the client has them with that event.
 
         index: number of the choice. cached: cached tokens of its prompt.
         ended: whether all of the choice's text has been sent with these tokens.

@@ -69,7 +69,7 @@ class Wire:
         self.count += 1
 
     def take(self) -> list[bytes]:
-        """Take the new events, each as its bytes in the stream."""
+        """Return the new events, each as its bytes in the stream, and forget them."""
         events = [self._frame(name, fields) for name, fields in self.new]
         self.new.clear()
         return events
@@ -231,7 +231,7 @@ class ItemAnswer:
             tell()
 
     def take_events(self) -> list[bytes]:
-        """Take the new events, each as the bytes of an event stream."""
+        """Return the new events, each as the bytes of an event stream, and forget them."""
         return self.writer.wire.take()
 
     def _feed(self, delta: Delta, generation: Generation) -> None:

@@ -45,7 +45,7 @@ class PredictionMatch:
         return len(self._prediction) - self.accepted
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Take the next output tokens."""
+        """Compare the next output tokens with the prediction; count equal ones in `accepted`."""
         prediction = self._prediction
         for token in tokens:
             place = self._next

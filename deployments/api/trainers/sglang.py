@@ -163,7 +163,7 @@ async def release_memory(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def resume_memory(context: ApiContext, exchange: HttpExchange) -> None:
-    """Take the engines' memory again."""
+    """Allocate again what a release of the engines' memory freed, or the parts that are named."""
     body = await context.read_as(exchange, MEMORY_PARTS, empty=True)
     with refusing("tags"):
         await trained(context).wake(model_of(exchange), _tags(body))

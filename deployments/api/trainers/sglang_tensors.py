@@ -34,7 +34,7 @@ _ONE_BROADCAST = 1 << 62  # bytes, more than any message has
 
 
 async def init_group(context: ApiContext, exchange: HttpExchange) -> None:
-    """Let all replicas join a trainer's process group."""
+    """Make all replicas join a trainer's process group."""
     body = await context.read_as(exchange, INIT_GROUP)
     info = {name: getattr(body, name) for name in body.__struct_fields__}
     try:
@@ -47,7 +47,7 @@ async def init_group(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def destroy_group(context: ApiContext, exchange: HttpExchange) -> None:
-    """Let all replicas leave a trainer's process group."""
+    """Make all replicas leave a trainer's process group."""
     body = await context.read_as(exchange, DESTROY_GROUP, empty=True)
     with refusing("group_name"):
         await trained(context).init_transfer(model_of(exchange), {"group_name": body.group_name})
@@ -55,7 +55,7 @@ async def destroy_group(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def from_distributed(context: ApiContext, exchange: HttpExchange) -> None:
-    """Take tensors that a trainer broadcasts in its process group."""
+    """Update weights by tensors that a trainer broadcasts in its process group."""
     body = await context.read_as(exchange, FROM_DISTRIBUTED)
     flat = body.load_format is not None
     info: dict[str, Any] = {
@@ -70,7 +70,7 @@ async def from_distributed(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def from_tensor(context: ApiContext, exchange: HttpExchange) -> None:
-    """Take tensors that a trainer on the replicas' machine shares."""
+    """Update weights by tensors that a trainer on the replicas' machine shares."""
     body = await context.read_as(exchange, FROM_TENSOR)
     info = {
         "serialized_named_tensors": body.serialized_named_tensors,

@@ -99,7 +99,7 @@ async def sleep(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def wake_up(context: ApiContext, exchange: HttpExchange) -> None:
-    """Take the memory again that `sleep` freed, or that of the tags in the query."""
+    """Allocate again the memory that `sleep` freed, or that of the tags in the query."""
     with refusing("tags"):
         await trained(context).wake(model_of(exchange), _tags(exchange))
     await exchange.answer_json({"status": "awake"})
@@ -166,7 +166,7 @@ async def reset_prefix_cache(context: ApiContext, exchange: HttpExchange) -> Non
 
 
 async def init_transfer(context: ApiContext, exchange: HttpExchange) -> None:
-    """Let all replicas join the trainer's process group at the address in `init_info`."""
+    """Make all replicas join the trainer's process group at the address in `init_info`."""
     body = await context.read_as(exchange, INIT_TRANSFER)
     with refusing("init_info"):
         await trained(context).init_transfer(model_of(exchange), body.init_info)
@@ -182,7 +182,7 @@ async def start_update(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def update_weights(context: ApiContext, exchange: HttpExchange) -> None:
-    """Take tensors from a trainer, as a part of an update that was started, or as a whole one."""
+    """Update weights by a trainer's tensors: a part of a started update, or a whole one."""
     body = await context.read_as(exchange, UPDATE_TENSORS)
     with refusing("update_info"):
         version = await trained(context).take_tensors(

@@ -274,7 +274,10 @@ class Supervisor:
                 raise
 
     def _hear(self, child: DriverProcess, message: dict[str, Any]) -> bool:
-        """Handle a message of the driver, and return whether serving goes on. Raises MantaError."""
+        """Print what the driver reports; return whether serving goes on.
+
+        Raises MantaError for a failed start or a lost Ray.
+        """
         if "failed" in message:
             if self._served and not child.serving:
                 # A restart failed; the next one may succeed.

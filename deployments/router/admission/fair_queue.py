@@ -69,7 +69,7 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The capacity of the replicas for one router.
+    """The capacity of the replicas for one router, from which waiting times are estimated.
 
     rate: tokens/s; inf while unknown.
     rows: choices that the replicas can run at once.
@@ -152,7 +152,10 @@ class OutputEstimate:
 
 
 class Ticket(Generic[T]):
-    """A request's place in the queue."""
+    """A request's place in the queue.
+
+    start: virtual time at which its key's tokens before it are served.
+    """
 
     __slots__ = ("item", "key", "sequences", "start", "tokens")
 
@@ -174,7 +177,7 @@ class _Key:
 
 
 class FairQueue(Generic[T]):
-    """The waiting requests of one router.
+    """The queue of one router's waiting requests, fair between API keys.
 
     Order: start-time fair queueing. Virtual time is the tokens of service that each busy key has
         had. A request starts where its key's last request ends, or now if the key was idle. So a

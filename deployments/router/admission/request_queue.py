@@ -185,7 +185,7 @@ class RequestQueue:
         self.replicas_changed()
 
     def replicas_changed(self) -> None:
-        """Handle a change of the replicas, one of which may be gone."""
+        """Fail all waiting requests if their model is leaving and its last replica is gone."""
         if self._leaving is not None and not self.ready():
             self._assignment.displaced.fail_all(self._leaving)
             self.fail_all(self._leaving)

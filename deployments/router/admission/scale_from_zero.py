@@ -19,7 +19,7 @@ UNKNOWN = 5.0  # Retry-After in seconds if the time of a replica's start is unkn
 
 
 class Waking:
-    """The waking of a model by one router.
+    """The requests of one router to Serve for a replica of a model that has none.
 
     A model sleeps if it may have no replicas, has none, and none was asked for.
 
@@ -59,12 +59,12 @@ class Waking:
         return self._task is not None and not self._task.done()
 
     def replicas(self, count: int) -> None:
-        """Note the number of replicas that Serve reports."""
+        """Record the number of replicas that Serve reports."""
         self._empty = not count
         self._was_there |= count > 0
 
     def opened(self, start_seconds: float) -> None:
-        """Note that a replica can take requests.
+        """Record that a replica can take requests and how long its start took; stop waking.
 
         start_seconds: duration of the replica's start as it reports; 0: unknown.
         """

@@ -80,7 +80,7 @@ class SharedCounts:
 
 
 class KeyService:
-    """The keys and usage of one router.
+    """The API keys, their limits and the usage log of one router, polled once a second.
 
     on_change: called with the fields of ApiOptions that follow from changed keys.
     """

@@ -186,8 +186,10 @@ class ModelsBackend:
             yield from self.metrics.of_no_model()
 
     def held(self) -> dict[str, int]:
-        """Count what unfinished requests hold in this router; a count without requests is a
-        leak."""
+        """Return counts of what unfinished requests hold in this router, by its name.
+
+        A count above 0 without requests is a leak.
+        """
         counts = {"requests": 0, "waiting": 0, "choices": 0}
         for dispatcher in self._all():
             for name, count in dispatcher.held().items():

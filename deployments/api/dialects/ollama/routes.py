@@ -33,7 +33,7 @@ _LINES = b"application/x-ndjson"
 
 
 class OllamaDialect(DialectRequest):
-    """A request to /api/chat."""
+    """The dialect of /api/chat: reads a request and writes its answer."""
 
     is_chat = True
 
@@ -73,7 +73,7 @@ class OllamaDialect(DialectRequest):
 
 
 class GenerateDialect(OllamaDialect):
-    """A request to /api/generate."""
+    """The dialect of /api/generate: reads a request and writes its answer."""
 
     is_chat = False
 

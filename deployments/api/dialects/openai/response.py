@@ -52,7 +52,7 @@ _json = msgspec.json.encode
 
 
 class OpenAIResponse:
-    """The answer to one call."""
+    """The answer of OpenAI's dialect to one generation call, streamed or whole."""
 
     def __init__(self, call: GenerationCall, resumed: Resumption) -> None:
         ids = resumed.ids

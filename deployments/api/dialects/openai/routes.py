@@ -101,7 +101,7 @@ def _too_many(count: int, most: int) -> ApiError:
 
 
 class OpenAIDialect(DialectRequest):
-    """A request to one of OpenAI's routes."""
+    """The base of OpenAI's dialects: how a request to their routes is read and answered."""
 
     names_model_first = True
 
@@ -110,7 +110,7 @@ class OpenAIDialect(DialectRequest):
 
 
 class OpenAIChat(OpenAIDialect):
-    """A chat."""
+    """The dialect of /v1/chat/completions."""
 
     def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
         ignored: list[str] = []

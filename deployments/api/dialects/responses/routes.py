@@ -29,7 +29,7 @@ PATH = "/v1/responses"
 
 
 class ResponsesDialect(DialectRequest):
-    """A request to /v1/responses."""
+    """The dialect of /v1/responses: reads a request and writes its answer."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
