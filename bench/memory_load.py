@@ -31,7 +31,7 @@ _GROWTH = 256 << 20
 
 @dataclass
 class Report:
-    """The outcome of a load.
+    """The counts and memory figures of one load on an engine.
 
     seconds: duration. reserved_early, reserved: device bytes after a tenth of the time, and at the
     end.

@@ -107,7 +107,7 @@ def question(kind: str, rng: random.Random) -> str:
 
 
 class Side:
-    """An engine with one value of `speculation`."""
+    """An engine with one value of `speculation`, whose speed is measured."""
 
     def __init__(self, config: Mapping[str, Any], speculation: Any) -> None:
         self.core, _ = build(EngineConfig(**config, speculation=speculation))

@@ -144,7 +144,7 @@ def products_floor_us(
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts of a layer on this device.
+    """The sizes of a layer's experts on this device, for bounds of its GEMMs.
 
     here: experts on this device. choices: all experts. chosen: experts per token. num_bytes: of all
     experts here.

@@ -98,8 +98,10 @@ class Judge:
         self.mask_ms: list[float] = []
 
     def outcomes(self, schema: Any, tests: list[tuple[Any, bool]], *, masks: bool) -> Counter[str]:
-        """Count a schema's documents by outcome, such as valid_rejected. masks: whether to time
-        masks.
+        """Return the number of a schema's documents by outcome, such as valid_rejected.
+
+        The times of compiling and of masks are appended to the lists of this object.
+        masks: whether to time masks.
         """
         counts: Counter[str] = Counter()
         began = time.thread_time()

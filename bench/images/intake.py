@@ -93,7 +93,7 @@ def stages(url: str, processor: ImageProcessor, repeats: int) -> dict[str, float
 
 
 async def take(url: str, processor: ImageProcessor, count: int) -> None:
-    """Take pictures through a router's intake, a few at a time.
+    """Read `count` pictures by a router's intake, headers then pixels, AT_ONCE at a time.
 
     Each has other bytes behind its end, for an intake does not decode the same file again.
     """

@@ -48,7 +48,7 @@ class Given(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that both sides compute.
+    """A layer that transformers and Manta's kernels compute.
 
     widths: widths of the GEMM results that are given.
     make: returns transformers' layer of a dtype with `Given` for its GEMMs, and its configuration.

@@ -330,7 +330,10 @@ class SortedLaunch(NamedTuple):
 
 
 class Sweep:
-    """A timer of launches with a time limit. copy: copy bandwidth in bytes per second."""
+    """A sweep over the tiles of `Choice`s, which ends at a time limit.
+
+    copy: copy bandwidth in bytes per second.
+    """
 
     def __init__(self, seconds: float, copy: float) -> None:
         self.until, self.copy = time.monotonic() + seconds, copy

@@ -100,7 +100,7 @@ BYTES = {
 
 
 class Step(NamedTuple):
-    """The inputs of a GEMM.
+    """The inputs of one GEMM of a layer, for a number of tokens.
 
     x: [tokens, in]. pair: for the MLP's down GEMM, the gate and up outputs that x was made of.
     """
@@ -115,11 +115,11 @@ class Step(NamedTuple):
 
 
 class Try(NamedTuple):
-    """One launch to try.
+    """One launch to time and check.
 
     what: the table whose launches are tried, or LAYER.
-    launch: None for the current table, the name of another way, or (tile, shares of the columns,
-    ...).
+    launch: None for the launch that the engine uses, the name of another way, or (tile, number of
+        parts of the columns, ...).
     """
 
     what: str

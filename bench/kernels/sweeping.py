@@ -33,7 +33,7 @@ class Timed(NamedTuple):
     """The time of one launch.
 
     us: inf if it did not run.
-    table: the table that the launch belongs to; "" for the current launch.
+    table: the table that the launch belongs to; "" for the launch that the engine uses.
     """
 
     us: float

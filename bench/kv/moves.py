@@ -59,7 +59,7 @@ class Replica:
                     os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
     async def source(self) -> KVSource:
-        """Let the other engine pull blocks; return where."""
+        """Listen for the other engine's pulls of blocks; return the address and secret."""
         source, _ = await self._client.serve_kv("127.0.0.1")
         return source
 

@@ -65,7 +65,7 @@ CASES = {
 
 @dataclass
 class BesideRun:
-    """The outcome of a run.
+    """The figures of a run of interactive requests, with or without rows beside them.
 
     seconds: virtual time that counts.
     firsts: seconds to the first token of each interactive request of that time.
@@ -93,7 +93,7 @@ def _length(dice: Random, median: int) -> int:
 
 
 class _Load:
-    """The requests of a run at one router."""
+    """The sender of a run's interactive requests and rows to one router."""
 
     def __init__(self, router: Dispatcher, case: BesideCase, outcome: BesideRun) -> None:
         self._router, self._case, self._outcome = router, case, outcome

@@ -50,7 +50,7 @@ class Asked:
 
 @dataclass
 class Found:
-    """The outcome of a run.
+    """The requests and waiting times of a run.
 
     asked: requests by arrival.
     most_waiting: most requests waiting in an engine at any time.

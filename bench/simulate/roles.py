@@ -32,7 +32,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class RolesOutcome:
-    """The result of a run.
+    """The latencies and the rate of a run with prefill and decode replicas.
 
     gap: 99th percentile of the seconds between two tokens of a stream.
     first: mean seconds to the first token.

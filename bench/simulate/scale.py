@@ -55,7 +55,7 @@ _HOSTS = 2  # processes that hold the replicas
 
 @dataclass
 class RouterFigures:
-    """The figures of one router.
+    """The costs and memory of one router in a run.
 
     connected_s: seconds from the list of replicas until all were connected.
     decisions_us: for each request the microseconds of CPU of deciding whether and where it goes.
@@ -90,7 +90,9 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @contextmanager
 def counted_frames() -> Iterator[Callable[[], int]]:
-    """Count the messages that routers of this process receive from replicas, while open."""
+    """Yield a function that returns how many messages routers of this process have received from
+    replicas since the beginning of the block.
+    """
     receive, count = ReplicaClient.receive, 0
 
     def counting(client: ReplicaClient, message: FromReplica) -> None:

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Shape, float]] = {
 
 @dataclass(slots=True)
 class ScalingRun:
-    """The result of a policy.
+    """The cost and the latencies of one policy on one demand.
 
     cost: GPU replica hours; CPU hours count by their price. in_time: share of requests within the
     target.

@@ -74,7 +74,7 @@ GPT_OSS = {
 
 
 class Form(NamedTuple):
-    """A format of weights or of the KV cache.
+    """A format of weights or of the KV cache, with each engine's options for it.
 
     config: quantization_config, or None.
     manta, vllm: options of each engine, "key=value"; vllm is None if it does not support the

@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 class Side(NamedTuple):
-    """A started engine.
+    """A started engine of the comparison, Manta or vLLM.
 
     generate: (prompts, tokens of each answer) -> (token ids, prompt tokens not computed) of each.
     copied: returns (bytes, seconds) of the copies to the device so far; None = not known.
@@ -156,7 +156,10 @@ class Conversations:
         return prompt_ids(self._random, count)
 
     def turn(self) -> tuple[float, float]:
-        """Take a turn; return its seconds, and the share of prompt tokens that was not computed."""
+        """Run a turn of all conversations, and append answers and new messages to the histories.
+
+        Returns (seconds, share of the prompts' tokens that came from a cache).
+        """
         began = time.perf_counter()
         answers = self._side.generate(self.history, self._sizes.answer)
         seconds = time.perf_counter() - began

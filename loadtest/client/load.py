@@ -32,7 +32,7 @@ _REFUSED_PAUSE_S = 0.1
 
 
 class ClientProgress(msgspec.Struct):
-    """The progress of one client process.
+    """The progress that one client process reports while it runs.
 
     Counts are since its start; ttft and late are the values since the last report.
     """
@@ -386,8 +386,8 @@ class LoadClient:
                     attempt.fail("timeout", f"not done after {target.timeout:g} s", now)
 
     async def _watch_cpu(self) -> None:
-        """Keep cpu_share at the highest share over any five seconds, or over a whole shorter
-        run.
+        """Update cpu_share twice a second: the highest CPU share of any five seconds, or of a whole
+        shorter run.
         """
         samples = deque([(clock(), time.process_time())])
         try:

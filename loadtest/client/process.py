@@ -32,7 +32,7 @@ _FLUSH_BYTES = 2**20
 
 
 class ClientAssignment(msgspec.Struct, kw_only=True):
-    """The work of a client process.
+    """The order to a client process: which scenario it runs, and where results go.
 
     scenario: the scenario's text. folder: base of its relative paths.
     results: folder to write to; its file `records` has a RequestRecord per line.
@@ -85,7 +85,7 @@ def _say(message: Message) -> None:
 
 
 class _Records:
-    """The file of records, with large writes."""
+    """The writer of a RequestRecord per line, which buffers lines into large writes."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)

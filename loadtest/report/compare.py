@@ -43,7 +43,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """A row of a comparison.
+    """A row of a comparison: a metric of both sides, and its change.
 
     change: b/a - 1, or b - a for shares; low, high: its 95 % interval.
     p: p-value of the Mann-Whitney test, in a metric's first row; None without a test.

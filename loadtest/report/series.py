@@ -78,7 +78,7 @@ def cdf(sample: Floats) -> tuple[list[float], list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The course of a run, in bins.
+    """The rates, latencies and errors of a run over time, in bins.
 
     edges: [n] starts of bins.
     offered, served, tokens, errors: rates per second, of requests or tokens; errors by class.

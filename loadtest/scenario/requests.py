@@ -42,7 +42,7 @@ SHAREGPT_OUTPUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class NamedWorkload:
-    """A named workload.
+    """The lengths, prefixes and sampling of a workload that scenarios use by name.
 
     ids: token ids are sent instead of a chat. prefix: (groups, tokens) of shared prefixes.
     """

@@ -40,7 +40,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """The plan of a phase.
+    """The requests of a phase and when they are sent.
 
     visits: the visits of an open loop, ascending in time; empty for a closed loop.
     seconds: duration of the phase; None for a closed loop that ends with its requests.

@@ -17,7 +17,7 @@ _REFUSALS = ("http_429", "http_503", "http_4xx")
 
 
 class CaseFigures(msgspec.Struct, kw_only=True):
-    """The figures of a case.
+    """The measured counts, latencies and pauses of one case of the suite.
 
     offered_per_s: requests sent a second.
     answered: requests with a whole answer. refused: with 429, 503 or another 4xx.

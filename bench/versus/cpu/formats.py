@@ -39,7 +39,7 @@ BUSY = 0.05  # most cores that other processes may keep busy
 
 @dataclass(slots=True)
 class Side:
-    """A side of the comparison.
+    """An engine of the comparison, with its command and its measured rounds.
 
     formats: formats that it is compared in. name: "" for ours.
     rounds: its output in each round, and `other`, the cores that other processes kept busy.
