@@ -89,7 +89,6 @@ class ClipProcessor(Protocol):
 
         A clip is one span, or (Qwen3-VL) one for each temporal patch.
 
-
         width, height: pixels of each frame.
         fps: frames a second.
         Raises ImageError for a clip that the model does not take.

@@ -29,7 +29,10 @@ _SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # indices of words in a line
 
 
 class Link(Protocol):
-    """The link of a rank to the stages before and after it. Steps pass in the order of launches."""
+    """The connection over which a rank sends activations to the next pipeline stage.
+
+    Steps pass in the order of launches.
+    """
 
     def begin(self) -> None:
         """Count a step that this rank launches."""

@@ -130,7 +130,7 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
 
 
 class Places:
-    """The NUMA nodes of this machine that this user's engines have taken.
+    """The locks by which this user's engines take different NUMA nodes of this machine.
 
     Each engine locks a file, and the lock ends with its process in any case.
 

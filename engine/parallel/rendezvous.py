@@ -30,7 +30,7 @@ logger = logging.getLogger("manta.engine")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one rank among all ranks.
+    """The groups, the pipeline stage and the link by which one rank works with the others.
 
     world: the group of all ranks, in which they agree on numbers.
     group: the group that divides layers, which is that of the rank's stage.

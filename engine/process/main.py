@@ -83,7 +83,7 @@ class EngineStart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Core(Protocol):
-    """The interface of an engine core to the loop.
+    """The interface of an engine core that the loop of its process calls.
 
     Errors of one request are reported in its delta, not raised.
     """

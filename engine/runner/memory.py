@@ -483,7 +483,9 @@ def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
 
 
 class Sized(Protocol):
-    """The part of a model or drafter that memory is planned for."""
+    """The interface of a model or drafter that `check_weights` needs: its bytes, loaded and while
+    it is loaded.
+    """
 
     @property
     def num_bytes(self) -> int: ...

@@ -15,7 +15,7 @@ from engine.structured.token_limits import TokenLimits
 
 
 class RequestPreparation:
-    """The requests that are not queued yet.
+    """The checks of new requests, and the waiting for grammars and blocks before they are queued.
 
     preparing: id -> request whose grammar is being compiled, or whose blocks come from another
         replica.

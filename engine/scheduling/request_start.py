@@ -13,7 +13,7 @@ from engine.scheduling.request import Request
 
 
 class Start(NamedTuple):
-    """The place where a waiting request can start.
+    """The pool where a waiting request can start, and what it finds and takes there.
 
     kv_rank: the rank of the pool.
     cached: the blocks of the request's prefix in the pool, as its table.

@@ -59,7 +59,7 @@ from engine.scheduling.step import LaunchedStep, StepBuilder
 
 
 class Scheduler(RequestPhases):
-    """The decisions about steps; the module's docstring has the order of calls."""
+    """The scheduler: it chooses each step's tokens. The module has the order of calls."""
 
     def __init__(
         self,
@@ -314,10 +314,7 @@ class Scheduler(RequestPhases):
             self._preempt(victim, builder)
 
     def _preempt(self, victim: Request, builder: StepBuilder) -> None:
-        """Preempt a request: take its row and blocks, and queue it again.
-
-        Blocks that this step would have given it are removed from the step.
-        """
+        """Take the victim's row, blocks and place in this step, and queue it again."""
         self.counters.preemptions += 1
         builder.preempted = True
         builder.batch.new_blocks = [new for new in builder.batch.new_blocks if new[0] != victim.row]

@@ -48,9 +48,10 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step. Lists are in batch order: sampling entries first, then the others.
+    """A launched step, kept until its result is there.
 
-    Entries of drafts, which come after the other decodes, are not counted in lists and indices.
+    Lists are in batch order: sampling entries first, then the others. Entries of drafts, which come
+    after the other decodes, are not counted in lists and indices.
     """
 
     step: int
@@ -374,7 +375,7 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step while it is being built."""
+    """The collector of a step's entries while it is scheduled; `build` makes the batch."""
 
     batch: Batch
     verifications: Verifications | None = None

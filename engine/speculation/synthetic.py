@@ -12,7 +12,7 @@ from operator import mul
 
 
 class SyntheticAcceptance:
-    """The acceptance of drafts at stated rates.
+    """The acceptance of drafts by chance, at stated rates, for benchmarks.
 
     rates: the probability of each draft of a step, if all before it are accepted.
     """

@@ -43,7 +43,7 @@ class _Setup(msgspec.Struct):
 
 
 class _Outcome(msgspec.Struct):
-    """The result of a trial compilation.
+    """The result of a grammar's trial compilation in a child process.
 
     code: "" if the grammar compiles.
     pointer: the pointer of an UnsupportedSchema; None for other refusals.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """The result of one call of `ChoiceDecoder.feed`.
+    """The text of new tokens, and whether they end the choice (`ChoiceDecoder.feed`).
 
     text: new text, certain to belong to the output.
     finish_reason: None while the choice runs; "stop", "length", "abort" or "error".

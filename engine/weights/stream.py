@@ -105,7 +105,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """The progress of loading.
+    """The progress of loading weights, as it is logged.
 
     done, total: the bytes read so far, and the bytes of all files.
     seconds: the time since loading began.

@@ -12,7 +12,7 @@ UNUSED_SECONDS = 86_400.0
 
 
 class HostMemory:
-    """The adapters in host memory.
+    """The adapters whose weights are in host memory, within a budget of bytes.
 
     budget: bytes; adapters that running requests may need again stay even beyond it.
     """

@@ -32,7 +32,7 @@ class Slot:
 
 
 class DeviceSlots:
-    """The adapter slots of the device.
+    """The slots of device memory for adapters: which one each is in, and which is replaced.
 
     count: the number of slots.
     """

@@ -15,7 +15,7 @@ from engine.weights.parameter import Parameter, Source
 
 
 class TwoLinears(NamedTuple):
-    """The two linear layers of experts: gate and up together, and down."""
+    """The specs of the experts' two linear layers: gate and up together, and down."""
 
     gate_up: LinearSpec
     down: LinearSpec

@@ -68,7 +68,7 @@ class HostRange:
 
 @dataclass(slots=True)
 class _Planes:
-    """The planes of one cache.
+    """The planes of one cache: equal ranges of addresses, whose pages are mapped in chunks.
 
     addresses: the addresses of all planes.
     count: number of planes.

@@ -46,7 +46,7 @@ class RequestDrafts:
 
 
 class Speculation:
-    """The drafts of an engine's steps.
+    """The speculation of an engine: which requests get drafts, how many, and from which drafter.
 
     awaited: a request whose drafts wait for its token in flight, so that no step may be launched
         before; None = there is none.

@@ -19,7 +19,7 @@ from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 
 
 class StepDrafts:
-    """The drafts of a scheduler's steps.
+    """The part of the scheduler that adds drafts, and room for them, to each step.
 
     verifying: whether a step that verifies or computes drafts is in flight.
     """

@@ -55,7 +55,7 @@ class StepBlame:
 
 
 class MemoryShortages:
-    """Counts of steps for which the device had no memory, and of good steps between them.
+    """The counts that decide when steps that had no memory may be larger again.
 
     in_a_row: shortages since a step succeeded.
     """

@@ -99,7 +99,7 @@ class BlockFiles(Protocol):
 
 
 class _Either(Mapping[bytes, int]):
-    """The slots of a group, where blocks that are on disk alone have the slot `marker`."""
+    """A view of a group's table, hash -> slot, in which blocks on disk alone have slot `marker`."""
 
     def __init__(self, slots: Mapping[bytes, int], files: Mapping[bytes, Any], marker: int) -> None:
         self._slots, self._files, self._marker = slots, files, marker

@@ -29,7 +29,7 @@ class Loadable:
 
 @dataclass(slots=True)
 class Load:
-    """A load in flight."""
+    """A load in flight: a prefix's blocks, and perhaps a snapshot, from the host to the device."""
 
     pool: BlockManager
     table: list[int]  # device blocks that the load holds, in the order of a table

@@ -67,7 +67,7 @@ class Demand(NamedTuple):
 
 
 class KVGrowth:
-    """The growth of one engine's KV blocks.
+    """The growth and shrinking of an engine's KV blocks within its share of the device's memory.
 
     pages: the memory of blocks; `least` of them are mapped.
     share: this engine's share of the device's memory.

@@ -66,7 +66,7 @@ def shares_folder(device: str) -> Path:
 
 
 class KVShare:
-    """The share of this engine, and its view of the other engines' shares.
+    """This engine's share of the device's KV memory, and its view of the other engines' shares.
 
     total: the bytes that all engines of the folder have together.
     free: returns the bytes of the device that nothing has taken.

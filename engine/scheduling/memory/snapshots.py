@@ -40,7 +40,7 @@ WORTH = 512
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
-    """The plan of where snapshots are taken.
+    """The settings that decide at which positions recurrent states are copied to snapshots.
 
     slots: snapshots with their own memory; 0 = no prefix is ever found.
     every, gap, worth: numbers of tokens, see the module.

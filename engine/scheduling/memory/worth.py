@@ -22,7 +22,10 @@ _LAUNCH_SECONDS = 0.0003  # seconds from the decision to the first byte, and bac
 
 
 class Worth:
-    """The uses of blocks and the rates, as far as this engine has seen them."""
+    """The decisions which blocks are copied to the host, and which loads are worth a wait.
+
+    They follow from the uses of blocks and the rates that this engine has seen.
+    """
 
     def __init__(self, plan: HostPlan, copies: HostCopies) -> None:
         self._plan = plan

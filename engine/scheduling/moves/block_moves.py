@@ -47,7 +47,7 @@ _PIECES = 8  # pieces of the slots, so that both devices copy at once
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """The sizes of moves.
+    """The sizes of the host memory that KV blocks pass on their way between replicas.
 
     slots: slots of host memory for each direction, of block_bytes each.
     compatibility: digest of everything but the weights' version that decides what blocks mean.
@@ -62,7 +62,7 @@ class MovePlan:
 
 @dataclass(eq=False, slots=True)
 class _Export:
-    """A pull of another replica, which is answered once the steps in flight are done."""
+    """A pull by another replica, which is answered once the steps in flight are done."""
 
     order: Order
     pool: BlockManager
@@ -98,7 +98,9 @@ class _Lease:
 
 
 class BlockMoves:
-    """The moves of one engine. All methods are called by the step loop.
+    """The pulls of KV blocks by this engine from other replicas, and by these from it.
+
+    All methods are called by the step loop.
 
     wake: called from any thread when `has_news` may have changed.
     """

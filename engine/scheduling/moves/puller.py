@@ -41,7 +41,7 @@ _MOST_SOURCES = 64  # whose memory is mapped, or for which it is known that it c
 
 @dataclass(eq=False, slots=True)
 class Pull:
-    """A pull in progress.
+    """A pull in progress: the transfer of one request's KV blocks from another replica.
 
     request: id of the request that waits for it.
     hashes: the hashes of all blocks that the request can share.
@@ -68,7 +68,7 @@ class Pull:
 
 
 class Puller:
-    """The receiving side of an engine.
+    """The threads of an engine that receive KV blocks from other replicas.
 
     memory: the bytes of each slot.
     arrived: called from any thread with a pull, an index in its table, and the slot that has the

@@ -29,7 +29,7 @@ _NEVER_RESIZED = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
 class SharedSlots:
-    """The memory of slots, mapped by this process.
+    """A file of host-memory slots that this process maps, and others of the machine may map.
 
     memory: the bytes of all slots, one after the other.
     key: a secret that whoever maps the memory can read.

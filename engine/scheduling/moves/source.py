@@ -67,7 +67,9 @@ class Order:
 
 
 class SourceServer:
-    """The listener of one engine, and a thread for each connection.
+    """The server of an engine from which other replicas pull KV blocks.
+
+    It has a thread that listens, and one for each connection.
 
     memory: the bytes of each staging slot.
     ordered: called from any thread with a new order.

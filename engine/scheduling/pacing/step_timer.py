@@ -4,7 +4,7 @@ import time
 
 
 class StepTimer:
-    """The timer of an engine's steps.
+    """The timer of an engine's steps, for the stats of frames.
 
     step: seconds of the last step.
     total: seconds with work to do, between steps too, up to the last step with a result. So they
