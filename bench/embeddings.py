@@ -227,7 +227,7 @@ def transformers(model: Any) -> Embed:
 def compare(
     name: str, rounds: int, dtype: str = "float32", peers: Sequence[tuple[str, str]] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure the rows and raw lines of one model. peers: pairs of NAME, PYTHON."""
+    """Measure one model; return (rows of the table, raw lines). peers: pairs of NAME, PYTHON."""
     rows: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as parent, ExitStack() as stack:

@@ -79,7 +79,9 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
 
     @property
     def urgency(self) -> tuple[int, bool]:
-        """The sort key of a request; smaller runs earlier and is preempted later.
+        """The sort key of a request: (priority, whether no replica began it before).
+
+        The request with the smaller key runs earlier and is preempted later.
 
         Among equal priorities, a request that another replica began comes first, because a client
         is already reading its answer.

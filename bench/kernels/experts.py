@@ -9,9 +9,9 @@
 A row has microseconds, and the rate at which the weights of experts with tokens are read, as a
 share of copy bandwidth; from 1,024 tokens on the rate of operations, as a share of a large
 matmul's. A sweep tries tiles for each launch separately, then the best ones together, and prints
-the best next to the current ones. Kernels are compiled in several processes before timing. A tile
-whose result differs from the current one's is reported and not timed. The sweep of FP8 experts ends
-with the tables of constants that it found.
+the best next to the engine's own. Kernels are compiled in several processes before timing. A tile
+whose result differs from the result of the engine's tile is reported and not timed. The sweep of
+FP8 experts ends with the tables of constants that it found.
 """
 
 import argparse

@@ -94,7 +94,9 @@ def peers() -> list[RoutingPolicy]:
 
 
 def compare(case: Case) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
-    """Compare p99 and p50 of the time to first token with the best peer, and the hit rate with
+    """Simulate a case with all policies; return (rows of the table, outcomes by policy).
+
+    Rows compare p99 and p50 of the time to first token with the best peer, and the hit rate with
     the ideal.
     """
     outcomes = [outcome(case, policy) for policy in [MantaRouting(), *peers()]]
@@ -138,7 +140,7 @@ def _ideal(case: Case) -> float:
 
 
 def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
-    """Measure 200 adapters over 4 replicas of 16 slots.
+    """Simulate 200 adapters over 4 replicas of 16 slots; return (rows, outcomes).
 
     Peers route by load alone, with LRU slots and with Manta's slots. Values are means over
     ADAPTER_SEEDS.

@@ -299,7 +299,9 @@ def _poisson(dice: Random, mean: float) -> int:
 
 
 def compare(case: str) -> tuple[list[RoutingRow], list[ScalingRun]]:
-    """Compare the share within the target with Serve's default policy, and cost with the
+    """Simulate a case with all policies; return (rows of the table, runs).
+
+    Rows compare the share within the target with Serve's default policy, and the cost with the
     clairvoyant policy.
     """
     ours = simulate(case, MantaScaling())

@@ -39,7 +39,7 @@ class PeerGroup(DistributedGroup):
 
     @property
     def crossings(self) -> tuple[int, int]:
-        """The entry of CROSSINGS for this number of ranks, or for the next larger number."""
+        """The bytes up to which one-shot all-reduce and peer memory are used; see CROSSINGS."""
         return CROSSINGS[min(n for n in CROSSINGS if n >= min(self.size, max(CROSSINGS)))]
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def chunk_bytes(resolved: Resolved) -> int:
 
 
 def image_cache_shape(resolved: Resolved, model: Model) -> tuple[int, int]:
-    """Return the shape of the cache of images' embeddings; it is empty without a tower.
+    """Return the (tokens, width) of the cache of images' embeddings; (0, 0) without a tower here.
 
     model: this rank's part.
     """

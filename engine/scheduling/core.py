@@ -490,7 +490,7 @@ class EngineCore:
             self._growth.wake = wake
 
     def take_evicted(self) -> tuple[bytes, bytes]:
-        """Return the fields `gone` and `lowered` of the next frame."""
+        """Return and clear the fields `gone` and `lowered` of the next frame."""
         return self.scheduler.memory.take_evicted()
 
     def stats(self) -> EngineStats:

@@ -173,6 +173,7 @@ def chunk_rule_by_key(
     """Apply chunk_rule with separate decays of key elements, log_decay [heads, n, key_size].
 
     A token's effect on a later one is a sum over key elements, each decayed at its own rate.
+    Returns the tokens' outputs and the state after them.
     """
     total = log_decay.cumsum(1)
     between = (total[:, :, None] - total[:, None, :]).clamp_(max=0.0).exp_()

@@ -274,7 +274,7 @@ class SimReplica:
         return self.adapters[adapter]
 
     def _rank(self, adapter: str) -> tuple[bool, float]:
-        """Return an adapter's rank for eviction; the lowest is evicted first."""
+        """Return (whether requests wait for an adapter, its popularity); the least is evicted."""
         assert self.popularity is not None
         return self.wanted.get(adapter, 0) > 0, self.popularity[adapter]
 

@@ -235,8 +235,9 @@ def _made(**marks: Any) -> OutputFormat:
 
 
 def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
-    """Return whether the opening expression has the call's name, else the JSON keys of name and
-    arguments."""
+    """Return (whether the opening expression has the call's name, JSON keys of name and arguments).
+
+    The keys are "" if it has."""
     function = transform.get("function") if isinstance(transform, dict) else None
     if function == "{content}" and not each:
         return False, ("name", "arguments")

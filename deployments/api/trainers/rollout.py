@@ -53,7 +53,10 @@ async def roll_out(
     params: SamplingParams,
     queue: QueueFields,
 ) -> tuple[GenerationRequest, Generation, list[RolloutChoice]]:
-    """Run a rollout to its end. Raises ApiError, MantaError."""
+    """Run a rollout to its end; return the request, its generation and the choices.
+
+    Raises ApiError, MantaError.
+    """
     if body.stream:
         raise invalid("stream: answers of this route come whole", "stream", "not_supported")
     place = queue_place(exchange, queue, context.options)

@@ -68,7 +68,11 @@ class DeviceSlots:
         return min(free, key=self._worth, default=None)
 
     def _worth(self, slot: Slot) -> tuple[bool, bool, float, int]:
-        """Return the slot's value as a sort key; the slot of least value is replaced first."""
+        """Return the slot's value as a sort key; the slot of least value is replaced first.
+
+        The key is (whether it has an adapter, whether requests wait for it, how often it is
+        requested or 0 if they wait, last use).
+        """
         adapter = slot.adapter
         if adapter is None:
             return (False, False, 0.0, 0)

@@ -55,7 +55,7 @@ def _with_offset(form: Format, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     least = 6e-8 if form.scale == torch.float16 else 1e-30
 
     def attempt(scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the squared error of a grid, its codes, and the grid in the format's dtype."""
+        """Return (squared errors of a grid, its codes, its scales and offsets as stored)."""
         scale = scale.clamp(min=least).to(form.scale).float()
         offset = offset.to(form.scale).float()
         codes = (groups - offset.unsqueeze(-1)) / scale.unsqueeze(-1)

@@ -129,8 +129,8 @@ class RequestMemory:
             del self._routed[next(iter(self._routed))]
 
     def take_evicted(self) -> tuple[bytes, bytes]:
-        """Return the joined names of prefixes that have left the caches since the last call, and of
-        those that are in a tier below the device."""
+        """Return and clear (joined names of prefixes that have left all caches since the last call,
+        names of those that are in a tier below the device now)."""
         evicted = bytes(self._gone), bytes(self._lowered)
         self._gone.clear()
         self._lowered.clear()
