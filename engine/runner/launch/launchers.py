@@ -48,7 +48,7 @@ class StepLauncher(Protocol):
 
 
 class EagerStep:
-    """The launch of a step kernel by kernel."""
+    """The launcher of steps kernel by kernel, without a CUDA graph."""
 
     def __init__(self, forward: ModelForward) -> None:
         self._forward = forward
@@ -69,7 +69,7 @@ class EagerStep:
 
 
 class ProgramStep:
-    """The launch of decodes on the CPU as a recorded program; see programs.py.
+    """The launcher of decodes on the CPU as a recorded program; see programs.py.
 
     Other steps, and steps that cannot be recorded, are launched kernel by kernel. So are drafts of
     models with states.
@@ -105,7 +105,7 @@ class ProgramStep:
 
 
 class GraphStep:
-    """The launch of a step as a CUDA graph; see graphs.py.
+    """The launcher of steps as CUDA graphs; see graphs.py.
 
     Drafts of models with states have graphs of their own, or are launched kernel by kernel.
     """
@@ -138,7 +138,7 @@ class GraphStep:
 
 
 class StageStep:
-    """The launch of a pipeline stage's part of a step.
+    """The launcher of a pipeline stage's layers in a step.
 
     The first stage concludes a step only when the last stage's output is needed, so that further
     steps are launched meanwhile.
