@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 from kernels.cpu.codegen.object_cache import cached
 from kernels.cpu.codegen.object_file import load_object
@@ -123,15 +125,18 @@ def _triton() -> str:
 
 
 @lru_cache(maxsize=1)
-def _llvm() -> object:
+def _initialise() -> None:
+    """Let Triton's LLVM know this processor, without an import of Triton: that takes longer than
+    loading a model's compiled kernels. Raises CompilerUnavailable."""
     try:
-        from triton._C import libtriton
-
-        library = ctypes.CDLL(libtriton.__file__)
+        package = find_spec("triton")
+        if package is None or package.origin is None:
+            raise OSError("Triton is not installed")
+        path = Path(package.origin).parent
+        library = ctypes.CDLL(str(next(path.glob("_C/libtriton*.so"), "libtriton.so")))
         for name in _INITIALISERS:
             getattr(library, f"LLVMInitialize{target().name}{name}")()
-        return libtriton.llvm
-    except (ImportError, OSError, AttributeError) as error:
+    except (OSError, AttributeError) as error:
         raise CompilerUnavailable(
             f"Triton's library has no code generator for {platform.machine()}: {error}"
         ) from error
@@ -139,7 +144,7 @@ def _llvm() -> object:
 
 def check() -> None:
     """Check that this machine can compile kernels. Raises CompilerUnavailable."""
-    lanes(), openmp(), _llvm()
+    lanes(), openmp(), _initialise()
 
 
 def _object_code(ir: str) -> bytes:
@@ -151,7 +156,12 @@ def _object_code(ir: str) -> bytes:
     arguments = [ir, machine.triple, machine.processor, machine.features, [], True, True]
 
     def compile_code() -> bytes:
-        translate = _llvm().translate_to_asm  # type: ignore[attr-defined]
+        _initialise()
+        try:
+            from triton._C.libtriton import llvm
+        except ImportError as error:
+            raise CompilerUnavailable(f"Triton cannot be imported: {error}") from error
+        translate = llvm.translate_to_asm
         try:
             return bytes(translate(*arguments, False))  # Triton 3.9: one more flag
         except TypeError:

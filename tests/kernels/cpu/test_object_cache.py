@@ -59,3 +59,21 @@ with _Memory(Buffers(4), 2):
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_start_with_cached_kernels_does_not_import_triton(folder: Path) -> None:
+    """Four tenths of a second of each CPU start, for a compiler that is not used."""
+    program = """
+import sys
+from kernels.cpu.codegen.compiler import CompilerUnavailable, check, compile_ir
+ir = "define void @f(ptr %args) { ret void }"
+try:
+    check(), compile_ir(ir)
+except CompilerUnavailable:
+    print("no compiler")
+else:
+    print("triton" in sys.modules)
+"""
+    command = [sys.executable, "-c", program]
+    outputs = [subprocess.check_output(command, text=True).strip() for _ in range(2)]
+    assert outputs[1] in ("False", "no compiler"), outputs
