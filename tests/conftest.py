@@ -139,6 +139,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     _freeze()
+    gc.enable()
 
 
 def _freeze() -> None:
@@ -152,10 +153,12 @@ def _freeze() -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.enable()  # collecting may have failed
     gc.unfreeze()  # else bindings complain at the exit of what nobody has freed
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # while tests are collected: all that is imported then is kept
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         _take_one_core(int(worker.removeprefix("gw")))
     try:
