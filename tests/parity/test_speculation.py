@@ -229,16 +229,20 @@ def any_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
     return prompt, SamplingParams(**fields)
 
 
+# The hybrid models of CI with the real drafter: a delta rule, a convolution and a selective scan.
+LOOKED_UP = ("qwen 3.5", "lfm 2", "jamba")
+
+
 def of_all_kinds() -> Iterator[Any]:
     """Yield each kind of model with each drafter, and the stage that has it.
 
-    CI has both drafters with attention alone, and the real one with recurrent states;
-    `test_text_with_drafts_is_the_text_without` has a fake one's drafts there.
+    CI has both drafters with attention alone, and the real one with one model of each kind of
+    recurrent state. `test_text_with_drafts_is_the_text_without` has a fake one's drafts with all.
     """
     for kind in ("llama", *SLOW):
-        yield pytest.param(kind, "lookup", marks=pytest.mark.slow)
-        marks = [pytest.mark.nightly] if kind in HYBRIDS else [pytest.mark.slow]
-        yield pytest.param(kind, "mixed", marks=marks if kind in SLOW else [])
+        rare = pytest.mark.nightly if kind in HYBRIDS else pytest.mark.slow
+        yield pytest.param(kind, "lookup", marks=pytest.mark.slow if kind in LOOKED_UP else rare)
+        yield pytest.param(kind, "mixed", marks=rare if kind in SLOW else [])
 
 
 @pytest.mark.parametrize("count", [64, pytest.param(2000, marks=pytest.mark.nightly)])
