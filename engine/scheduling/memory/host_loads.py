@@ -18,6 +18,7 @@ class Loadable:
     state: the block whose snapshot has to be loaded; b"" = none.
     awaited: tickets of loads that bring further parts of it.
     num_tokens: tokens that the device lacks.
+    num_blocks: device blocks of the whole prefix.
     """
 
     held: list[tuple[int, int]] = field(default_factory=list)  # (index in the table, block)
@@ -25,6 +26,7 @@ class Loadable:
     state: bytes = b""
     awaited: set[int] = field(default_factory=set)
     num_tokens: int = 0
+    num_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Waiting:
     tickets: set[int]
     began: float
     until: float = inf  # when it starts without the blocks; finite where it waits for a disk
+    num_blocks: int = 0  # device blocks of the prefix that is being loaded
 
 
 def resumable(

@@ -110,6 +110,11 @@ class HostTier:
         """Return how many blocks become free when the loads in flight are done."""
         return sum(load.pool.num_exclusive(load.table) for load in self._loads.values())
 
+    def loading(self) -> list[tuple[Request, int]]:
+        """Return the requests that wait for loads, each with the device blocks of its prefix."""
+        waiting = self._waiting.items()
+        return [(request, wait.num_blocks) for request, wait in waiting if wait.num_blocks]
+
     # ---- stores --------------------------------------------------------------------------------
 
     def store(
@@ -270,6 +275,7 @@ class HostTier:
             elif digest not in snapshots:
                 prefix.state = digest
         prefix.num_tokens = (len(table) - near) // groups * pool.block_size
+        prefix.num_blocks = sum(entry >= 0 for entry in table)
         for index, entry in enumerate(table):
             name = index % groups, hashes[index // groups]
             if 0 <= entry < first:
@@ -327,7 +333,8 @@ class HostTier:
                 self._order.move_to_end(slot)
             tickets.add(self._tickets)
             self.copies.load(self._tickets, [(slot, block) for _, slot, block in entries], states)
-        self._waiting[request] = Waiting(tickets, time.monotonic())
+        waiting = Waiting(tickets, time.monotonic(), num_blocks=prefix.num_blocks)
+        self._waiting[request] = waiting
         return True
 
     def take_arrived(self) -> list[Request]:

@@ -349,6 +349,11 @@ class RequestMemory:
             for r in computing
             if r.kv_rank == rank
         )
+        if self.tier is not None:  # a load is of no use if its request then finds no memory
+            for request, num_blocks in self.tier.loading():
+                memory.num_running += 1
+                needed = memory.blocks(len(request.token_ids))
+                memory.promised += max(0, needed - num_blocks)
         return memory
 
     def _footprints(self, rank: int, step_index_of: Callable[[Request], int]) -> list[Footprint]:

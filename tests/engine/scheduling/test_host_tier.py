@@ -133,6 +133,23 @@ def test_same_prefix_is_loaded_once() -> None:
     assert driver.runner.num_tokens - before < 3 * 13
 
 
+def test_loads_leave_room_for_their_requests() -> None:
+    """Bug: prefixes of more requests are loaded than can start; what was loaded for the others is
+    evicted before they do, and computed."""
+    driver = make_driver(num_blocks=34, delay=3)
+    prompts = [[2 + (token + number) % 47 for token in PROMPT] for number in range(3)]
+    for prompt in prompts:
+        say(driver, prompt)
+    for number in range(3):
+        flood(driver, number)
+    before = driver.runner.num_tokens
+    for prompt in prompts:  # 10 blocks to load each, and 14 to start
+        driver.add_request([*prompt, *range(2, 18)], max_tokens=4, ignore_eos=True)
+    driver.finish()
+    assert driver.core.stats().host_kv_loaded_tokens == 3 * 40
+    assert driver.runner.num_tokens - before <= 3 * (16 + 4)
+
+
 def test_failed_load_is_a_miss() -> None:
     """Bug: a copy that fails ends its request, or leaves wrong keys in the prefix cache."""
     driver = make_driver(failing=(1,))
