@@ -1,4 +1,4 @@
-"""copy_rows: a copy of equally spaced rows between pinned host memory and a CUDA device.
+"""copy_rows: copies of equally spaced rows between pinned host memory and a CUDA device.
 
 A KV block is one row in each layer's keys and values, far apart on the device and contiguous on
 the host. One call of the driver hands such a block to the device's copy engine, so a copy takes
@@ -6,6 +6,7 @@ no multiprocessor and needs no buffer between. Called through ctypes: nothing is
 """
 
 import ctypes
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -43,7 +44,10 @@ def _driver() -> ctypes.CDLL:
 
 def call(name: str, *arguments: Any) -> None:
     """Call a function of CUDA's driver. Raises RuntimeError."""
-    code = getattr(_driver(), name)(*arguments)
+    _check(name, getattr(_driver(), name)(*arguments))
+
+
+def _check(name: str, code: int) -> None:
     if code:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
@@ -51,39 +55,41 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def copy_rows(
-    target: int,
+    places: Iterable[tuple[int, int]],
     target_pitch: int,
-    source: int,
     source_pitch: int,
     width: int,
     height: int,
     stream: int,
 ) -> None:
-    """Enqueue the copy of `height` rows of `width` bytes; the call does not wait for it.
+    """Enqueue copies, each of `height` rows of `width` bytes; the call does not wait for them.
 
-    target, source: addresses of the first rows; host memory must be pinned.
+    places: (target, source) of each copy: the addresses of its first row; host memory must be
+        pinned.
     target_pitch, source_pitch: bytes from a row to the next, at least `width`.
     stream: torch's `Stream.cuda_stream`.
     Raises RuntimeError.
     """
     if max(target_pitch, source_pitch) > MAX_PITCH:
-        for row in range(height):
-            places = target + row * target_pitch, source + row * source_pitch
-            call(
-                "cuMemcpyAsync", *map(ctypes.c_uint64, places), ctypes.c_size_t(width), _at(stream)
-            )
+        for target, source in places:
+            for row in range(height):
+                ends = target + row * target_pitch, source + row * source_pitch
+                addresses = map(ctypes.c_uint64, ends)
+                call("cuMemcpyAsync", *addresses, ctypes.c_size_t(width), _at(stream))
         return
     copy = _Copy2D(
         source_type=_UNIFIED,
-        source=source,
         source_pitch=source_pitch,
         target_type=_UNIFIED,
-        target=target,
         target_pitch=target_pitch,
         width=width,
         height=height,
     )
-    call("cuMemcpy2DAsync_v2", ctypes.byref(copy), _at(stream))
+    # One record for all copies, as a call reads it before it returns.
+    enqueue, record, queue = _driver().cuMemcpy2DAsync_v2, ctypes.byref(copy), _at(stream)
+    for copy.target, copy.source in places:
+        if code := enqueue(record, queue):
+            _check("cuMemcpy2DAsync_v2", code)
 
 
 def _at(stream: int) -> ctypes.c_void_p:

@@ -60,16 +60,16 @@ class Pools:
         for block, slot in zip(self.listed, self.slots, strict=True):
             place, other = pool + block * WIDTH, host + slot * ROWS * WIDTH
             if to_host:
-                copy_rows(other, WIDTH, place, pitch, WIDTH, ROWS, stream)
+                copy_rows([(other, place)], WIDTH, pitch, WIDTH, ROWS, stream)
             else:
-                copy_rows(place, pitch, other, WIDTH, WIDTH, ROWS, stream)
+                copy_rows([(place, other)], pitch, WIDTH, WIDTH, ROWS, stream)
 
     def without_gaps(self, to_host: bool, stream: int) -> None:
         pool, host = self.blocks.data_ptr(), self.host.data_ptr()
         for slot in self.slots:
             ends = host + slot * ROWS * WIDTH, pool + slot * ROWS * WIDTH
             target, source = ends if to_host else ends[::-1]
-            copy_rows(target, WIDTH, source, WIDTH, WIDTH, ROWS, stream)
+            copy_rows([(target, source)], WIDTH, WIDTH, WIDTH, ROWS, stream)
 
     def by_batch(self, to_host: bool, stream: int) -> None:
         pool, host = self.rows.data_ptr(), self.host.data_ptr()

@@ -78,6 +78,8 @@ class HostSlots:
         self.slots = self.memory.view(count, self.num_bytes)
         self._device = device
         self._others: dict[int, Tensor] = {}  # by the number of their first slot
+        # first slot of own or attached memory -> its address
+        self._addresses = {0: self.memory.data_ptr()}
         # first slot of attached memory -> finalizer that unpins the memory
         self._ends: dict[int, weakref.finalize[..., HostSlots]] = {}
         self._numbers = itertools.count(FIRST_OF_OTHERS, FIRST_OF_OTHERS)
@@ -109,6 +111,7 @@ class HostSlots:
         other = torch.from_numpy(np.frombuffer(memory, np.uint8))
         pin(other, self._device)
         first = next(self._numbers)
+        self._addresses[first] = other.data_ptr()
         self._others[first] = other.view(-1, self.num_bytes)
         self._ends[first] = self._unpin_at_end(other)
         return first
@@ -124,13 +127,18 @@ class HostSlots:
 
     def detach(self, first: int) -> None:
         """Forget attached slots, which no copy uses."""
-        del self._others[first]
+        del self._others[first], self._addresses[first]
         self._ends.pop(first)()
 
     def slot(self, number: int) -> Tensor:
         """Return the bytes of a slot, uint8 [num_bytes]."""
         place = number % FIRST_OF_OTHERS
         return self.slots[number] if number == place else self._others[number - place][place]
+
+    def address(self, number: int) -> int:
+        """Return the address of a slot."""
+        place = number % FIRST_OF_OTHERS
+        return self._addresses[number - place] + place * self.num_bytes
 
 
 def _blocks_of(cache: KVCache) -> Callable[[], Tensor]:
@@ -422,16 +430,16 @@ class CudaCopies:
 
 
 def _enqueue(slots: HostSlots, pairs: Pairs, stream: int, to_host: bool) -> None:
-    at, addresses = 0, [(item, slots.slot(slot).data_ptr()) for item, slot in pairs]
+    at, addresses = 0, [(item, slots.address(slot)) for item, slot in pairs]
     for part in slots.parts:
         items = part()
         (rows, _, width), first, pitch = items.shape, items.data_ptr(), items.stride(0)
-        for item, address in addresses if rows else ():
-            place, other = first + item * width, at + address
-            if to_host:
-                copy_rows(other, width, place, pitch, width, rows, stream)
-            else:
-                copy_rows(place, pitch, other, width, width, rows, stream)
+        if rows and to_host:
+            places = [(at + address, first + item * width) for item, address in addresses]
+            copy_rows(places, width, pitch, width, rows, stream)
+        elif rows:
+            places = [(first + item * width, at + address) for item, address in addresses]
+            copy_rows(places, pitch, width, width, rows, stream)
         at += rows * width
 
 
