@@ -1,9 +1,10 @@
-"""python -m bench.simulate routing|scaling|overload|beside|scale|roles|costs|calibrate
+"""python -m bench.simulate routing|scaling|overload|beside|scale|roles|tiers|costs|calibrate
 
 routing, scaling: the real functions in a simulated fleet, against other policies; seeded, so rows
 are equal on any machine. overload: routers and replicas in virtual time with slow engines, at ten
 times their capacity. beside: a dataset's rows beside interactive requests, with the real scheduler.
-roles: prompts at some replicas and answers at others, against both at all.
+roles: prompts at some replicas and answers at others, against both at all. tiers: conversations
+beyond a device's KV cache, with the real scheduler and host tier, against no tier.
 costs: the time of a routing decision and of prefix reports here. calibrate:
 the cost of a real replica's step here, and the simulator's error. --out FOLDER writes
 simulate-NAME-DATE.json and .jsonl, --pictures FOLDER the pictures of docs/. On a GPU machine:
@@ -16,12 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import result_file
-from bench.simulate import beside, calibrate, costs, overload, roles, routing, scale, scaling
+from bench.simulate import (
+    beside,
+    calibrate,
+    costs,
+    overload,
+    roles,
+    routing,
+    scale,
+    scaling,
+    tiers,
+)
 from bench.simulate.fleet.cluster import RoutingOutcome
 from bench.simulate.pictures import Line, Panel, svg
 from bench.versus.engine import engine_fields
 
-_NAMES = ("routing", "scaling", "overload", "beside", "scale", "roles", "costs", "calibrate")
+_NAMES = (
+    "routing", "scaling", "overload", "beside", "scale", "roles", "tiers", "costs", "calibrate",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -56,6 +69,9 @@ def main() -> None:
         _show(rows)
     elif args.what == "beside":
         rows, lines = beside.all_rows(args.quick)
+        _show(rows)
+    elif args.what == "tiers":
+        rows, lines = tiers.all_rows(args.quick)
         _show(rows)
     elif args.what in ("costs", "overload", "roles"):
         measure = {"costs": costs.all_rows, "overload": overload.rows, "roles": roles.all_rows}

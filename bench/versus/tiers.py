@@ -4,13 +4,14 @@
     python -m bench.versus.tiers --model FOLDER --sides none host disk --disk-folder /nvme/kv
 
 FOLDER has config.json; weights are random on all sides. Every side has the same pool of
-`--pool-tokens` tokens on the device. `host` and `vllm` (`kv_offloading_size`, native) have
-`--host-gib` GiB of host memory beside it, and `disk` has an eighth of that and files. Each side has
+`--pool-tokens` tokens on the device. `host`, `all` (`host_kv_store: all`) and `vllm`
+(`kv_offloading_size`, native) have `--host-gib` GiB of host memory beside it, and `disk` has an
+eighth of that and files. Each side has
 its own process. vLLM runs under `--vllm-python`, if it has an environment of its own.
 
 - `dialogue`: tokens/s, prompts included, of conversations that take turns. Their tokens are
   `--over` times the pool.
-- `return`: conversations of eight times the pool come back for a third turn. The share of their
+- `return`: conversations of eight times the pool come back for a fourth turn. The share of their
   prompts' tokens that was not computed, and the milliseconds of the device for a turn.
 - `first`: milliseconds to the only token of a prompt of 8,192 tokens that has left the device;
   `copies`: the rate of the copies meanwhile, GB/s (Manta alone).
@@ -32,9 +33,10 @@ from bench.report.result_file import Line, print_ratios, ratio_row, versions
 from bench.versus.harness import Harness, Piece, lines_of
 from bench.versus.vllm_weights import NOTE, WORKER, check_drawn
 
-SIDES = ("host", "none", "vllm", "disk")
+SIDES = ("host", "none", "vllm", "all", "disk")
 GIB = 1 << 30
 BLOCK = 16
+_RETURNS = 4  # turns of the conversations of `return`, of which the last is measured
 # workload -> unit; of `ms` less is better
 UNITS = {
     "dialogue": "tok/s",
@@ -56,6 +58,9 @@ class Sizes(NamedTuple):
     answer: int
     turns: int
     long: int  # of a prompt of `first`
+
+
+SIZES = Sizes(65_536, 3.0, 4096, 256, 64, 12, 8192)
 
 
 class Side(NamedTuple):
@@ -85,6 +90,8 @@ def start_manta(side: str, model: str, sizes: Sizes, args: argparse.Namespace) -
     if side != "none":
         share = 8 if side == "disk" else 1
         config["host_kv_bytes"] = int(args.host_gib * GIB) // share
+    if side == "all":
+        config["host_kv_store"] = "all"
     if side == "disk":
         config |= {"disk_kv_bytes": int(args.disk_gib * GIB), "disk_kv_clear": True}
         config["disk_kv_folder"] = str(args.disk_folder.resolve())
@@ -135,7 +142,7 @@ def start_vllm(model: str, sizes: Sizes, args: argparse.Namespace) -> Side:
 
 def longest(sizes: Sizes) -> int:
     """Return the tokens that a request may have: no less than any of the workloads needs."""
-    grown = sizes.opening + sizes.turns * (sizes.message + sizes.answer)
+    grown = sizes.opening + max(sizes.turns, _RETURNS) * (sizes.message + sizes.answer)
     return max(grown, sizes.long) + BLOCK
 
 
@@ -199,8 +206,8 @@ def measure(side: Side, sizes: Sizes) -> Iterator[tuple[str, float]]:
     seconds = sum(talk.turn()[0] for _ in range(sizes.turns))
     yield "dialogue", talk.tokens / seconds
 
-    many = Conversations(side, sizes, 8 * sizes.pool, 3, seed=2)
-    for _ in range(2):  # a block is stored at its second use
+    many = Conversations(side, sizes, 8 * sizes.pool, _RETURNS, seed=2)
+    for _ in range(_RETURNS - 1):  # a block is stored at its second use
         many.turn()
     seconds, hits = many.turn()
     yield "return", 1000 * seconds / len(many.history)
@@ -267,16 +274,16 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[:3])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--pool-tokens", type=int, default=32_768)
-    parser.add_argument("--host-gib", type=float, default=40.0)
-    parser.add_argument("--disk-gib", type=float, default=40.0)
+    parser.add_argument("--pool-tokens", type=int, default=SIZES.pool)
+    parser.add_argument("--host-gib", type=float, default=80.0)
+    parser.add_argument("--disk-gib", type=float, default=80.0)
     parser.add_argument("--disk-folder", type=Path, default=Path("bench-kv"))
-    parser.add_argument("--over", type=float, default=3.0, help="times the pool")
-    parser.add_argument("--opening", type=int, default=2048)
-    parser.add_argument("--message", type=int, default=256)
-    parser.add_argument("--answer", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--long", type=int, default=8192)
+    parser.add_argument("--over", type=float, default=SIZES.over, help="times the pool")
+    parser.add_argument("--opening", type=int, default=SIZES.opening)
+    parser.add_argument("--message", type=int, default=SIZES.message)
+    parser.add_argument("--answer", type=int, default=SIZES.answer)
+    parser.add_argument("--turns", type=int, default=SIZES.turns)
+    parser.add_argument("--long", type=int, default=SIZES.long)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))

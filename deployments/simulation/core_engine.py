@@ -18,7 +18,7 @@ from engine.messages import Delta, EngineRequest, EngineStats, StepFrame
 from engine.scheduling.core import CoreConfig, EngineCore
 
 
-class _Step:
+class Step:
     """A launched step, which is done at `end`."""
 
     def __init__(self, device: "Device", batch: Batch, end: float) -> None:
@@ -47,12 +47,12 @@ class Device:
         self._free = 0.0  # the end of the newest step
         self.now = 0.0
 
-    def launch(self, batch: Batch) -> _Step:
+    def launch(self, batch: Batch) -> Step:
         speed, samples = self._speed, sum(batch.samples)
         tokens = batch.num_tokens - batch.num_decodes
         seconds = speed.base + speed.sequence * samples + speed.token * tokens
         self._free = max(self.now, self._free) + seconds
-        return _Step(self, batch, self._free)
+        return Step(self, batch, self._free)
 
     def recover(self) -> bool:
         return True
