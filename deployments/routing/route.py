@@ -13,8 +13,10 @@ A replica that can pull the prefix from another one (engine.kv_moves) counts the
 seconds that they take to move, where that is less. Tokens that a replica has in host memory or on
 disk count the seconds of their loads.
 
-A session that the client names stays at its replica, or begins at one by consistent hashing, unless
-the replica is gone, has no room, or its queue is `_SESSION_SECONDS` longer than the shortest.
+A session that the client names stays at its replica, unless the replica is gone, has no room, or
+its queue is `_SESSION_SECONDS` longer than the shortest. One that this router does not know goes by
+cost if caches have most of its prompt, as another router knows it; else it begins at a replica by
+consistent hashing.
 
 Costs within `_TIE` of each other count as equal, as a queue is known to half a step at best. Among
 equal replicas, one that has the prefix or the adapter wins. If none has it, consistent hashing
@@ -133,7 +135,7 @@ def route(
     equal = (cost <= bound).nonzero()[0]
     column, reason = -1, "session"
     if request.session:
-        column = _pinned(request, fleet, cost, now)
+        column = _pinned(request, fleet, cost, cached, now)
     if column < 0:
         column, reason = _choose(request, fleet, random, cost, equal, cached, low, has)
     saved = 0 if cached is None else int(cached[column])
@@ -189,12 +191,24 @@ def _moves(
     return source, saved
 
 
-def _pinned(request: RoutingRequest, fleet: Fleet, cost: NDArray[np.float64], now: float) -> int:
-    """Return the column of the request's session; -1 if the request must not go there."""
+def _pinned(
+    request: RoutingRequest,
+    fleet: Fleet,
+    cost: NDArray[np.float64],
+    cached: NDArray[np.float64] | None,
+    now: float,
+) -> int:
+    """Return the column of the request's session; -1 if the request must not go there, or its cost
+    decides.
+
+    cached: prompt tokens that each replica has in its cache; None = none has any.
+    """
     possible = np.isfinite(cost).nonzero()[0]
     place = fleet.replicas.get(fleet.sessions.place(request.session))
     if place is not None and place.available:
         column = place.column
+    elif cached is not None and 2 * cached[possible].max() > STRIDE * len(request.prefix_hashes):
+        return -1
     else:
         column = _owner(fleet, possible, request.session)
     queues = fleet.terms[FIXED] + np.maximum(now - fleet.due, 0.0)

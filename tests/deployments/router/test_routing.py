@@ -183,6 +183,30 @@ def test_a_session_does_not_wait_for_a_replica_that_is_busy():
     assert len(sessions) == 2 and sessions.place(b"a") == "r0" and sessions.place(b"b") == ""
 
 
+def test_a_session_that_another_router_knows_goes_to_its_cache():
+    """Turns of a client that come by another router go by the hash of the session, away from the
+    replica that another router has chosen; or a shared beginning takes all new sessions to one."""
+    known_fleet = fleet(a=stats(), b=stats())
+    names = [n.to_bytes(8, "big") for n in range(20)]
+    work = replace(prompt(20), session=b"")
+    hashes = work.prefix_hashes
+    for name in known_fleet.replicas:
+        known_fleet = fleet(a=stats(), b=stats())
+        known_fleet.add_prefix(known_fleet.replicas[name], hashes[: len(hashes) - 2])
+        places = {choose_one(known_fleet, replace(work, session=session)) for session in names}
+        assert places == {(name, "prefix")}
+        known_fleet = fleet(a=stats(), b=stats())
+        known_fleet.add_prefix(known_fleet.replicas[name], hashes[:2])
+        places = {choose_one(known_fleet, replace(work, session=session)) for session in names}
+        assert places == {("a", "session"), ("b", "session")}
+
+
+def choose_one(made: Fleet, work: RoutingRequest) -> tuple[str, str]:
+    decision = route(work, made, Random(1), 0.0)
+    assert decision is not None
+    return decision.replica, decision.reason
+
+
 def test_what_does_not_fit_waits_elsewhere():
     """A request sent to a replica whose KV is full, where it only throws another one out."""
     full = stats(running=30, free_blocks=2)
