@@ -78,7 +78,10 @@ def check_growth(config: EngineConfig, model: ModelConfig) -> None:
         return
     why = ""
     if config.num_ranks > 1:
-        why = "not with several ranks, which would have to grow together"
+        why = (
+            f"not with {config.ranks_key}, whose ranks would have to map pages in the same step; "
+            "give each model its share of the device with kv_cache_bytes"
+        )
     elif config.allocation != "list":
         why = f"not with allocation: {config.allocation}; leave that out"
     elif config.admission != "optimistic":

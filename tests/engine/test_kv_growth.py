@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from deployments.plan.gpus import GIB
 from deployments.plan.memory import Hardware, plan
 from engine import factory
+from engine.config.feature_checks import check_growth
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, EngineDead
 from engine.factory import runner as factory_runner
@@ -208,6 +209,14 @@ def test_settings_that_do_not_go_together_are_named(
     with pytest.raises(ConfigError) as refusal:
         core_of(tmp_path / "model", PLAIN, **GROWING | options)
     assert refusal.value.param == key and key in str(refusal.value)
+
+
+def test_ranks_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    """Bug: ranks map different numbers of blocks, or the error names no setting to change."""
+    config = replace(config_of(tmp_path, PLAIN, **GROWING), tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel.* kv_cache_bytes") as refusal:
+        check_growth(config, ModelConfig.from_folder(tmp_path))
+    assert refusal.value.param == "kv_memory"
 
 
 def test_the_plan_says_how_far_blocks_grow(tmp_path: Path) -> None:
