@@ -219,7 +219,9 @@ def all_rows(quick: bool = False) -> tuple[list[RoutingRow], list[dict[str, Any]
         results = run(CASES[name], store)
         lines.append({"case": name, "store": store, **results})
         for workload, unit in UNITS.items():
-            ours, peer = results[workload], none.get(workload, 0.0)
+            if workload not in none:
+                continue  # the rate of copies is given
+            ours, peer = results[workload], none[workload]
             ratio = round(ours / peer, 3) if peer else 0.0
             case = f"tiers/{name}/{store}/{workload}"
             rows.append(RoutingRow(case, round(ours, 4), round(peer, 4), unit, ratio))
