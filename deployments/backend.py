@@ -75,6 +75,7 @@ class GenerationRequest:
     prediction: list[int] = field(default_factory=list)  # tokens expected in the output
     speculate: bool = True  # whether the engine may draft; the text is the same
     images: list[Image] = field(default_factory=list)  # the prompt's images, in order
+    verbatim: bool = False  # whether the client sent token ids, as in EngineRequest
     trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate headers, unchanged
 
     @property

@@ -58,6 +58,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     keep_seconds: how long the blocks are held for a pull after the request has ended.
     prefix_hashes: joined hashes by which routers know the prefixes of token_ids
         (`deployments.routing.prefix_index`); the engine tells which of them it has evicted.
+    verbatim: whether the client sent token ids, in which a placeholder without an image is a token
+        as any other: a trainer sends back what was sampled.
     """
 
     id: int
@@ -76,6 +78,7 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     source: KVSource | None = None
     keep_seconds: float = 0.0
     prefix_hashes: bytes = b""
+    verbatim: bool = False
 
     @property
     def urgency(self) -> tuple[int, bool]:

@@ -957,7 +957,7 @@ def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> Eng
     if isinstance(prompt, int):
         prompt = [2 + (id * 7 + i * i) % (VOCAB - 2) for i in range(prompt)]
     own = {"seed", "choice", "cache_salt", "adapter", "priority", "num_prompt_tokens", "images"}
-    own |= {"source", "keep_seconds", "prefix_hashes"}
+    own |= {"source", "keep_seconds", "prefix_hashes", "verbatim"}
     message = {name: fields.pop(name) for name in own & fields.keys()}
     params = SamplingParams(**({"max_tokens": 16} | fields))
     return EngineRequest(

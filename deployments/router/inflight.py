@@ -124,6 +124,7 @@ class InflightChoice:
             prediction=request.prediction,
             speculate=request.speculate,
             images=request.images,
+            verbatim=request.verbatim,
             keep_seconds=KEEP_SECONDS if self.prefill else 0.0,
         )
 

@@ -48,10 +48,12 @@ class EncodedPrompt:
     """The checked token ids of a prompt, and its pictures.
 
     images: resizes and hashes the pictures, which takes milliseconds for each; `list` = none.
+    verbatim: as in `EngineRequest`.
     """
 
     ids: list[int]
     images: Callable[[], list[Image]] = list
+    verbatim: bool = False
 
 
 def images_ahead(prompts: Sequence[EncodedPrompt]) -> Iterator[EncodedPrompt]:
@@ -63,7 +65,8 @@ def images_ahead(prompts: Sequence[EncodedPrompt]) -> Iterator[EncodedPrompt]:
     ahead: deque[EncodedPrompt] = deque()
     with ThreadPoolExecutor(threads, "images") as pool:
         for prompt in prompts:
-            ahead.append(EncodedPrompt(prompt.ids, pool.submit(prompt.images).result))
+            images = pool.submit(prompt.images).result
+            ahead.append(EncodedPrompt(prompt.ids, images, prompt.verbatim))
             if len(ahead) > 2 * threads:
                 yield ahead.popleft()
         yield from ahead
@@ -126,11 +129,11 @@ class Prompts:
         tokens: Any = as_list(prompt)
         if isinstance(tokens, str):
             ids = self._text().encode(tokens, add_special_tokens=True)
-        elif len(tokens) and isinstance(tokens[0], Mapping):
+            return EncodedPrompt(self._checked(ids))
+        if len(tokens) and isinstance(tokens[0], Mapping):
             return self.encode_chat(tokens)
-        else:
-            ids = [token if type(token) is int else _token_id(token) for token in tokens]
-        return EncodedPrompt(self._checked(ids))
+        ids = [token if type(token) is int else _token_id(token) for token in tokens]
+        return EncodedPrompt(self._checked(ids), verbatim=True)
 
     def encode_chat(
         self, chat: Messages, options: Mapping[str, Any] | None = None

@@ -151,6 +151,7 @@ class RequestManager:
                         prediction=list(prediction),
                         speculate=speculate,
                         images=images,
+                        verbatim=encoded.verbatim,
                     )
                 )
         except MantaError:

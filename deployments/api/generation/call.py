@@ -351,6 +351,7 @@ def _fill_prompts(call: GenerationCall, request: TextRequest) -> None:
             raise context_too_long(limit, len(prompt), param=path)
         else:
             call.prompts.append(take_token_ids(prompt, path, call.card.vocab_size))
+    call.common.verbatim = not texts
     if texts:
         call.texts = texts
         call.prompts = encode_texts(tokenizer, texts, request.special, limit)

@@ -82,6 +82,7 @@ async def roll_out(
             request_id=body.request_id or exchange.request_id,
             seed=secrets.randbits(63) if seed is None else seed,
             cache_salt=place.cache_salt,
+            verbatim=True,
         )
         generation = context.backend.generate(request)
         async with UntilDisconnect(exchange.receive, generation.abort):

@@ -67,14 +67,14 @@ class ImagePlan:
 
 
 def check_images(message: EngineRequest, plan: ImagePlan | None) -> None:
-    """Refuse a request whose images the engine cannot compute, or whose prompt has placeholders
-    without an image. Raises InvalidRequest.
+    """Refuse a request whose images the engine cannot compute, or whose text or chat has
+    placeholders without an image. Raises InvalidRequest.
 
     plan: the engine's plan; None = the engine takes no images.
     """
     if message.images:
         _check_each(message, plan)
-    if plan is None:
+    if plan is None or message.verbatim:
         return
     prompt, most = message.token_ids, message.num_prompt_tokens
     if len(prompt) > most:  # the output may have these tokens

@@ -445,11 +445,12 @@ def test_prompt_logprobs_and_cached_tokens_come_once_over_a_failover():
 
 
 def test_a_takeover_carries_the_prediction():
-    """A request that went on elsewhere had lost its prediction, and its speed with it."""
+    """A request that went on elsewhere had lost its prediction, and its speed with it, or was
+    refused for the image tokens of its ids."""
 
     async def case():
         async with Fleet(2) as fleet:
-            inflight = fleet.generate(prediction=[7, 8, 9], speculate=False)
+            inflight = fleet.generate(prediction=[7, 8, 9], speculate=False, verbatim=True)
             await until(lambda: len(inflight.choices[0].emitted) > 3)
             first = inflight.choices[0].place
             fleet.engines[first].die()
@@ -457,6 +458,7 @@ def test_a_takeover_carries_the_prediction():
             for engine in fleet.engines.values():
                 assert engine.requests[0].prediction == [7, 8, 9]
                 assert engine.requests[0].speculate is False
+                assert engine.requests[0].verbatim
 
     run(case())
 

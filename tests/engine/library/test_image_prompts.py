@@ -60,6 +60,13 @@ def test_pictures_of_all_sorts_are_the_same(encoder: Prompts, tmp_path: Path) ->
     assert image.pixels == expected.tobytes() and image.shape == (1, 16, 40)
 
 
+def test_token_ids_are_taken_as_they_are(encoder: Prompts) -> None:
+    """A prompt with a sampled image token is refused, though nobody typed it."""
+    assert encoder.encode([5, 6, 7]).verbatim
+    assert not encoder.encode("five").verbatim
+    assert not encoder.encode(chat(TEXT)).verbatim
+
+
 def test_images_stand_where_their_placeholders_were(encoder: Prompts) -> None:
     """A prompt's own text may have placeholders; a chat's text may not."""
     other = gradient(16, 16)

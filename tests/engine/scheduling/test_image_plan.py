@@ -77,6 +77,13 @@ def test_placeholders_in_an_output() -> None:
     assert not any(delta.error for delta in run(core, [request])[1].deltas)
 
 
+def test_placeholders_of_a_client_that_sends_ids() -> None:
+    """Bug: a trainer's next turn is refused, because the model had sampled such a token."""
+    core, _ = make_core(images=replace(PLAN, token_ids=(TOKEN, CLIP)))
+    request = make_request(1, [5, TOKEN, CLIP, 6], verbatim=True)
+    assert not any(delta.error for delta in run(core, [request])[1].deltas)
+
+
 def test_images_are_refused_where_nothing_computes_them() -> None:
     """Bug: a text model answers as if it had seen the image."""
     core, _ = make_core()

@@ -186,3 +186,24 @@ def test_defaults_of_lmdeploys_client(backend: FakeBackend, client: Client) -> N
     assert text.status == 200 and text.json()["choices"][0]["text"], text.body
     streamed = run(client.post("/v1/completions", {**COMPLETION, **fields, "stream": True}))
     assert streamed.events()[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "verbatim"),
+    [
+        ("/v1/completions", {"prompt": [5, 6, 7]}, True),
+        ("/v1/completions", {"prompt": [[5, 6], [7]]}, True),
+        ("/v1/completions", {"prompt": "five"}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "five"}]}, False),
+        ("/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": {}}, True),
+        ("/generate", {"input_ids": [5, 6, 7], "sampling_params": {}}, True),
+    ],
+)
+def test_token_ids_are_taken_as_they_are(
+    backend: FakeBackend, client: Client, path: str, body: dict[str, Any], verbatim: bool
+) -> None:
+    """A rollout that goes on after a sampled image token is refused, for want of a picture."""
+    model = {} if path == "/generate" else {"model": MODEL}
+    reply = run(client.post(path, {**model, **body}))
+    assert reply.status == 200, reply.body
+    assert {request.verbatim for request in backend.requests} == {verbatim}
