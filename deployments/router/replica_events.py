@@ -16,7 +16,7 @@ from deployments.router.replica_losses import ReplicaLosses
 from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.router.replicas.replicas import Replicas
 from deployments.router.weights import FleetWeights
-from engine.messages import StepFrame
+from engine.messages import BATCH_PRIORITY, StepFrame
 
 logger = logging.getLogger("manta.router")
 
@@ -89,7 +89,7 @@ class ReplicaEvents:
                 state.begun(delta.id)
                 if delta.adapter_us > 0:
                     self._replicas.fleet.adapter_loaded(delta.adapter_us / 1e6)
-                elif not choice.begun:
+                elif not choice.begun and choice.inflight.request.priority < BATCH_PRIORITY:
                     state.measure_first(now - choice.inflight.placed)
             if delta.finish:
                 client.forget(choice)

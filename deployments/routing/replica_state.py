@@ -254,7 +254,11 @@ class ReplicaState:
         computed = stats.prompt_tokens - last.prompt_tokens
         if last.waiting_tokens > last.batch_waiting_tokens:
             self._prompts.observe(computed, seconds)
-        if last.waiting or last.waiting_tokens or 0 < last.rows <= last.running:
+        # Steps that batch work shares with others are shorter than full ones.
+        others = last.running + last.waiting - last.batch_requests
+        waiting = last.waiting > 0 and not last.batch_requests
+        waiting = waiting or last.waiting_tokens > last.batch_waiting_tokens
+        if waiting or 0 < last.rows <= others:
             cached = stats.prefix_hits - last.prefix_hits
             sampled = stats.output_tokens - last.output_tokens
             self._work.observe(computed + cached + sampled, seconds)
