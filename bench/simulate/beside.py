@@ -3,17 +3,22 @@
 Routers, replica server and scheduler are the service's own; the device's steps take what a `Speed`
 says. Interactive requests arrive as a Poisson process, at a share of the rate that a full engine
 answers. Rows of a dataset, as Ray Data's Serve stage sends them, are at all times more than the
-engine has slots. The same arrivals run without rows and with them:
+engine has slots. The same arrivals run without rows and with them, with several seeds:
 
-p99_ttft: 99th percentile of the interactive requests' time to first token, with rows and without.
-idle_used: output tokens/s of the rows, against the idle share of what the rows have alone.
+p99_ttft: 99th percentile of the interactive requests' time to first token, over the requests of all
+    seeds, with rows and without. The note has the mean and the worst ratio of a seed.
+idle_used: output tokens/s of the rows, against the idle share of what the rows have alone: the mean
+    of all seeds. The note has the least of a seed.
 """
 
 import asyncio
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from random import Random
+from statistics import mean
 from typing import Any
 
 from bench.simulate.routing import RoutingRow
@@ -28,7 +33,7 @@ from engine.errors import Overloaded
 from engine.messages import BATCH_PRIORITY
 from engine.sampling_params import SamplingParams
 
-SEED = 1
+SEEDS = (1, 2, 3, 4, 5)
 LOADS = (0.3, 0.6, 0.9)
 
 
@@ -50,7 +55,7 @@ class BesideCase:
 # Costs of a step, a sequence and a prompt token as `calibrate` has measured them.
 CASES = {
     "default": BesideCase(
-        Speed("cpu", 0.0108, 0.00051, 0.00116, 60_000, 64, 512), 100, 30, 60, 20, 200.0
+        Speed("cpu", 0.0108, 0.00051, 0.00116, 60_000, 64, 512), 100, 30, 60, 20, 160.0
     ),
     "llama-8b": BesideCase(
         Speed("gpu", 0.0043, 0.00005, 0.00002, 780_000, 256, 2048, ahead=True),
@@ -58,7 +63,7 @@ CASES = {
         150,
         300,
         100,
-        30.0,
+        20.0,
     ),
 }
 
@@ -84,8 +89,12 @@ class BesideRun:
 
     @property
     def p99(self) -> float:
-        ordered = sorted(self.firsts)
-        return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0
+        return p99(self.firsts)
+
+
+def p99(firsts: Iterable[float]) -> float:
+    ordered = sorted(firsts)
+    return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0
 
 
 def _length(dice: Random, median: int) -> int:
@@ -155,16 +164,21 @@ class _Load:
                     await asyncio.sleep(min(wait, 60.0) * (1 + dice.random() / 4))
 
 
-async def _run(case: BesideCase, rate: float, users: int, rows: int) -> BesideRun:
+async def _run(case: BesideCase, rate: float, users: int, rows: int, seed: int) -> BesideRun:
     service = Service([case.speed], 1, DispatchLimits(), CoreEngine)
     await service.start()
     (router,) = service.routers
-    router.random.seed(SEED)
+    router.random.seed(seed)
     outcome = BesideRun(0.8 * case.seconds)
     load = _Load(router, case, outcome)
-    tasks = [asyncio.create_task(load.user(Random(number))) for number in range(users)]
-    tasks += [asyncio.create_task(load.rows(Random(1000 + number))) for number in range(rows)]
-    dice, loop, due = Random(SEED), asyncio.get_running_loop(), load.began
+    tasks = [
+        asyncio.create_task(load.user(Random(10_000 * seed + number))) for number in range(users)
+    ]
+    tasks += [
+        asyncio.create_task(load.rows(Random(10_000 * seed + 1000 + number)))
+        for number in range(rows)
+    ]
+    dice, loop, due = Random(seed), asyncio.get_running_loop(), load.began
     while rate and (due := due + dice.expovariate(rate)) < load.end:
         lengths = _length(dice, case.prompt), _length(dice, case.output)
         await asyncio.sleep(due - loop.time())
@@ -178,75 +192,94 @@ async def _run(case: BesideCase, rate: float, users: int, rows: int) -> BesideRu
     return outcome
 
 
-def run(case: BesideCase, rate: float = 0.0, users: int = 0, rows: int = 0) -> BesideRun:
+def run(
+    case: BesideCase, rate: float = 0.0, users: int = 0, rows: int = 0, seed: int = 1
+) -> BesideRun:
     """Simulate a case.
 
     rate: interactive requests per second.
     users: interactive users who ask again once they have an answer.
     rows: rows of a dataset in flight.
     """
-    return virtual_time.run(_run(case, rate, users, rows))
+    return virtual_time.run(_run(case, rate, users, rows, seed))
 
 
-def measure(name: str, loads: tuple[float, ...] = LOADS) -> Iterator[tuple[str, BesideRun]]:
-    """Yield the runs of a case by name: full of either kind, then each load without and with
-    rows."""
+def measure(name: str, seed: int) -> dict[str, BesideRun]:
+    """Return the runs of a case: full of either kind, then each load without and with rows."""
     case = CASES[name]
     slots = case.speed.max_num_seqs
-    full = run(case, users=slots)
-    yield f"{name}/full", full
-    yield f"{name}/rows alone", run(case, rows=3 * slots)
-    for load in loads:
+    full = run(case, users=slots, seed=seed)
+    runs = {"full": full, "rows alone": run(case, rows=3 * slots, seed=seed)}
+    for load in LOADS:
         rate = load * full.answers / full.seconds
-        yield f"{name}/{load:g}/without", run(case, rate)
-        yield f"{name}/{load:g}/with", run(case, rate, rows=3 * slots)
+        runs[f"{load:g}/without"] = run(case, rate, seed=seed)
+        runs[f"{load:g}/with"] = run(case, rate, rows=3 * slots, seed=seed)
+    return runs
 
 
 def all_rows(quick: bool = False) -> tuple[list[RoutingRow], list[dict[str, Any]]]:
     """Measure interactive requests with and without a dataset's rows beside them, at each load.
 
     Returns (two rows of the table for each case and load, a line for each run).
-    quick: the case "default" only.
+    quick: the case "default" and one seed only.
     """
-    runs: dict[str, BesideRun] = {}
+    names, seeds = (["default"], SEEDS[:1]) if quick else (list(CASES), SEEDS)
+    pairs = [(name, seed) for name in names for seed in seeds]
+    with ProcessPoolExecutor(min(len(pairs), len(os.sched_getaffinity(0)))) as pool:
+        runs = dict(zip(pairs, pool.map(measure, *zip(*pairs, strict=True)), strict=True))
     rows: list[RoutingRow] = []
-    for name in ("default",) if quick else CASES:
-        runs |= measure(name)
-        alone = runs[f"{name}/rows alone"].row_tokens
+    for name in names:
         for load in LOADS:
-            row = f"{name}/{load:g}"
-            without, beside = runs[f"{row}/without"], runs[f"{row}/with"]
-            ratio = beside.p99 / without.p99
-            note = f"{len(beside.firsts)} requests, {beside.refused} of them refused"
-            rows.append(
-                RoutingRow(
-                    f"beside/{row}/p99_ttft",
-                    round(beside.p99, 4),
-                    round(without.p99, 4),
-                    "s",
-                    round(ratio, 3),
-                    note,
-                )
-            )
-            tokens = beside.row_tokens / beside.seconds
-            idle = (1 - load) * alone / beside.seconds
-            note = f"{beside.preemptions} preemptions"
-            rows.append(
-                RoutingRow(
-                    f"beside/{row}/idle_used",
-                    round(tokens, 1),
-                    round(idle, 1),
-                    "tokens/s",
-                    round(tokens / idle, 3),
-                    note,
-                )
-            )
-    return rows, [_line(name, outcome) for name, outcome in runs.items()]
+            rows += _rows_of(f"beside/{name}/{load:g}", load, [runs[name, seed] for seed in seeds])
+    lines = [
+        _line(f"{name}/{case}", seed, outcome)
+        for (name, seed), outcomes in runs.items()
+        for case, outcome in outcomes.items()
+    ]
+    return rows, lines
 
 
-def _line(name: str, outcome: BesideRun) -> dict[str, Any]:
+def _rows_of(name: str, load: float, runs: list[dict[str, BesideRun]]) -> list[RoutingRow]:
+    """Return the two rows of a load. runs: those of each seed."""
+    pairs = [(each[f"{load:g}/without"], each[f"{load:g}/with"]) for each in runs]
+    without = p99(first for alone, _ in pairs for first in alone.firsts)
+    beside = p99(first for _, both in pairs for first in both.firsts)
+    ratios = [both.p99 / alone.p99 for alone, both in pairs]
+    count = sum(len(both.firsts) for _, both in pairs)
+    refused = [sum(pair[i].refused for pair in pairs) for i in (0, 1)]
+    note = f"{count} requests; ratio of a seed: mean {mean(ratios):.3f}, worst {max(ratios):.3f}; "
+    note += f"{refused[1]} refused, {refused[0]} without"
+    first = RoutingRow(
+        f"{name}/p99_ttft",
+        round(beside, 4),
+        round(without, 4),
+        "s",
+        round(beside / without, 3),
+        note,
+    )
+    tokens = [both.row_tokens / both.seconds for _, both in pairs]
+    idle = [
+        (1 - load) * each["rows alone"].row_tokens / each["rows alone"].seconds for each in runs
+    ]
+    used = [of / most for of, most in zip(tokens, idle, strict=True)]
+    note = (
+        f"least of a seed {min(used):.3f}; {sum(both.preemptions for _, both in pairs)} preemptions"
+    )
+    second = RoutingRow(
+        f"{name}/idle_used",
+        round(mean(tokens), 1),
+        round(mean(idle), 1),
+        "tokens/s",
+        round(mean(used), 3),
+        note,
+    )
+    return [first, second]
+
+
+def _line(name: str, seed: int, outcome: BesideRun) -> dict[str, Any]:
     return {
         "case": name,
+        "seed": seed,
         "seconds": outcome.seconds,
         "answers": outcome.answers,
         "refused": outcome.refused,

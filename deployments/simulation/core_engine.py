@@ -113,6 +113,9 @@ class CoreEngine(VirtualEngine):
             self.core.abort(aborted)
             if not self.core.has_work():
                 return
+            if (delay := self.core.launch_delay()) >= 0.001:
+                self._timer = self._loop.call_later(delay, self._step)
+                return
             deltas = self.core.step()
             stats = self.core.stats()
         finally:

@@ -330,6 +330,9 @@ class FakeCore:
         waiting = self._ended or self._store.has_news() or self._updates.ready
         return bool(runnable or waiting)
 
+    def launch_delay(self) -> float:
+        return 0.0
+
     @property
     def _held(self) -> bool:
         return self._pause.frozen or self._sleep.dropped

@@ -187,6 +187,21 @@ class EngineCore:
             or self._may_fall_asleep()
         )
 
+    def launch_delay(self) -> float:
+        """Return the seconds for which the loop may take input before it calls `step`.
+
+        They are 0 unless batch work runs.
+        """
+        scheduler = self.scheduler
+        if not scheduler.num_batch or len(self._pending) != 1 or scheduler.config.depth != 2:
+            return 0.0
+        newest = scheduler.in_flight[-1]
+        if newest.awaits_masks or scheduler.drafts is not None or self._outbox:
+            return 0.0
+        work = newest.decodes, newest.context, newest.prompt_tokens
+        seconds = scheduler.batch_pace.launch_after(*work)
+        return max(newest.began, self._timer.since) + seconds - time.perf_counter()
+
     def step(self) -> list[Delta]:
         """Run one round of the loop and return its deltas.
 
@@ -218,6 +233,7 @@ class EngineCore:
         self._outbox.clear()
         verifying = scheduler.drafts is not None and scheduler.drafts.verifying
         depth = 1 if recovery.bisection is not None or verifying else self._depth
+        waited = 0.0
         result: StepResult | None = None
         done: LaunchedStep | None = None  # the step that `result` belongs to
         with blame(-1):
@@ -225,7 +241,9 @@ class EngineCore:
         if pending and (batch is None or len(pending) >= depth or blame.failure):
             with blame(0):
                 self.on_device = True
+                waited = time.perf_counter()
                 result = pending.popleft().wait()
+                waited = time.perf_counter() - waited
             self.on_device = False
         idle = not (result or blame.failure or batch or held)
         moving = self._moves is not None and (self._moves.copying or self._moves.holds)
@@ -253,7 +271,10 @@ class EngineCore:
                 seconds = self._timer.since_last(done.micro_batch, done.began)
             if result is not None:  # encodes take as long, whatever the size of a prompt's chunk
                 seconds = max(0.0, seconds - result.encode_wait)
-            scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
+            work = done.decodes, done.context, done.prompt_tokens
+            scheduler.pace.observe(*work, seconds)
+            if scheduler.num_batch:
+                scheduler.batch_pace.observe(*work, seconds, waited)
             if scheduler.tier is not None:
                 scheduler.tier.worth.observe_step(done.prompt_tokens, seconds)
             if scheduler.drafts is not None:

@@ -8,7 +8,6 @@ them is done.
 
 import logging
 import math
-import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
@@ -71,7 +70,7 @@ class RequestPhases:
         self.queue = WaitingQueue()
         self.num_constrained = 0  # number of requests with a grammar
         self.num_batch = 0  # number of requests that are batch work
-        self.last_interactive = -math.inf  # time.monotonic() of the last request that was none
+        self.shared_step = -math.inf  # the last step before the end of a request that was none
         self.computing: list[Request] = []  # requests in phase COMPUTING
         self.decode_groups = [
             DecodeGroup(config.block_size, len(config.kinds), micro_batch)
@@ -99,10 +98,7 @@ class RequestPhases:
         self._end_tokens |= request.stop_ids
         self.requests[request.id] = request
         self.num_constrained += request.constraint is not None
-        if request.batch_work:
-            self.num_batch += 1
-        else:
-            self.last_interactive = time.monotonic()
+        self.num_batch += request.batch_work
         if request.adapter is not None:
             self._adapters.claim(request.adapter)
         if self.images is not None and request.images:
@@ -281,7 +277,10 @@ class RequestPhases:
             logger.debug(text, *figures, extra={"request_id": request.request_id})
         del self.requests[request.id]
         self.num_constrained -= request.constraint is not None
-        self.num_batch -= request.batch_work
+        if request.batch_work:
+            self.num_batch -= 1
+        else:
+            self.shared_step = self.step
         self.counters.finished += 1
         for launched in self.in_flight:
             launched.some_ended = True

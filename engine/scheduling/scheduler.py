@@ -28,6 +28,7 @@ A request whose prefix is in host memory waits outside the queue while it is loa
 
 import time
 from collections.abc import Callable
+from heapq import nlargest
 from itertools import islice
 
 from engine.batch import Batch, PrefixCopy, StepResult
@@ -43,10 +44,9 @@ from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_cache import ImageCache
 from engine.scheduling.moves.block_moves import BlockMoves
+from engine.scheduling.pacing.batch_pace import CALM_STEPS, BatchPace
 from engine.scheduling.pacing.chunking import (
-    CALM_SECONDS,
     PromptPace,
-    batch_limits,
     prefill_tokens,
     scored_prefill_tokens,
     startable_tokens,
@@ -78,6 +78,7 @@ class Scheduler(RequestPhases):
         # the pace limits prompt tokens, from step times that the core reports
         target = config.target_tpot
         self.pace = StepTarget(target) if target else PromptPace()
+        self.batch_pace = BatchPace()
         self._fits = ADMISSION[config.admission]
         self._joins = BATCHING[config.batching]
         self._lag = int(config.async_scheduling or config.micro_batches > 1)
@@ -113,16 +114,16 @@ class Scheduler(RequestPhases):
             self._limit_batch_work(builder)
         if self.computing or self.queue.waiting:
             builder.prompt_limit = self._prompt_limit(builder)
-        if self.computing:
-            self._schedule_running(builder)
-        if self.queue.waiting and not builder.preempted:
-            self._admit(builder)
+        self._schedule_prompts(builder)
+        if builder.batch_tokens == 0 and builder.empty(self.decoding):
+            builder.batch_tokens = 1  # nothing else can run
+            self._schedule_prompts(builder)
         if drafts is not None and not self.in_flight and self.queue.only is None:
             num_chunks = len(builder.sampling) + len(builder.prefill_only)
             tokens = self.token_limit - len(self.decoding) - builder.chunk_tokens
             room = min(self.rows - len(self.decoding) - num_chunks, tokens)
             drafts.add(builder, self.decoding, room, self.num_constrained > 0)
-        if not (self.decoding.requests or builder.sampling or builder.prefill_only):
+        if builder.empty(self.decoding):
             if self.images is not None:
                 self.images.cancel()
             return None
@@ -161,15 +162,13 @@ class Scheduler(RequestPhases):
                 self.memory.snapshots.decoded(request, request.base + index, builder.batch.step)
 
     def _limit_batch_work(self, builder: StepBuilder) -> None:
-        """Limit the batch work of the step, if other requests run, wait, or came shortly before.
+        """Limit the batch work of the step, if other requests run, wait, or ended shortly before.
 
         Batch work is preempted for requests that lack rows or blocks. Decodes beyond the limit
         leave the decode group, the last in the order of service first.
         """
-        if len(self.decode_groups) > 1 or self.queue.only is not None:
-            return
-        alone = len(self.requests) == self.num_batch
-        if alone and time.monotonic() - self.last_interactive >= CALM_SECONDS:
+        calm = len(self.requests) == self.num_batch and self.step - self.shared_step >= CALM_STEPS
+        if calm or len(self.decode_groups) > 1 or self.queue.only is not None:
             return
         free = 0 if self.lacks_blocks else self.rows - len(self.running)
         self.lacks_blocks = False
@@ -178,23 +177,25 @@ class Scheduler(RequestPhases):
         if not self.in_flight:  # so the rows are free, and the last tokens of victims known
             builder.preempted = False
         prompts = self.interactive_tokens() > 0
-        limits = batch_limits(self.rows, self.token_limit, prompts=prompts)
+        limits = self.batch_pace.limits(self.rows, self.token_limit, prompts=prompts)
         builder.batch_decodes, builder.batch_tokens = limits
         decodes = [request for request in self.decoding.requests if request.batch_work]
-        if len(decodes) > builder.batch_decodes:
-            decodes.sort(key=lambda request: request.order)
-            for request in decodes[builder.batch_decodes :]:
-                self.decoding.leave(request)
-                request.phase = RequestPhase.COMPUTING
-                self.computing.append(request)
-        builder.batch_decodes = max(0, builder.batch_decodes - len(decodes))
+        more = len(decodes) - builder.batch_decodes
+        for request in nlargest(more, decodes, key=lambda r: r.order):
+            self.decoding.leave(request)
+            request.phase = RequestPhase.COMPUTING
+            self.computing.append(request)
+        builder.batch_decodes = max(0, -more)
 
-    def _schedule_running(self, builder: StepBuilder) -> None:
-        """Schedule running requests that do not decode, those with one token left first."""
+    def _schedule_prompts(self, builder: StepBuilder) -> None:
+        """Schedule requests that do not decode: running ones, those with one token left first,
+        and then waiting ones."""
         for request in sorted(self.computing, key=lambda r: (r.remaining > 1, r.order)):
             if request.phase is not RequestPhase.COMPUTING:
                 continue  # preempted for an earlier request
             self._schedule_chunk(request, builder)
+        if self.queue.waiting and not builder.preempted:
+            self._admit(builder)
 
     def _schedule_chunk(self, request: Request, builder: StepBuilder) -> None:
         """Schedule as many of the request's tokens as budget and blocks allow, perhaps none."""
@@ -227,8 +228,7 @@ class Scheduler(RequestPhases):
 
         If no request decodes they may fill the whole budget.
         """
-        # With several steps in flight, splitting a prompt lets several stages compute its parts at
-        # once.
+        # With several steps in flight, several stages compute parts of a prompt at once.
         if not self.decoding and len(self.decode_groups) == 1:
             return self.pace.limit(self.token_limit, 0, 0)
         free = self.rows - len(self.running)

@@ -396,6 +396,10 @@ class StepBuilder:
     # Rank -> number of blocks, among those that will be released, that a request already waits for.
     owed: Counter[int] = field(default_factory=Counter)
 
+    def empty(self, group: DecodeGroup) -> bool:
+        """Whether neither the decode group nor a prompt has anything in the step."""
+        return not (group.requests or self.sampling or self.prefill_only)
+
     def build(self, group: DecodeGroup) -> LaunchedStep:
         """Complete the batch, and return the step as launched; no request changes.
 

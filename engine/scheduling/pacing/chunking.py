@@ -13,8 +13,6 @@ of the last one.
 """
 
 _SHARE = 16  # 1 / the share of the budget that is computed at once
-_BATCH_ROWS = 4  # 1 / the share of the rows whose batch work decodes beside other requests
-CALM_SECONDS = 1.0  # without other requests, after which batch work fills steps
 _SCORED = 2  # 1 / the share of the budget that may have log-probabilities next to decodes
 _LEAST = 32  # tokens; fewer do not fill the tiles of a matmul
 _SECONDS_BESIDE = 0.3  # longest step with prompt tokens while requests decode
@@ -28,21 +26,6 @@ def prefill_tokens(waiting: int, budget: int) -> int:
     budget: tokens of a step.
     """
     return min(budget, max(_LEAST, budget // _SHARE, -(-waiting // 2)))
-
-
-def batch_limits(rows: int, budget: int, *, prompts: bool) -> tuple[int, int]:
-    """Return the most decodes and prompt tokens of batch work in a step beside other requests.
-
-    A request that arrives waits for the steps in flight, so these have to be short. Both limits are
-    at least 1, as a step with nothing else in it must not be empty.
-
-    rows: the most requests that may run.
-    budget: tokens of a step.
-    prompts: whether prompts of other requests are computed or wait.
-    """
-    if prompts:
-        return 1, 1
-    return max(1, rows // _BATCH_ROWS), max(1, budget // _SHARE)
 
 
 def scored_prefill_tokens(budget: int) -> int:

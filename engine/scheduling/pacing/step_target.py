@@ -19,18 +19,13 @@ matmul that waits for its weights has room for a hundred more tokens, but not fo
 import heapq
 import math
 from collections import deque
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.scheduling.pacing.chunking import PromptPace
+from engine.scheduling.pacing.step_costs import StepCosts
 
 _DELIVERY = 0.03  # share of the target for the delivery from a step to a stream
 _PROMPTS = 0.25  # share of a step's time that is kept free of decodes
-_KEEP = 0.98  # weight of older steps
 _LEAST_STEPS = 8  # steps before bounds are derived from them
-_RIDGE = 1e-6  # the fit's ridge, relative to the mean square: equal steps divide costs evenly
 _LEAST_TOKENS = 8  # prompt tokens of a step, however long they take
 _BEYOND = (4, 32)  # (factor, addend) on the recent maximum up to which the fit is trusted
 _COMPARED = 128  # number of steps; more than one in a hundred of them may miss the target
@@ -49,10 +44,7 @@ class StepTarget(PromptPace):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._target = (1 - _DELIVERY) * seconds
-        self._squares = np.zeros((4, 4))
-        self._products = np.zeros(4)
-        self._steps = 0
-        self._costs = np.zeros(4)  # seconds of: a step, a row, a token of context, a prompt token
+        self._fit = StepCosts()
         self._most_rows = 1  # recent maximum of decoding requests
         self._most_tokens = 0  # recent maximum of prompt tokens in a step
         self._context = 1.0  # mean context of decoding requests, in tokens
@@ -62,10 +54,9 @@ class StepTarget(PromptPace):
 
     def observe(self, decodes: int, context: int, tokens: int, seconds: float) -> None:
         super().observe(decodes, context, tokens, seconds)
-        work = np.array([1.0, decodes, context, tokens])
-        expected = float(work @ self._costs)
+        expected = self._fit.expected(decodes, context, tokens)
         believed = expected > 0 and tokens <= _believed(self._most_tokens)
-        if believed and self._steps >= _LEAST_STEPS:
+        if believed and self._fit.steps >= _LEAST_STEPS:
             seconds = min(max(seconds, expected / _PAUSE), _PAUSE * expected)
             if decodes:  # without decodes no stream waits
                 self._late.append(seconds / expected - 1)
@@ -73,36 +64,14 @@ class StepTarget(PromptPace):
                 self._aim = self._target / (1 + min(max(0.0, late), _MOST_ERROR))
         if decodes:
             self._context = context / decodes
-        self._steps += 1
         self._most_rows = max(decodes, int(self._most_rows * 0.99))
         self._most_tokens = max(tokens, int(self._most_tokens * 0.99))
-        # long steps vary more; those that compile kernels are the longest
-        weight = 1 / max(seconds, 1e-6)
-        self._squares = _KEEP * self._squares + weight * np.outer(work, work)
-        self._products = _KEEP * self._products + weight * seconds * work
-        self._costs = self._fitted()
-
-    def _fitted(self) -> NDArray[Any]:
-        """Return the costs of a least-squares fit.
-
-        No cost is below zero: a cost that would be is removed from the fit.
-        """
-        scale = np.sqrt(np.maximum(np.diag(self._squares), 1e-12))
-        squares = self._squares / np.outer(scale, scale)
-        costs, used = np.zeros(4), [0, 1, 2, 3]
-        while used:
-            part = squares[np.ix_(used, used)] + _RIDGE * np.eye(len(used))
-            solution = np.linalg.solve(part, (self._products / scale)[used])
-            if solution.min() >= 0:
-                costs[used] = solution
-                break
-            used.pop(int(solution.argmin()))
-        return costs / scale
+        self._fit.observe(decodes, context, tokens, seconds)
 
     def rows(self, most: int) -> int:
-        if self._steps < _LEAST_STEPS:
+        if self._fit.steps < _LEAST_STEPS:
             return most
-        base, row, key, _ = self._costs
+        base, row, key, _ = self._fit.costs
         seconds_left = (1 - _PROMPTS) * self._aim - base
         row_cost = row + key * self._context
         fit = seconds_left / row_cost if row_cost > 0 else math.inf
@@ -111,9 +80,9 @@ class StepTarget(PromptPace):
     def limit(self, tokens: int, decodes: int, context: int) -> int:
         if not decodes:
             return super().limit(tokens, decodes, context)
-        base, row, key, token = self._costs
+        base, row, key, token = self._fit.costs
         tokens = min(tokens, _believed(self._most_tokens))
-        if self._steps < _LEAST_STEPS or token <= 0:
+        if self._fit.steps < _LEAST_STEPS or token <= 0:
             return tokens
         seconds_left = self._aim - base - row * decodes - key * context
         return min(tokens, max(_LEAST_TOKENS, int(seconds_left / token)))

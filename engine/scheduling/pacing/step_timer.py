@@ -11,12 +11,14 @@ class StepTimer:
         match the counts of results.
     between: the seconds that the last result added to `total`, which is the time between a
         request's last two tokens.
+    since: time.perf_counter() from which on time is not counted yet, which is that of the last
+        result; 0: there was no work.
     """
 
     def __init__(self, micro_batches: int = 1) -> None:
         self._results_at = [0.0] * micro_batches  # perf_counter() of each micro-batch's last result
         self.step = self.total = self.between = 0.0
-        self._since = 0.0  # start of the time that is not counted yet; 0: there was no work
+        self.since = 0.0
 
     def stepped(self, began: float, *, result: bool, more: bool) -> None:
         """Measure a step that ends now: set `step` and, with a result, `between` and `total`.
@@ -27,12 +29,12 @@ class StepTimer:
         """
         now = time.perf_counter()
         self.step = now - began
-        since = self._since or began
+        since = self.since or began
         if result:
             self.between = now - since
             self.total += self.between
             since = now
-        self._since = since if more else 0.0
+        self.since = since if more else 0.0
 
     def since_last(self, micro_batch: int, began: float) -> float:
         """Return the seconds that the micro-batch has waited for the result that has arrived now.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.messages import BATCH_PRIORITY
-from engine.scheduling.pacing.chunking import batch_limits
+from engine.scheduling import scheduler
 from tests.engine.scheduling.driver import Driver, random_run
 
 
@@ -19,10 +19,6 @@ def _rows(driver: Driver, count: int, **fields: Any) -> list[int]:
         driver.add_request(8, priority=BATCH_PRIORITY, ignore_eos=True, **fields)
         for _ in range(count)
     ]
-
-
-def _calm(driver: Driver) -> None:
-    driver.scheduler.last_interactive = -1e9
 
 
 def test_alone_batch_work_fills_steps() -> None:
@@ -45,11 +41,10 @@ def test_a_prompt_finds_a_step_almost_without_batch_work(ahead: bool) -> None:
     driver.add_request(30, max_tokens=10, ignore_eos=True)
     while not any(new.num_prompt_tokens == 30 for new in driver.runner.batches[-1].new_rows):
         driver.step()
-    batch = driver.runner.batches[-1]
-    assert batch.num_tokens <= 30 + sum(batch_limits(8, 64, prompts=True))
+    assert driver.runner.batches[-1].num_tokens == 30 + 1
     driver.step()
-    decodes, prompts = batch_limits(8, 64, prompts=False)
-    assert len(driver.runner.batches[-1].rows) <= 1 + decodes + prompts
+    driver.step()
+    assert len(driver.runner.batches[-1].rows) == 1 + 6
     driver.finish()
 
 
@@ -81,18 +76,38 @@ def test_blocks_are_taken_from_batch_work() -> None:
     driver.finish()
 
 
-def test_afterwards_it_fills_steps_again() -> None:
-    """Batch work stays limited by requests that came long ago."""
-    driver = _driver()
+def _prompt_tokens(driver: Driver) -> int:
+    batch = driver.runner.batches[-1]
+    return batch.num_tokens - batch.num_decodes
+
+
+def test_prompts_of_batch_work_fill_steps_after_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes while a dataset is computed waits for a full step of its prompts, or
+    the dataset stays limited by requests that came long ago."""
+    monkeypatch.setattr(scheduler, "CALM_STEPS", 6)
+    driver = _driver(max_num_batched_tokens=60, prefix_caching=False, num_blocks=400)
     driver.add_request(8, max_tokens=2, ignore_eos=True)
-    _rows(driver, 8, max_tokens=40)
-    for _ in range(12):
+    for _ in range(3):
         driver.step()
-    assert len(driver.runner.batches[-1].rows) < 8
-    _calm(driver)
-    for _ in range(8):
+    assert not driver.core.has_work()
+    _rows(driver, 8, max_tokens=2)
+    _rows(driver, 20, max_tokens=2)
+    computed = []
+    while driver.core.has_work():
         driver.step()
-    assert len(driver.runner.batches[-1].rows) == 8
+        computed.append(_prompt_tokens(driver))
+    assert max(computed[:5]) == 10 and max(computed) > 10
+    driver.finish()
+
+
+def test_blocks_of_a_paused_prompt_come_back() -> None:
+    """Prompts of a dataset have no part of a step and hold the blocks that another one lacks, so
+    the engine has nothing to do while requests wait."""
+    driver = _driver(num_blocks=16, block_size=4, prefix_caching=False)
+    for number in range(3):
+        driver.add_request(20 + number, max_tokens=2, priority=BATCH_PRIORITY, ignore_eos=True)
+    driver.step()
+    driver.add_request(60, max_tokens=2, ignore_eos=True)
     driver.finish()
 
 

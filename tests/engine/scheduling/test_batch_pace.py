@@ -1,0 +1,77 @@
+"""BatchPace: what a step has of batch work, and when the next one is launched."""
+
+import random
+
+import pytest
+
+from engine.scheduling.pacing import batch_pace
+from engine.scheduling.pacing.batch_pace import BatchPace
+from tests.fakes import make_core, make_request
+
+
+def _seconds(decodes: int, tokens: int) -> float:
+    return 0.004 + 0.0001 * decodes + 0.00002 * tokens
+
+
+def _measured(pace: BatchPace, steps: int, waited: float = 0.01, seed: int = 1) -> None:
+    dice = random.Random(seed)
+    for _ in range(steps):
+        decodes, tokens = dice.randrange(256), dice.randrange(500)
+        pace.observe(decodes, 0, tokens, _seconds(decodes, tokens), waited)
+
+
+def test_a_step_is_launched_shortly_before_the_last_one_ends() -> None:
+    """A request that arrives in a long step waits for a second one, which was launched at once."""
+    pace = BatchPace()
+    assert pace.launch_after(200, 0, 300) <= 0, "nothing is known"
+    _measured(pace, 400)
+    lead = _seconds(200, 300) - pace.launch_after(200, 0, 300)
+    assert 0.002 <= lead < 0.004
+    assert pace.launch_after(0, 0, 0) < _seconds(0, 0) - 0.0019
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_it_is_launched_earlier_after_the_device_was_idle(late: bool) -> None:
+    """The device waits for the host between all steps, as launching takes longer than assumed."""
+    pace = BatchPace()
+    _measured(pace, 400)
+    before = pace.launch_after(200, 0, 300)
+    _measured(pace, 3, waited=0.0 if late else 0.01)
+    assert (pace.launch_after(200, 0, 300) < before - 0.005) == late
+    _measured(pace, 400)
+    assert pace.launch_after(200, 0, 300) == pytest.approx(before, abs=0.0015)
+
+
+def test_it_is_launched_earlier_where_steps_vary() -> None:
+    """A step that ends before it was expected leaves the device idle."""
+    pace = BatchPace()
+    _measured(pace, 400)
+    before = pace.launch_after(200, 0, 300)
+    pace.observe(200, 0, 300, 0.7 * _seconds(200, 300), 0.01)
+    assert pace.launch_after(200, 0, 300) < 0.75 * before
+
+
+def test_prompts_have_a_bounded_time() -> None:
+    """On a slow device a sixth of the budget takes a second."""
+    pace = BatchPace()
+    assert pace.limits(64, 600, prompts=False) == (64, 100)
+    assert pace.limits(64, 600, prompts=True) == (2, 0)
+    for tokens in range(40):
+        pace.observe(3, 0, tokens, 0.01 + 0.001 * tokens, 0.0)
+    rows, limit = pace.limits(64, 600, prompts=False)
+    assert rows == 64 and 18 <= limit <= 22
+
+
+@pytest.mark.parametrize("priority", [0, batch_pace.CALM_STEPS])
+def test_launches_are_held_for_batch_work_alone(priority: int) -> None:
+    """Every request of an engine without batch work waits for a timer."""
+    core, _ = make_core(async_scheduling=True)
+    core.add_request(make_request(1, 8, priority=priority, max_tokens=30, ignore_eos=True))
+    _measured(core.scheduler.batch_pace, 400)
+    core.scheduler.batch_pace.observe = lambda *_: None  # type: ignore[method-assign]
+    core.step()
+    delays = []
+    while core.has_work():
+        delays.append(core.launch_delay())
+        core.step()
+    assert (max(delays) > 0) == (priority > 0)
