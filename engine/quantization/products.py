@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial
 from importlib.resources import files
+from typing import assert_never
 
 from engine.config.quant_formats import QUANT_FORMATS
 from engine.config.quantized import Quantized, Scheme
@@ -18,7 +19,6 @@ from kernels.packed import BLOCK, Format
 _CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
 _ROUNDED = ("8-bit floats", "8-bit integers")  # operands of kernels that quantise activations too
 _WORDS = {"single": "one stream", "uniform": "256 requests", "prefill": "prompts"}
-_INTEGERS = ("gptq", "awq", "packed")
 
 
 def products(
@@ -70,12 +70,16 @@ def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
 
     The format is None where no matmul quantises activations for this scheme.
     """
-    if scheme.kind in _INTEGERS:
-        return None, "int4" if scheme.bits == 4 and not scheme.ordered else ""
-    if scheme.kind not in ("fp8", "int8", "llm-int8"):
-        return None, ""
-    group = 16 if scheme.group % BLOCK else scheme.group or BLOCK
-    form = eight_bit_form(scheme, group, scheme.rows if scheme.group else 1)
+    match scheme.kind:
+        case "gptq" | "awq" | "packed":
+            return None, "int4" if scheme.bits == 4 and not scheme.ordered else ""
+        case "nvfp4" | "mxfp4" | "nf4" | "sparse":
+            return None, ""
+        case "fp8" | "int8" | "llm-int8":
+            group = 16 if scheme.group % BLOCK else scheme.group or BLOCK
+            form = eight_bit_form(scheme, group, scheme.rows if scheme.group else 1)
+        case kind:
+            assert_never(kind)
     if form.code != "e4m3" or form.activations != 8:
         return form, ""
     if form.rows > 1:
