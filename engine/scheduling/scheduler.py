@@ -114,16 +114,16 @@ class Scheduler(RequestPhases):
             self._limit_batch_work(builder)
         if self.computing or self.queue.waiting:
             builder.prompt_limit = self._prompt_limit(builder)
-        self._schedule_prompts(builder)
-        if builder.batch_tokens == 0 and builder.empty(self.decoding):
-            builder.batch_tokens = 1  # nothing else can run
             self._schedule_prompts(builder)
+            if builder.batch_tokens == 0 and builder.empty(self.decoding):
+                builder.batch_tokens = 1  # nothing else can run
+                self._schedule_prompts(builder)
         if drafts is not None and not self.in_flight and self.queue.only is None:
             num_chunks = len(builder.sampling) + len(builder.prefill_only)
             tokens = self.token_limit - len(self.decoding) - builder.chunk_tokens
             room = min(self.rows - len(self.decoding) - num_chunks, tokens)
             drafts.add(builder, self.decoding, room, self.num_constrained > 0)
-        if builder.empty(self.decoding):
+        if not (self.decoding.requests or builder.sampling or builder.prefill_only):
             if self.images is not None:
                 self.images.cancel()
             return None

@@ -1,5 +1,7 @@
 """ReplicaState: what a replica may be given, by its frames and by what was sent since."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +101,22 @@ def test_news_inside_a_long_step_are_no_speed():
         after = {"prompt_tokens": 500 * (step - 1), "busy_seconds": step - 1.0}
         state.observe(frame(step=step, **after, **full), (), now)
     assert state._prompts.measured == pytest.approx(500)
+
+
+def test_steps_shared_with_batch_work_are_no_full_rate():
+    """Steps that are kept short for requests to come counted as all that the engine can do, so that
+    a burst beside a dataset was refused."""
+    rows = {"batch_requests": 70, "waiting": 6, "batch_waiting_tokens": 600, "running": 64}
+    state = known(step=1, **rows, waiting_tokens=600)
+    for step in range(2, 6):
+        done = {"output_tokens": 10 * step, "busy_seconds": 1.0 * step}
+        state.observe(frame(step=step, **done, **rows, waiting_tokens=600), (), 100.0 + step)
+    assert state.rate() == math.inf
+    for step in range(6, 12):
+        done = {"output_tokens": 1000 * step, "busy_seconds": 1.0 * step}
+        state.book(step, 900, 900)
+        state.observe(frame(step=step, **done, **rows, waiting_tokens=1500), (step,), 100.0 + step)
+    assert 500 < state.rate() < math.inf
 
 
 def test_a_booking_ends_when_the_figures_count_it_and_no_sooner():

@@ -20,7 +20,7 @@ from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.transport.channel import ChannelLimits
 from engine.errors import MantaError, Overloaded
-from engine.messages import Delta, EngineRequest
+from engine.messages import BATCH_PRIORITY, Delta, EngineRequest
 from engine.pooling import as_array
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.asgi import Client
@@ -459,6 +459,20 @@ def test_a_takeover_carries_the_prediction():
                 assert engine.requests[0].prediction == [7, 8, 9]
                 assert engine.requests[0].speculate is False
                 assert engine.requests[0].verbatim
+
+    run(case())
+
+
+def test_rows_of_a_dataset_do_not_count_as_slow_first_tokens():
+    """Rows that wait for other requests made the engine look so slow that these were refused."""
+
+    async def case():
+        async with Fleet(1) as fleet:
+            state = fleet.dispatcher.replicas["r0"].state
+            await read(fleet.generate(max_tokens=2, priority=BATCH_PRIORITY))
+            assert state.first_seconds == 0
+            await read(fleet.generate(max_tokens=2))
+            assert state.first_seconds > 0
 
     run(case())
 
