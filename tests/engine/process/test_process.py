@@ -230,6 +230,28 @@ def test_an_idle_core_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
         loop.close()
 
 
+def test_input_is_taken_until_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that arrives while the launch of the next step waits is not in that step."""
+    loop = Loop()
+    steps, delays = [], iter([5.0])
+    monkeypatch.setattr(loop.core, "launch_delay", lambda: next(delays, 0.0))
+    step = loop.core.step
+
+    def watched() -> list[Delta]:
+        steps.append(set(loop.core._requests))
+        return step()
+
+    monkeypatch.setattr(loop.core, "step", watched)
+    try:
+        loop.send(request(1, max_tokens=3))
+        assert wait_until(lambda: len(loop.core._requests) == 1, 2)
+        loop.send(request(2, max_tokens=3))
+        assert wait_until(lambda: sum(bool(d.finish) for d in loop.deltas()) == 2, 4)
+        assert len(steps[0]) == 2
+    finally:
+        loop.close()
+
+
 def test_the_check_is_in_nobodys_way(loop: Loop) -> None:
     """Milliseconds between the end of a request and the next one's first step."""
     for number in range(10):
