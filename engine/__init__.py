@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.library.llm import LLM
     from engine.library.outputs import CompletionOutput, RequestOutput, RequestStatus
     from engine.library.scorer import Scorer
+    from engine.library.shared_weights import SharedWeights
     from engine.library.weight_sender import WeightSender
     from engine.sampling_params import SamplingParams
     from engine.structured.grammar import Grammar
@@ -50,6 +51,7 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "Scorer",
+    "SharedWeights",
     "Tokenizer",
     "WeightSender",
 ]
@@ -65,6 +67,7 @@ _HOME = {
     "RequestStatus": "library.outputs",
     "SamplingParams": "sampling_params",
     "Scorer": "library.scorer",
+    "SharedWeights": "library.shared_weights",
     "Tokenizer": "text.tokenizer",
     "WeightSender": "library.weight_sender",
 }

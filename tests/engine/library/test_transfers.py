@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from engine import LLM, WeightSender
+from engine import LLM, SharedWeights, WeightSender
 from engine.errors import ConfigError, UpdateFailed
 from engine.weights import staging
 from engine.weights import transfer as transfer_module
@@ -101,33 +101,21 @@ def test_shared_memory(llm: LLM, trainer: Trainer) -> None:
     """Tensors that lie behind one another in a segment are read from the wrong place."""
     llm.init_weight_transfer({})
     tensors = trainer.train()
-    raws = [tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in tensors]
-    segment = SharedMemory(create=True, size=sum(raw.numel() for raw in raws))
-    try:
-        at, handles = 0, []
-        for raw in raws:
-            segment.buf[at : at + raw.numel()] = raw.numpy().tobytes()
-            handles.append({"cpu": {"name": segment.name, "offset": at}})
-            at += raw.numel()
-        info = {
-            "names": [name for name, _ in tensors],
-            "dtype_names": ["float32"] * len(tensors),
-            "shapes": [list(tensor.shape) for _, tensor in tensors],
-            "ipc_handles": handles,
-        }
+    with SharedWeights(tensors) as shared:
+        info = shared.update_info
         llm.update_weights(info, version="shared")
         assert answer(llm).token_ids == trainer.says(PROMPT, 8)
         assert answer(llm).versions == [("shared", 8)]
+        name, size = info["ipc_handles"][0]["cpu"]["name"], sum(t.nbytes for _, t in tensors)
         for place, message in (
             ({"name": "../etc/passwd"}, "no segment"),
             ({"name": "manta-none"}, "No such file"),
-            ({"name": segment.name, "offset": at}, "shared memory"),
+            ({"name": name, "offset": size}, "shared memory"),
         ):
             with pytest.raises(UpdateFailed, match=message):
                 llm.update_weights({**info, "ipc_handles": [{"cpu": place}] * len(tensors)})
-    finally:
-        segment.close()
-        segment.unlink()
+    with pytest.raises(UpdateFailed, match="No such file"):
+        llm.update_weights(info)
 
 
 def test_what_is_wrong_changes_nothing(llm: LLM, trainer: Trainer) -> None:
