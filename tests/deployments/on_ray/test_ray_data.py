@@ -141,7 +141,7 @@ def test_the_serve_stage(job: Job) -> None:
 
 
 def test_http(cluster: Cluster, job: Job) -> None:
-    """Door two: rows as bodies, with retries of what is refused."""
+    """Door two: rows as bodies, with retries of what is refused; a bad row ends the job."""
     output = job.run(
         f"""
         import ray
@@ -154,14 +154,23 @@ def test_http(cluster: Cluster, job: Job) -> None:
         processor = build_processor(
             config,
             preprocess=lambda row: {{
-                "payload": {{"prompt": f"row {{row['id']}}", "max_tokens": 4, "priority": 16}}
+                "id": row["id"],
+                "payload": {{
+                    "prompt": f"row {{row['id']}}",
+                    "max_tokens": 4,
+                    "priority": 16,
+                    "temperature": 9.0 if row["id"] == 7 else 1.0,
+                }},
             }},
-            postprocess=lambda row: {{"text": row["http_response"]["choices"][0]["text"]}},
+            postprocess=lambda row: {{
+                "id": row["id"], "failed": "error" in row["http_response"],
+            }},
         )
-        print("rows", len(processor(ray.data.range(16)).take_all()))
+        rows = processor(ray.data.range(16)).take_all()
+        print("rows", len(rows), "bad", [row["id"] for row in rows if row["failed"]])
         """,
     )
-    assert "rows 16" in output
+    assert "rows 16 bad [7]" in output
 
 
 def test_the_engine_processor(job: Job, tmp_path: Path) -> None:
