@@ -89,6 +89,8 @@ def main() -> None:
         config = {"ours": {"seed": routing.SEED}, "peers": {}}
         if args.what == "routing":
             config["ours"]["adapter_seeds"] = routing.ADAPTER_SEEDS
+        if args.what == "beside":
+            config["ours"] = {"seeds": beside.SEEDS}
         device = "" if args.what in ("costs", "scale") else "simulated"
         table = [asdict(row) for row in rows]
         result_file.write(args.out, f"simulate-{args.what}", config, table, lines, device)

@@ -17,5 +17,5 @@ def test_rows_of_a_dataset_beside_interactive_requests() -> None:
     used = both.row_tokens / alone.row_tokens / 0.7
     print(f"p99 {both.p99:.3f} s, without {without.p99:.3f} s, idle capacity used {used:.2f}")
     assert len(both.firsts) > 100 and both.refused == 0
-    assert both.p99 <= 1.3 * without.p99
-    assert used >= 0.8
+    assert both.p99 <= 1.2 * without.p99
+    assert used >= 0.65
