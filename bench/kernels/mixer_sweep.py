@@ -84,8 +84,9 @@ TABLES: dict[str, list[Table]] = {
         ),
     ],
     "kimi prefill/": [
+        (kimi_chunks_cuda, "DECAYS", [Launch(2, 1), Launch(8, 1)]),
+        (kimi_chunks_cuda, "PAIRS", [Launch(2, 1), Launch(8, 1)]),
         (kimi_chunks_cuda, "SOLVE", [Launch(8, 1), Launch(4, 2)]),
-        (kimi_chunks_cuda, "DIMS", [32]),
         *PASSES,
     ],
     "delta decode/": [

@@ -296,12 +296,13 @@ def _delta_solve_kernel(
 def _whole(totals, at, KEYS: tl.constexpr, CHUNK: tl.constexpr, BY_KEY: tl.constexpr):
     """Return the logarithm of a whole chunk's decay.
 
-    at: index of the chunk among all slots and heads.
+    at: index of the chunk's first token among all slots and heads.
     """
+    last = at + CHUNK - 1
     if BY_KEY:
-        return tl.load(totals + at * KEYS + tl.arange(0, KEYS))
+        return tl.load(totals + last * KEYS + tl.arange(0, KEYS))
     else:
-        return tl.load(totals + at * CHUNK + CHUNK - 1)
+        return tl.load(totals + last)
 
 
 class PassTile(NamedTuple):
@@ -327,7 +328,7 @@ def _delta_pass_kernel(
     keys,
     weights,
     values,  # U
-    totals,  # [slots, VALUE_HEADS, CHUNK]; BY_KEY: [slots, VALUE_HEADS, KEYS] of whole chunks
+    totals,  # BY_KEY: [slots, VALUE_HEADS, CHUNK, KEYS]
     overlaps,
     out,  # [num_tokens, VALUE_HEADS, VALUE]: outputs before the norm
     tail,
@@ -371,7 +372,7 @@ def _delta_pass_kernel(
             last = first + tl.cdiv(end - begin, CHUNK)
             # Load the decay one chunk ahead: its latency would otherwise delay the state's update.
             whole = _whole(
-                totals, first * SIZES.value_heads + head, SIZES.key_columns, CHUNK, BY_KEY
+                totals, (first * SIZES.value_heads + head) * CHUNK, SIZES.key_columns, CHUNK, BY_KEY
             )
             for slot in tl.range(first, last, num_stages=STAGES):
                 at = slot * SIZES.value_heads + head
@@ -384,7 +385,7 @@ def _delta_pass_kernel(
                 if not BY_KEY:
                     total = tl.load(totals + at * CHUNK + steps)
                 following = tl.minimum(slot + 1, last - 1) * SIZES.value_heads + head
-                next_whole = _whole(totals, following, SIZES.key_columns, CHUNK, BY_KEY)
+                next_whole = _whole(totals, following * CHUNK, SIZES.key_columns, CHUNK, BY_KEY)
                 known = matrix.to(dtype)
                 corrections = u.to(tl.float32) - tl.dot(w, known, input_precision="ieee")
                 rounded = corrections.to(dtype)

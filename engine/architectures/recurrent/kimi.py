@@ -63,10 +63,10 @@ class Kimi:
         """The buffer elements of a prompt's chunk, all heads: (16-bit elements, float32 elements).
 
         `kernels.recurrent.kimi_chunks_cuda` allocates them. The 16-bit elements are queries, keys,
-        weights, values and token pairs. The float32 elements are the chunk's decays.
+        weights, values and token pairs. The float32 elements are sums of decays, and token pairs.
         """
-        size = max(64, padded(self.size))
-        return self.heads * CHUNK * (4 * size + CHUNK), self.heads * size
+        size, pairs = max(64, padded(self.size)), CHUNK * CHUNK
+        return self.heads * (4 * CHUNK * size + pairs), self.heads * (CHUNK * size + pairs)
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:

@@ -66,7 +66,8 @@ class DeltaRuleLayer(ABC):
             return rule(DeltaInputs(x, z, a, b, self.heads, *own), part)
 
         if meta.state_runs is not None:
-            inputs = DeltaInputs(*activations, self.heads, *states)
+            x, z, a, b = activations
+            inputs = DeltaInputs(x, z, a, b, self.heads, *states)
             verified = self.kernels.verify_delta(inputs, meta)
             if verified is not None:
                 return verified
