@@ -232,7 +232,7 @@ def test_decodes_of_delta_read_all_at_once(launches: Launches) -> None:
     made; a state that is read by less than 16 bytes."""
     delta("qwen3-0.6b")
     seen = [launch for name, launch in launches.seen if name == "_delta_decode_kernel"]
-    assert len(seen) == 2
+    assert len(seen) == 4  # with states written late and not; beside runs of drafts, too
     for compiled in seen:
         ptx = compiled.asm["ptx"]
         _, late = ptx.split("griddepcontrol.wait")
