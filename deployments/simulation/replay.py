@@ -25,7 +25,7 @@ from loadtest.scenario.arrivals import TRACE_BLOCK, TraceRow
 
 _TOO_LONG = "context_length_exceeded"
 _DIGITS = 997  # values of a token that numbers a block or request
-_FILLER = 1000 - 1  # a token that numbers nothing
+_FILLER = 999  # a token that numbers nothing
 
 
 @dataclass(frozen=True, slots=True)

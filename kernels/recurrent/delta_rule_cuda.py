@@ -636,9 +636,10 @@ def kimi_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = F
 def verify(
     inputs: DeltaInputs, meta: AttentionMeta, runs: StateRuns, deterministic: bool = False
 ) -> Tensor:
-    """Compute `kernels.reference.Kernels.verify_delta`.
+    """Return the outputs of decodes and of runs of drafts, [num_tokens, value_heads * value_size].
 
-    One launch computes decodes without drafts, one the runs; another one writes what is accepted.
+    One launch computes decodes without drafts and advances their states, one computes the runs and
+    writes no state. The replay that is added to `runs` advances these by what was accepted.
     """
     x, heads = inputs.x, inputs.heads
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
