@@ -37,6 +37,7 @@ MADE_BY = {
     "faults-refusals": "`python -m tests.faults.refusals`: CPU time of a refusal, by process",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "cpu-steps": "`python -m bench.cpu.steps`: steps on the CPU beside their products and limits",
+    "draft-profile": "`python -m bench.draft_profile`: a step with drafts of a model, part by part",
     "embeddings": "`python -m bench.embeddings`: vectors of texts against transformers",
     "operate": "`python -m bench.operate`: a wheel, a second model, a model that is added",
     "first-start": "`python -m bench.versus.engine --side manta`, TRITON_CACHE_DIR empty",

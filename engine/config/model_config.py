@@ -506,10 +506,14 @@ def _dtype_key(config: Reader) -> str:
 def _stored_dtype(folder: Path) -> str | None:
     """Return the dtype of most of a folder's safetensors weights; None if it has none of DTYPES.
 
-    Raises ConfigError for damaged files.
+    None for files that cannot be read, too: the engine that loads them says so.
     """
     sizes = dict.fromkeys(CODES, 0)
-    for entry in read_headers(folder).values():
+    try:
+        entries = read_headers(folder)
+    except ConfigError:
+        return None
+    for entry in entries.values():
         if entry.code in sizes:
             sizes[entry.code] += entry.num_bytes
     code = max(sizes, key=lambda code: sizes[code])
