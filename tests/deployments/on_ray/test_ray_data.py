@@ -141,7 +141,8 @@ def test_the_serve_stage(job: Job) -> None:
 
 
 def test_http(cluster: Cluster, job: Job) -> None:
-    """Door two: rows as bodies, with retries of what is refused; a bad row ends the job."""
+    """Door two: rows as bodies, with retries of what is refused. A bad row ends the job, or the
+    rows beside it are taken for bad."""
     output = job.run(
         f"""
         import ray
@@ -163,7 +164,7 @@ def test_http(cluster: Cluster, job: Job) -> None:
                 }},
             }},
             postprocess=lambda row: {{
-                "id": row["id"], "failed": "error" in row["http_response"],
+                "id": row["id"], "failed": bool(row["http_response"].get("error")),
             }},
         )
         rows = processor(ray.data.range(16)).take_all()
