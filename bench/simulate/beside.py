@@ -241,7 +241,7 @@ def all_rows(quick: bool = False) -> tuple[list[RoutingRow], list[dict[str, Any]
 
 def _rows_of(name: str, load: float, runs: list[dict[str, BesideRun]]) -> list[RoutingRow]:
     """Return the two rows of a load. runs: those of each seed."""
-    pairs = [(each[f"{load:g}/without"], each[f"{load:g}/with"]) for each in runs]
+    pairs = [(run[f"{load:g}/without"], run[f"{load:g}/with"]) for run in runs]
     without = p99(first for alone, _ in pairs for first in alone.firsts)
     beside = p99(first for _, both in pairs for first in both.firsts)
     ratios = [both.p99 / alone.p99 for alone, both in pairs]
@@ -258,9 +258,7 @@ def _rows_of(name: str, load: float, runs: list[dict[str, BesideRun]]) -> list[R
         note,
     )
     tokens = [both.row_tokens / both.seconds for _, both in pairs]
-    idle = [
-        (1 - load) * each["rows alone"].row_tokens / each["rows alone"].seconds for each in runs
-    ]
+    idle = [(1 - load) * run["rows alone"].row_tokens / run["rows alone"].seconds for run in runs]
     used = [of / most for of, most in zip(tokens, idle, strict=True)]
     note = (
         f"least of a seed {min(used):.3f}; {sum(both.preemptions for _, both in pairs)} preemptions"

@@ -119,10 +119,10 @@ def of_data_sheet(plan: EnginePlan, context: float) -> PoolRates:
         raise ConfigError(f"nothing is known of the speed of {device.name}")
     bandwidth, flops = 1e9 * device.bandwidth, 1e12 * device.teraflops * plan.ranks
     active = plan.active_parameters / plan.parameters
-    kept = sum(size for _, _, size in plan.kv_per_token)
+    token_bytes = sum(size for _, _, size in plan.kv_per_token)
     return PoolRates(
         base=plan.weights * plan.stages * active / bandwidth,
-        sequence=kept * context / bandwidth,
+        sequence=token_bytes * context / bandwidth,
         token=2 * plan.active_parameters / flops,
     )
 
