@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     print_ratios(rows)
     if raw is not None:
         config = {
-            "model": args.model,
+            "model": Path(args.model).name,
             "ours": fields,
             "peers": {"wanted": WANTED},
             "streams": args.streams,
