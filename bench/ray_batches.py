@@ -37,6 +37,7 @@ from deployments.client import AsyncClient
 from deployments.config.load import MantaConfig, parse_config
 from deployments.ray_data import MantaEngineProcessorConfig
 from engine import LLM, SamplingParams
+from loadtest.measure.figures import sample_at
 from tests.deployments.on_ray.serve_cluster import ray_and_serve
 
 CASES = ("offline", "engine-stage", "serve-stage", "beside")
@@ -211,10 +212,6 @@ def beside(
     return lines
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
 def table(lines: list[Line]) -> list[Line]:
     """Return the rows of all lines."""
     of = {line["case"]: line for line in lines}
@@ -234,7 +231,7 @@ def table(lines: list[Line]) -> list[Line]:
             name: sum(line["tok_s"] for line in phases if line["phase"] == name)
             for name in ("dataset", "both")
         }
-        p99 = {name: round(percentile(values, 0.99), 4) for name, values in firsts.items()}
+        p99 = {name: round(sample_at(values, 0.99), 4) for name, values in firsts.items()}
         count = {"requests": len(firsts["both"])}
         rows.append(ratio_row("beside/p99", p99["both"], p99["interactive"], "s") | count)
         rows.append(

@@ -56,7 +56,7 @@ _PASSES = 100  # passes over the stretches, so that the prior has almost no weig
 
 @dataclass(slots=True)
 class Observed:
-    """What a run on the real engine showed, with which the simulation is compared.
+    """The observations of a run on the real engine, with which the simulation is compared.
 
     firsts: seconds to the first token, by request. gaps: mean seconds per later token.
     """

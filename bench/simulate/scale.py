@@ -39,6 +39,7 @@ from deployments.transport.channel import ChannelLimits, FromReplica
 from engine.config.engine_config import EngineConfig
 from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
+from loadtest.measure.figures import sample_at
 
 DECISION_US, MEMORY_MB = 100.0, 200.0  # the most that is accepted
 PROMPT = 512  # tokens of a request
@@ -80,12 +81,6 @@ class RouterFigures:
     index_mb: float = 0.0
     first_s: list[float] = field(default_factory=list)
     refused: int = 0
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile of some values; 0.0 of none. share: e.g. 0.99."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 @contextmanager
@@ -327,15 +322,15 @@ def _rows(
     first = [value for one in figures for value in one.first_s]
     seconds = max(one.seconds for one in figures)
     frames = sum(one.frames for one in figures) / routers / seconds
-    median = quantile(decisions, 0.5)
+    median = sample_at(decisions, 0.5)
     rows = [
         _row(f"{case}/decision_p50", median, DECISION_US, "us", "wanted"),
-        _row(f"{case}/decision_p99", quantile(decisions, 0.99), 0.0, "us"),
-        _row(f"{case}/request_p50", quantile(requests, 0.5), 0.0, "us", "until it is sent"),
-        _row(f"{case}/age_of_stats_p50", 1e3 * quantile(ages, 0.5), 0.0, "ms"),
-        _row(f"{case}/age_of_stats_p99", 1e3 * quantile(ages, 0.99), 0.0, "ms"),
+        _row(f"{case}/decision_p99", sample_at(decisions, 0.99), 0.0, "us"),
+        _row(f"{case}/request_p50", sample_at(requests, 0.5), 0.0, "us", "until it is sent"),
+        _row(f"{case}/age_of_stats_p50", 1e3 * sample_at(ages, 0.5), 0.0, "ms"),
+        _row(f"{case}/age_of_stats_p99", 1e3 * sample_at(ages, 0.99), 0.0, "ms"),
         _row(f"{case}/frames_to_a_router", frames, 0.0, "1/s"),
-        _row(f"{case}/first_token_p99", quantile(first, 0.99), 0.0, "s"),
+        _row(f"{case}/first_token_p99", sample_at(first, 0.99), 0.0, "s"),
     ]
     if real:
         memory = max(one.memory_mb for one in figures)

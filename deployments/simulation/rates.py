@@ -58,21 +58,15 @@ def read_rates(path: Path, model: str) -> dict[str, PoolRates]:
         return rates
     if not isinstance(data, dict) or not data:
         raise ConfigError(f"{path}: no pools; {_FORMS}")
-    try:
-        return {name: PoolRates.model_validate(fields) for name, fields in data.items()}
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = next(name for name, fields in data.items() if not _valid(fields))
-        key = ".".join(map(str, (name, *first["loc"])))
-        raise ConfigError(f"{path}: {key}: {first['msg']}; {_FORMS}") from None
-
-
-def _valid(fields: object) -> bool:
-    try:
-        PoolRates.model_validate(fields)
-    except ValidationError:
-        return False
-    return True
+    rates = {}
+    for name, fields in data.items():
+        try:
+            rates[name] = PoolRates.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, (name, *first["loc"])))
+            raise ConfigError(f"{path}: {key}: {first['msg']}; {_FORMS}") from None
+    return rates
 
 
 def _of_live(data: Mapping[str, Any], model: str) -> dict[str, PoolRates]:

@@ -21,6 +21,7 @@ from deployments.simulation.service import MODEL, Service
 from deployments.simulation.speed import Speed
 from engine.errors import ConfigError, MantaError
 from engine.sampling_params import SamplingParams
+from loadtest.measure.figures import sample_at
 from loadtest.scenario.arrivals import TRACE_BLOCK, TraceRow
 
 _TOO_LONG = "context_length_exceeded"
@@ -65,11 +66,11 @@ class Replay:
 
     def first(self, share: float) -> float:
         """Return a quantile of the seconds to the first token. share: e.g. 0.99."""
-        return _quantile(self.firsts, share)
+        return sample_at(self.firsts, share)
 
     def gap(self, share: float) -> float:
         """Return a quantile of the requests' mean seconds between tokens."""
-        return _quantile(self.gaps, share)
+        return sample_at(self.gaps, share)
 
 
 def simulated_pools(
@@ -225,8 +226,3 @@ def _token_ids(row: TraceRow, number: int) -> list[int]:
 
 def _digits(number: int) -> tuple[int, int, int]:
     return number % _DIGITS, number // _DIGITS % _DIGITS, number // _DIGITS**2 % _DIGITS
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile of ascending values; 0.0 of none."""
-    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0

@@ -50,6 +50,12 @@ def _percentiles(array: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> Perce
     )
 
 
+def sample_at(values: Iterable[float], share: float) -> float:
+    """Return the value at a share of the sorted values, not interpolated; 0.0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
 def _figure(value: float) -> float:
     return round(float(value), 6)
 

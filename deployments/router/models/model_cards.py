@@ -9,7 +9,7 @@ from deployments.router.replicas.replica_client import ReplicaEndpoint
 
 
 class ModelCards:
-    """What a router knows of a model and its adapters (context, vocabulary, end tokens), by name.
+    """A router's cards of a model and its adapters (context, vocabulary, end tokens), by name.
 
     card: the model's configured card, corrected by what replicas report.
     on_change: called without arguments when cards have changed.
