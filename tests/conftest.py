@@ -132,9 +132,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch  # two seconds that a run without GPU tests does not pay
 
-    if not torch.cuda.is_available():
-        for item in marked:
+    devices = torch.cuda.device_count()
+    for item in marked:
+        if not devices:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif devices < 2 and item.get_closest_marker("two_gpus"):
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
 
 
 def pytest_collection_finish() -> None:

@@ -179,6 +179,7 @@ def test_a_sleeping_engine_gives_everything(
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_streams_go_on_while_ten_gib_are_mapped() -> None:
     """Bug: recorded graphs read other addresses; the driver's calls hold launches up."""
     command = [sys.executable, "-m", "bench.kv.growth", "--tokens", "800"]

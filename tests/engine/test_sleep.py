@@ -408,6 +408,7 @@ def test_a_model_in_two_ranks_sleeps_in_parts_and_takes_new_weights(tmp_path: Pa
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_an_engine_on_a_gpu_sleeps(tmp_path: Path) -> None:
     """Bug: an address in a recorded step that is not there any more; memory that stays taken."""
     options = {"device": "cuda", "dtype": "bfloat16", "num_blocks": 0, "max_num_seqs": 8}
@@ -422,6 +423,7 @@ def test_an_engine_on_a_gpu_sleeps(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_a_gpu_drops_its_weights(tmp_path: Path) -> None:
     """Bug: a table that recorded steps read is lost with the weights; pages that stay taken."""
     model = save_checkpoint(tmp_path, "qwen3", max_position_embeddings=256, eos_token_id=None)

@@ -5,7 +5,7 @@ import torch
 
 from kernels.device_memory import Region
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 SIZE = 64 << 20
 
 

@@ -37,7 +37,7 @@ from tests.engine.images.folders import (
 from tests.engine.images.test_processors import write_folder
 from tests.engine.models.test_launch_path import waits_are_errors
 from tests.engine.process.conftest import two_cores
-from tests.engine.process.ranked import start, two_gpus
+from tests.engine.process.ranked import start
 from tests.parity.engine_driver import Output, engine, run
 
 __all__ = ["two_cores"]  # a fixture
@@ -338,7 +338,7 @@ def test_ranks(name: str, ways: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@two_gpus
+@pytest.mark.two_gpus
 def test_two_gpus_encode_a_share_each(tmp_path: Path) -> None:
     """Bugs: a rank reads rows that another has not sent, or ranks meet in another order."""
     seeing = made("Qwen3-VL", tmp_path)

@@ -466,8 +466,9 @@ def test_the_id_of_a_group_is_read_as_data() -> None:
 
 # -- on GPUs
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-CUDA: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "max_num_seqs": 4}
+CUDA: dict[str, Any] = {
+    "dtype": "bfloat16", "device": "cuda", "max_num_seqs": 4, "num_blocks": 256,
+}  # fmt: skip
 
 
 def on_cuda(trainer: Trainer, device: str) -> list[tuple[str, Tensor]]:
@@ -520,7 +521,7 @@ def test_cuda_ipc(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.gpu
-@two_gpus
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("packed", [False, True])
 def test_nccl(tmp_path: Path, packed: bool) -> None:
     """A broadcast never ends, or gives one tensor's bytes to another."""

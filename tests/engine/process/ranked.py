@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from engine import SamplingParams
 from engine.config.engine_config import EngineConfig
@@ -28,9 +27,6 @@ from tests.fakes import Output, collect
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
-
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def run_ranks(code: str, count: int, *arguments: str) -> None:

@@ -27,7 +27,6 @@ from tests.engine.process.ranked import (
     serve,
     start,
     told,
-    two_gpus,
 )
 
 ON_ONE_GPU = """
@@ -56,7 +55,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(params=["one", pytest.param("two", marks=two_gpus)])
+@pytest.fixture(params=["one", pytest.param("two", marks=pytest.mark.two_gpus)])
 def kind(request: pytest.FixtureRequest) -> Iterator[type[Ranks]]:
     """Yield the class of ranks that share the first GPU, or that have one each."""
     if request.param == "one":
@@ -129,7 +128,7 @@ def test_attention_by_requests(
 
 
 @pytest.mark.gpu
-@two_gpus
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["plain", "deterministic"])
 def test_stages_on_two_gpus(tmp_path: Path, options: dict[str, Any]) -> None:
     """Bug: activations reach the next GPU before they are written, or are written over while they

@@ -14,10 +14,10 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.errors import EngineDead
-from tests.engine.process.ranked import children, model_and_adapters, two_gpus
+from tests.engine.process.ranked import children, model_and_adapters
 from tests.engine.process.test_process import running, wait_until
 
-pytestmark = [pytest.mark.gpu, two_gpus]
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
 OPTIONS: dict[str, Any] = {
     "device": "cuda", "dtype": "float32", "num_blocks": 64, "max_num_seqs": 8,

@@ -178,6 +178,7 @@ def test_no_allocation_of_the_start_ends_in_an_error_of_torch(
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_a_real_shortage_on_the_device(tmp_path: Path) -> None:
     """Bug: what CUDA does when memory runs out is not what the other tests pretend: graphs that
     know old addresses, a cache that is not given back, a text that differs."""
