@@ -10,7 +10,8 @@ with a config.json) one request of 32,768 and one of 131,072 tokens. MANTA_TEST_
 machines that cannot download the default model.
 
 The tests are collected first and cut into parts of a few tests, each in its own process, so that a
-failing or hanging part does not affect others. First come tests with the mark two_gpus, which see
+failing or hanging part does not affect others. A test that hangs ends its process, and the
+part's other tests run in another. First come tests with the mark two_gpus, which see
 all devices, then those with the mark whole_gpu, which have a device for themselves. Then each
 device runs parts of its own, --at-once of them concurrently, since most need few GB. Kernels' tests
 that have no gpu mark follow; their slow references take most of the time, and --marked leaves them
@@ -42,12 +43,15 @@ from bench.report.result_file import Line, RawLines, commit, versions
 FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
 SPLIT = FIRST[1]  # takes longest, so each of its functions is a part
 PART_TESTS = 12  # at most, of other files
+TEST_SECONDS = 150  # at most, or it hangs
 GPU = "gpu and not long"
 ALONE, TOGETHER = "whole_gpu", "two_gpus"  # marks
 LONG = ("32768", "131072")  # tokens of the long requests
 # Threads of each part. References are small models on the CPU, which take several times as long
 # with 64 threads and slow down other parts.
 CPU_THREADS = "8"
+# lines of pytest's own calls in a traceback of a hanging test
+_PYTESTS = re.compile(r'^ *File ".*/(?:_pytest|pluggy|pytest)/.*\n', re.MULTILINE)
 # fields of a line that are not measurements
 _PLAIN = {"part", "case", "outcome", "seconds", "why", "commit"}
 
@@ -88,7 +92,12 @@ def collect(root: Path, extra: Sequence[str] = ()) -> tuple[dict[str, set[str]],
 
 
 def _pytest(extra: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines", *extra]
+    """Return the command, whose process ends with all threads' tracebacks if a test takes
+    TEST_SECONDS.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines"]
+    command += ["-o", f"faulthandler_timeout={TEST_SECONDS}"]
+    return [*command, "-o", "faulthandler_exit_on_timeout=true", *extra]
 
 
 def marked_parts(tests: Mapping[str, set[str]], extra: Sequence[str] = ()) -> list[CheckPart]:
@@ -164,6 +173,17 @@ def remaining(parts: Sequence[CheckPart], earlier: Sequence[Line]) -> list[Check
     return todo
 
 
+def not_begun(part: CheckPart, lines: Sequence[Line]) -> CheckPart | None:
+    """Return the tests of a part that a test which ended its process left out; None if none are.
+
+    lines: those of the part's run.
+    """
+    outcomes = {line["case"]: line["outcome"] for line in lines}
+    tests = tuple(test for test in part.tests if test not in outcomes)
+    died = any(outcomes.get(test) == "died" for test in part.tests)
+    return part._replace(tests=tests) if died and tests else None
+
+
 _running: set[subprocess.Popen[bytes]] = set()
 
 
@@ -215,7 +235,7 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
         last["outcome"] = "out of time"
     last["seconds"] = round(time.monotonic() - began, 1)
     if not good:
-        last |= {"exit": code, "why": said[-1500:]}
+        last |= {"exit": code, "why": _PYTESTS.sub("", said)[-1500:]}
     return [{"part": part.name, **line} for line in [*lines, last]]
 
 
@@ -353,8 +373,12 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
         places = Devices(devices, args.at_once)
 
         def run_one(part: CheckPart, taken: Mapping[str, int]) -> None:
+            todo: CheckPart | None = part
             try:
-                keep(run(part, until, ",".join(taken)))
+                while todo:
+                    lines = run(todo, until, ",".join(taken))
+                    keep(lines)
+                    todo = not_begun(todo, lines)
             finally:
                 places.give_back(taken)
 
@@ -380,7 +404,9 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
     for row in rows:
         print(json.dumps(row))
     missing = any(row["case"] == "not run" for row in rows)
-    return int(missing or any(outcome != "passed" for outcome in parts_run.values()))
+    outcomes = [line["outcome"] for line in lines if line["case"] != line["part"]]
+    bad = any(outcome not in ("passed", "skipped") for outcome in outcomes)
+    return int(missing or bad or any(outcome != "passed" for outcome in parts_run.values()))
 
 
 if __name__ == "__main__":

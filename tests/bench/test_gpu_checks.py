@@ -218,6 +218,42 @@ def test_tests_go_on(
     assert document(options.out)["rows"] == content["rows"]
 
 
+HANGS = """
+import os, time
+
+def test_first(): ...
+
+def test_hangs():
+    time.sleep(60)
+
+def test_last(): ...
+"""
+
+
+def test_a_test_hangs(
+    options: argparse.Namespace,
+    with_parts: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A test that hangs takes the time of all others, and nobody learns where it hung."""
+    (tmp_path / "test_x.py").write_text(HANGS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # so that its folder begins node ids
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(gpu_checks, "TEST_SECONDS", 1.5)
+    cases = tuple(f"test_x.py::test_{name}" for name in ("first", "hangs", "last"))
+    with_parts(CheckPart("x", gpu_checks._pytest([]), tests=cases))
+    assert check(options, time.monotonic() + 50, ["0"]) == 1
+    content = document(options.out)
+    assert [row for row in content["rows"] if "tests" in row] == [
+        {"case": "died", "tests": 1}, {"case": "passed", "tests": 2},
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in next(options.out.glob("*.jsonl")).read_text().split("\n")
+             if line]  # fmt: skip
+    assert any("in test_hangs" in line.get("why", "") for line in lines)
+
+
 def test_what_remains() -> None:
     """A part whose process failed after its tests had passed is called done; one that was cut off
     after its last test runs again."""

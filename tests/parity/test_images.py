@@ -349,7 +349,7 @@ def test_two_gpus_encode_a_share_each(tmp_path: Path) -> None:
     assert sum(image.size for image in prompts[0][1]) >= 256, "the ranks do not share it"
     config = EngineConfig(
         model=str(tmp_path), device="cuda", dtype="float32", tensor_parallel=2, num_blocks=512,
-        max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=512,
+        max_num_seqs=8, max_num_batched_tokens=512,
     )  # fmt: skip
     core, others = start(config, Ranks)
     try:
