@@ -343,7 +343,8 @@ def test_two_gpus_encode_a_share_each(tmp_path: Path) -> None:
     """Bugs: a rank reads rows that another has not sent, or ranks meet in another order."""
     seeing = made("Qwen3-VL", tmp_path)
     parts: list[list[int | Pillow.Image]] = [
-        [5, *(picture(64, 96, seed) for seed in range(50)), 7, 8 + number] for number in range(3)
+        [part for seed in range(50) for part in (5, picture(64, 96, seed))] + [7, 8 + number]
+        for number in range(3)
     ]
     prompts = [seeing.prompt(some) for some in parts]
     assert sum(image.size for image in prompts[0][1]) >= 256, "the ranks do not share it"

@@ -70,6 +70,7 @@ def on_gpu(folder: Path, **changes: object) -> EngineConfig:
 
 
 @pytest.mark.gpu
+@pytest.mark.own_process
 def test_texts_are_those_of_one_rank(kind: type[Ranks], tmp_path: Path) -> None:
     """Bugs: a graph that is replayed on one rank reads what another brought to an earlier step; a
     norm that was made with the sum of another layer; a best token of the wrong part of the
@@ -102,6 +103,7 @@ LATENT = {
 
 
 @pytest.mark.gpu
+@pytest.mark.own_process
 @pytest.mark.parametrize(
     ("architecture", "sizes"),
     [("llama", {"num_key_value_heads": 1, "head_dim": 16}), ("deepseek_v3", LATENT)],
