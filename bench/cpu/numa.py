@@ -5,6 +5,7 @@
 A machine of one node is refused, as nothing would differ. Each side decodes the same requests;
 the best of all rounds counts. Cases:
 
+    nodes/N       one replica with a rank on each of N nodes, against one replica on one node
     replicas/N    N replicas, one a node, against N that the system places (tokens/s)
     ranks/N       one replica with a rank on each of N nodes, against N ranks that the system places
     replicas-or-ranks/N   bound replicas against bound ranks
@@ -25,11 +26,15 @@ from bench.report.result_file import write
 from engine.parallel.nodes import read_nodes
 
 LAYOUTS = ("replicas", "ranks")
+SIDES = (("one", "bind"), *((layout, numa) for layout in LAYOUTS for numa in ("bind", "none")))
 PROMPT = 64
 
 
 def side(model: str, layout: str, numa: str, nodes: int, requests: int, tokens: int) -> float:
-    """Return the output tokens per second of all replicas together, in this process."""
+    """Return the output tokens per second of all replicas together, in this process.
+
+    layout: "one" (a replica of one rank), or one of LAYOUTS.
+    """
     from deployments.checkpoints.resolve import resolve_model
     from engine import LLM, SamplingParams
 
@@ -38,7 +43,7 @@ def side(model: str, layout: str, numa: str, nodes: int, requests: int, tokens: 
     options: dict[str, Any] = {"device": "cpu", "numa": numa, "max_model_len": PROMPT + tokens + 1}
     if layout == "ranks":
         options["tensor_parallel"] = nodes
-    elif numa == "none":
+    elif layout == "replicas" and numa == "none":
         # as many threads as a bound replica has
         options["num_threads"] = min(len(node.cores) for node in read_nodes())
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -69,7 +74,8 @@ def rows_of(speeds: dict[tuple[str, str], float], nodes: int) -> list[dict[str, 
         figures = {"ours": round(ours, 1), "peer": round(peer, 1), "ratio": round(ours / peer, 3)}
         return {"case": f"{case}/{nodes}", **figures, "unit": "tok/s"}
 
-    rows = [row(name, speeds[name, "bind"], speeds[name, "none"]) for name in LAYOUTS]
+    rows = [row("nodes", speeds["ranks", "bind"], speeds["one", "bind"])]
+    rows += [row(name, speeds[name, "bind"], speeds[name, "none"]) for name in LAYOUTS]
     return [*rows, row("replicas-or-ranks", speeds["replicas", "bind"], speeds["ranks", "bind"])]
 
 
@@ -96,19 +102,18 @@ def main() -> None:
     speeds: dict[tuple[str, str], float] = {}
     lines = []
     for turn in range(args.rounds):
-        for layout in LAYOUTS:
-            for numa in ("bind", "none"):
-                command = [sys.executable, "-m", "bench.cpu.numa", "--side", layout, numa]
-                command += ["--model", args.model, "--requests", str(args.requests)]
-                command += ["--tokens", str(args.tokens)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ)
-                said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-                if done.returncode or not said:
-                    raise SystemExit(f"error: {layout} with numa {numa} failed")
-                speed = float(said[-1].removeprefix("RESULT "))
-                speeds[layout, numa] = max(speeds.get((layout, numa), 0.0), speed)
-                lines.append({"turn": turn, "layout": layout, "numa": numa, "tokens_s": speed})
-                print(json.dumps(lines[-1]), flush=True)
+        for layout, numa in SIDES:
+            command = [sys.executable, "-m", "bench.cpu.numa", "--side", layout, numa]
+            command += ["--model", args.model, "--requests", str(args.requests)]
+            command += ["--tokens", str(args.tokens)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+            said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if done.returncode or not said:
+                raise SystemExit(f"error: {layout} with numa {numa} failed")
+            speed = float(said[-1].removeprefix("RESULT "))
+            speeds[layout, numa] = max(speeds.get((layout, numa), 0.0), speed)
+            lines.append({"turn": turn, "layout": layout, "numa": numa, "tokens_s": speed})
+            print(json.dumps(lines[-1]), flush=True)
     rows = rows_of(speeds, len(nodes))
     for each in rows:
         print(f"{each['case']:<24} {each['ratio']:>7}")

@@ -64,11 +64,9 @@ with contextlib.ExitStack() as ends:
 """
 
 
-def host(folder: Path, layouts: list[dict[str, int]]) -> tuple[dict[str, Any], list[Any], Any]:
-    """Run engines of these options side by side on an emulated host of two nodes.
-
-    Returns each process's role and, of each thread, (whether it is the main one, its cores, its
-    ticks); the texts; and what was asked of the kernel about memory, as (process, mode, node).
+def emulate(folder: Path) -> dict[str, str]:
+    """Write an emulated host of two nodes and a tiny model; return the environment of its
+    processes.
     """
     half = os.cpu_count() // 2  # type: ignore[operator]
     for number, cores in enumerate((f"0-{half - 1}", f"{half}-{2 * half - 1}")):
@@ -79,14 +77,24 @@ def host(folder: Path, layouts: list[dict[str, int]]) -> tuple[dict[str, Any], l
         (folder / name).mkdir()
     (folder / "site" / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
     write_model(folder / "model", bos=False)
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{folder / 'site'}:{ROOT}",
+        "TMPDIR": str(folder / "tmp"),
+    }
+
+
+def host(folder: Path, layouts: list[dict[str, int]]) -> tuple[dict[str, Any], list[Any], Any]:
+    """Run engines of these options side by side on an emulated host of two nodes.
+
+    Returns each process's role and, of each thread, (whether it is the main one, its cores, its
+    ticks); the texts; and what was asked of the kernel about memory, as (process, mode, node).
+    """
+    environment = emulate(folder)
     done = subprocess.run(
         [sys.executable, "-c", HOST, str(folder / "model"), json.dumps(layouts)],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{folder / 'site'}:{ROOT}",
-            "TMPDIR": str(folder / "tmp"),
-        },
+        env=environment,
         capture_output=True,
         text=True,
         timeout=240,
