@@ -48,6 +48,8 @@ MADE_BY = {
     "kv-growth": "`python -m bench.kv.growth`: steps while KV memory grows and shrinks",
     "kv-moves": "`python -m bench.kv.moves`: a turn on another replica, by blocks that move",
     "loading": "`python -m bench.loading`: reading weights against copying as many bytes",
+    "prefill-surplus": "`python -m bench.kernels.surplus`: prefill programs without work",
+    "numa": "`python -m bench.cpu.numa`: two nodes of a machine beside one, and unbound",
     "long-context": "`python -m bench.long_context`: one long request at a time",
     "memory-load": "`python -m bench.memory_load`: more requests than memory, for minutes",
     "parallel": "`python -m bench.cpu.parallel`: ranks of a core each against one rank of all",
