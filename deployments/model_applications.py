@@ -200,6 +200,8 @@ def why_waiting(messages: Sequence[str]) -> str:
     for message in messages:
         if match := _NO_ROOM.search(message):
             needs = re.findall(r"[\"'](\w+)[\"']: ([0-9.]+)", match[1])
+            if not needs:  # it has room, and a busy node is slow to start it
+                continue
             named = ", ".join(f"{float(count):g} {name}" for name, count in needs)
             on_gpus = any(name == "GPU" for name, _ in needs)
             keys = "pools.gpu.num_gpus, or num_cpus" if on_gpus else "pools.cpu.num_cpus"

@@ -41,3 +41,6 @@ def test_what_a_replica_waits_for() -> None:
     reason = why_waiting([text.replace(', "GPU": 0.5', "")])
     assert reason.startswith("no node has 2 CPU free") and "(pools.cpu.num_cpus)" in reason
     assert why_waiting([text.replace("scheduled", "initialized"), ""]) == ""
+    reserves_nothing = text.replace('{"CPU": 2.0, "GPU": 0.5}', "{}")
+    assert why_waiting([reserves_nothing]) == "", "a router on a busy machine"
+    assert why_waiting([reserves_nothing, text]) == why_waiting([text])
