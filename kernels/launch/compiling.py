@@ -11,8 +11,9 @@ The processes share Triton's cache on disk (TRITON_CACHE_DIR): they write it, th
 kernel that they did not get or could not compile is compiled at its launch, as usual.
 
 They are forks of one process, `python -m kernels.launch.compiling`, which imports torch and Triton
-while the engine does. It reads a job per line from stdin, and answers with a line each in any
-order. It ends when stdin has ended and all jobs are done, or with the engine.
+while the engine does, and hashes what is a part of every kernel's key. It reads a job per line from
+stdin, and answers with a line each in any order. It ends when stdin has ended and all jobs are
+done, or with the engine.
 """
 
 import contextlib
@@ -232,6 +233,18 @@ def hash_callees(kernel: Any) -> None:
             _ = callee.cache_key
 
 
+def hash_compiler() -> None:
+    """Hash the files of Triton's compiler, whose digest is a part of every kernel's key.
+
+    Triton keeps the digest for the process and its forks. The library alone has 400 to 500 MB.
+    """
+    # Without Triton nothing is launched, and unreadable files are an error of the first launch.
+    with contextlib.suppress(ImportError, OSError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 class _Target:
     """A stub of Triton's driver for compiling, so that workers do not use the device."""
 
@@ -324,6 +337,7 @@ def main() -> None:
     driver = threading.Thread(target=_build_driver)
     driver.start()
     import_module("kernels.cuda")  # imports torch once for all workers
+    hash_compiler()
     driver.join()  # no other thread may run when the pool forks
 
     def answer(number: int, future: "Future[None]") -> None:
@@ -335,6 +349,7 @@ def main() -> None:
     with ProcessPoolExecutor(
         count, get_context("fork"), initializer=_die_with, initargs=(os.getpid(),)
     ) as pool:
+        pool.submit(os.getpid)  # forks all workers before the first kernel comes
         for line in sys.stdin.buffer:
             number, *job = json.loads(line)
             pool.submit(_compile, *job).add_done_callback(

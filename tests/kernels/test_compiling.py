@@ -1,6 +1,7 @@
 """Kernels compiled ahead by other processes; for Hopper, so that no GPU is needed."""
 
 import logging
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,52 @@ def test_what_was_collected_is_there_when_it_is_launched(compiled_here: list[str
     finally:
         compilers.close()
     assert compilers._process.wait(60) == 0
+
+
+COUNTED = """
+import os
+from functools import lru_cache
+from triton.runtime import cache
+
+hashed = cache.triton_key
+
+@lru_cache
+def triton_key():
+    with open(os.environ["HASHES"], "a") as file:
+        file.write("hashed\\n")
+    return hashed()
+
+cache.triton_key = triton_key
+from kernels.launch.compiling import main
+main()
+os._exit(0)
+"""
+
+
+def test_workers_do_not_hash_the_compiler_again(
+    compiled_here: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: each worker reads Triton's library of 400 MB before its first kernel, and a first start
+    waits half a second longer for the slowest kernel."""
+    start = subprocess.Popen
+
+    def counted(command: list[str], **options: Any) -> Any:
+        at = command.index("-m")
+        return start([*command[:at], "-c", COUNTED, *command[at + 2 :]], **options)
+
+    monkeypatch.setenv("HASHES", str(tmp_path / "hashes"))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", counted)
+        compilers = Compilers(2)
+    try:
+        with compilers.collecting():
+            launch(64, 128, 256)
+        launch(64, 128, 256)
+        assert compiled_here == [] and not compilers.failed
+    finally:
+        compilers.close()
+    assert compilers._process.wait(60) == 0
+    assert (tmp_path / "hashes").read_text() == "hashed\n"
 
 
 def test_structs_of_constants_arrive(compiled_here: list[str]) -> None:
