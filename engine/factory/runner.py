@@ -133,7 +133,7 @@ def build_runner(
     host_kv = _host_kv(config)
     if device.type == "cuda":
         if compilers is not None:
-            _hand_over(compilers, resolved, lambda: runner_with(4, model.one_layer()))
+            _hand_over(compilers, resolved, model, lambda: runner_with(4, model.one_layer()))
         activations = _measure_step(resolved, runner_with)
         # recurrent states are counted separately
         activations -= (max_num_seqs + 1) * groups.state_bytes
@@ -257,9 +257,11 @@ def _take_host_memory(
 
 
 def _hand_over(
-    compilers: Compilers, resolved: Resolved, make_runner: Callable[[], ModelRunner]
+    compilers: Compilers, resolved: Resolved, model: Model, make_runner: Callable[[], ModelRunner]
 ) -> None:
     """Give the compilers every kernel that the rest of the start will launch.
+
+    Meanwhile the GEMMs of graphs are tuned, which needs no kernel of theirs.
 
     make_runner: makes the runner of a model of one layer.
     A failure is only logged: a kernel that is needed fails again where it is launched.
@@ -269,7 +271,10 @@ def _hand_over(
         with compilers.collecting():
             sizes = graph_sizes(resolved) if resolved.captures else ()
             most = resolved.max_num_batched_tokens
-            launch_everything(runner, sizes, most, drafts=resolved.speculation is not None)
+            drafts = resolved.speculation is not None
+            graphs = launch_everything(runner, sizes, most, drafts=drafts)
+        if graphs is not None:
+            model.tune(*graphs.matmul_sizes())
     except Exception as error:
         logger.warning("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
 

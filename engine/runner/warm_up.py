@@ -116,15 +116,16 @@ def warm_up_tower(runner: ModelRunner, num_tokens: int) -> None:
 
 def launch_everything(
     runner: ModelRunner, sizes: Sequence[int], max_tokens: int, *, drafts: bool = False
-) -> None:
+) -> StepGraphs | None:
     """Launch everything that a start launches, to record which kernels are needed.
 
-    See `kernels.launch.compiling`.
+    See `kernels.launch.compiling`. Returns the graphs without their captures; None without sizes.
 
     sizes, max_tokens, drafts: as for `capture_graphs`; no sizes if no graphs will be captured.
     """
     pad = runner.rows.pad_row
     update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
+    graphs = None
     try:
         warm_up(runner, max_tokens, drafts=drafts)
         warm_up_tower(runner, max_tokens)
@@ -141,6 +142,7 @@ def launch_everything(
     finally:
         # No kernel has run, so the rows may hold invalid tokens that would be looked up later.
         runner.rows.tokens.zero_()
+    return graphs
 
 
 def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:

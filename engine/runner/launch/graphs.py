@@ -158,6 +158,11 @@ class StepGraphs:
                 return (entries, sizes[at]) if at < len(sizes) else None
         return None
 
+    def matmul_sizes(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of tokens and of samples for which `Model.tune` is called."""
+        tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
+        return sorted(tokens), [*self._decodes, *self._mixed]
+
     def capture(self) -> None:
         """Capture all sizes, largest first so that smaller graphs reuse the memory of larger ones.
 
@@ -167,9 +172,8 @@ class StepGraphs:
         With data-parallel attention a graph's attention has the tokens of all ranks. Sizes of many
         decodes are left out if that takes longer than only this rank's tokens.
         """
-        model, group = self._forward.model, self._forward.model.group
-        tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
-        model.tune(sorted(tokens), [*self._decodes, *self._mixed])
+        group = self._forward.model.group
+        self._forward.model.tune(*self.matmul_sizes())
         self._allocate()
         variants = self._variants()
         pays = self._own_inputs is None
