@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Thread
 
 import torch
 
@@ -38,7 +39,7 @@ from engine.speculation.settings import read_speculation
 from engine.weights import load_weights
 from engine.weights.stream import Loading
 from kernels.dispatch import kernels_for
-from kernels.launch.compiling import Compilers
+from kernels.launch.compiling import Compilers, hash_compiler
 from kernels.launch.device import act_as
 
 logger = logging.getLogger("manta.engine")
@@ -97,8 +98,11 @@ def build_part(
     phases.start("device")
     resolved = resolve(config, rank)
     device = resolved.device
+    # The first launch needs the digest. Hashing takes half a second, most of it without the GIL.
+    hashing = Thread(target=hash_compiler, name="hash-compiler", daemon=True)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        hashing.start()
         if config.gpu_capability is not None:
             act_as(acting(config, "", torch.cuda.get_device_capability(device)))
         # creates the CUDA context here, so that its memory is not counted elsewhere
@@ -153,6 +157,8 @@ def build_part(
     phases.start("memory")
     device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())
+    if device.type == "cuda":
+        hashing.join()
     runner, plan, growth = build_runner(
         resolved,
         place,
