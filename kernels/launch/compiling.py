@@ -40,6 +40,7 @@ _MOST = 16  # most processes: with few kernels each, the slowest kernel determin
 _PIPE_BYTES = 1 << 20  # holds all jobs of a start, so that writing them never blocks
 _ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
+_COLLECTED = object()  # stands for a kernel that is being compiled
 
 _Key = tuple[str, str, Any]  # module and name of a kernel, Triton's specialisation key
 # index of a constant that is a NamedTuple, its module and name
@@ -58,6 +59,7 @@ class Compilers:
         self.waited = 0.0  # seconds that launches waited for kernels
         self._jobs: dict[_Key, Future[None]] = {}
         self._numbers: list[_Key] = []
+        self._collected: list[tuple[dict[Any, Any], Any]] = []  # cache of a kernel, key in it
         self._collecting = False
         self._given_up = False
         self._warned = False
@@ -104,6 +106,9 @@ class Compilers:
         finally:
             self._collecting = False
             JITFunction.run = run
+            for cache, key in self._collected:
+                cache.pop(key, None)
+            self._collected.clear()
 
     def close(self) -> None:
         """Remove the hook, so that launches no longer wait. The processes end by themselves."""
@@ -125,6 +130,10 @@ class Compilers:
         if self._collecting:
             if job not in self._jobs and not self._given_up:
                 self._hand_over(job, compile["specialization_data"], _structs(compile["constants"]))
+            # The kernel's next launch finds this and asks no more.
+            cache = fn.jit_function.device_caches[compile["device"]][0]
+            cache[key] = _COLLECTED
+            self._collected.append((cache, key))
             return True
         future = self._jobs.get(job)
         if future is not None and not self._given_up:

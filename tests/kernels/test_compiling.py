@@ -84,6 +84,32 @@ def test_what_was_collected_is_there_when_it_is_launched(compiled_here: list[str
     assert compilers._process.wait(60) == 0
 
 
+def test_a_kernel_is_looked_at_once(
+    compiled_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: each of a thousand launches of a start describes its kernel again, for nothing; or what
+    stands for a kernel stays, and launches do nothing."""
+    seen: list[str] = []
+    before_compiling = Compilers._before_compiling
+
+    def look(self: Compilers, **what: Any) -> bool:
+        seen.append(what["key"])
+        return before_compiling(self, **what)
+
+    monkeypatch.setattr(Compilers, "_before_compiling", look)
+    compilers = Compilers(1)
+    try:
+        with pytest.raises(RuntimeError), compilers.collecting():
+            launch(64, 128, 64, 64)
+            raise RuntimeError
+        assert len(seen) == len(set(seen)) == compilers.jobs == 2
+        launch(64, 128)
+        assert len(seen) == 4 and not compilers.failed
+    finally:
+        compilers.close()
+    assert compilers._process.wait(60) == 0
+
+
 COUNTED = """
 import os
 from functools import lru_cache
