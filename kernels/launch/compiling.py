@@ -8,7 +8,9 @@ engine runs its steps twice:
     compilers.close()
 
 The processes share Triton's cache on disk (TRITON_CACHE_DIR): they write it, the engine reads it. A
-kernel that they did not get or could not compile is compiled at its launch, as usual.
+kernel that they did not get or could not compile is compiled at its launch, as usual. While a
+launch waits and many kernels are left, the engine compiles some itself, the last ones first: a core
+less would count where there are few.
 
 They are forks of one process, `python -m kernels.launch.compiling`, which imports torch and Triton
 while the engine does, and hashes what is a part of every kernel's key. It reads a job per line from
@@ -26,12 +28,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("manta.kernels")
 
@@ -47,6 +50,16 @@ _Key = tuple[str, str, Any]  # module and name of a kernel, Triton's specialisat
 _Struct = tuple[list[int], str, str]
 
 
+class _Unsent(NamedTuple):
+    """A kernel that no process has been told of."""
+
+    job: _Key
+    line: bytes
+    kernel: Any
+    specialization: str
+    structs: list[_Struct]
+
+
 class Compilers:
     """The processes that compile; the constructor starts them.
 
@@ -55,10 +68,14 @@ class Compilers:
 
     def __init__(self, count: int = 0) -> None:
         """Start the processes. count: their number; 0: one per core, minus one for the engine."""
-        count = count or max(1, min(_MOST, len(os.sched_getaffinity(0)) - 1))
+        self._count = count or max(1, min(_MOST, len(os.sched_getaffinity(0)) - 1))
         self.waited = 0.0  # seconds that launches waited for kernels
+        self.own: list[str] = []  # names of the kernels that this process compiled meanwhile
         self._jobs: dict[_Key, Future[None]] = {}
         self._numbers: list[_Key] = []
+        self._lock = threading.Lock()  # for the next two, and for writing to the processes
+        self._unsent: deque[_Unsent] = deque()
+        self._sent = 0  # jobs at the processes
         self._collected: list[tuple[dict[Any, Any], Any]] = []  # cache of a kernel, key in it
         self._collecting = False
         self._given_up = False
@@ -66,7 +83,7 @@ class Compilers:
         # No warnings, since the engine prints the same.
         command = [sys.executable, "-W", "ignore", "-m", "kernels.launch.compiling"]
         self._process = subprocess.Popen(
-            [*command, str(count), os.getcwd(), str(os.getpid())],
+            [*command, str(self._count), os.getcwd(), str(os.getpid())],
             cwd=_ROOT,  # folder of the package, installed or not
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -76,7 +93,7 @@ class Compilers:
 
     @property
     def jobs(self) -> int:
-        """The number of kernels sent to the processes."""
+        """The number of kernels that were collected."""
         return len(self._jobs)
 
     @property
@@ -116,8 +133,11 @@ class Compilers:
             from triton import knobs
 
             knobs.runtime.jit_cache_hook = None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        with self._lock:
+            with contextlib.suppress(OSError):
+                self._send(len(self._unsent))  # for launches after the start
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
     def _before_compiling(self, *, key: Any, fn: Any, compile: Any, **_: Any) -> bool:
         """Triton's hook before this process compiles a kernel. Returns True to stop the
@@ -129,7 +149,8 @@ class Compilers:
         job = (fn.module, fn.name, key)
         if self._collecting:
             if job not in self._jobs and not self._given_up:
-                self._hand_over(job, compile["specialization_data"], _structs(compile["constants"]))
+                structs = _structs(compile["constants"])
+                self._hand_over(job, fn.jit_function, compile["specialization_data"], structs)
             # The kernel's next launch finds this and asks no more.
             cache = fn.jit_function.device_caches[compile["device"]][0]
             cache[key] = _COLLECTED
@@ -139,6 +160,7 @@ class Compilers:
         if future is not None and not self._given_up:
             began = time.monotonic()
             try:
+                self._help(future)
                 future.result(PATIENCE)
             except TimeoutError:
                 self._given_up = True
@@ -148,7 +170,9 @@ class Compilers:
             self.waited += time.monotonic() - began
         return False
 
-    def _hand_over(self, job: _Key, specialization: str, structs: list[_Struct]) -> None:
+    def _hand_over(
+        self, job: _Key, kernel: Any, specialization: str, structs: list[_Struct]
+    ) -> None:
         from triton.runtime import driver
 
         target = driver.active.get_current_target()
@@ -161,12 +185,44 @@ class Compilers:
             specialization,
             structs,
         )
+        line = json.dumps(what).encode() + b"\n"
+        with self._lock:
+            self._unsent.append(_Unsent(job, line, kernel, specialization, structs))
+            self._send_next()
+
+    def _send_next(self) -> None:
+        """Send jobs until each process has one, and the first that is done has the next."""
         try:
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError as error:
+            self._send(min(len(self._unsent), self._count + 1 - self._sent))
+        except (OSError, ValueError) as error:  # the processes ended, or the start did
             self._given_up = True
             self._warn(str(error))
+
+    def _send(self, jobs: int) -> None:
+        for _ in range(jobs):
+            self._process.stdin.write(self._unsent.popleft().line)
+            self._sent += 1
+        self._process.stdin.flush()
+
+    def _help(self, wanted: "Future[None]") -> None:
+        """Compile unsent kernels in this process until the wanted one is there.
+
+        A wanted kernel that is unsent itself is compiled at its launch. No more is done once each
+        process can take one of the kernels that are left, as the launch would then wait for this
+        process.
+        """
+        while not wanted.done():
+            with self._lock:
+                own = next((u for u in self._unsent if self._jobs[u.job] is wanted), None)
+                if own is None and len(self._unsent) > self._count:
+                    own = self._unsent[-1]
+                if own is None:
+                    return
+                self._unsent.remove(own)
+            self.own.append(own.job[1])
+            self._jobs[own.job].set_result(None)
+            if self._jobs[own.job] is not wanted:
+                _preload(own.kernel, own.specialization, own.structs)
 
     def _read_answers(self) -> None:
         """Set the future of each kernel from the lines that the compiling processes write.
@@ -177,6 +233,10 @@ class Compilers:
         with contextlib.suppress(OSError, ValueError):
             for line in self._process.stdout:
                 number, error = json.loads(line)
+                with self._lock:
+                    self._sent -= 1
+                    if not self._process.stdin.closed:
+                        self._send_next()
                 future = self._jobs[self._numbers[number]]
                 if error:
                     future.set_exception(RuntimeError(error))
@@ -284,16 +344,10 @@ def _restore(constants: dict[Any, Any], structs: list[_Struct]) -> None:
         constants[tuple(place)] = getattr(import_module(module), name)(*fields)
 
 
-def _compile(
-    module: str, name: str, target: list[Any], specialization: str, structs: list[_Struct]
-) -> None:
-    """Compile one kernel in a worker process."""
-    from triton.backends.compiler import GPUTarget
+def _preload(function: Any, specialization: str, structs: list[_Struct]) -> Any:
+    """Compile a kernel from what Triton's hook said of it, and return it. Nothing is launched."""
     from triton.runtime import driver
 
-    driver.set_active(_Target(GPUTarget(*target)))
-    function = getattr(import_module(module), name)
-    hash_callees(function)
     # this sets the function's `ASTSource`
     _ = function.device_caches[driver.active.get_current_device()]
     make_source = function.ASTSource
@@ -304,9 +358,22 @@ def _compile(
 
     function.ASTSource = source
     try:
-        kernel = function.preload(specialization)
+        return function.preload(specialization)
     finally:
         function.ASTSource = make_source
+
+
+def _compile(
+    module: str, name: str, target: list[Any], specialization: str, structs: list[_Struct]
+) -> None:
+    """Compile one kernel in a worker process."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(_Target(GPUTarget(*target)))
+    function = getattr(import_module(module), name)
+    hash_callees(function)
+    kernel = _preload(function, specialization, structs)
     if target[0] != "cuda":
         return
     from triton.backends.nvidia import driver as nvidia

@@ -110,6 +110,50 @@ def test_a_kernel_is_looked_at_once(
     assert compilers._process.wait(60) == 0
 
 
+WIDTHS = (64, 128, 256, 512, 1024, 2048)
+
+
+def test_the_engine_compiles_while_it_waits(compiled_here: list[str], tmp_path: Path) -> None:
+    """Bug: on two cores one compiles all kernels and the other waits; or what the engine compiled
+    is compiled again, by a process or at its launch."""
+    compilers = Compilers(1)
+    try:
+        with compilers.collecting():
+            launch(*WIDTHS)
+        launch(*WIDTHS)  # the process still imports torch
+        assert compiled_here == compilers.own and not compilers.failed
+        assert 2 < len(compiled_here) < len(WIDTHS)
+    finally:
+        compilers.close()
+    assert compilers._process.wait(60) == 0
+    assert len([*tmp_path.rglob("*.cubin")]) == len(WIDTHS)
+
+
+def test_a_kernel_that_no_process_has_is_not_waited_for(compiled_here: list[str]) -> None:
+    """Bug: a launch waits for a kernel behind all others, or compiles all others first."""
+    compilers = Compilers(1)
+    try:
+        with compilers.collecting():
+            launch(*WIDTHS)
+        launch(WIDTHS[-1])
+        assert compiled_here == compilers.own == ["_rms_norm_kernel"]
+    finally:
+        compilers.close()
+    assert compilers._process.wait(60) == 0
+
+
+def test_what_a_start_does_not_launch_is_compiled_all_the_same(compiled_here: list[str]) -> None:
+    """Bug: kernels that wait for a process when the start is over are dropped, and the first
+    request that needs one waits for the compiler."""
+    compilers = Compilers(1)
+    with compilers.collecting():
+        launch(*WIDTHS)
+    compilers.close()
+    assert compilers._process.wait(120) == 0
+    launch(*WIDTHS)
+    assert compiled_here == [] and not compilers.failed
+
+
 COUNTED = """
 import os
 from functools import lru_cache
