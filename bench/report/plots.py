@@ -62,6 +62,7 @@ MADE_BY = {
     "simulate": "`python -m bench.simulate`: routing and scaling policies in a simulated fleet",
     "simulate-calibration": "`python -m bench.simulate calibrate`: a real replica's steps, "
     "and the simulator against it",
+    "starts": "`python -m bench.operate.starts`: first and later starts, and an older engine's",
     "step-profile": "`python -m bench.step_profile`: kernels of a step, floors and gaps",
     "structured": "`python -m bench.structured`: schemas against two suites of documents",
     "versus-cpu": "`python -m bench.versus.cpu.formats`: formats of weights against peers",
