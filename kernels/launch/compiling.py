@@ -42,6 +42,7 @@ PATIENCE = 60.0  # seconds to wait at one launch; most machines compile a kernel
 _MOST = 16  # most processes: with few kernels each, the slowest kernel determines the time
 _PIPE_BYTES = 1 << 20  # holds all jobs of a start, so that writing them never blocks
 _ROOT = Path(__file__).resolve().parents[2]
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of cores, and the period
 _PR_SET_PDEATHSIG = 1
 _COLLECTED = object()  # stands for a kernel that is being compiled
 
@@ -68,7 +69,7 @@ class Compilers:
 
     def __init__(self, count: int = 0) -> None:
         """Start the processes. count: their number; 0: one per core, minus one for the engine."""
-        self._count = count or max(1, min(_MOST, len(os.sched_getaffinity(0)) - 1))
+        self._count = count or max(1, min(_MOST, _cores() - 1))
         self.waited = 0.0  # seconds that launches waited for kernels
         self.own: list[str] = []  # names of the kernels that this process compiled meanwhile
         self._jobs: dict[_Key, Future[None]] = {}
@@ -255,6 +256,19 @@ class Compilers:
         if not self._warned:
             self._warned = True
             logger.warning("kernels that were not compiled ahead are compiled here: %s", reason)
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use, within its container's quota.
+
+    Once more processes than the quota have spent it, the engine waits with them. Meanwhile it times
+    GEMMs.
+    """
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # not Linux, no cgroup v2, or "max"
+        quota, period = map(int, _QUOTA.read_text().split())
+        cores = min(cores, quota // period)
+    return cores
 
 
 def report_late() -> None:

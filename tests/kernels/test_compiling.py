@@ -110,6 +110,41 @@ def test_a_kernel_is_looked_at_once(
     assert compilers._process.wait(60) == 0
 
 
+@pytest.mark.parametrize(
+    ("quota", "processes"),
+    [
+        ("800000 100000", 7),
+        ("max 100000", 15),
+        ("50000 100000", 1),
+        ("6400000 100000", 15),
+        ("", 15),
+    ],
+)
+def test_processes_fit_the_quota_of_a_container(
+    quota: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a container that may use 8 of a node's 128 cores has 16 processes, which spend its quota
+    and stop the engine while it times GEMMs."""
+    commands: list[list[str]] = []
+
+    class Process:
+        stdin, stdout = (tmp_path / "jobs").open("wb"), iter(())
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            commands.append(command)
+
+        def wait(self) -> int:
+            return 0
+
+    if quota:
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(compiling, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    Compilers().close()
+    assert int(commands[0][5]) == processes
+
+
 WIDTHS = (64, 128, 256, 512, 1024, 2048)
 
 
