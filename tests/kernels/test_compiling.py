@@ -2,6 +2,7 @@
 
 import logging
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kernels.launch import compiling  # noqa: E402
 from kernels.launch.compiling import Compilers  # noqa: E402
 from kernels.norm import rms_norm  # noqa: E402
 from kernels.packed import Format, PackedWeight  # noqa: E402
+from tests.engine.process.test_process import running, wait_until  # noqa: E402
 from tests.kernels.hopper import Hopper  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -143,6 +145,35 @@ def test_processes_fit_the_quota_of_a_container(
     monkeypatch.setattr(subprocess, "Popen", Process)
     Compilers().close()
     assert int(commands[0][5]) == processes
+
+
+ENGINE = """
+import time
+from kernels.launch.compiling import Compilers
+print(Compilers(2)._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_end_with_the_engine() -> None:
+    """Bug: an engine that is killed at its first start leaves processes that wait for kernels."""
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True)
+    processes: list[int] = []
+
+    def forked() -> bool:
+        processes[1:] = map(int, children.read_text().split())
+        return len(processes) == 3
+
+    try:
+        assert engine.stdout is not None
+        processes.append(int(engine.stdout.readline()))
+        children = Path(f"/proc/{processes[0]}/task/{processes[0]}/children")
+        assert wait_until(forked, 120)
+    finally:
+        engine.kill()
+        engine.wait()
+    assert wait_until(lambda: not any(map(running, processes)), 20)
 
 
 WIDTHS = (64, 128, 256, 512, 1024, 2048)
