@@ -403,7 +403,8 @@ def render_fields() -> str:
     paths: dict[int, list[str]] = {}
     bodies: dict[int, Body] = {}
     for route in ROUTES:
-        if route.post is not None and (body := route.post.body) is not None:
+        post = route.operations.get("POST")
+        if post is not None and (body := post.body) is not None:
             paths.setdefault(id(body), []).append(f"`{route.path}`")
             bodies[id(body)] = body
     fields = {key: list(rows(body)) for key, body in bodies.items()}

@@ -28,21 +28,18 @@ from deployments.api.http.exchange import (
 )
 from deployments.api.http.off_loop import INLINE_CHARS
 from deployments.api.options import ApiOptions
-from deployments.api.page.routes import FILES, LIVE
+from deployments.api.page.routes import FILES
 from deployments.api.pooling import tei
 from deployments.api.response_store import ResponseStore
-from deployments.api.routes import OPEN, locate, refusal
+from deployments.api.routes import locate, refusal
 from deployments.api.services import adapters, models
-from deployments.api.trainers import sglang, sglang_tensors, skyrl, vllm
 from deployments.backend import Backend
 from engine.errors import MantaError, short_traceback
 
 log = logging.getLogger("manta.api")
 
-_TRAINERS = frozenset().union(
-    *(routes.ADMIN_PATHS for routes in (vllm, sglang, sglang_tensors, skyrl))
-)
 _ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
+_TEI = frozenset(route.path for route in tei.ROUTES)
 _REFUSING = 1.0  # seconds after a refusal for which heads alone are looked at first
 
 
@@ -101,9 +98,8 @@ class Api:
                     await answer_preflight(exchange, origins)
                     status = 200
                     return
-                if path not in OPEN and not path.startswith(FILES):
-                    admin = path in adapters.PATHS or path.startswith(_ADAPTERS)
-                    admin |= path == LIVE or path in _TRAINERS
+                if not (path.startswith(FILES) if route is None else route.open):
+                    admin = path.startswith(_ADAPTERS) if route is None else route.admin
                     if path == models.PATH or path.startswith(_MODELS):
                         admin |= exchange.method not in ("GET", "HEAD")  # changes what is served
                     exchange.caller = scope.get(CALLER) or authenticate(
@@ -112,16 +108,18 @@ class Api:
                 if route is None or exchange.method not in route.operations:
                     raise refusal(path, route)
                 named = route.path
-                await route.handler(context, exchange)
+                answer = await route.operations[exchange.method].handler(context, exchange)
+                if answer is not None:
+                    await exchange.answer_json(answer)
                 status = 200
             except ClientDisconnected:
                 raise
             except (ApiError, MantaError) as error:
-                answer = from_backend(error)
-                status = answer.status
+                refused = from_backend(error)
+                status = refused.status
                 if status in (429, 503):
                     self._refused_at = time.monotonic()
-                await exchange.fail(answer)
+                await exchange.fail(refused)
             except Exception as error:
                 status = 500
                 log.error("request %s failed: %s", exchange.request_id, short_traceback(error))
@@ -152,7 +150,8 @@ class Api:
         options, model = context.options, context.backend.only
         exchange = HttpExchange(scope, receive, send)
         exchange.path, route = locate(exchange.path)
-        if not model or route is None or not generates(route.handler):
+        operation = None if route is None else route.operations.get("POST")
+        if not model or operation is None or not generates(operation.handler):
             return False
         try:
             exchange.check_envelope()
@@ -180,7 +179,7 @@ class Api:
         with contextlib.suppress(ClientDisconnected):
             await exchange.fail(answer)
         if options.observe is not None:
-            options.observe(route.path, answer.status, time.monotonic() - began)
+            options.observe(exchange.path, answer.status, time.monotonic() - began)
         return True
 
 
@@ -191,7 +190,7 @@ def _choose_errors(exchange: HttpExchange) -> None:
         exchange.error_body = anthropic.error_body
     elif path.startswith(ollama.PREFIX):
         exchange.error_body = ollama_error
-    elif path in tei.PATHS:
+    elif path in _TEI:
         exchange.error_body = tei.error_body
 
 

@@ -172,4 +172,5 @@ class ApiContext:
             raise MantaError(message, code="deadline_exceeded") from None
 
 
-Handler = Callable[[ApiContext, HttpExchange], Awaitable[None]]
+# Answers a request, or returns the JSON of its answer.
+Handler = Callable[[ApiContext, HttpExchange], Awaitable[object]]

@@ -1,10 +1,15 @@
-"""Route and Operation: a served path, and what /openapi.json says of its methods."""
+"""RouteTable: served paths, their handlers, and what /openapi.json says of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from deployments.api.context import Handler
 from deployments.api.fields.schema import TEXT, Body, Schema
+
+Statuses = tuple[int, ...]
+Keys = tuple[str, ...] | None  # of an answer
+H = TypeVar("H", bound=Handler)
 
 # The statuses that an operation may end with, beside 200 and those of every operation.
 # The operation reads a body.
@@ -41,10 +46,11 @@ class Operation:
     texts: whether `error` of a failure is its message, with the other fields beside it
     """
 
+    handler: Handler
     summary: str
-    statuses: tuple[int, ...] = ()
+    statuses: Statuses = ()
     body: Body | None = None
-    answer: tuple[str, ...] | None = ()
+    answer: Keys = ()
     kinds: tuple[str, ...] = (JSON,)
     query: Mapping[str, Schema] = field(default_factory=dict)
     form: Schema | None = None
@@ -57,18 +63,85 @@ class Route:
 
     path: the URL's path; {id} stands for one part without a slash, {name} for anything not empty
     open: whether the route needs no key
-    operations: the operations by method
+    admin: whether the route needs an admin's key
     """
 
     path: str
-    handler: Handler
-    get: Operation | None = None
-    post: Operation | None = None
-    delete: Operation | None = None
     open: bool = False
-    operations: Mapping[str, Operation] = field(init=False)
+    admin: bool = False
+    operations: dict[str, Operation] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        named = {"GET": self.get, "HEAD": self.get, "POST": self.post, "DELETE": self.delete}
-        served = {name: operation for name, operation in named.items() if operation is not None}
-        object.__setattr__(self, "operations", served)
+
+class RouteTable:
+    """The routes of a module, in the order in which its handlers are added.
+
+    statuses, reads: see Operation.statuses, of operations without and with a body; None: the same
+    answer: see Operation
+    admin: see Route, of routes that do not say otherwise
+    common: the fields of all operations
+    """
+
+    def __init__(
+        self,
+        statuses: Statuses = (),
+        reads: Statuses | None = None,
+        *,
+        answer: Keys = (),
+        admin: bool = False,
+        **common: Any,
+    ) -> None:
+        self._routes: dict[str, Route] = {}
+        self._statuses, self._reads = statuses, statuses if reads is None else reads
+        self._answer, self._admin, self._common = answer, admin, common
+
+    def __iter__(self) -> Iterator[Route]:
+        return iter(self._routes.values())
+
+    def get(self, path: str, summary: str, answer: Keys = (), **more: Any) -> Callable[[H], H]:
+        """Return the decorator of a path's handler of GET and HEAD. more: see Operation, Route."""
+        return self._adder(("GET", "HEAD"), path, summary, answer=answer, **more)
+
+    def post(
+        self,
+        path: str,
+        summary: str,
+        body: Body | None = None,
+        answer: Keys = (),
+        kinds: tuple[str, ...] = (JSON,),
+        **more: Any,
+    ) -> Callable[[H], H]:
+        """Return the decorator of a path's handler of POST. more: see Operation, Route."""
+        fields = {"body": body, "answer": answer, "kinds": kinds, **more}
+        return self._adder(("POST",), path, summary, **fields)
+
+    def delete(
+        self, path: str, summary: str, answer: Keys = DELETED, **more: Any
+    ) -> Callable[[H], H]:
+        """Return the decorator of a path's handler of DELETE. more: see Operation, Route."""
+        return self._adder(("DELETE",), path, summary, answer=answer, **more)
+
+    def _adder(
+        self,
+        methods: tuple[str, ...],
+        path: str,
+        summary: str,
+        *,
+        answer: Keys,
+        body: Body | None = None,
+        statuses: Statuses | None = None,
+        open: bool = False,
+        admin: bool | None = None,
+        **more: Any,
+    ) -> Callable[[H], H]:
+        if statuses is None:
+            statuses = self._statuses if body is None else self._reads
+        fields = {**self._common, **more, "answer": self._answer if answer == () else answer}
+        admin = self._admin if admin is None else admin
+
+        def add(handler: H) -> H:
+            route = self._routes.setdefault(path, Route(path, open, admin))
+            operation = Operation(handler, summary, statuses, body, **fields)
+            route.operations.update(dict.fromkeys(methods, operation))
+            return handler
+
+        return add

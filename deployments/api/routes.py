@@ -18,8 +18,8 @@ from deployments.api.http.json_body import JsonObject
 from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
 from deployments.api.page import routes as web
-from deployments.api.pooling import routes as pooling
-from deployments.api.route import EVENTS, HTML, JSON, QUEUES, Operation, Route
+from deployments.api.pooling import cohere, embeddings, rerank, tei
+from deployments.api.route import EVENTS, HTML, JSON, QUEUES, Route, RouteTable
 from deployments.api.served_model import find_model
 from deployments.api.services import adapters, batches, models, server
 from deployments.api.trainers import sglang, sglang_tensors, skyrl, vllm
@@ -31,7 +31,13 @@ _INVOKED = (
 )
 
 
-async def _invoke(context: ApiContext, exchange: HttpExchange) -> None:
+_INVOCATIONS, _DOCUMENTS = RouteTable(reads=QUEUES), RouteTable()
+
+
+@_INVOCATIONS.post(
+    "/invocations", "What the body is for, as SageMaker asks", Body({}), None, (JSON, EVENTS)
+)
+async def _invoke(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer SageMaker's one route, whose body says which of the others it is for.
 
     Raises ApiError 400 if no route takes the body, 404 for a model that is not served.
@@ -42,7 +48,7 @@ async def _invoke(context: ApiContext, exchange: HttpExchange) -> None:
     if path is None:
         raise invalid(f"the body has none of {_INVOKED}", code="missing_field")
     exchange.path = path
-    await EXACT[path].handler(context, exchange)
+    return await EXACT[path].operations["POST"].handler(context, exchange)
 
 
 def _invoked(body: JsonObject, card: ModelCard) -> str | None:
@@ -61,11 +67,12 @@ def _invoked(body: JsonObject, card: ModelCard) -> str | None:
     return None
 
 
-async def _openapi(context: ApiContext, exchange: HttpExchange) -> None:
-    body = document(ROUTES, context.options, exchange.root)
-    await exchange.answer_json(body)
+@_DOCUMENTS.get("/openapi.json", "This document", ("openapi",))
+async def _openapi(context: ApiContext, exchange: HttpExchange) -> object:
+    return document(ROUTES, context.options, exchange.root)
 
 
+@_DOCUMENTS.get("/docs", "This document as a page", kinds=(HTML,))
 async def _docs(context: ApiContext, exchange: HttpExchange) -> None:
     text = page(ROUTES, strict=context.options.strict, root=exchange.root)
     await exchange.answer(200, text, b"text/html; charset=utf-8", HEADERS)
@@ -79,32 +86,30 @@ ROUTES: tuple[Route, ...] = (
     *liteqwen.ROUTES,
     *ollama.ROUTES,
     *models.ROUTES,
-    pooling.EMBEDDINGS,
+    *embeddings.EMBEDDINGS_ROUTES,
     *batches.ROUTES,
-    *pooling.ROUTES,
+    *embeddings.POOLING_ROUTES,
+    *rerank.RANKINGS,
+    *cohere.ROUTES,
+    *tei.ROUTES,
+    *rerank.LABELS,
     *adapters.ROUTES,
     *tokenize_routes.ROUTES,
+    *vllm.ROLLOUTS,
     *vllm.ROUTES,
+    *sglang.ROLLOUTS,
     *sglang.ROUTES,
     *sglang_tensors.ROUTES,
+    *skyrl.ROLLOUTS,
     *skyrl.ROUTES,
     *server.PROBES,
-    Route(
-        "/invocations",
-        _invoke,
-        post=Operation(
-            "What the body is for, as SageMaker asks", QUEUES, Body({}), None, (JSON, EVENTS)
-        ),
-    ),
-    server.METRICS,
-    server.VERSION,
-    Route("/openapi.json", _openapi, get=Operation("This document", answer=("openapi",))),
-    Route("/docs", _docs, get=Operation("This document as a page", kinds=(HTML,))),
+    *_INVOCATIONS,
+    *server.ABOUT,
+    *_DOCUMENTS,
     *web.ROUTES,
-    server.REQUESTS,
+    *server.REQUESTS,
 )
 EXACT: Mapping[str, Route] = {route.path: route for route in ROUTES if "{" not in route.path}
-OPEN = frozenset(route.path for route in ROUTES if route.open)
 
 
 def _pattern(path: str) -> re.Pattern[str]:

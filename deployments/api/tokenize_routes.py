@@ -12,14 +12,18 @@ from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
 from deployments.api.output.request import take_tools
-from deployments.api.route import NAMES, READS, Operation, Route
+from deployments.api.route import NAMES, READS, RouteTable
 from deployments.api.served_model import find_model
 from engine.text.tokenizer import TooManyTokens
 
 # The limit exceeds the context, so that a client can learn by how much a text is too long.
 MIN_LIMIT = 65_536  # tokens
+ROUTES = RouteTable(reads=(*READS, *NAMES, 422))
 
 
+@ROUTES.post(
+    "/tokenize", "Token ids of a text or a chat", TOKENIZE, ("count", "max_model_len", "tokens")
+)
 async def tokenize(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the token ids of a text or a chat. Raises ApiError."""
     backend, options = context.backend, context.options
@@ -71,6 +75,7 @@ async def tokenize(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer(200, answer)
 
 
+@ROUTES.post("/detokenize", "The text of token ids", DETOKENIZE, ("prompt",))
 async def detokenize(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the text of token ids. Raises ApiError."""
     backend = context.backend
@@ -87,22 +92,3 @@ async def detokenize(context: ApiContext, exchange: HttpExchange) -> None:
         return msgspec.json.encode({"prompt": tokenizer.decode(ids, skip_special_tokens=skip)})
 
     await exchange.answer(200, await in_thread(work, 4 * len(tokens)))
-
-
-ROUTES = (
-    Route(
-        "/tokenize",
-        tokenize,
-        post=Operation(
-            "Token ids of a text or a chat",
-            (*READS, *NAMES, 422),
-            TOKENIZE,
-            ("count", "max_model_len", "tokens"),
-        ),
-    ),
-    Route(
-        "/detokenize",
-        detokenize,
-        post=Operation("The text of token ids", (*READS, *NAMES, 422), DETOKENIZE, ("prompt",)),
-    ),
-)

@@ -17,13 +17,12 @@ from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import ApiError
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
-from deployments.api.route import QUEUES, STREAMS, Operation, Route
+from deployments.api.route import QUEUES, STREAMS, RouteTable
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
 from deployments.api.stream.replay import Resumption
 from engine.text.infill import Gap
 
-PATH = "/infill"
 _NAMES: Mapping[str, str] = {
     **{field: own for own, field in LLAMA_SAMPLING.items()},
     "prompt": "input_prefix",
@@ -109,12 +108,7 @@ class _Writer:
         return {"index": 0, "content": "".join(self._text), "stop": True, **self._end}
 
 
-ROUTES = (
-    Route(
-        PATH,
-        answers(InfillRequest),
-        post=Operation(
-            "What stands between two texts", QUEUES, INFILL, ("content", "stop"), STREAMS
-        ),
-    ),
+ROUTES = RouteTable(reads=QUEUES)
+ROUTES.post("/infill", "What stands between two texts", INFILL, ("content", "stop"), STREAMS)(
+    answers(InfillRequest)
 )

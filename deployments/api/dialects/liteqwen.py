@@ -20,7 +20,7 @@ from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
-from deployments.api.route import EVENTS, NAMES, QUEUES, READS, Operation, Route
+from deployments.api.route import EVENTS, NAMES, QUEUES, READS, RouteTable
 from deployments.api.stream.event_ids import LAST
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
@@ -207,7 +207,19 @@ class _Answer(ItemAnswer):
         super()._feed(delta, generation)
 
 
-async def stop(context: ApiContext, exchange: HttpExchange) -> None:
+ROUTES = RouteTable(reads=QUEUES)
+ROUTES.post(
+    "/chat", "A chat, as liteqwen has it", CHAT, ("response", "history", "code", "logits", "flag")
+)(answers(partial(LiteqwenRequest, stream=False)))
+ROUTES.post("/stream_chat_post", "The same as events", CHAT, kinds=(EVENTS,))(
+    answers(partial(LiteqwenRequest, stream=True))
+)
+
+
+@ROUTES.post(
+    "/stop_generate", "End a request by its id", STOP, ("stopped",), statuses=(*READS, *NAMES)
+)
+async def stop(context: ApiContext, exchange: HttpExchange) -> object:
     """End a request of this caller, whichever router has it. Raises ApiError 404."""
     body = await context.read_as(exchange, STOP)
     id = _checked_id(body.request_id)
@@ -217,7 +229,7 @@ async def stop(context: ApiContext, exchange: HttpExchange) -> None:
         raise ApiError(
             404, "request_not_found", "no request of this id and key is live", param="request_id"
         )
-    await exchange.answer_json({"request_id": id, "stopped": count})
+    return {"request_id": id, "stopped": count}
 
 
 def _checked_id(given: str) -> str:
@@ -246,27 +258,3 @@ def _add_history(builder: ChatBuilder, value: Any) -> None:
             builder.add_message("assistant", place, item[1])
         else:
             builder.add_openai_message(MESSAGE.read(item, place), item, place)
-
-
-ROUTES = (
-    Route(
-        "/chat",
-        answers(partial(LiteqwenRequest, stream=False)),
-        post=Operation(
-            "A chat, as liteqwen has it",
-            QUEUES,
-            CHAT,
-            ("response", "history", "code", "logits", "flag"),
-        ),
-    ),
-    Route(
-        "/stream_chat_post",
-        answers(partial(LiteqwenRequest, stream=True)),
-        post=Operation("The same as events", QUEUES, CHAT, kinds=(EVENTS,)),
-    ),
-    Route(
-        "/stop_generate",
-        stop,
-        post=Operation("End a request by its id", (*READS, *NAMES), STOP, ("stopped",)),
-    ),
-)

@@ -14,7 +14,7 @@ from importlib.resources.abc import Traversable
 from deployments.api.context import ApiContext
 from deployments.api.http.errors import ApiError, Headers, shown
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.route import ANY, HTML, NAMES, Operation, Route
+from deployments.api.route import ANY, HTML, NAMES, RouteTable
 
 # Everything is a file of this host: no inline script or style, no frame around it, no form.
 POLICY = (
@@ -34,6 +34,9 @@ _TYPES = {
     "svg": b"image/svg+xml",
 }
 INDEX = "index.html"
+ROUTES = RouteTable()
+PAGE = "/page"
+FILES = f"{PAGE}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,28 @@ def _below(folder: Traversable, path: str) -> Iterator[tuple[str, PageFile]]:
             yield f"{path}{entry.name}", PageFile(content, kind, tag)
 
 
-PAGE = "/page"
-FILES = f"{PAGE}/"
-LIVE = "/v1/live"
+@ROUTES.get(
+    "/v1/live",
+    "What routers know now",
+    ("object", "key_names", "routers"),
+    statuses=NAMES,
+    admin=True,
+)
+async def live(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer the live view. Raises ApiError 404 if the page is off."""
+    options = context.options
+    if not options.page or options.live is None:
+        message = "the live view is off; http.page in the configuration turns it on"
+        raise ApiError(404, "not_found", message)
+    names = {digest.hex()[:32]: rule.name for digest, rule in options.rules.items() if rule.name}
+    view = {"object": "live", "key_names": names, "routers": await options.live()}
+    await exchange.answer_json(view, headers=(("cache-control", "no-store"),))
 
 
+@ROUTES.get(f"{FILES}{{name}}", "Its scripts and styles", statuses=(404,), kinds=(ANY,), open=True)
+@ROUTES.get(
+    PAGE, "A page to talk to it and look into it", statuses=(404,), kinds=(HTML,), open=True
+)
 async def page(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a file of the page. Raises ApiError 404 without such a file, or if the page is off."""
     if not context.options.page:
@@ -87,35 +107,3 @@ async def page(context: ApiContext, exchange: HttpExchange) -> None:
     same = exchange.headers.get(b"if-none-match") == [file.tag.encode()]
     body = b"" if same else file.content
     await exchange.answer(304 if same else 200, body, file.content_type, file.headers)
-
-
-async def live(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer the live view. Raises ApiError 404 if the page is off."""
-    options = context.options
-    if not options.page or options.live is None:
-        message = "the live view is off; http.page in the configuration turns it on"
-        raise ApiError(404, "not_found", message)
-    names = {digest.hex()[:32]: rule.name for digest, rule in options.rules.items() if rule.name}
-    view = {"object": "live", "key_names": names, "routers": await options.live()}
-    await exchange.answer_json(view, headers=(("cache-control", "no-store"),))
-
-
-ROUTES = (
-    Route(
-        LIVE,
-        live,
-        get=Operation("What routers know now", NAMES, answer=("object", "key_names", "routers")),
-    ),
-    Route(
-        PAGE,
-        page,
-        get=Operation("A page to talk to it and look into it", (404,), kinds=(HTML,)),
-        open=True,
-    ),
-    Route(
-        f"{FILES}{{name}}",
-        page,
-        get=Operation("Its scripts and styles", (404,), kinds=(ANY,)),
-        open=True,
-    ),
-)

@@ -14,14 +14,23 @@ from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.pooling.pooled import pooled_call, take_prompts
 from deployments.api.pooling.rerank import cohere_meta
+from deployments.api.route import QUEUES, RouteTable
 from engine.errors import no_vectors
 from engine.pooling import Pooling, Vector
 
-EMBED, EMBED_1 = "/v2/embed", "/v1/embed"
+ROUTES = RouteTable(reads=QUEUES)
+EMBED_1 = "/v1/embed"
+_OPERATION = (
+    "Vectors of texts, as Cohere has it",
+    COHERE_EMBED,
+    ("id", "embeddings", "texts", "meta", "response_type"),
+)
 # Cohere's `input_type` -> further names of a checkpoint's prompt for such inputs.
 _PROMPTS = {"search_query": ("query",), "search_document": ("document", "passage")}
 
 
+@ROUTES.post(EMBED_1, *_OPERATION)
+@ROUTES.post("/v2/embed", *_OPERATION)
 async def embed(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request for embeddings in Cohere's form. Raises ApiError, MantaError."""
     older = exchange.path == EMBED_1

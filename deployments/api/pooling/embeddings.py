@@ -22,11 +22,16 @@ from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_input
+from deployments.api.route import BYTES as BYTES_KIND
+from deployments.api.route import JSON, LIST, QUEUES, RouteTable
 from engine.errors import no_vectors
 from engine.pooling import Vector, as_array
 
 _MAX_METADATA = 8192  # bytes of a header
 _BINARY = b"application/octet-stream"
+_VECTORS = (*LIST, "id", "created", "model", "usage")
+
+EMBEDDINGS_ROUTES, POOLING_ROUTES = RouteTable(reads=QUEUES), RouteTable(reads=QUEUES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,9 @@ def _bfloat16(values: Vector) -> Vector:
 E = TypeVar("E", bound=Embeddings)
 
 
+@EMBEDDINGS_ROUTES.post(
+    "/v1/embeddings", "Vectors of texts", EMBEDDINGS, _VECTORS, (JSON, BYTES_KIND)
+)
 async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request for embeddings in OpenAI's form. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, EMBEDDINGS) as call:
@@ -117,6 +125,9 @@ async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
         await _answer(exchange, call, "embedding", "embedding")
 
 
+@POOLING_ROUTES.post(
+    "/pooling", "What a model makes of texts", POOLING, _VECTORS, (JSON, BYTES_KIND)
+)
 async def pooling(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request for pooled outputs in vLLM's form. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, POOLING) as call:

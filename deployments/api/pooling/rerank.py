@@ -29,10 +29,15 @@ from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_input
 from deployments.api.pooling.tei import only_model
+from deployments.api.route import LIST, QUEUES, RouteTable
 from engine.pooling import as_array
 
 # Cohere's route answers without the documents' texts and cuts long documents.
 COHERE = "/v2/rerank"
+_RERANK = ("Order documents", RERANK, ("id", "model", "results", "usage"))
+_SCORE = ("Scores of pairs of texts", SCORE, (*LIST, "model", "usage"))
+_CLASSIFY = ("Labels of texts", CLASSIFY, (*LIST, "model", "usage"))
+RANKINGS, LABELS = RouteTable(reads=QUEUES), RouteTable(reads=QUEUES)
 _COHERE_TOKENS = 4096  # of a document
 _SEARCH = 100  # documents that Cohere counts as one search unit
 
@@ -46,7 +51,9 @@ class _Text:
     text: str
 
 
-async def rerank(context: ApiContext, exchange: HttpExchange) -> None:
+@RANKINGS.post(COHERE, *_RERANK)
+@RANKINGS.post("/v1/rerank", *_RERANK)
+async def rerank(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with documents, ordered by relevance to a query. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, RERANK) as call:
         cohere, body = exchange.path == COHERE, call.body
@@ -54,11 +61,11 @@ async def rerank(context: ApiContext, exchange: HttpExchange) -> None:
         most = body.max_tokens_per_doc or (_COHERE_TOKENS if cohere else None)
         shown = not cohere if body.return_documents is None else body.return_documents
         scores, tokens = await _relevances(call, documents, most)
-        answer = _ranking(call, scores, documents if shown else None, tokens, cohere=cohere)
-        await exchange.answer_json(answer)
+        return _ranking(call, scores, documents if shown else None, tokens, cohere=cohere)
 
 
-async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> None:
+@RANKINGS.post("/rerank", "Order documents, or TEI's texts", RERANK_TEXTS, None)
+async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer /rerank: a ranking of `documents` as /v1/rerank gives it, or of `texts` in TEI's form.
 
     Raises ApiError, MantaError.
@@ -75,14 +82,11 @@ async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> None:
         shown |= bool(body.return_text)
         scores, tokens = await _relevances(call, documents, body.max_tokens_per_doc)
         if not bare:
-            answer = _ranking(call, scores, documents if shown else None, tokens)
-            await exchange.answer_json(answer)
-            return
-        results = [
+            return _ranking(call, scores, documents if shown else None, tokens)
+        return [
             {"index": i, "score": scores[i], **({"text": documents[i].text} if shown else {})}
             for i in _order(call, scores)
         ]
-        await exchange.answer_json(results)
 
 
 async def _relevances(
@@ -139,6 +143,8 @@ def cohere_meta(version: str, units: dict[str, int], tokens: int) -> JsonObject:
     }
 
 
+@LABELS.post("/score", *_SCORE)
+@LABELS.post("/v1/score", *_SCORE)
 async def score(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the scores of pairs of texts. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, SCORE) as call:
@@ -157,6 +163,8 @@ async def score(context: ApiContext, exchange: HttpExchange) -> None:
         await exchange.answer(200, call.listed(data, tokens))
 
 
+@LABELS.post("/classify", *_CLASSIFY)
+@LABELS.post("/v1/classify", *_CLASSIFY)
 async def classify(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the labels of texts. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, CLASSIFY) as call:

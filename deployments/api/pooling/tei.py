@@ -9,14 +9,14 @@ from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_prompts
+from deployments.api.route import NAMES, QUEUES, RouteTable
 from deployments.api.served_model import allowed
 from deployments.backend import Backend
 from deployments.environment import installed_version
 from engine.errors import no_vectors
 from engine.pooling import as_array
 
-EMBED, PREDICT, INFO = "/embed", "/predict", "/info"
-PATHS = frozenset({EMBED, PREDICT, INFO})
+ROUTES = RouteTable(NAMES, QUEUES, texts=True)
 
 
 def error_body(error: ApiError) -> bytes:
@@ -32,6 +32,7 @@ def only_model(name: str | None, backend: Backend) -> str | None:
     return cards[0].id if name is None and len(cards) == 1 else name
 
 
+@ROUTES.post("/embed", "Vectors of texts alone", TEI_EMBED, None)
 async def embed(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with embeddings in TEI's form. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, TEI_EMBED, only_model) as call:
@@ -49,7 +50,8 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
         await exchange.answer(200, await in_thread(answer, sum(map(len, vectors))))
 
 
-async def predict(context: ApiContext, exchange: HttpExchange) -> None:
+@ROUTES.post("/predict", "Labels of texts alone", TEI_PREDICT, None)
+async def predict(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with the labels of a text or of a pair, or of a list of these, the likeliest first.
 
     Raises ApiError, MantaError.
@@ -76,7 +78,7 @@ async def predict(context: ApiContext, exchange: HttpExchange) -> None:
             scores = call.pooling.probabilities(as_array(vector), raw=call.raw).tolist()
             ranked = sorted(zip(scores, labels, strict=True), reverse=True)
             rankings.append([{"score": score, "label": label} for score, label in ranked])
-        await exchange.answer_json(rankings if pairs.many else rankings[0])
+        return rankings if pairs.many else rankings[0]
 
 
 def _encoded(call: PooledCall[T], texts: list[str], path: str) -> list[int]:
@@ -90,7 +92,8 @@ def _encoded(call: PooledCall[T], texts: list[str], path: str) -> list[int]:
     return ids
 
 
-async def info(context: ApiContext, exchange: HttpExchange) -> None:
+@ROUTES.get("/info", "The model that makes vectors", ("model_id", "model_type"))
+async def info(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with the only pooling model. Raises InvalidRequest unless there is just one."""
     name = only_model(None, context.backend)
     if name is None:
@@ -105,7 +108,7 @@ async def info(context: ApiContext, exchange: HttpExchange) -> None:
         details: JsonObject = {"id2label": named, "label2id": numbers}
     else:
         kind, details = "embedding", {"pooling": pooling.mode}
-    answer = {
+    return {
         "model_id": card.id,
         "model_sha": None,
         "model_dtype": card.facts.quantization.lower(),
@@ -117,4 +120,3 @@ async def info(context: ApiContext, exchange: HttpExchange) -> None:
         "auto_truncate": False,
         "version": installed_version(),
     }
-    await exchange.answer_json(answer)

@@ -7,67 +7,49 @@ from deployments.api.fields.schema import TEXT
 from deployments.api.http.errors import ApiError, did_you_mean, invalid, shown
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
-from deployments.api.route import DELETED, LIST, NAMES, PLAIN, READS, Operation, Route
+from deployments.api.route import LIST, NAMES, PLAIN, READS, RouteTable
 from engine.errors import AdapterError
 
 PATH = "/v1/adapters"
-# Paths that vLLM has too.
-LOAD = "/v1/load_lora_adapter"
-UNLOAD = "/v1/unload_lora_adapter"
-# Paths for admins, as is each path below PATH.
-PATHS = frozenset({PATH, LOAD, UNLOAD})
+ROUTES = RouteTable((503, *NAMES), (*READS, *NAMES, 409, 422, 503), admin=True)
+_ONE = f"{PATH}/{{name}}"
+_ANSWER = ("id", "object", "path", "source")
+_TEXT = b"text/plain; charset=utf-8"
 
 
-async def adapters(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET with all adapters, or one model's. For POST add an adapter, or read it again."""
+@ROUTES.get(PATH, "Adapters, all or of one model", LIST, query={"model": TEXT})
+async def adapters(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer with all adapters, or one model's."""
     directory = context.backend.adapters
-    if exchange.method != "POST":
-        await directory.refresh()
-        model = _model(exchange)
-        bases = [name for name, card in context.backend.models().items() if card.parent is None]
-        if model and model not in bases:
-            raise ApiError(
-                404,
-                "model_not_found",
-                f"no model is called {shown(model)}{did_you_mean(model, bases)}",
-                param="model",
-            )
-        pairs = [pair for pair in directory.by_model() if model in ("", pair[0])]
-        data = [_shown(record, base) for base, record in pairs]
-        await exchange.answer_json({"object": "list", "data": data})
-        return
+    await directory.refresh()
+    model = _model(exchange)
+    bases = [name for name, card in context.backend.models().items() if card.parent is None]
+    if model and model not in bases:
+        message = f"no model is called {shown(model)}{did_you_mean(model, bases)}"
+        raise ApiError(404, "model_not_found", message, param="model")
+    pairs = [pair for pair in directory.by_model() if model in ("", pair[0])]
+    return {"object": "list", "data": [_shown(record, base) for base, record in pairs]}
+
+
+@ROUTES.post(PATH, "An adapter, added or read again", ADAPTER, _ANSWER)
+async def add(context: ApiContext, exchange: HttpExchange) -> object:
+    """Add an adapter, or read it again."""
     body = await context.read_as(exchange, ADAPTER)
     model = body.model or ""
     try:
-        record = await directory.add(body.name, body.path or "", model)
+        record = await context.backend.adapters.add(body.name, body.path or "", model)
     except AdapterError as error:
         if error.param is None:
             by_name = body.path is None or error.code == "invalid_model_name"
             error.param = "name" if by_name else "path"
         raise
-    await exchange.answer_json(_shown(record, _base(context, record, model)))
+    return _shown(record, _base(context, record, model))
 
 
-async def one_adapter(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET with one adapter. For DELETE remove it."""
-    directory = context.backend.adapters
-    name = exchange.path[len(PATH) + 1 :]
-    if exchange.method == "DELETE":
-        await directory.remove(name, _model(exchange))
-        gone = {"id": name, "object": "adapter", "deleted": True}
-        await exchange.answer_json(gone)
-        return
-    await directory.refresh()
-    record = directory.records.get(name)
-    if record is None:
-        raise ApiError(
-            404,
-            "adapter_not_found",
-            f"no adapter is called {shown(name)}{did_you_mean(name, directory.records)}",
-        )
-    await exchange.answer_json(_shown(record, _base(context, record, "")))
-
-
+# Paths that vLLM has too.
+@ROUTES.post(
+    "/v1/load_lora_adapter", "An adapter, added by vLLM's route", LOAD_LORA, kinds=(PLAIN,)
+)
 async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
     """Add an adapter as vLLM's clients do. Raises ApiError 400 where the name is taken, unless
     load_inplace is set."""
@@ -95,15 +77,39 @@ async def put_lora(
             error.param = "lora_name" if error.code == "invalid_model_name" else "lora_path"
         raise
     text = f"Success: LoRA adapter '{name}' added successfully."
-    await exchange.answer(200, text.encode(), b"text/plain; charset=utf-8")
+    await exchange.answer(200, text.encode(), _TEXT)
 
 
+@ROUTES.post(
+    "/v1/unload_lora_adapter", "An adapter, removed by vLLM's route", UNLOAD_LORA, kinds=(PLAIN,)
+)
 async def unload_lora(context: ApiContext, exchange: HttpExchange) -> None:
     """Remove an adapter, by the route that vLLM's clients use."""
     body = await context.read_as(exchange, UNLOAD_LORA)
     await context.backend.adapters.remove(body.lora_name)
     text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
-    await exchange.answer(200, text.encode(), b"text/plain; charset=utf-8")
+    await exchange.answer(200, text.encode(), _TEXT)
+
+
+@ROUTES.get(_ONE, "An adapter", _ANSWER)
+async def one_adapter(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer with one adapter."""
+    directory = context.backend.adapters
+    name = exchange.path[len(PATH) + 1 :]
+    await directory.refresh()
+    record = directory.records.get(name)
+    if record is None:
+        message = f"no adapter is called {shown(name)}{did_you_mean(name, directory.records)}"
+        raise ApiError(404, "adapter_not_found", message)
+    return _shown(record, _base(context, record, ""))
+
+
+@ROUTES.delete(_ONE, "Take it away", statuses=(503, *NAMES, 400, 409, 422), query={"model": TEXT})
+async def remove(context: ApiContext, exchange: HttpExchange) -> object:
+    """Remove an adapter."""
+    name = exchange.path[len(PATH) + 1 :]
+    await context.backend.adapters.remove(name, _model(exchange))
+    return {"id": name, "object": "adapter", "deleted": True}
 
 
 def _model(exchange: HttpExchange) -> str:
@@ -135,37 +141,3 @@ def _shown(record: AdapterRecord, base: str) -> JsonObject:
         "targets": record.targets,
         "virtual_tokens": record.virtual_tokens,
     }
-
-
-_ANSWER = ("id", "object", "path", "source")
-_CHANGES = (*READS, *NAMES, 409, 422, 503)
-ROUTES = (
-    Route(
-        PATH,
-        adapters,
-        get=Operation(
-            "Adapters, all or of one model", (503, *NAMES), answer=LIST, query={"model": TEXT}
-        ),
-        post=Operation("An adapter, added or read again", _CHANGES, ADAPTER, _ANSWER),
-    ),
-    Route(
-        LOAD,
-        load_lora,
-        post=Operation("An adapter, added by vLLM's route", _CHANGES, LOAD_LORA, kinds=(PLAIN,)),
-    ),
-    Route(
-        UNLOAD,
-        unload_lora,
-        post=Operation(
-            "An adapter, removed by vLLM's route", _CHANGES, UNLOAD_LORA, kinds=(PLAIN,)
-        ),
-    ),
-    Route(
-        f"{PATH}/{{name}}",
-        one_adapter,
-        get=Operation("An adapter", (503, *NAMES), answer=_ANSWER),
-        delete=Operation(
-            "Take it away", (503, *NAMES, 400, 409, 422), answer=DELETED, query={"model": TEXT}
-        ),
-    ),
-)

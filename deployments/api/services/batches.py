@@ -4,6 +4,7 @@ import asyncio
 import mmap
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from deployments.api.batch_folder import RUNNING, BatchFolder, Entry
@@ -15,11 +16,14 @@ from deployments.api.http.errors import ApiError, invalid, shown
 from deployments.api.http.exchange import ClientDisconnected, HttpExchange, closing
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.pages import page_of
-from deployments.api.route import BYTES, DELETED, LIST, NAMES, PAGES, READS, Operation, Route
+from deployments.api.route import BYTES, LIST, NAMES, PAGES, READS, RouteTable
 
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
+ROUTES = RouteTable(NAMES)
 UPLOAD_SECONDS = 600.0
+_FILE = ("id", "object", "bytes", "filename", "purpose")
+_BATCH = ("id", "object", "endpoint", "status", "input_file_id", "request_counts")
 
 _BOUNDARY = re.compile(rb'multipart/form-data;.*boundary="?([^";,]{1,200})"?', re.I)
 _NAME = re.compile(rb'[; ]name="([^"]*)"')
@@ -36,76 +40,110 @@ def _folder(context: ApiContext) -> BatchFolder:
     return folder
 
 
-async def files(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET and POST of /v1/files."""
-    folder, owner = _folder(context), exchange.caller.id
-    if exchange.method == "POST":
-        entry = await _upload(context, exchange, folder)
-        await exchange.answer_json(entry.fields)
-        return
-    owned = await asyncio.to_thread(folder.files, owner)
+@ROUTES.get(
+    FILES,
+    "Files of batches",
+    (*LIST, "has_more"),
+    statuses=(400, 404),
+    query={**PAGES, "purpose": TEXT, "limit": integer(1, 10_000)},
+)
+async def files(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer with a page of the caller's files."""
+    owned = await asyncio.to_thread(_folder(context).files, exchange.caller.id)
     purpose = exchange.parameters().get("purpose")
-    entries = [entry for entry in owned if purpose in (None, entry.fields["purpose"])]
-    await _answer_list(exchange, entries, 10_000, 10_000)
+    items = [entry.fields for entry in owned if purpose in (None, entry.fields["purpose"])]
+    return page_of(items, exchange.parameters(), 10_000, 10_000)
 
 
-async def one_file(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET and DELETE of /v1/files/{id}, and GET of /v1/files/{id}/content."""
-    folder = _folder(context)
-    id, _, action = exchange.path[len(FILES) + 1 :].partition("/")
-    entry = await asyncio.to_thread(folder.file, id, exchange.caller.id)
-    if entry is None or action not in ("", "content"):
-        raise _missing("file", id)
-    if exchange.method == "DELETE":
-        if id in await asyncio.to_thread(folder.in_use):
-            raise invalid("a batch that has not ended reads this file", "id", "file_in_use")
-        await asyncio.to_thread(folder.remove_file, id)
-        answer = {"id": id, "object": "file", "deleted": True}
-        await exchange.answer_json(answer)
-    elif action:
-        await _send_file(exchange, folder.data(id))
-    else:
-        await exchange.answer_json(entry.fields)
+@ROUTES.post(FILES, "A new file", answer=_FILE, statuses=(*READS, 404), form=FILE)
+async def new_file(context: ApiContext, exchange: HttpExchange) -> object:
+    """Store a file."""
+    return (await _upload(context, exchange, _folder(context))).fields
 
 
-async def batches(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET and POST of /v1/batches."""
+@ROUTES.get(
+    BATCHES,
+    "Batches",
+    (*LIST, "has_more"),
+    statuses=(400, 404),
+    query={**PAGES, "limit": integer(1, 100)},
+)
+async def batches(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer with a page of the caller's batches."""
+    entries = await asyncio.to_thread(_folder(context).batches, exchange.caller.id)
+    return page_of([entry.fields for entry in entries], exchange.parameters(), 20, 100)
+
+
+@ROUTES.post(BATCHES, "A new batch", BATCH, _BATCH, statuses=(*READS, 404, 429))
+async def new_batch(context: ApiContext, exchange: HttpExchange) -> object:
+    """Add a batch, which the worker takes up."""
     folder, owner = _folder(context), exchange.caller.id
-    if exchange.method == "POST":
-        body = await context.read_as(exchange, BATCH)
-        fields, name = _new_batch(body), body.input_file_id
-        if await asyncio.to_thread(folder.file, name, owner) is None:
-            raise invalid(f"there is no file {shown(name)}", "input_file_id", "not_found")
-        entries = await asyncio.to_thread(folder.batches, owner)
-        most = folder.settings.key_batches
-        if sum(entry.fields["status"] in RUNNING for entry in entries) >= most:
-            raise ApiError(
-                429,
-                "rate_limit_exceeded",
-                f"{most} batches of this key have not ended (batch.key_batches)",
-                retry_after=60,
-            )
-        expiry = body.output_expires_after
-        keep = None if expiry is None else float(expiry.seconds)
-        entry = await asyncio.to_thread(folder.add_batch, fields, owner, keep)
-        await exchange.answer_json(entry.fields)
-        return
-    await _answer_list(exchange, await asyncio.to_thread(folder.batches, owner), 20, 100)
+    body = await context.read_as(exchange, BATCH)
+    fields, name = _new_batch(body), body.input_file_id
+    if await asyncio.to_thread(folder.file, name, owner) is None:
+        raise invalid(f"there is no file {shown(name)}", "input_file_id", "not_found")
+    entries = await asyncio.to_thread(folder.batches, owner)
+    most = folder.settings.key_batches
+    if sum(entry.fields["status"] in RUNNING for entry in entries) >= most:
+        message = f"{most} batches of this key have not ended (batch.key_batches)"
+        raise ApiError(429, "rate_limit_exceeded", message, retry_after=60)
+    expiry = body.output_expires_after
+    keep = None if expiry is None else float(expiry.seconds)
+    return (await asyncio.to_thread(folder.add_batch, fields, owner, keep)).fields
 
 
-async def one_batch(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET of /v1/batches/{id}, and POST of /v1/batches/{id}/cancel."""
+@ROUTES.get(f"{FILES}/{{id}}", "A file", _FILE)
+async def one_file(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer with a file's record."""
+    return (await _own(_folder(context).file, "file", exchange)).fields
+
+
+@ROUTES.delete(f"{FILES}/{{id}}", "Delete it", statuses=(400, *NAMES))
+async def delete_file(context: ApiContext, exchange: HttpExchange) -> object:
+    """Delete a file that no open batch reads."""
     folder = _folder(context)
-    id, _, action = exchange.path[len(BATCHES) + 1 :].partition("/")
-    entry = await asyncio.to_thread(folder.batch, id, exchange.caller.id)
-    if entry is None or action not in ("", "cancel"):
-        raise _missing("batch", id)
-    if action:
-        if entry.fields["status"] not in (*RUNNING, "cancelling"):
-            raise invalid(f"this batch is {entry.fields['status']} already", "id")
-        await asyncio.to_thread(folder.cancel, id)
-        entry = await asyncio.to_thread(folder.batch, id, exchange.caller.id) or entry
-    await exchange.answer_json(entry.fields)
+    id = (await _own(folder.file, "file", exchange)).fields["id"]
+    if id in await asyncio.to_thread(folder.in_use):
+        raise invalid("a batch that has not ended reads this file", "id", "file_in_use")
+    await asyncio.to_thread(folder.remove_file, id)
+    return {"id": id, "object": "file", "deleted": True}
+
+
+@ROUTES.get(f"{FILES}/{{id}}/content", "Its bytes", kinds=(BYTES,))
+async def file_content(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with a file's bytes."""
+    folder = _folder(context)
+    entry = await _own(folder.file, "file", exchange)
+    await _send_file(exchange, folder.data(entry.fields["id"]))
+
+
+@ROUTES.get(f"{BATCHES}/{{id}}", "A batch", _BATCH)
+async def one_batch(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer with a batch's record."""
+    return (await _own(_folder(context).batch, "batch", exchange)).fields
+
+
+@ROUTES.post(f"{BATCHES}/{{id}}/cancel", "Stop it", answer=_BATCH, statuses=(400, *NAMES))
+async def cancel_batch(context: ApiContext, exchange: HttpExchange) -> object:
+    """Mark a batch as to be cancelled."""
+    folder = _folder(context)
+    entry = await _own(folder.batch, "batch", exchange)
+    id, status = entry.fields["id"], entry.fields["status"]
+    if status not in (*RUNNING, "cancelling"):
+        raise invalid(f"this batch is {status} already", "id")
+    await asyncio.to_thread(folder.cancel, id)
+    return (await asyncio.to_thread(folder.batch, id, exchange.caller.id) or entry).fields
+
+
+async def _own(
+    read: Callable[[str, str], Entry | None], what: str, exchange: HttpExchange
+) -> Entry:
+    """Return the caller's entry that the path names behind its second part. Raises ApiError 404."""
+    id = exchange.path.split("/")[3]
+    entry = await asyncio.to_thread(read, id, exchange.caller.id)
+    if entry is None:
+        raise _missing(what, id)
+    return entry
 
 
 def _missing(what: str, id: str) -> ApiError:
@@ -136,12 +174,6 @@ def _new_batch(body: Batch) -> JsonObject:
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": body.metadata,
     }
-
-
-async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int, most: int) -> None:
-    """Answer with a page of the entries, by `limit` and `after` of the query."""
-    items = [entry.fields for entry in entries]
-    await exchange.answer_json(page_of(items, exchange.parameters(), usual, most))
 
 
 async def _send_file(exchange: HttpExchange, path: Path) -> None:
@@ -264,44 +296,3 @@ def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[str, dict[str,
     if not name:
         raise invalid("the form has no whole field `file`", "file", "missing_field")
     return name, fields
-
-
-_FILE_ANSWER = ("id", "object", "bytes", "filename", "purpose")
-_BATCH_ANSWER = ("id", "object", "endpoint", "status", "input_file_id", "request_counts")
-ROUTES = (
-    Route(
-        FILES,
-        files,
-        get=Operation(
-            "Files of batches",
-            (400, 404),
-            answer=(*LIST, "has_more"),
-            query={**PAGES, "purpose": TEXT, "limit": integer(1, 10_000)},
-        ),
-        post=Operation("A new file", (*READS, 404), answer=_FILE_ANSWER, form=FILE),
-    ),
-    Route(
-        BATCHES,
-        batches,
-        get=Operation(
-            "Batches",
-            (400, 404),
-            answer=(*LIST, "has_more"),
-            query={**PAGES, "limit": integer(1, 100)},
-        ),
-        post=Operation("A new batch", (*READS, 404, 429), BATCH, _BATCH_ANSWER),
-    ),
-    Route(
-        f"{FILES}/{{id}}",
-        one_file,
-        get=Operation("A file", NAMES, answer=_FILE_ANSWER),
-        delete=Operation("Delete it", (400, *NAMES), answer=DELETED),
-    ),
-    Route(f"{FILES}/{{id}}/content", one_file, get=Operation("Its bytes", NAMES, kinds=(BYTES,))),
-    Route(f"{BATCHES}/{{id}}", one_batch, get=Operation("A batch", NAMES, answer=_BATCH_ANSWER)),
-    Route(
-        f"{BATCHES}/{{id}}/cancel",
-        one_batch,
-        post=Operation("Stop it", (400, *NAMES), answer=_BATCH_ANSWER),
-    ),
-)

@@ -12,53 +12,34 @@ from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.options import ModelChanges
-from deployments.api.route import DELETED, LIST, NAMES, READS, Operation, Route
+from deployments.api.route import LIST, NAMES, READS, RouteTable
 from deployments.api.served_model import find_model
 from deployments.backend import ModelCard
 from engine.errors import ConfigError
 from engine.images.processor import clips_of
 
 PATH = "/v1/models"
+ROUTES = RouteTable((503, *NAMES), (*READS, *NAMES, 503))
+_ONE = f"{PATH}/{{name}}"
 # header of Anthropic's clients, which expect another form of the list
 VERSION_HEADER = b"anthropic-version"
 _MOST_LISTED = 1000
 
 
-async def models(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET with all models; for POST add a model, or change it."""
-    if exchange.method == "POST":
-        await _put(context, exchange)
-        return
+@ROUTES.get(PATH, "What is served", LIST, statuses=(503,))
+async def models(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer with all models."""
     await context.backend.adapters.refresh()
     may_use = exchange.caller.may_use
     served = [card for card in context.backend.models().values() if may_use(card.id)]
     if VERSION_HEADER in exchange.headers:
-        await exchange.answer_json(_page(served, exchange.query))
-        return
-    cards = [_shown(context, card) for card in served]
-    await exchange.answer_json({"object": "list", "data": cards})
+        return _page(served, exchange.query)
+    return {"object": "list", "data": [_shown(context, card) for card in served]}
 
 
-async def one_model(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET with one model; for DELETE take it away."""
-    name = exchange.path[len(PATH) + 1 :]
-    if exchange.method == "DELETE":
-        await _changes(context).remove(name)
-        gone = {"id": name, "object": "model", "deleted": True}
-        await exchange.answer_json(gone)
-        return
-    card = await find_model(name, context.backend, exchange.caller)
-    if VERSION_HEADER in exchange.headers:
-        await exchange.answer_json(_for_anthropic(card))
-        return
-    shown = _shown(context, card)
-    if shown.get("status") in ("starting", "sleeping") and _may_change(context, exchange):
-        assert context.options.models is not None
-        shown |= await context.options.models.trouble(card.id)
-    await exchange.answer_json(shown)
-
-
-async def _put(context: ApiContext, exchange: HttpExchange) -> None:
+@ROUTES.post(PATH, "A model, added or changed", MODEL, ("id", "status"))
+async def put(context: ApiContext, exchange: HttpExchange) -> object:
+    """Add a model, or change it."""
     changes = _changes(context)
     body = await context.read(exchange)
     name = take_str(body, "name", MAX_MODEL_NAME)
@@ -72,7 +53,29 @@ async def _put(context: ApiContext, exchange: HttpExchange) -> None:
         raise invalid(error.message, error.param) from None
     card = context.backend.models().get(name)
     answer = {"id": name, "object": "model", "status": "starting"}
-    await exchange.answer_json(_shown(context, card) if card is not None else answer)
+    return _shown(context, card) if card is not None else answer
+
+
+@ROUTES.get(_ONE, "A model", ("id", "object", "owned_by", "max_model_len"))
+async def one_model(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer with one model."""
+    name = exchange.path[len(PATH) + 1 :]
+    card = await find_model(name, context.backend, exchange.caller)
+    if VERSION_HEADER in exchange.headers:
+        return _for_anthropic(card)
+    shown = _shown(context, card)
+    if shown.get("status") in ("starting", "sleeping") and _may_change(context, exchange):
+        assert context.options.models is not None
+        shown |= await context.options.models.trouble(card.id)
+    return shown
+
+
+@ROUTES.delete(_ONE, "Take it away", statuses=(400, 503, *NAMES))
+async def remove(context: ApiContext, exchange: HttpExchange) -> object:
+    """Take a model away."""
+    name = exchange.path[len(PATH) + 1 :]
+    await _changes(context).remove(name)
+    return {"id": name, "object": "model", "deleted": True}
 
 
 def _changes(context: ApiContext) -> ModelChanges:
@@ -157,21 +160,3 @@ def _shown(context: ApiContext, card: ModelCard) -> JsonObject:
         "max_model_len": card.max_model_len,
         **more,
     }
-
-
-ROUTES = (
-    Route(
-        PATH,
-        models,
-        get=Operation("What is served", (503,), answer=LIST),
-        post=Operation("A model, added or changed", (*READS, *NAMES, 503), MODEL, ("id", "status")),
-    ),
-    Route(
-        f"{PATH}/{{name}}",
-        one_model,
-        get=Operation(
-            "A model", (503, *NAMES), answer=("id", "object", "owned_by", "max_model_len")
-        ),
-        delete=Operation("Take it away", (400, 503, *NAMES), answer=DELETED),
-    ),
-)

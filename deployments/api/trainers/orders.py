@@ -3,36 +3,33 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from deployments.api.context import ApiContext
-from deployments.api.fields.schema import TEXT, Body, Schema
+from deployments.api.fields.schema import TEXT
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import Training
-from deployments.api.route import NAMES, READS, Operation, Route
+from deployments.api.route import NAMES, READS, RouteTable
 from engine.errors import UpdateFailed
 
 OK = ("status",)
-
-
-def order_of(
-    summary: str,
-    answer: tuple[str, ...] | None = OK,
-    body: Body | None = None,
-    statuses: tuple[int, ...] = (403, 400, 404, 503),
-    **query: Schema,
-) -> Operation:
-    """Return an operation on all replicas of the model that the query names."""
-    return Operation(summary, statuses, body, answer, query={"model": TEXT, **query})
-
-
-def state_of(path: str, name: str, summary: str) -> Route:
-    """Return the route that answers with one field of the weights' state."""
-    return Route(path, partial(answer_state, name=name), get=order_of(summary, (name,)))
-
-
+MODEL = {"model": TEXT}
+ORDERS = (403, 400, 404, 503)
 CHANGES = (*READS, *NAMES, 422, 503)
+UPDATES = (*CHANGES, 409)
+
+
+def order_table() -> RouteTable:
+    """Return a table of orders to all replicas of the model that the query names."""
+    return RouteTable(ORDERS, CHANGES, answer=OK, admin=True, query=MODEL)
+
+
+def add_state(table: RouteTable, path: str, name: str, summary: str) -> None:
+    """Add a route that answers with one field of what replicas report of their weights."""
+
+    @table.get(path, summary, (name,))
+    async def answer_state(context: ApiContext, exchange: HttpExchange) -> object:
+        return {name: (await trained(context).state(model_of(exchange)))[name]}
 
 
 def trained(context: ApiContext) -> Training:
@@ -84,9 +81,3 @@ async def end_all(context: ApiContext, exchange: HttpExchange) -> None:
     await training.pause(model, "abort")
     if not paused:
         await training.resume(model)
-
-
-async def answer_state(context: ApiContext, exchange: HttpExchange, name: str) -> None:
-    """Answer with one field of what replicas report of their weights, pauses and sleep."""
-    state = await trained(context).state(model_of(exchange))
-    await exchange.answer_json({name: state[name]})

@@ -9,42 +9,24 @@ from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
-from deployments.api.route import NAMES, QUEUES, Operation, Route
+from deployments.api.route import NAMES, QUEUES, RouteTable
 from deployments.api.services.server import ready
-from deployments.api.trainers.fields import (
-    ABORT_REQUEST,
-    FROM_DISK,
-    MEMORY_PARTS,
-    PAUSE_GENERATION,
-    THEIR_ROLLOUT,
-    MemoryParts,
-    TheirSampling,
-)
-from deployments.api.trainers.orders import (
-    CHANGES,
-    OK,
-    end_all,
-    end_some,
-    model_of,
-    order_of,
-    refusing,
-    state_of,
-    trained,
-)
+from deployments.api.trainers import fields, orders
 from deployments.api.trainers.rollout import RolloutChoice, roll_out, rollout_params
-from deployments.api.trainers.vllm import FLUSH, reset_prefix_cache, server_info
+from deployments.api.trainers.vllm import FLUSHED, reset_prefix_cache, server_info
 from deployments.backend import GenerationRequest
 from engine.text.tokenizer import Tokenizer
 
-GENERATE = "/generate"
+ROLLOUTS, ROUTES = RouteTable(reads=QUEUES), orders.order_table()
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
-async def generate(context: ApiContext, exchange: HttpExchange) -> None:
+@ROLLOUTS.post("/generate", "A rollout in SGLang's words", fields.THEIR_ROLLOUT, None)
+async def generate(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer a rollout. Raises ApiError, MantaError."""
     context.count_request(exchange)
-    body = await context.read_as(exchange, THEIR_ROLLOUT)
-    sampling = body.sampling_params or TheirSampling()
+    body = await context.read_as(exchange, fields.THEIR_ROLLOUT)
+    sampling = body.sampling_params or fields.TheirSampling()
     logprobs, routed = 0 if body.return_logprob else None, bool(body.return_routed_experts)
     params = rollout_params(sampling, logprobs, routed=routed)
     request, generation, choices = await roll_out(context, exchange, body, params, QueueFields())
@@ -59,7 +41,7 @@ async def generate(context: ApiContext, exchange: HttpExchange) -> None:
         }
         for index, (choice, text) in enumerate(zip(choices, texts, strict=True))
     ]
-    await exchange.answer_json(answers[0] if len(answers) == 1 else answers)
+    return answers[0] if len(answers) == 1 else answers
 
 
 def _texts(
@@ -105,39 +87,63 @@ def _finish_reason(choice: RolloutChoice) -> JsonObject:
     return {"type": choice.finish, "message": "ended by a pause or an abort"}
 
 
-async def from_disk(context: ApiContext, exchange: HttpExchange) -> None:
+ROLLOUTS.get(
+    "/health_generate",
+    "Whether a replica can take requests",
+    ("status",),
+    statuses=(503,),
+    open=True,
+)(ready)
+
+
+@ROUTES.post(
+    "/update_weights_from_disk",
+    "The weights of a checkpoint, at all replicas",
+    fields.FROM_DISK,
+    ("success", "message", "weight_version"),
+    statuses=orders.UPDATES,
+)
+async def from_disk(context: ApiContext, exchange: HttpExchange) -> object:
     """Replace the weights by a checkpoint."""
-    body = await context.read_as(exchange, FROM_DISK)
-    with refusing("model_path"):
-        version = await trained(context).update(
-            model_of(exchange), body.model_path, body.weight_version or ""
+    body = await context.read_as(exchange, fields.FROM_DISK)
+    with orders.refusing("model_path"):
+        version = await orders.trained(context).update(
+            orders.model_of(exchange), body.model_path, body.weight_version or ""
         )
-    await exchange.answer_json({"success": True, "message": "ok", "weight_version": version})
+    return {"success": True, "message": "ok", "weight_version": version}
 
 
-async def pause_generation(context: ApiContext, exchange: HttpExchange) -> None:
+for path in ("/weight_version", "/get_weight_version"):
+    orders.add_state(ROUTES, path, "weight_version", "The version of the weights")
+ROUTES.get("/get_server_info", "The engines' settings", None)(server_info)
+
+
+@ROUTES.post("/pause_generation", "All replicas paused, in SGLang's words", fields.PAUSE_GENERATION)
+async def pause_generation(context: ApiContext, exchange: HttpExchange) -> object:
     """Pause all replicas."""
-    body = await context.read_as(exchange, PAUSE_GENERATION, empty=True)
+    body = await context.read_as(exchange, fields.PAUSE_GENERATION, empty=True)
     mode = body.mode or "abort"
     if mode not in _MODES:
         raise invalid(f"mode is one of {', '.join(_MODES)}", "mode")
-    await trained(context).pause(model_of(exchange), _MODES[mode])
-    await exchange.answer_json({"status": "ok"})
+    await orders.trained(context).pause(orders.model_of(exchange), _MODES[mode])
+    return {"status": "ok"}
 
 
-async def abort_request(context: ApiContext, exchange: HttpExchange) -> None:
+@ROUTES.post("/abort_request", "Requests ended with what they have", fields.ABORT_REQUEST)
+async def abort_request(context: ApiContext, exchange: HttpExchange) -> object:
     """End a request, or all requests; their answers are the outputs so far."""
-    body = await context.read_as(exchange, ABORT_REQUEST)
+    body = await context.read_as(exchange, fields.ABORT_REQUEST)
     if body.abort_all:
-        await end_all(context, exchange)
+        await orders.end_all(context, exchange)
     elif body.request_id:
-        await end_some(context, [body.request_id])
+        await orders.end_some(context, [body.request_id])
     else:
         raise invalid("rid names a request, or abort_all is true", "rid", "missing_field")
-    await exchange.answer_json({"status": "ok"})
+    return {"status": "ok"}
 
 
-async def loads(context: ApiContext, exchange: HttpExchange) -> None:
+@ROUTES.get("/v1/loads", "Requests of each replica", ("loads",), statuses=NAMES, query={})
+async def loads(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with the numbers of requests at each replica; the first has those that wait here."""
     state = context.backend.state()
     rows: list[JsonObject] = []
@@ -151,78 +157,33 @@ async def loads(context: ApiContext, exchange: HttpExchange) -> None:
                 "num_total_reqs": stats.running + waiting,
             }
         )
-    await exchange.answer_json({"loads": rows})
+    return {"loads": rows}
 
 
-async def release_memory(context: ApiContext, exchange: HttpExchange) -> None:
+for add in (ROUTES.get, ROUTES.post):
+    add("/flush_cache", "All cached prefixes dropped", answer=FLUSHED)(reset_prefix_cache)
+
+
+@ROUTES.post("/release_memory_occupation", "Memory freed, in SGLang's words", fields.MEMORY_PARTS)
+async def release_memory(context: ApiContext, exchange: HttpExchange) -> object:
     """Free memory of all replicas' engines once no request runs."""
-    body = await context.read_as(exchange, MEMORY_PARTS, empty=True)
-    with refusing("tags"):
-        await trained(context).sleep(model_of(exchange), 1, _tags(body), "wait")
-    await exchange.answer_json({"status": "ok"})
+    body = await context.read_as(exchange, fields.MEMORY_PARTS, empty=True)
+    with orders.refusing("tags"):
+        await orders.trained(context).sleep(orders.model_of(exchange), 1, _tags(body), "wait")
+    return {"status": "ok"}
 
 
-async def resume_memory(context: ApiContext, exchange: HttpExchange) -> None:
+@ROUTES.post(
+    "/resume_memory_occupation", "Memory taken again, in SGLang's words", fields.MEMORY_PARTS
+)
+async def resume_memory(context: ApiContext, exchange: HttpExchange) -> object:
     """Allocate again what a release of the engines' memory freed, or the parts that are named."""
-    body = await context.read_as(exchange, MEMORY_PARTS, empty=True)
-    with refusing("tags"):
-        await trained(context).wake(model_of(exchange), _tags(body))
-    await exchange.answer_json({"status": "ok"})
+    body = await context.read_as(exchange, fields.MEMORY_PARTS, empty=True)
+    with orders.refusing("tags"):
+        await orders.trained(context).wake(orders.model_of(exchange), _tags(body))
+    return {"status": "ok"}
 
 
-def _tags(body: MemoryParts) -> list[str]:
+def _tags(body: fields.MemoryParts) -> list[str]:
     """Return the tags of a body; memory of CUDA graphs, which SGLang knows too, always stays."""
     return [tag for tag in body.tags or () if tag != "cuda_graph"]
-
-
-ROUTES = (
-    Route(
-        GENERATE,
-        generate,
-        post=Operation("A rollout in SGLang's words", QUEUES, THEIR_ROLLOUT, None),
-    ),
-    Route(
-        "/health_generate",
-        ready,
-        get=Operation("Whether a replica can take requests", (503,), answer=("status",)),
-        open=True,
-    ),
-    Route(
-        "/update_weights_from_disk",
-        from_disk,
-        post=order_of(
-            "The weights of a checkpoint, at all replicas",
-            ("success", "message", "weight_version"),
-            FROM_DISK,
-            (*CHANGES, 409),
-        ),
-    ),
-    *(
-        state_of(path, "weight_version", "The version of the weights")
-        for path in ("/weight_version", "/get_weight_version")
-    ),
-    Route("/get_server_info", server_info, get=order_of("The engines' settings", None)),
-    Route(
-        "/pause_generation",
-        pause_generation,
-        post=order_of("All replicas paused, in SGLang's words", OK, PAUSE_GENERATION, CHANGES),
-    ),
-    Route(
-        "/abort_request",
-        abort_request,
-        post=order_of("Requests ended with what they have", OK, ABORT_REQUEST, CHANGES),
-    ),
-    Route("/v1/loads", loads, get=Operation("Requests of each replica", NAMES, answer=("loads",))),
-    Route("/flush_cache", reset_prefix_cache, get=FLUSH, post=FLUSH),
-    Route(
-        "/release_memory_occupation",
-        release_memory,
-        post=order_of("Memory freed, in SGLang's words", OK, MEMORY_PARTS, CHANGES),
-    ),
-    Route(
-        "/resume_memory_occupation",
-        resume_memory,
-        post=order_of("Memory taken again, in SGLang's words", OK, MEMORY_PARTS, CHANGES),
-    ),
-)
-ADMIN_PATHS = frozenset(route.path for route in ROUTES if route.path != GENERATE and not route.open)

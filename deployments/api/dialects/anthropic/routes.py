@@ -11,7 +11,7 @@ from deployments.api.generate import DialectRequest, answers, count_prompt
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.route import QUEUES, STREAMS, Operation, Route
+from deployments.api.route import QUEUES, STREAMS, RouteTable
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.api.stream.replay import Resumption
 
@@ -34,23 +34,20 @@ class MessagesDialect(DialectRequest):
         return ItemAnswer(call, MessagesWriter(call, Naming.of(call, number)), resumed)
 
 
-async def count(context: ApiContext, exchange: HttpExchange) -> None:
+ROUTES = RouteTable(reads=QUEUES)
+ROUTES.post(
+    PATH,
+    "A chat in blocks",
+    MESSAGES,
+    ("id", "type", "role", "model", "content", "stop_reason", "usage"),
+    STREAMS,
+)(answers(MessagesDialect))
+
+
+@ROUTES.post(
+    f"{PATH}/count_tokens", "Tokens of the prompt of a message", COUNTED, ("input_tokens",)
+)
+async def count(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with the number of tokens of a request's prompt, by which clients decide to
     compact."""
-    tokens = await count_prompt(context, exchange, MessagesDialect(counts=True))
-    await exchange.answer_json({"input_tokens": tokens})
-
-
-_ANSWER = ("id", "type", "role", "model", "content", "stop_reason", "usage")
-ROUTES = (
-    Route(
-        PATH,
-        answers(MessagesDialect),
-        post=Operation("A chat in blocks", QUEUES, MESSAGES, _ANSWER, STREAMS),
-    ),
-    Route(
-        f"{PATH}/count_tokens",
-        count,
-        post=Operation("Tokens of the prompt of a message", QUEUES, COUNTED, ("input_tokens",)),
-    ),
-)
+    return {"input_tokens": await count_prompt(context, exchange, MessagesDialect(counts=True))}

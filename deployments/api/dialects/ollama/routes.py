@@ -16,7 +16,7 @@ from deployments.api.generation.request import ChatRequest, TextRequest
 from deployments.api.generation.tenancy import QueueFields, engine_request, queue_place
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
-from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, Operation, Route
+from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, RouteTable
 from deployments.api.served_model import find_model, known_model
 from deployments.api.services.server import version
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
@@ -26,9 +26,7 @@ from deployments.backend import Generation, ModelCard
 from engine.sampling_params import SamplingParams
 
 PREFIX = "/api/"
-CHAT, TAGS, VERSION = "/api/chat", "/api/tags", "/api/version"
-GENERATE, EMBED, EMBEDDINGS = "/api/generate", "/api/embed", "/api/embeddings"
-SHOW, RUNNING, PULL_PATH = "/api/show", "/api/ps", "/api/pull"
+ROUTES = RouteTable((503,), QUEUES, texts=True)
 _LINES = b"application/x-ndjson"
 
 
@@ -100,6 +98,45 @@ class _Answer(ItemAnswer):
         await super().stream(generation, exchange, 0)
 
 
+ROUTES.post(
+    "/api/chat",
+    "A chat, as Ollama has it",
+    fields.CHAT,
+    ("model", "created_at", "message", "done"),
+    (JSON, LINES),
+)(answers(OllamaDialect))
+ROUTES.post(
+    "/api/generate",
+    "A text, as Ollama has it",
+    fields.GENERATE,
+    ("model", "created_at", "response", "done"),
+    (JSON, LINES),
+)(answers(GenerateDialect))
+ROUTES.post(
+    "/api/embed", "Vectors of texts, as Ollama has it", fields.EMBED, ("model", "embeddings")
+)(embed.embed)
+ROUTES.post(
+    "/api/embeddings", "The vector of a text, as Ollama had it", fields.EMBEDDINGS, ("embedding",)
+)(embed.embeddings)
+ROUTES.get("/api/tags", "What is served, as Ollama lists it", ("models",))(models.tags)
+ROUTES.get("/api/ps", "Which of these are awake", ("models",))(models.running)
+ROUTES.post(
+    "/api/show",
+    "A model, as Ollama tells of it",
+    fields.SHOW,
+    ("details", "model_info", "capabilities", "template"),
+    statuses=(*READS, *NAMES, 503),
+)(models.show)
+
+
+@ROUTES.post(
+    "/api/pull",
+    "Whether a model is there: none is fetched",
+    fields.PULL,
+    ("status",),
+    (JSON, LINES),
+    statuses=(*READS, *NAMES, 503),
+)
 async def pull(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request to pull a model: a served one is there already.
 
@@ -118,9 +155,16 @@ async def pull(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer(200, b'{"status":"success"}' + b"\n" * streamed, kind)
 
 
+@ROUTES.delete("/api/delete", "Refused", (), statuses=(400,))
+@ROUTES.post("/api/copy", "Refused", statuses=(400,))
+@ROUTES.post("/api/push", "Refused", statuses=(400,))
+@ROUTES.post("/api/create", "Refused", statuses=(400,))
 async def refuse(context: ApiContext, exchange: HttpExchange) -> None:
     """Refuse a route that would manage models. Raises ApiError 400."""
     raise _managed(f"{exchange.path} is not supported")
+
+
+ROUTES.get("/api/version", "Of Manta, for Ollama's clients", ("version",), statuses=())(version)
 
 
 def _managed(reason: str) -> ApiError:
@@ -147,96 +191,3 @@ async def _wake(
         while items := await generation.next():
             if (last := items[-1][1]).finish == "error":
                 raise failed(last)
-
-
-ROUTES = (
-    Route(
-        CHAT,
-        answers(OllamaDialect),
-        post=Operation(
-            "A chat, as Ollama has it",
-            QUEUES,
-            fields.CHAT,
-            ("model", "created_at", "message", "done"),
-            (JSON, LINES),
-            texts=True,
-        ),
-    ),
-    Route(
-        GENERATE,
-        answers(GenerateDialect),
-        post=Operation(
-            "A text, as Ollama has it",
-            QUEUES,
-            fields.GENERATE,
-            ("model", "created_at", "response", "done"),
-            (JSON, LINES),
-            texts=True,
-        ),
-    ),
-    Route(
-        EMBED,
-        embed.embed,
-        post=Operation(
-            "Vectors of texts, as Ollama has it",
-            QUEUES,
-            fields.EMBED,
-            ("model", "embeddings"),
-            texts=True,
-        ),
-    ),
-    Route(
-        EMBEDDINGS,
-        embed.embeddings,
-        post=Operation(
-            "The vector of a text, as Ollama had it",
-            QUEUES,
-            fields.EMBEDDINGS,
-            ("embedding",),
-            texts=True,
-        ),
-    ),
-    Route(
-        TAGS,
-        models.tags,
-        get=Operation("What is served, as Ollama lists it", (503,), answer=("models",), texts=True),
-    ),
-    Route(
-        RUNNING,
-        models.running,
-        get=Operation("Which of these are awake", (503,), answer=("models",), texts=True),
-    ),
-    Route(
-        SHOW,
-        models.show,
-        post=Operation(
-            "A model, as Ollama tells of it",
-            (*READS, *NAMES, 503),
-            fields.SHOW,
-            ("details", "model_info", "capabilities", "template"),
-            texts=True,
-        ),
-    ),
-    Route(
-        PULL_PATH,
-        pull,
-        post=Operation(
-            "Whether a model is there: none is fetched",
-            (*READS, *NAMES, 503),
-            fields.PULL,
-            ("status",),
-            (JSON, LINES),
-            texts=True,
-        ),
-    ),
-    *(
-        Route(path, refuse, post=Operation("Refused", (400,), texts=True))
-        for path in ("/api/create", "/api/push", "/api/copy")
-    ),
-    Route("/api/delete", refuse, delete=Operation("Refused", (400,), texts=True)),
-    Route(
-        VERSION,
-        version,
-        get=Operation("Of Manta, for Ollama's clients", answer=("version",), texts=True),
-    ),
-)

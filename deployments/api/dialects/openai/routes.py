@@ -16,7 +16,7 @@ from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.output.constraints import take_constraint
 from deployments.api.output.request import take_tools
-from deployments.api.route import QUEUES, STREAMS, Operation, Route
+from deployments.api.route import QUEUES, STREAMS, RouteTable
 from deployments.api.stream.replay import Resumption
 from engine.sampling_params import MAX_LOGPROBS
 from engine.text.infill import Gap
@@ -175,15 +175,8 @@ class OpenAICompletion(OpenAIDialect):
 
 
 _ANSWER = ("id", "object", "created", "model", "choices")
-ROUTES = (
-    Route(
-        "/v1/chat/completions",
-        answers(OpenAIChat),
-        post=Operation("A chat", QUEUES, CHAT, _ANSWER, STREAMS),
-    ),
-    Route(
-        "/v1/completions",
-        answers(OpenAICompletion),
-        post=Operation("Texts, or token ids, continued", QUEUES, COMPLETION, _ANSWER, STREAMS),
-    ),
+ROUTES = RouteTable(reads=QUEUES)
+ROUTES.post("/v1/chat/completions", "A chat", CHAT, _ANSWER, STREAMS)(answers(OpenAIChat))
+ROUTES.post("/v1/completions", "Texts, or token ids, continued", COMPLETION, _ANSWER, STREAMS)(
+    answers(OpenAICompletion)
 )

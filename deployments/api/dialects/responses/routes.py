@@ -19,13 +19,16 @@ from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.pages import page_of
 from deployments.api.response_store import StoredResponse
-from deployments.api.route import DELETED, LIST, NAMES, PAGES, QUEUES, STREAMS, Operation, Route
+from deployments.api.route import LIST, NAMES, PAGES, QUEUES, STREAMS, RouteTable
 from deployments.api.stream.background import BackgroundRun, stream_run
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.api.stream.replay import Resumption
 from deployments.backend import Generation
 
 PATH = "/v1/responses"
+ROUTES = RouteTable((400, *NAMES), QUEUES)
+_ONE = f"{PATH}/{{id}}"
+_ANSWER = ("id", "object", "created_at", "status", "model", "output", "usage")
 
 
 class ResponsesDialect(DialectRequest):
@@ -99,6 +102,7 @@ class ResponsesDialect(DialectRequest):
             context.responses.put(writer.id, self._owner, response, request.items)
 
 
+@ROUTES.post(PATH, "A chat in items", RESPONSES, _ANSWER, STREAMS)
 async def create(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer POST of /v1/responses, and keep the answer if the request says so. Raises ApiError,
     MantaError.
@@ -108,52 +112,90 @@ async def create(context: ApiContext, exchange: HttpExchange) -> None:
     dialect.keep(context)
 
 
-async def count(context: ApiContext, exchange: HttpExchange) -> None:
+@ROUTES.post(
+    f"{PATH}/input_tokens", "Tokens of the prompt of a response", RESPONSES, ("input_tokens",)
+)
+async def count(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with the number of tokens of the prompt that a request would have."""
     tokens = await count_prompt(context, exchange, ResponsesDialect(exchange.caller.id))
-    answer = {"object": "response.input_tokens", "input_tokens": tokens}
-    await exchange.answer_json(answer)
+    return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
-async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET and DELETE of one response, POST of its `cancel`, and GET of its `input_items`."""
-    id, _, action = exchange.path[len(PATH) + 1 :].partition("/")
-    query, owner = exchange.parameters(), exchange.caller.id
+def _kept(
+    context: ApiContext, exchange: HttpExchange
+) -> tuple[str, BackgroundRun | None, StoredResponse]:
+    """Return the id in a path, its run in the background, and what is kept of its response.
+
+    Raises ApiError 404 response_not_found.
+    """
+    id, owner = exchange.path.split("/")[3], exchange.caller.id
     run = context.background.get(id, owner)
+    if run is None:
+        return id, None, context.responses.get(id, owner)
+    response = msgspec.json.encode(run.response())
+    return id, run, StoredResponse(owner, response, b"", 0.0, run.events)
+
+
+@ROUTES.get(
+    _ONE,
+    "An answer that was kept, or is made in the background",
+    _ANSWER,
+    kinds=STREAMS,
+    query={"stream": BOOLEAN, "starting_after": integer(0, 10**9 - 1)},
+)
+async def response(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with a response, or with its events as a stream."""
+    query = exchange.parameters()
+    _, run, stored = _kept(context, exchange)
+    if query.get("stream") != "true" or exchange.method != "GET":
+        await exchange.answer(200, stored.response)
+        return
+    after = take_after(query)
     if run is not None:
-        stored = StoredResponse(owner, msgspec.json.encode(run.response()), b"", 0.0, run.events)
-        items = run.items
+        await stream_run(exchange, run, after, context.options.keepalive_s)
     else:
-        stored = context.responses.get(id, owner)
-        items = msgspec.json.decode(stored.items)
-    if action == "input_items":
-        await exchange.answer_json(_page(query, _told_items(id, items)))
-    elif action == "cancel":
-        if run is not None:
-            run.cancel()
-            stored.response = msgspec.json.encode(run.response())
-        elif not msgspec.json.decode(stored.response)["background"]:
-            raise invalid(
-                "this response has ended; only one in the background can be cancelled", "id"
-            )
-        await exchange.answer(200, stored.response)
-    elif exchange.method == "DELETE":
-        if run is not None:
-            run.wanted = False
-            run.cancel()
-        else:
-            context.responses.remove(id, owner)
-        answer = {"id": id, "object": "response.deleted", "deleted": True}
-        await exchange.answer_json(answer)
-    elif query.get("stream") == "true" and exchange.method == "GET":
-        after = take_after(query)
-        if run is not None:
-            await stream_run(exchange, run, after, context.options.keepalive_s)
-        else:
-            events = stored.events or events_of(msgspec.json.decode(stored.response))
-            await stream_stored(exchange, events, after)
+        events = stored.events or events_of(msgspec.json.decode(stored.response))
+        await stream_stored(exchange, events, after)
+
+
+@ROUTES.delete(_ONE, "Forget it", statuses=NAMES)
+async def forget(context: ApiContext, exchange: HttpExchange) -> object:
+    """Remove a response, whose run in the background ends."""
+    id, run, _ = _kept(context, exchange)
+    if run is not None:
+        run.wanted = False
+        run.cancel()
     else:
-        await exchange.answer(200, stored.response)
+        context.responses.remove(id, exchange.caller.id)
+    return {"id": id, "object": "response.deleted", "deleted": True}
+
+
+@ROUTES.post(f"{_ONE}/cancel", "End one in the background", answer=_ANSWER)
+async def cancel(context: ApiContext, exchange: HttpExchange) -> object:
+    """End a run in the background, and answer with its response."""
+    _, run, stored = _kept(context, exchange)
+    if run is not None:
+        run.cancel()
+        return run.response()
+    ended = msgspec.json.decode(stored.response)
+    if not ended["background"]:
+        message = "this response has ended; only one in the background can be cancelled"
+        raise invalid(message, "id")
+    return ended
+
+
+@ROUTES.get(
+    f"{_ONE}/input_items",
+    "What it answered",
+    (*LIST, "has_more"),
+    query={**PAGES, "limit": integer(1, 100), "order": one_of("asc", "desc")},
+)
+async def input_items(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer with a page of the conversation before a response."""
+    query = exchange.parameters()
+    id, run, stored = _kept(context, exchange)
+    items = msgspec.json.decode(stored.items) if run is None else run.items
+    return _page(query, _told_items(id, items))
 
 
 def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
@@ -184,41 +226,3 @@ def _page(query: dict[str, str], items: list[SentItem]) -> JsonObject:
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc", "order")
     return page_of(items if order == "asc" else items[::-1], query, 20, 100, "item ")
-
-
-_ANSWER = ("id", "object", "created_at", "status", "model", "output", "usage")
-ROUTES = (
-    Route(PATH, create, post=Operation("A chat in items", QUEUES, RESPONSES, _ANSWER, STREAMS)),
-    Route(
-        f"{PATH}/input_tokens",
-        count,
-        post=Operation("Tokens of the prompt of a response", QUEUES, RESPONSES, ("input_tokens",)),
-    ),
-    Route(
-        f"{PATH}/{{id}}",
-        response_by_id,
-        get=Operation(
-            "An answer that was kept, or is made in the background",
-            (400, *NAMES),
-            answer=_ANSWER,
-            kinds=STREAMS,
-            query={"stream": BOOLEAN, "starting_after": integer(0, 10**9 - 1)},
-        ),
-        delete=Operation("Forget it", NAMES, answer=DELETED),
-    ),
-    Route(
-        f"{PATH}/{{id}}/cancel",
-        response_by_id,
-        post=Operation("End one in the background", (400, *NAMES), answer=_ANSWER),
-    ),
-    Route(
-        f"{PATH}/{{id}}/input_items",
-        response_by_id,
-        get=Operation(
-            "What it answered",
-            (400, *NAMES),
-            answer=(*LIST, "has_more"),
-            query={**PAGES, "limit": integer(1, 100), "order": one_of("asc", "desc")},
-        ),
-    ),
-)
