@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deployments.api.fields.schema import Body
-from deployments.api.fields.words import TAKEN, rows
+from deployments.api.openapi.page import TAKEN, rows
 from deployments.api.routes import ROUTES
 from deployments.config.load import MantaConfig, PoolConfig
 from deployments.config.models import ModelLimitsConfig, ServedModelConfig

@@ -26,13 +26,13 @@ from deployments.api.http.exchange import (
     Scope,
     Send,
 )
-from deployments.api.http.off_loop import INLINE_CHARS
+from deployments.api.http.json_body import INLINE_CHARS
 from deployments.api.options import ApiOptions
 from deployments.api.page.routes import FILES
 from deployments.api.pooling import tei
-from deployments.api.response_store import ResponseStore
 from deployments.api.routes import locate, refusal
 from deployments.api.services import adapters, models
+from deployments.api.stream.background import ResponseStore
 from deployments.backend import Backend
 from engine.errors import MantaError, short_traceback
 

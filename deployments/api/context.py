@@ -13,12 +13,10 @@ from deployments.api.caller import Caller
 from deployments.api.fields.body import StructBody, T
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, decoded
-from deployments.api.http.json_body import JsonObject, parse_json
-from deployments.api.http.off_loop import in_thread
+from deployments.api.http.json_body import JsonObject, in_thread, parse_json
 from deployments.api.options import ApiOptions
-from deployments.api.response_store import ResponseStore
 from deployments.api.served_model import allowed, find_model, known_model
-from deployments.api.stream.background import BackgroundRuns
+from deployments.api.stream.background import BackgroundRuns, ResponseStore
 from deployments.backend import Backend, ModelCard
 from engine.errors import MantaError
 

@@ -12,12 +12,11 @@ from deployments.api.generation.request import ChatRequest, ImagePart, TextReque
 from deployments.api.generation.tenancy import SESSION_HEADER, queue_place, session_digest
 from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
-from deployments.api.http.off_loop import in_thread
+from deployments.api.http.json_body import in_thread
 from deployments.api.output.grammars import grammar_of, output_grammar_of
 from deployments.api.served_model import find_model
-from deployments.api.stream.event_ids import EventIds, event_ids
+from deployments.api.stream.event_ids import EventIds, Resumption, event_ids, recall
 from deployments.api.stream.merge import start
-from deployments.api.stream.replay import Resumption, recall
 from deployments.backend import Generation, ModelCard, RecalledChoice
 from deployments.images.intake import ImageIntake
 from engine.errors import MantaError

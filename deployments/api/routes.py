@@ -18,11 +18,11 @@ from deployments.api.http.json_body import JsonObject
 from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
 from deployments.api.page import routes as web
-from deployments.api.pooling import cohere, embeddings, rerank, tei
+from deployments.api.pooling import embeddings, rerank, tei
 from deployments.api.route import EVENTS, HTML, JSON, QUEUES, Route, RouteTable
 from deployments.api.served_model import find_model
 from deployments.api.services import adapters, batches, models, server
-from deployments.api.trainers import sglang, sglang_tensors, skyrl, vllm
+from deployments.api.trainers import sglang, vllm
 from deployments.backend import ModelCard
 
 _INVOKED = (
@@ -90,7 +90,7 @@ ROUTES: tuple[Route, ...] = (
     *batches.ROUTES,
     *embeddings.POOLING_ROUTES,
     *rerank.RANKINGS,
-    *cohere.ROUTES,
+    *embeddings.COHERE_ROUTES,
     *tei.ROUTES,
     *rerank.LABELS,
     *adapters.ROUTES,
@@ -99,9 +99,8 @@ ROUTES: tuple[Route, ...] = (
     *vllm.ROUTES,
     *sglang.ROLLOUTS,
     *sglang.ROUTES,
-    *sglang_tensors.ROUTES,
-    *skyrl.ROLLOUTS,
-    *skyrl.ROUTES,
+    *vllm.SKYRL_ROLLOUTS,
+    *vllm.SKYRL_ROUTES,
     *server.PROBES,
     *_INVOCATIONS,
     *server.ABOUT,

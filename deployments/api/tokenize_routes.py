@@ -10,7 +10,7 @@ from deployments.api.generation.images import check_no_images
 from deployments.api.generation.messages import check_messages
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.http.off_loop import in_thread
+from deployments.api.http.json_body import in_thread
 from deployments.api.output.request import take_tools
 from deployments.api.route import NAMES, READS, RouteTable
 from deployments.api.served_model import find_model

@@ -5,11 +5,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from deployments.api.body_fields import take_token_ids
-from deployments.api.bounds import ROLES
+from deployments.api.body_fields import ROLES, take_token_ids
 from deployments.api.context import ApiContext
 from deployments.api.fields.chat import MESSAGE, unknown_role
-from deployments.api.fields.liteqwen import CHAT, MAX_HISTORY, STOP, GenKwargs, LiteqwenChat
+from deployments.api.fields.others import (
+    LITEQWEN_CHAT,
+    LITEQWEN_STOP,
+    MAX_HISTORY,
+    GenKwargs,
+    LiteqwenChat,
+)
 from deployments.api.generate import DialectRequest, answers
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.messages import ChatBuilder
@@ -21,10 +26,9 @@ from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import EVENTS, NAMES, QUEUES, READS, RouteTable
-from deployments.api.stream.event_ids import LAST
+from deployments.api.stream.event_ids import LAST, Resumption
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
-from deployments.api.stream.replay import Resumption
 from deployments.backend import Generation
 from engine.errors import context_too_long
 from engine.messages import Delta
@@ -52,7 +56,7 @@ class LiteqwenRequest(DialectRequest):
 
     def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
         ignored: list[str] = []
-        fields = CHAT.read(body, ignored, strict=context.options.strict)
+        fields = LITEQWEN_CHAT.read(body, ignored, strict=context.options.strict)
         kwargs = GenKwargs() if fields.gen_kwargs is None else fields.gen_kwargs
         self._body, self._kwargs = fields, kwargs
         builder = ChatBuilder(ignored)
@@ -209,19 +213,26 @@ class _Answer(ItemAnswer):
 
 ROUTES = RouteTable(reads=QUEUES)
 ROUTES.post(
-    "/chat", "A chat, as liteqwen has it", CHAT, ("response", "history", "code", "logits", "flag")
+    "/chat",
+    "A chat, as liteqwen has it",
+    LITEQWEN_CHAT,
+    ("response", "history", "code", "logits", "flag"),
 )(answers(partial(LiteqwenRequest, stream=False)))
-ROUTES.post("/stream_chat_post", "The same as events", CHAT, kinds=(EVENTS,))(
+ROUTES.post("/stream_chat_post", "The same as events", LITEQWEN_CHAT, kinds=(EVENTS,))(
     answers(partial(LiteqwenRequest, stream=True))
 )
 
 
 @ROUTES.post(
-    "/stop_generate", "End a request by its id", STOP, ("stopped",), statuses=(*READS, *NAMES)
+    "/stop_generate",
+    "End a request by its id",
+    LITEQWEN_STOP,
+    ("stopped",),
+    statuses=(*READS, *NAMES),
 )
 async def stop(context: ApiContext, exchange: HttpExchange) -> object:
     """End a request of this caller, whichever router has it. Raises ApiError 404."""
-    body = await context.read_as(exchange, STOP)
+    body = await context.read_as(exchange, LITEQWEN_STOP)
     id = _checked_id(body.request_id)
     ends, caller = context.options.stop, exchange.caller
     count = 0 if ends is None else await ends(id, None if caller.admin else caller.id)

@@ -6,10 +6,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from deployments.api.fields.agents import Count, ItemChat, not_supported
 from deployments.api.fields.body import Fault, Known, expects, schema_of, struct_body, told_of
 from deployments.api.fields.chat import AnthropicImage, MisplacedBlock, Text
-from deployments.api.fields.generation import COMPLETION, ReasoningEffort, ThinkingBudget, of_schema
+from deployments.api.fields.generation import (
+    COMPLETION,
+    Count,
+    ItemChat,
+    ReasoningEffort,
+    ThinkingBudget,
+    not_supported,
+    of_schema,
+)
 from deployments.api.fields.schema import NEVER, NOTHING, NULL, TEXT, Schema, either, record
 from deployments.api.fields.tools import ARGUMENTS, TOOL_NAMED
 

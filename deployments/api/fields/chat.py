@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Union
 
 from msgspec import Meta, Struct, defstruct
 
-from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGE_PARTS, MAX_MESSAGES, ROLES
+from deployments.api.body_fields import MAX_MESSAGE_CALLS, MAX_MESSAGE_PARTS, MAX_MESSAGES, ROLES
 from deployments.api.fields.body import Typed, expects
 from deployments.api.fields.schema import (
     NEVER,

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from deployments.api.bounds import MAX_TAGS, SCHEMA_NAME
+from deployments.api.body_fields import MAX_TAGS, SCHEMA_NAME
 from deployments.api.fields.body import Typed, expects
 from deployments.api.fields.chat import Text
 from deployments.api.fields.schema import NULL, either, one_of, text

@@ -1,15 +1,16 @@
-"""CHAT and COMPLETION: the bodies of /v1/chat/completions and /v1/completions."""
+"""CHAT and COMPLETION: the bodies of /v1/chat/completions and /v1/completions; Queued, Sampling and
+ItemChat: the fields that they share with the bodies of other routes."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from deployments.api.bounds import MAX_SALT_BYTES, Effort
+from deployments.api.body_fields import MAX_DEADLINE, MAX_SALT_BYTES, Effort
+from deployments.api.caller import LEAST_PRIORITY
 from deployments.api.fields.body import expects, struct_body, words
 from deployments.api.fields.chat import Messages, Prediction
-from deployments.api.fields.common import UINT31, Queued, Side, TokenCut
 from deployments.api.fields.formats import (
     RESPONSE_FORMAT,
     STRUCTURED_OUTPUTS,
@@ -46,6 +47,30 @@ from engine.sampling_params import (
     LogprobsMode,
     SamplingParams,
 )
+
+UINT31 = 2**31 - 1
+Side = Literal["left", "right"]  # the side of a text that is cut
+# Ids are checked against the vocabulary where they are read.
+TokenIds = Annotated[
+    list[Any], Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"})
+]
+TokenCut = Annotated[int, Meta(ge=-1, le=UINT31, extra_json_schema={"not": {"const": 0}})]
+
+
+class Queued(Struct, kw_only=True, gc=False):
+    """The fields that every request for a model has."""
+
+    model: str | None = None
+    priority: Annotated[int, Meta(ge=LEAST_PRIORITY, le=UINT31)] | None = None
+    deadline_seconds: Annotated[float, Meta(gt=0, le=MAX_DEADLINE)] | None = None
+
+
+# llama.cpp's and Ollama's names -> the fields of SamplingParams that they set.
+LLAMA_SAMPLING = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
+    "repeat_penalty": "repetition_penalty",
+}
 
 
 def _fault_of(name: str, value: Any) -> InvalidRequest | None:
@@ -263,3 +288,23 @@ COMPLETION = struct_body(
     generates=True,
     required=("prompt",),
 )
+
+
+Count = Annotated[int, Meta(ge=1, le=UINT31)]
+
+
+def not_supported(instead: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
+    """Return the errors of fields that are refused. instead: what to do in the place of each."""
+    return {
+        name: (f"{name} is not supported; {advice}", "not_supported")
+        for name, advice in instead.items()
+    }
+
+
+class ItemChat(Sampling, kw_only=True):
+    """The fields that the bodies of Responses and Messages share."""
+
+    cache_salt: CacheSalt | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+    structured_outputs: Annotated[Any, of_schema(STRUCTURED_OUTPUTS.schema)] = None

@@ -1,26 +1,35 @@
-"""Bodies of infilling, tokenising, adapters, batches and files."""
+"""Bodies of infilling, tokenising, adapters, batches, files and liteqwen's routes."""
 
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from deployments.api.bounds import MAX_BATCH_METADATA, MAX_BATCH_WINDOW, BatchEndpoint
+from deployments.api.body_fields import MAX_BATCH_METADATA, MAX_BATCH_WINDOW, ROLES, BatchEndpoint
 from deployments.api.fields.body import Typed, expects, struct_body, words
-from deployments.api.fields.chat import Messages
-from deployments.api.fields.common import UINT31, Queued, TokenIds
-from deployments.api.fields.generation import ReasoningEffort, Stop, of_schema, sampled
+from deployments.api.fields.chat import MESSAGE, Messages
+from deployments.api.fields.generation import (
+    UINT31,
+    Queued,
+    ReasoningEffort,
+    Stop,
+    TokenIds,
+    of_schema,
+    sampled,
+)
 from deployments.api.fields.schema import (
     FILLED,
     OBJECT,
     TEXT,
     Body,
     Schema,
+    either,
     integer,
     list_of,
     one_of,
     text,
 )
 from deployments.api.fields.tools import TOOLS
+from deployments.api.http.exchange import MAX_REQUEST_ID
 from engine.errors import InvalidRequest
 
 MAX_MODEL_NAME = 128  # bytes
@@ -203,3 +212,55 @@ class Infill(Queued, kw_only=True):
 
 
 INFILL = struct_body(Infill)
+
+
+MAX_HISTORY = 500
+_ID = {"pattern": rf"^[A-Za-z0-9._:\-]{{1,{MAX_REQUEST_ID}}}$"}
+_RequestId = Annotated[str, Meta(max_length=MAX_REQUEST_ID, extra_json_schema=_ID)]
+_Count = Annotated[int, Meta(ge=1, le=UINT31)]
+
+
+class GenKwargs(Struct, kw_only=True, gc=False):
+    """The options of generating the answer."""
+
+    temperature: Annotated[float, sampled("temperature")] | None = None
+    top_p: Annotated[float, sampled("top_p")] | None = None
+    top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
+    topk: Annotated[int, sampled("top_k", ge=-1)] | None = None
+    seed: Annotated[int, sampled("seed")] | None = None
+    repetition_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
+    max_length: _Count | None = None
+    max_new_tokens: _Count | None = None
+    prefix_token_ids: TokenIds | None = None
+    prefix_text: str | None = None
+    return_logits: bool | None = None
+    adapter_name: Annotated[str, Meta(max_length=1024)] | None = None
+    skip_lora: bool | None = None
+
+
+class LiteqwenChat(Queued, kw_only=True):
+    """The body of /chat and /stream_chat_post."""
+
+    query: Annotated[str, expects("a string")]
+    role: Annotated[Any, of_schema(one_of(*(role for role in ROLES if role != "tool")))] = None
+    history: Annotated[
+        Any,
+        of_schema(
+            either(
+                list_of(MESSAGE.schema, 0, MAX_HISTORY),
+                list_of(list_of(TEXT, 2, 2), 0, MAX_HISTORY),
+            )
+        ),
+    ] = None
+    request_id: _RequestId | None = None
+    gen_kwargs: GenKwargs | None = None
+
+
+class LiteqwenStop(Struct, kw_only=True, gc=False):
+    """The body of /stop_generate."""
+
+    request_id: _RequestId
+
+
+LITEQWEN_CHAT = struct_body(LiteqwenChat)
+LITEQWEN_STOP = struct_body(LiteqwenStop)

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from deployments.api.fields.body import Fault, Shape, struct_body, words
 from deployments.api.fields.chat import Messages
-from deployments.api.fields.common import UINT31, Queued, Side, TokenCut
+from deployments.api.fields.generation import UINT31, Queued, Side, TokenCut
 from deployments.api.fields.schema import (
     FILLED,
     NOTHING,

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from deployments.api.bounds import MAX_TOOLS, TOOL_NAME
+from deployments.api.body_fields import MAX_TOOLS, TOOL_NAME
 from deployments.api.fields.body import Typed, expects
 from deployments.api.fields.schema import Schema, either, list_of, one_of, record
 from deployments.api.http.errors import ApiError, invalid, shown

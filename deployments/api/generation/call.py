@@ -20,7 +20,7 @@ from deployments.api.generation.request import (
     TextRequest,
 )
 from deployments.api.http.errors import invalid, shown
-from deployments.api.http.off_loop import in_thread
+from deployments.api.http.json_body import in_thread
 from deployments.api.options import ApiOptions
 from deployments.api.output.plan import OutputPlan, plan_output
 from deployments.api.output.prompt import render_options

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.body_fields import name_fields
-from deployments.api.bounds import (
+from deployments.api.body_fields import (
     MAX_CALLS,
     MAX_MESSAGE_CALLS,
     MAX_MESSAGE_PARTS,
     MAX_MESSAGES,
     MAX_PARTS,
     ROLES,
+    name_fields,
 )
 from deployments.api.fields.chat import (
     CALL,

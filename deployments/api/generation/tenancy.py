@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.bounds import MAX_DEADLINE
-from deployments.api.fields.common import Queued
+from deployments.api.body_fields import MAX_DEADLINE
+from deployments.api.fields.generation import Queued
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions

@@ -17,8 +17,7 @@ import msgspec
 
 from deployments.api.caller import ANYONE, Caller
 from deployments.api.http.errors import ApiError, Headers, invalid
-from deployments.api.http.json_body import JsonObject
-from deployments.api.http.off_loop import INLINE_CHARS, in_thread
+from deployments.api.http.json_body import INLINE_CHARS, JsonObject, in_thread
 from deployments.images.memory import HeldBytes
 
 Scope = MutableMapping[str, Any]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from deployments.api.bounds import MAX_DEADLINE
+from deployments.api.body_fields import MAX_DEADLINE
 from deployments.api.fields.schema import TEXT, Body, Schema, number, one_of
 from deployments.api.generation.tenancy import DEADLINE_HEADER, SESSION_HEADER
 from deployments.api.http.json_body import JsonObject

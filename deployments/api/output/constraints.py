@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.body_fields import name_fields
-from deployments.api.bounds import ALIASES, ConstraintKind
+from deployments.api.body_fields import ALIASES, ConstraintKind, name_fields
 from deployments.api.fields.formats import (
     FLAT_FORMAT,
     JSON_SCHEMA,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.api.http.json_body import JsonObject
-from deployments.api.output.dialect import Dialect, quoted
 from deployments.api.output.output_format import (
     CHANNEL,
     CONSTRAIN,
@@ -15,8 +14,10 @@ from deployments.api.output.output_format import (
     MESSAGE_ENDS,
     MESSAGE_START,
     NUMBER,
+    Dialect,
     OutputFormat,
     Reasoning,
+    quoted,
 )
 from deployments.api.output.parser import Thinking
 from engine.errors import InvalidRequest

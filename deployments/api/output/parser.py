@@ -3,8 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from deployments.api.output.dialect import DialectReader, overlap, quoted
-from deployments.api.output.output_format import NUMBER, OutputFormat, Reasoning
+from deployments.api.output.output_format import (
+    NUMBER,
+    DialectReader,
+    OutputFormat,
+    Reasoning,
+    overlap,
+    quoted,
+)
 from deployments.api.output.step_parser import Event, Kind, StepParser
 
 Thinking = Literal["open", "may", "no"]

@@ -11,9 +11,8 @@ from deployments.api.http.errors import ApiError, invalid
 from deployments.api.output.channel_parser import ChannelParser
 from deployments.api.output.constraints import RequestedGrammar
 from deployments.api.output.detect import template_output
-from deployments.api.output.dialect import quoted
 from deployments.api.output.grammar import Function, json_content, output_grammar
-from deployments.api.output.output_format import OutputFormat, Reasoning
+from deployments.api.output.output_format import OutputFormat, Reasoning, quoted
 from deployments.api.output.parser import OutputParser, Thinking
 from deployments.api.output.request import RequestedTools
 from deployments.api.output.step_parser import StepParser

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from deployments.api.bounds import MAX_TOOLS, TOOL_NAME
+from deployments.api.body_fields import MAX_TOOLS, TOOL_NAME
 from deployments.api.fields.tools import (
     FUNCTION,
     NAMED,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.api.http.json_body import JsonObject
-from deployments.api.output.dialect import Dialect
-from deployments.api.output.output_format import OutputFormat, Reasoning, TaggedArguments
+from deployments.api.output.output_format import Dialect, OutputFormat, Reasoning, TaggedArguments
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _KEYS = frozenset({"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"})

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from deployments.api.output.dialect import overlap
+from deployments.api.output.output_format import overlap
 
 Kind = Literal["content", "reasoning", "call", "arguments", "end"]
 

@@ -34,7 +34,7 @@ from deployments.api.generation.tenancy import (
 )
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
-from deployments.api.http.off_loop import in_thread
+from deployments.api.http.json_body import in_thread
 from deployments.api.options import ApiOptions
 from deployments.api.stream.merge import failed
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard

@@ -25,8 +25,7 @@ from deployments.api.fields.pooled import (
 )
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.http.json_body import JsonObject
-from deployments.api.http.off_loop import in_thread
+from deployments.api.http.json_body import JsonObject, in_thread
 from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_input
 from deployments.api.pooling.tei import only_model
 from deployments.api.route import LIST, QUEUES, RouteTable

@@ -6,8 +6,7 @@ from deployments.api.context import ApiContext
 from deployments.api.fields.pooled import MAX_TEXTS, TEI_EMBED, TEI_PREDICT
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.http.json_body import JsonObject
-from deployments.api.http.off_loop import in_thread
+from deployments.api.http.json_body import JsonObject, in_thread
 from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_prompts
 from deployments.api.route import NAMES, QUEUES, RouteTable
 from deployments.api.served_model import allowed

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deployments.api.batch_folder import RUNNING, BatchFolder, Entry
-from deployments.api.bounds import MAX_BATCH_WINDOW
+from deployments.api.body_fields import MAX_BATCH_WINDOW
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import BATCH, EXPIRES_AFTER, FILE, WINDOW, Batch
 from deployments.api.fields.schema import TEXT, integer
 from deployments.api.http.errors import ApiError, invalid, shown
 from deployments.api.http.exchange import ClientDisconnected, HttpExchange, closing
 from deployments.api.http.json_body import JsonObject
-from deployments.api.http.pages import page_of
-from deployments.api.route import BYTES, LIST, NAMES, PAGES, READS, RouteTable
+from deployments.api.route import BYTES, LIST, NAMES, PAGES, READS, RouteTable, page_of
 
 FILES = "/v1/files"
 BATCHES = "/v1/batches"

@@ -15,16 +15,21 @@ import msgspec
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.http.json_body import JsonObject
-from deployments.api.http.off_loop import in_thread
+from deployments.api.http.json_body import JsonObject, in_thread
 from deployments.api.output.chat_output import ParsedChoice, call_id
 from deployments.api.output.plan import OutputPlan
 from deployments.api.output.step_parser import Event
-from deployments.api.stream.event_ids import EventIds
-from deployments.api.stream.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS, first_items
+from deployments.api.stream.event_ids import WITHOUT_IDS, EventIds, Resumption, StreamReplay
 from deployments.api.stream.logprobs import ScoredToken, chat_logprobs
-from deployments.api.stream.merge import ChoiceOutput, ended_early, failed
-from deployments.api.stream.replay import WITHOUT_IDS, Resumption, StreamReplay
+from deployments.api.stream.merge import (
+    COMMENT,
+    EVENT_STREAM,
+    STREAM_HEADERS,
+    ChoiceOutput,
+    ended_early,
+    failed,
+    first_items,
+)
 from deployments.backend import Generation
 from engine.errors import MantaError
 from engine.messages import Delta

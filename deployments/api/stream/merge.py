@@ -1,4 +1,5 @@
-"""MergedGenerations: the generations of one request as one; ChoiceOutput: what each choice gave."""
+"""MergedGenerations: the generations of one request as one; ChoiceOutput: what each choice gave;
+first_items: the first token, and signs of life until it comes."""
 
 import asyncio
 from base64 import b64encode
@@ -9,6 +10,7 @@ import msgspec
 
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError, from_backend
+from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.chat_output import ParsedChoice
 from deployments.backend import Backend, Generation, Timing
@@ -307,3 +309,48 @@ def weight_versions(generation: Generation, choice: int, num_tokens: int) -> lis
             parts.append({"version": version, "num_tokens": shown})
         num_tokens -= shown
     return parts
+
+
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+STREAM_HEADERS = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
+COMMENT = b": waiting for the first token\n\n"  # clients of server-sent events skip it
+HOLD_SECONDS = 45.0  # without a replica; usual limits on silence begin at 60
+
+
+async def first_items(
+    generation: Generation, exchange: HttpExchange, seconds: float
+) -> list[tuple[int, Delta]]:
+    """Wait for `generation.next()`, and send a sign of life every so many seconds; 0: none.
+
+    Signs are the answer's head and comments, without which proxies that limit silence would cut
+    long prompts. The head is a promise that no error status follows. So it waits for a replica,
+    HOLD_SECONDS at most: what fails at once is an ordinary error, and HAProxy gives a request whose
+    router ended without an answer to another one.
+
+    Raises what next() raises, ClientDisconnected, and, unless the head is out, the error of a
+    choice that the engine refused.
+    """
+    if not seconds:
+        items = await generation.next()
+    else:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        first = loop.create_task(generation.next())
+        try:
+            while not (await asyncio.wait({first}, timeout=seconds))[0]:
+                if not exchange.started:
+                    placed = generation.timing().replicas
+                    if not placed and loop.time() - began < HOLD_SECONDS:
+                        continue
+                    await exchange.start(EVENT_STREAM, STREAM_HEADERS)
+                await exchange.write(COMMENT)
+            items = first.result()
+        finally:
+            if not first.done():
+                first.cancel()
+                await asyncio.wait({first})
+    if not exchange.started:
+        for _, delta in items:
+            if delta.finish == "error":
+                raise failed(delta)
+    return items

@@ -4,10 +4,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from deployments.api.bounds import MAX_SALT_BYTES
+from deployments.api.body_fields import MAX_SALT_BYTES
 from deployments.api.fields.body import struct_body
-from deployments.api.fields.common import TokenIds
-from deployments.api.fields.generation import Logprobs, Stop, StopTokenIds, sampled
+from deployments.api.fields.generation import Logprobs, Stop, StopTokenIds, TokenIds, sampled
 
 _TokenIds = Annotated[TokenIds, Meta(min_length=1)]
 _Version = Annotated[str, Meta(max_length=256)] | None

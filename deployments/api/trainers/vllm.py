@@ -1,12 +1,15 @@
-"""The routes of vLLM's server for trainers: weights, pauses, sleep, and rollouts."""
+"""The routes of vLLM's server for trainers: weights, pauses, sleep, and rollouts; and SkyRL's own,
+for its RemoteInferenceClient beside vLLM's (docs/rl.md)."""
 
 from deployments.api.context import ApiContext
+from deployments.api.fields.others import LOAD_LORA
 from deployments.api.fields.schema import TEXT, one_of
 from deployments.api.generation.tenancy import QueueFields
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
-from deployments.api.route import QUEUES, RouteTable
+from deployments.api.route import NAMES, PLAIN, QUEUES, READS, RouteTable
+from deployments.api.services.adapters import put_lora
 from deployments.api.stream.logprobs import FLOOR, own_logprobs
 from deployments.api.stream.merge import routed_experts, weight_versions
 from deployments.api.trainers import fields, orders
@@ -309,3 +312,70 @@ def _by_id(scored: TokenLogprobs) -> JsonObject:
     best = enumerate(zip(scored.top_ids, scored.top_logprobs, strict=True), 1)
     ranked = {str(token): {"logprob": value, "rank": rank} for rank, (token, value) in best}
     return {str(scored.token_id): {"logprob": scored.logprob, "rank": scored.rank}, **ranked}
+
+
+SKYRL_ROLLOUTS, SKYRL_ROUTES = RouteTable(reads=QUEUES), orders.order_table()
+_START, _FINISH = "skyrl_start_weight_update", "skyrl_finish_weight_update"
+_TAKE = ("update_weights_nccl", "update_weights_ipc")
+
+
+@SKYRL_ROLLOUTS.post("/skyrl/v1/generate", *ROLL_OUT)
+async def skyrl_generate(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer a rollout with the experts of its tokens."""
+    return await generate(context, exchange, routed=True)
+
+
+@SKYRL_ROUTES.post(
+    "/collective_rpc",
+    "An update of weights by SkyRL",
+    fields.COLLECTIVE_RPC,
+    statuses=orders.UPDATES,
+)
+async def collective_rpc(context: ApiContext, exchange: HttpExchange) -> object:
+    """Carry out the updates that SkyRL's trainer orders from vLLM's workers, and nothing else."""
+    body = await context.read_as(exchange, fields.COLLECTIVE_RPC)
+    weights, model, arguments = (
+        orders.trained(context),
+        orders.model_of(exchange),
+        body.kwargs or {},
+    )
+    with orders.refusing("kwargs" if body.method in _TAKE else None):
+        if body.method == _START:
+            await weights.start_update(model)
+        elif body.method == _FINISH:
+            await weights.finish_update(model, "")
+        elif body.method in _TAKE:
+            info = arguments.get("update_info")
+            if not isinstance(info, dict):
+                raise invalid("kwargs.update_info is an object", "kwargs.update_info")
+            await weights.take_tensors(model, info, "")
+        else:
+            methods = ", ".join((_START, *_TAKE, _FINISH))
+            raise invalid(f"method is one of {methods}", "method", "not_supported")
+    return {"status": "ok"}
+
+
+@SKYRL_ROUTES.post(
+    "/skyrl/v1/load_lora_adapter",
+    "An adapter added or read again",
+    LOAD_LORA,
+    None,
+    (PLAIN,),
+    statuses=(*READS, *NAMES),
+    query={},
+)
+async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
+    """Add an adapter, or read it again."""
+    await put_lora(context, exchange, await context.read_as(exchange, LOAD_LORA), again=True)
+
+
+@SKYRL_ROUTES.post(
+    "/finish_session",
+    "The end of a trajectory",
+    statuses=(),
+    admin=False,
+    query={"session_id": TEXT},
+)
+async def finish_session(context: ApiContext, exchange: HttpExchange) -> object:
+    """Answer that a trajectory has ended; replicas keep nothing for it."""
+    return {"status": "ok"}

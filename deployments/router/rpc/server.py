@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from deployments.api.app import Api
 from deployments.api.auth import authenticate
-from deployments.api.bounds import MAX_DEADLINE
+from deployments.api.body_fields import MAX_DEADLINE
 from deployments.api.http.errors import (
     AUTHENTICATION,
     INVALID,

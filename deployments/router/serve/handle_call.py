@@ -14,7 +14,7 @@ from collections.abc import (
 from typing import Any
 from urllib.parse import urlencode
 
-from deployments.api.bounds import MAX_DEADLINE
+from deployments.api.body_fields import MAX_DEADLINE
 from deployments.api.caller import CALLER, Caller
 from deployments.api.stream.event_ids import LAST, WANTED
 

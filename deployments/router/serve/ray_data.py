@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.api.bounds import MAX_DEADLINE
+from deployments.api.body_fields import MAX_DEADLINE
 from deployments.api.caller import Caller
 from deployments.router.serve.handle_call import AsgiApp, post, wait_of
 from engine.messages import BATCH_PRIORITY

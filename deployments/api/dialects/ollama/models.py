@@ -1,19 +1,43 @@
-"""Ollama's /api/tags, /api/ps and /api/show: what is served, what is loaded, and one model."""
+"""Ollama's /api/tags, /api/ps and /api/show: what is served, what is loaded, and one model;
+/api/embed and the older /api/embeddings: vectors of texts."""
 
 import asyncio
 import hashlib
+import time
 from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
 
 from deployments.api.context import ApiContext
-from deployments.api.dialects.ollama.names import asked_name
-from deployments.api.fields.ollama import SHOW
+from deployments.api.fields.ollama import EMBED, EMBEDDINGS, SHOW, Show
+from deployments.api.fields.pooled import TextInput
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.http.json_body import JsonObject
+from deployments.api.http.json_body import JsonObject, in_thread
 from deployments.api.output.detect import template_output
+from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_prompts
 from deployments.api.served_model import find_model
-from deployments.backend import ModelCard
+from deployments.backend import Backend, ModelCard
+from engine.errors import no_vectors
+from engine.pooling import Vector, as_array, normalized
 from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer
+
+_LATEST = ":latest"  # the tag that Ollama's clients append to a name without one
+
+
+def served_name(name: Any, backend: Backend) -> Any:
+    """Return the name without the tag `:latest`, unless a model is served under the name with
+    it."""
+    if isinstance(name, str) and name.endswith(_LATEST) and name not in backend.models():
+        return name.removesuffix(_LATEST)
+    return name
+
+
+def asked_name(body: Show, backend: Backend) -> str | None:
+    """Return the model's name in the field `model`, or in `name` of older clients."""
+    return served_name(body.name if body.model is None else body.model, backend)
+
 
 _NEVER = "9999-12-31T23:59:59Z"  # the time at which an unused model would be unloaded
 
@@ -135,3 +159,49 @@ def _parameters(tokenizer: Tokenizer) -> list[str]:
 def _modelfile(name: str, template: str, parameters: list[str]) -> str:
     lines = [f"FROM {name}", f'TEMPLATE """{template}"""', *(f"PARAMETER {p}" for p in parameters)]
     return "\n".join(lines) + "\n"
+
+
+async def embed(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer /api/embed with vectors of length 1. Raises ApiError, MantaError."""
+    began = time.monotonic_ns()
+    async with pooled_call(context, exchange, EMBED, served_name) as call:
+        vectors, tokens = await _vectors(call, call.body.input, "input", call.body.dimensions)
+
+        def answer() -> bytes:
+            response = {
+                "model": call.card.id,
+                "embeddings": [normalized(vector).tolist() for vector in vectors],
+                "total_duration": time.monotonic_ns() - began,
+                "load_duration": 0,
+                "prompt_eval_count": tokens,
+            }
+            return msgspec.json.encode(response)
+
+        await exchange.answer(200, await in_thread(answer, 4 * sum(map(len, vectors))))
+
+
+async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer /api/embeddings with one vector, not rescaled. Raises ApiError, MantaError."""
+    async with pooled_call(context, exchange, EMBEDDINGS, served_name) as call:
+        prompt = TextInput([call.body.prompt] if call.body.prompt else [], False)
+        vectors, _ = await _vectors(call, prompt, "prompt")
+        vector: list[float] = vectors[0].tolist() if vectors else []
+        await exchange.answer_json({"embedding": vector})
+
+
+async def _vectors(
+    call: PooledCall[T], texts: TextInput, name: str, size: int | None = None
+) -> tuple[list[Vector], int]:
+    """Compute each text's vector and count the tokens. An empty input has no vector."""
+    pooling = call.pooling
+    if pooling.labels:
+        raise no_vectors()
+    if size is not None:
+        pooling.check_dimensions(size, call.card.vector_size)
+    if not texts.items:
+        return [], 0
+    prompts = await take_prompts(call, texts, name)
+    vectors = [as_array(vector) for vector in await call.vectors(prompts)]
+    if size is not None:
+        vectors = [pooling.cut(vector, size) for vector in vectors]
+    return vectors, sum(map(len, prompts))

@@ -5,7 +5,7 @@ from typing import Any
 
 from deployments.api.body_fields import name_fields
 from deployments.api.fields.chat import OllamaImage
-from deployments.api.fields.common import LLAMA_SAMPLING
+from deployments.api.fields.generation import LLAMA_SAMPLING
 from deployments.api.fields.ollama import (
     CHAT,
     GENERATE,

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from deployments.api.context import ApiContext
-from deployments.api.dialects.ollama import embed, models
-from deployments.api.dialects.ollama.names import asked_name, served_name
+from deployments.api.dialects.ollama import models
+from deployments.api.dialects.ollama.models import asked_name, served_name
 from deployments.api.dialects.ollama.request import ollama_chat, ollama_generate
 from deployments.api.dialects.ollama.writer import GenerateWriter, OllamaWriter, loaded
 from deployments.api.fields import ollama as fields
@@ -19,9 +19,9 @@ from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, RouteTable
 from deployments.api.served_model import find_model, known_model
 from deployments.api.services.server import version
+from deployments.api.stream.event_ids import Resumption
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.api.stream.merge import failed
-from deployments.api.stream.replay import Resumption
 from deployments.backend import Generation, ModelCard
 from engine.sampling_params import SamplingParams
 
@@ -114,10 +114,10 @@ ROUTES.post(
 )(answers(GenerateDialect))
 ROUTES.post(
     "/api/embed", "Vectors of texts, as Ollama has it", fields.EMBED, ("model", "embeddings")
-)(embed.embed)
+)(models.embed)
 ROUTES.post(
     "/api/embeddings", "The vector of a text, as Ollama had it", fields.EMBEDDINGS, ("embedding",)
-)(embed.embeddings)
+)(models.embeddings)
 ROUTES.get("/api/tags", "What is served, as Ollama lists it", ("models",))(models.tags)
 ROUTES.get("/api/ps", "Which of these are awake", ("models",))(models.running)
 ROUTES.post(

@@ -16,10 +16,8 @@ from deployments.api.generation.call import GenerationCall, scored_entries
 from deployments.api.generation.request import ChatRequest
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.http.json_body import JsonObject
-from deployments.api.http.off_loop import in_thread
-from deployments.api.stream.event_ids import ENDED, FINISHED, OPENED
-from deployments.api.stream.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS, first_items
+from deployments.api.http.json_body import JsonObject, in_thread
+from deployments.api.stream.event_ids import ENDED, FINISHED, OPENED, Resumption, StreamReplay
 from deployments.api.stream.logprobs import (
     PromptLogprobs,
     ScoredTexts,
@@ -30,13 +28,16 @@ from deployments.api.stream.logprobs import (
     with_first,
 )
 from deployments.api.stream.merge import (
+    COMMENT,
+    EVENT_STREAM,
+    STREAM_HEADERS,
     ChoiceOutput,
     coalesce,
     ended_early,
+    first_items,
     routed_experts,
     weight_versions,
 )
-from deployments.api.stream.replay import Resumption, StreamReplay
 from deployments.backend import Generation
 from engine.batch import TokenLogprobs
 from engine.errors import MantaError

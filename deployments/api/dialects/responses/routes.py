@@ -7,8 +7,12 @@ import msgspec
 
 from deployments.api.context import ApiContext
 from deployments.api.dialects.responses.request import ResponsesRequest, SentItem, responses_request
-from deployments.api.dialects.responses.stored_events import events_of, stream_stored, take_after
-from deployments.api.dialects.responses.writer import ResponsesWriter
+from deployments.api.dialects.responses.writer import (
+    ResponsesWriter,
+    events_of,
+    stream_stored,
+    take_after,
+)
 from deployments.api.fields.responses import RESPONSES
 from deployments.api.fields.schema import BOOLEAN, integer, one_of
 from deployments.api.generate import DialectRequest, count_prompt, generate
@@ -17,12 +21,10 @@ from deployments.api.generation.request import ChatRequest
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
-from deployments.api.http.pages import page_of
-from deployments.api.response_store import StoredResponse
-from deployments.api.route import LIST, NAMES, PAGES, QUEUES, STREAMS, RouteTable
-from deployments.api.stream.background import BackgroundRun, stream_run
+from deployments.api.route import LIST, NAMES, PAGES, QUEUES, STREAMS, RouteTable, page_of
+from deployments.api.stream.background import BackgroundRun, StoredResponse, stream_run
+from deployments.api.stream.event_ids import Resumption
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
-from deployments.api.stream.replay import Resumption
 from deployments.backend import Generation
 
 PATH = "/v1/responses"

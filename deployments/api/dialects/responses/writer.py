@@ -1,15 +1,18 @@
-"""ResponsesWriter: the answer to a request to /v1/responses, as items and as events."""
+"""ResponsesWriter: the answer to a request to /v1/responses, as items and as events, also of stored
+answers."""
 
 import time
 from typing import Any
 
 from deployments.api.dialects.responses.request import ResponsesRequest
 from deployments.api.generation.call import GenerationCall
-from deployments.api.http.errors import ApiError
+from deployments.api.http.errors import ApiError, invalid
+from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
+from deployments.api.stream.merge import EVENT_STREAM, STREAM_HEADERS
 
 _STATUS = {"length": "incomplete"}  # the response's status by finish_reason; others: completed
 
@@ -227,3 +230,59 @@ def _part(kind: str, text: str, logprobs: list[ScoredToken]) -> JsonObject:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+async def stream_stored(exchange: HttpExchange, events: list[bytes], after: int) -> None:
+    await exchange.start(EVENT_STREAM, STREAM_HEADERS)
+    await exchange.write(b"".join(events[after + 1 :]), more=False)
+
+
+def take_after(query: dict[str, str]) -> int:
+    """Return a query's starting_after, the last event that the client has; -1 without one.
+
+    Raises ApiError 400.
+    """
+    sequence_number = query.get("starting_after")
+    if sequence_number is None:
+        return -1
+    if not sequence_number.isdecimal() or len(sequence_number) > 9:
+        raise invalid("starting_after must be a sequence_number", "starting_after")
+    return int(sequence_number)
+
+
+def events_of(response: JsonObject) -> list[bytes]:
+    """Return the events of an answer that was not recorded, each text in one event.
+
+    They are the same in each call, so that a stream can go on after any of them.
+    """
+    events = ItemEvents()
+    unknown = dict.fromkeys(("completed_at", "incomplete_details", "error", "usage"))
+    begun = {**response, **unknown, "status": "in_progress", "output": []}
+    events.push("response.created", response=begun)
+    events.push("response.in_progress", response=begun)
+    for item in response["output"]:
+        _add_item(events, item)
+    events.push(f"response.{response['status']}", response=response)
+    return events.wire.take()
+
+
+def _add_item(events: ItemEvents, item: JsonObject) -> None:
+    opened, status = {**item}, item.get("status", "")
+    if status:
+        opened["status"] = "in_progress"
+    if "content" in item:
+        (part,) = item["content"]
+        opened["content"] = []
+        more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+        empty = {**part, "text": "", **({"logprobs": []} if more else {})}
+        events.open_item(opened, empty)
+        if part["text"]:
+            events.add_text(part["text"], part["type"], **more)
+        events.close_item(part["text"], part, status)
+        return
+    field = "arguments" if "arguments" in item else "input"
+    opened[field] = ""
+    events.open_item(opened)
+    if item[field]:
+        events.add_text(item[field])
+    events.close_item(item[field], None, status)

@@ -9,7 +9,7 @@ import pytest
 from msgspec import Struct
 
 from deployments.api.app import build_asgi
-from deployments.api.fields.common import LLAMA_SAMPLING, Queued
+from deployments.api.fields.generation import LLAMA_SAMPLING, Queued
 from deployments.api.fields.ollama import Options
 from deployments.api.fields.others import Infill
 from engine.text.infill import FillMarks

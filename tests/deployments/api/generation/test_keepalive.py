@@ -11,7 +11,7 @@ import pytest
 
 from deployments.api.app import Api, build_asgi
 from deployments.api.options import ApiOptions
-from deployments.api.stream import keepalive
+from deployments.api.stream import merge
 from deployments.backend import Timing
 from engine.errors import MantaError, Overloaded
 from engine.messages import Delta
@@ -37,7 +37,7 @@ def unplaced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_comments(reply: Reply) -> list[Any]:
-    reply.body = reply.body.replace(keepalive.COMMENT, b"")
+    reply.body = reply.body.replace(merge.COMMENT, b"")
     return reply.events()
 
 
@@ -65,10 +65,10 @@ def test_the_text_is_the_same(app: Api, backend: FakeBackend, chat: bool) -> Non
     """A sign of life between the events of a token, or one that counts as an event."""
     ask = Client(app).chat if chat else Client(app).completion
     waited = run(ask(stream=True, n=2))
-    assert waited.body.startswith(keepalive.COMMENT)
+    assert waited.body.startswith(merge.COMMENT)
     backend.first_pause = 0
     at_once = run(ask(stream=True, n=2))
-    assert keepalive.COMMENT not in at_once.body
+    assert merge.COMMENT not in at_once.body
     texts = [
         [event["choices"] for event in events if event != "[DONE]"]
         for events in (without_comments(waited), at_once.events())
@@ -83,7 +83,7 @@ def test_by_configuration(backend: FakeBackend) -> None:
     """0 is none, not one after the other."""
     backend.first_pause = 0.1
     reply = run(Client(build_asgi(backend, ApiOptions(keepalive_s=0))).chat(stream=True))
-    assert reply.status == 200 and keepalive.COMMENT not in reply.body
+    assert reply.status == 200 and merge.COMMENT not in reply.body
 
 
 def test_what_no_replica_was_given_keeps_its_status(
@@ -102,7 +102,7 @@ def test_what_no_replica_was_given_keeps_its_status(
     assert (reply.status, reply.header("retry-after")) == (503, "5")
     assert reply.json()["error"]["code"] == "no_replica"
     # But not for ever: whoever lets requests wait for minutes has proxies in front, too.
-    monkeypatch.setattr(keepalive, "HOLD_SECONDS", 2 * TICK)
+    monkeypatch.setattr(merge, "HOLD_SECONDS", 2 * TICK)
     reply = run(Client(app).chat(stream=True))
     assert reply.status == 200
     assert without_comments(reply)[-1]["error"]["code"] == "no_replica"
