@@ -44,10 +44,11 @@ class DialectRequest(ABC):
 
     @abstractmethod
     def read(
-        self, context: ApiContext, body: Mapping[str, Any]
+        self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]
     ) -> ChatRequest | TextRequest | None:
         """Return the request of a body; None: the body asks for no text.
 
+        ignored: the list that names of fields without effect are added to
         A thread reads large bodies. Raises ApiError naming the body's fields.
         """
 
@@ -79,17 +80,19 @@ async def generate(
     # place.
     body = await context.read(exchange)
     ids = event_ids(exchange, exchange.caller.id, context.options.event_secret)
+    ignored: list[str] = []
     try:
-        request = await in_thread(partial(dialect.read, context, body), exchange.body_size)
+        read = partial(dialect.read, context, body, ignored)
+        request = await in_thread(read, exchange.body_size)
     except ApiError:
         if dialect.names_model_first:
             await find_model(body.get("model"), context.backend, exchange.caller)
         raise
     await dialect.admit(context, exchange)
+    exchange.ignored += ignored
     if request is None:
         await dialect.settle(context, exchange)
         return
-    exchange.ignored += request.ignored
     backend, options = context.backend, context.options
     place = queue_place(exchange, request.queue, options)
     context.counter.in_flight += 1
@@ -104,13 +107,13 @@ async def generate(
             call.card = backend.models().get(call.card.id, call.card)
         check_limits(call, options.max_choices)
         if call.output is not None and call.output.needs_grammar(request.constraint):
-            grammar, ignored = await output_grammar_of(call.output, request.constraint, call.card)
+            grammar, unused = await output_grammar_of(call.output, request.constraint, call.card)
             call.change_params(structured=grammar, thinking=call.output.thinking_budget)
-            exchange.ignored += ignored
+            exchange.ignored += unused
         elif request.constraint is not None:
-            grammar, ignored = await grammar_of(request.constraint, call.tokenizer, call.card)
+            grammar, unused = await grammar_of(request.constraint, call.tokenizer, call.card)
             call.change_params(structured=grammar)
-            exchange.ignored += ignored
+            exchange.ignored += unused
         context.charge(exchange, call.prompts)
         common = call.common
         if images is not None:
@@ -184,9 +187,11 @@ async def _answer(
 async def count_prompt(context: ApiContext, exchange: HttpExchange, dialect: DialectRequest) -> int:
     """Return the number of tokens of the prompt that a chat would have. Raises ApiError."""
     body = await context.read(exchange)
-    request = await in_thread(partial(dialect.read, context, body), exchange.body_size)
+    ignored: list[str] = []
+    read = partial(dialect.read, context, body, ignored)
+    request = await in_thread(read, exchange.body_size)
     assert request is not None
-    exchange.ignored += request.ignored
+    exchange.ignored += ignored
     backend, options = context.backend, context.options
     try:
         card = await find_model(request.model, backend, exchange.caller)

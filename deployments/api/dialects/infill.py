@@ -34,8 +34,7 @@ _NAMES: Mapping[str, str] = {
 class InfillRequest(DialectRequest):
     """A request that becomes a completion with a gap."""
 
-    def read(self, context: ApiContext, body: Mapping[str, Any]) -> TextRequest:
-        ignored: list[str] = []
+    def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> TextRequest:
         fields = INFILL.read(body, ignored, strict=context.options.strict)
         files = [(file.filename or "tmp", file.text) for file in fields.input_extra or ()]
         prefix, suffix = fields.input_prefix or "", fields.input_suffix or ""
@@ -54,7 +53,6 @@ class InfillRequest(DialectRequest):
             limit_name="n_predict",
             names=_NAMES,
             gaps=(Gap(prefix, suffix, fields.prompt or "", files),),
-            ignored=tuple(ignored),
         )
 
     def answer(self, call: GenerationCall, resumed: Resumption) -> ItemAnswer:

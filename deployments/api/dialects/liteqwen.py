@@ -54,8 +54,7 @@ class LiteqwenRequest(DialectRequest):
         self._body: LiteqwenChat | None = None
         self._kwargs = GenKwargs()
 
-    def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
-        ignored: list[str] = []
+    def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> ChatRequest:
         fields = LITEQWEN_CHAT.read(body, ignored, strict=context.options.strict)
         kwargs = GenKwargs() if fields.gen_kwargs is None else fields.gen_kwargs
         self._body, self._kwargs = fields, kwargs
@@ -86,7 +85,6 @@ class LiteqwenRequest(DialectRequest):
                 **{_SAME[name]: f"gen_kwargs.{name}" for name in own_names},
             },
             messages=builder.finish("query"),
-            ignored=tuple(ignored),
         )
 
     def _model(self, fields: LiteqwenChat) -> str | None:

@@ -9,18 +9,7 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import name_fields
-from deployments.api.fields.chat import (
-    CLIP_KINDS,
-    AnthropicImage,
-    FilePart,
-    ImageUrlPart,
-    InputImagePart,
-    OllamaImage,
-    OtherMedia,
-    TextPart,
-    VideoPart,
-    WrittenClip,
-)
+from deployments.api.fields import chat
 from deployments.api.generation.request import ChatMessage, ImagePart
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.output.prompt import TemplateMessage
@@ -104,7 +93,7 @@ class ImageMarks:
         content: list[Any] = []
         for part in message.content or ():
             if type(part) is ImagePart:
-                content.append(TextPart(f"{self._nonce}{len(self._kinds):06d}"))
+                content.append(chat.TextPart(f"{self._nonce}{len(self._kinds):06d}"))
                 self._kinds.append("video" if part.clip else "image")
             else:
                 content.append(part)
@@ -152,11 +141,11 @@ def _processor(parts: Sequence[ImagePart], card: ModelCard) -> ImageProcessor:
             off = " (engine.images: off)" if card.images_off else ""
             raise no_media(f"{model} only{off}", part.refused)
         kind = part.written.__struct_config__.tag
-        if isinstance(part.written, OtherMedia):
+        if isinstance(part.written, chat.OtherMedia):
             kind = part.written.kind
         elif not part.clip or clips:
             continue
-        where = "; clips stand in /v1/chat/completions" if clips and kind in CLIP_KINDS else ""
+        where = "; clips stand in /v1/chat/completions" if clips and kind in chat.CLIP_KINDS else ""
         raise no_media(f'{model} and images, no "{kind}"{where}', part.refused)
     assert card.images is not None
     return card.images
@@ -212,7 +201,7 @@ def _sources(parts: Sequence[ImagePart], most: int) -> list[list[ImageSource]]:
     """
     sources = [
         _frames(part.written, part.place)
-        if isinstance(part.written, WrittenClip)
+        if isinstance(part.written, chat.WrittenClip)
         else [_source(part)]
         for part in parts
     ]
@@ -249,7 +238,7 @@ def _visual(
     place = part.place if part.clip else sources[0].place
     try:
         if part.clip:
-            assert isinstance(part.written, WrittenClip)
+            assert isinstance(part.written, chat.WrittenClip)
             sizes = [(file.width, file.height) for file in files]
             layouts = clip_layouts(processor, sizes, _fps(part.written, place))
         else:
@@ -259,7 +248,7 @@ def _visual(
     return _Visual(sources, files, Place.of(processor, layouts, clip=part.clip))
 
 
-def _fps(written: WrittenClip, place: str) -> float:
+def _fps(written: chat.WrittenClip, place: str) -> float:
     """Return the frames a second of a clip. Raises ApiError 400."""
     fps = DEFAULT_FPS if written.fps is None else written.fps
     if not is_fps(fps):
@@ -268,10 +257,10 @@ def _fps(written: WrittenClip, place: str) -> float:
     return float(fps)
 
 
-def _frames(written: WrittenClip, place: str) -> list[ImageSource]:
+def _frames(written: chat.WrittenClip, place: str) -> list[ImageSource]:
     """Return where the bytes of a clip's frames are. Raises ApiError 400 naming the field."""
     _fps(written, place)
-    if isinstance(written, VideoPart):
+    if isinstance(written, chat.VideoPart):
         place, frames = f"{place}.video", written.video
         if not isinstance(frames, list):
             raise wrong_type(place, "a list of frames, data: URLs or http(s) addresses")
@@ -292,26 +281,26 @@ def _frames(written: WrittenClip, place: str) -> list[ImageSource]:
 def _source(part: ImagePart) -> ImageSource:
     """Return where the bytes of an image are. Raises ApiError 400 naming the field."""
     written, place = part.written, part.place
-    if isinstance(written, ImageUrlPart):
+    if isinstance(written, chat.ImageUrlPart):
         value, place = written.image_url, f"{place}.image_url"
         if not isinstance(value, dict):
             return ImageSource(place, _string(value, place))
         place = f"{place}.url"
         return ImageSource(place, _string(value.get("url"), place), detail=_detail(value, part))
-    if isinstance(written, InputImagePart):
+    if isinstance(written, chat.InputImagePart):
         _check_no_id(written.file_id, place)
         detail = _detail({"detail": written.detail}, part)
         place = f"{place}.image_url"
         return ImageSource(place, _string(written.image_url, place), detail=detail)
-    if isinstance(written, FilePart):
+    if isinstance(written, chat.FilePart):
         return _of_file(written, place)
-    if isinstance(written, AnthropicImage):
+    if isinstance(written, chat.AnthropicImage):
         return _of_block(written.source, f"{place}.source")
-    assert isinstance(written, OllamaImage)
+    assert isinstance(written, chat.OllamaImage)
     return _of_data(_string(written.base64, place), place)
 
 
-def _of_file(written: FilePart, place: str) -> ImageSource:
+def _of_file(written: chat.FilePart, place: str) -> ImageSource:
     fields = {"file_data": written.file_data, "file_id": written.file_id}
     if isinstance(written.file, dict):
         fields, place = written.file, f"{place}.file"
@@ -359,7 +348,7 @@ def _detail(fields: dict[str, Any], part: ImagePart) -> str:
     if detail is None:
         return "auto"
     if detail not in DETAILS:
-        name = "image_url.detail" if isinstance(part.written, ImageUrlPart) else "detail"
+        name = "image_url.detail" if isinstance(part.written, chat.ImageUrlPart) else "detail"
         place = f"{part.place}.{name}"
         raise invalid(f"{place} must be one of {', '.join(DETAILS)}", place)
     return str(detail)

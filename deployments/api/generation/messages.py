@@ -16,22 +16,7 @@ from deployments.api.body_fields import (
     ROLES,
     name_fields,
 )
-from deployments.api.fields.chat import (
-    CALL,
-    AssistantMessage,
-    CustomCall,
-    FilePart,
-    ImageUrlPart,
-    InputImagePart,
-    MediaPart,
-    Message,
-    OtherMedia,
-    Part,
-    RefusalPart,
-    TextPart,
-    ToolMessage,
-    WrittenClip,
-)
+from deployments.api.fields import chat
 from deployments.api.generation.request import ChatMessage, Content, ImagePart, ToolCall
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.json_body import MAX_CONTAINERS, JsonObject, parse_inner
@@ -76,7 +61,7 @@ class ChatBuilder:
 
     def add_message(self, role: str, place: str, text: str | None = None) -> None:
         """Add a message, with one text as its content or with none."""
-        content = None if text is None else (TextPart(text),)
+        content = None if text is None else (chat.TextPart(text),)
         self.messages.append(ChatMessage(role, place, content))
 
     def change(self, **fields: Any) -> None:
@@ -88,20 +73,22 @@ class ChatBuilder:
         if len(self._ignored) < _MOST_IGNORED:
             self._ignored.append(path)
 
-    def content(self, parts: Sequence[Part], path: str) -> Content:
+    def content(self, parts: Sequence[chat.Part], path: str) -> Content:
         """Return the texts and images of a list of parts. Raises ApiError 400."""
         if not 1 <= len(parts) <= MAX_MESSAGE_PARTS:
             raise invalid(f"{path} must have 1 to {MAX_MESSAGE_PARTS} parts", path)
         self._parts += len(parts)
         if self._parts > MAX_PARTS:
             raise invalid(f"messages may have at most {MAX_PARTS} parts together", path)
-        content: list[TextPart | RefusalPart | ImagePart] = []
+        content: list[chat.TextPart | chat.RefusalPart | ImagePart] = []
         for i, part in enumerate(parts):
             place = f"{path}[{i}]"
-            if isinstance(part, MediaPart):
+            if isinstance(part, chat.MediaPart):
                 kind = str(part.__struct_config__.tag)
-                content.append(ImagePart(OtherMedia(kind), place, f"{place}.type"))
-            elif isinstance(part, (ImageUrlPart, InputImagePart, FilePart, WrittenClip)):
+                content.append(ImagePart(chat.OtherMedia(kind), place, f"{place}.type"))
+            elif isinstance(
+                part, (chat.ImageUrlPart, chat.InputImagePart, chat.FilePart, chat.WrittenClip)
+            ):
                 content.append(ImagePart(part, place, f"{place}.type"))
             else:
                 content.append(part)
@@ -138,7 +125,7 @@ class ChatBuilder:
             )
         return id
 
-    def add_openai_message(self, message: Message, item: Mapping[str, Any], path: str) -> None:
+    def add_openai_message(self, message: chat.Message, item: Mapping[str, Any], path: str) -> None:
         """Add a message in OpenAI's form. Raises ApiError 400.
 
         item: the message as the client wrote it
@@ -146,17 +133,17 @@ class ChatBuilder:
         """
         content: Any = message.content
         calls = answered = None
-        if isinstance(message, AssistantMessage):
+        if isinstance(message, chat.AssistantMessage):
             calls = message.tool_calls
             if content == [] or (content is None and not calls):
                 content = message.refusal or ""
                 if not isinstance(content, str):
                     raise wrong_type(f"{path}.refusal", "a string")
-        elif isinstance(message, ToolMessage):
+        elif isinstance(message, chat.ToolMessage):
             answered = self.check_answered(message.tool_call_id, f"{path}.tool_call_id")
         parts: Content | None = None
         if isinstance(content, str):
-            parts = (TextPart(content),)
+            parts = (chat.TextPart(content),)
         elif content is not None:
             parts = self.content(content, f"{path}.content")
             for i, (part, sent) in enumerate(zip(content, item["content"], strict=True)):
@@ -179,7 +166,7 @@ class ChatBuilder:
             self.ignore(name_fields([name], f"{path}.")[0])
         self.messages.append(read)
 
-    def _name_unused(self, part: Part, sent: Mapping[str, Any], inside: str) -> None:
+    def _name_unused(self, part: chat.Part, sent: Mapping[str, Any], inside: str) -> None:
         """Name the keys of a part that have no effect."""
         self._name_others(sent, _part_names(type(part)), inside)
         for name, known in _INNER_NAMES.items():
@@ -197,8 +184,8 @@ class ChatBuilder:
         self.count_calls(len(calls), len(calls), path)
         read = []
         for i, item in enumerate(calls):
-            call = CALL.read(item, f"{path}[{i}]")
-            if isinstance(call, CustomCall):
+            call = chat.CALL.read(item, f"{path}[{i}]")
+            if isinstance(call, chat.CustomCall):
                 name, arguments = call.custom.name, {"input": call.custom.input or ""}
             else:
                 name, arguments = call.function.name, call.function.arguments
@@ -209,7 +196,7 @@ class ChatBuilder:
     def finish(self, name: str = "messages") -> tuple[ChatMessage, ...]:
         """Return the messages. name: the client's name of the list. Raises ApiError 400."""
         check_count(self.messages, name)
-        empty = (TextPart(""),)
+        empty = (chat.TextPart(""),)
         return tuple(
             [
                 message
@@ -246,7 +233,7 @@ class ChatBuilder:
 
 
 def check_messages(
-    messages: Sequence[Message], items: Sequence[JsonObject], ignored: list[str]
+    messages: Sequence[chat.Message], items: Sequence[JsonObject], ignored: list[str]
 ) -> tuple[ChatMessage, ...]:
     """Return the messages of a list in OpenAI's form, with decoded tool arguments.
 

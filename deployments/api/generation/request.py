@@ -146,7 +146,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_name: the client's name of the prompt
     limit_name: the client's name of the limit of output tokens
     names: our names of fields -> the client's, where these differ
-    ignored: the fields without effect
     """
 
     model: Any
@@ -165,7 +164,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_name: str = "messages"
     limit_name: str = "max_tokens"
     names: Mapping[str, str] = msgspec.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
 
     def own_name(self, name: str) -> str:
         """Return the client's name of one of our fields."""

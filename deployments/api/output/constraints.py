@@ -6,19 +6,7 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import ALIASES, ConstraintKind, name_fields
-from deployments.api.fields.formats import (
-    FLAT_FORMAT,
-    JSON_SCHEMA,
-    RESPONSE_FORMAT,
-    STRUCTURAL_TAG,
-    STRUCTURED_OUTPUTS,
-    NamedSchema,
-    ObjectFormat,
-    SchemaFormat,
-    StructuralTag,
-    TagFormat,
-    TextFormat,
-)
+from deployments.api.fields import formats
 from deployments.api.fields.generation import Generation
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.json_body import JsonObject, parse_json
@@ -106,19 +94,21 @@ def take_response_format(
     """
     if value is None:
         return None
-    limit = (RESPONSE_FORMAT if inner is None else FLAT_FORMAT).read(value, path)
-    if isinstance(limit, TextFormat):
+    limit = (formats.RESPONSE_FORMAT if inner is None else formats.FLAT_FORMAT).read(value, path)
+    if isinstance(limit, formats.TextFormat):
         return None
-    if isinstance(limit, ObjectFormat):
+    if isinstance(limit, formats.ObjectFormat):
         if limit.schema is None:
             constraint = RequestedGrammar(path, "json", {"type": "object"})
         else:
             constraint = RequestedGrammar(f"{path}.schema", "json", limit.schema)
         constraint.ignored = _others(value, path, limit)
         return constraint
-    if isinstance(limit, TagFormat):
+    if isinstance(limit, formats.TagFormat):
         return _structural_tag(limit, path)
-    named: NamedSchema = limit.json_schema if isinstance(limit, SchemaFormat) else limit
+    named: formats.NamedSchema = (
+        limit.json_schema if isinstance(limit, formats.SchemaFormat) else limit
+    )
     if inner is None:
         path, value = f"{path}.json_schema", value["json_schema"]
     ignored = _others(value, path, named)
@@ -127,7 +117,7 @@ def take_response_format(
 
 def schema_constraint(schema: Any, where: str) -> RequestedGrammar:
     """Return the limit to documents of a JSON schema. Raises ApiError 400."""
-    return RequestedGrammar(where, "json", JSON_SCHEMA.read(schema, where))
+    return RequestedGrammar(where, "json", formats.JSON_SCHEMA.read(schema, where))
 
 
 def take_structured_outputs(value: Any) -> RequestedGrammar | None:
@@ -135,7 +125,7 @@ def take_structured_outputs(value: Any) -> RequestedGrammar | None:
     if value is None:
         return None
     path = "structured_outputs"
-    limits = STRUCTURED_OUTPUTS.read(value, path)
+    limits = formats.STRUCTURED_OUTPUTS.read(value, path)
     constraints = []
     for kind in ("json", "regex", "choice", "grammar"):
         if (limit := getattr(limits, kind)) is not None:
@@ -145,7 +135,7 @@ def take_structured_outputs(value: Any) -> RequestedGrammar | None:
     if (tag := limits.structural_tag) is not None:
         where = f"{path}.structural_tag"
         tag = _parsed(tag, where) if isinstance(tag, str) else tag
-        constraints.append(_structural_tag(STRUCTURAL_TAG.read(tag, where), where))
+        constraints.append(_structural_tag(formats.STRUCTURAL_TAG.read(tag, where), where))
     if len(constraints) != 1:
         raise invalid(
             f"{path} takes one of json, json_object, regex, choice, grammar and structural_tag",
@@ -156,7 +146,7 @@ def take_structured_outputs(value: Any) -> RequestedGrammar | None:
     return constraints[0]
 
 
-def _structural_tag(tag: StructuralTag, path: str) -> RequestedGrammar:
+def _structural_tag(tag: formats.StructuralTag, path: str) -> RequestedGrammar:
     for i, structure in enumerate(tag.structures):
         at = f"{path}.structures[{i}]"
         if not structure.begin.startswith(tuple(tag.triggers)):

@@ -29,7 +29,6 @@ from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_inpu
 from deployments.api.pooling.rerank import cohere_meta
 from deployments.api.route import BYTES as BYTES_KIND
 from deployments.api.route import JSON, LIST, QUEUES, RouteTable
-from engine.errors import no_vectors
 from engine.pooling import Pooling, Vector, as_array
 
 _MAX_METADATA = 8192  # bytes of a header
@@ -125,8 +124,7 @@ E = TypeVar("E", bound=Embeddings)
 async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request for embeddings in OpenAI's form. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, EMBEDDINGS) as call:
-        if call.pooling.labels:
-            raise no_vectors()
+        call.check_vectors(None)
         await _answer(exchange, call, "embedding", "embedding")
 
 
@@ -190,12 +188,9 @@ async def cohere_embed(context: ApiContext, exchange: HttpExchange) -> None:
     older = exchange.path == EMBED_1
     async with pooled_call(context, exchange, COHERE_EMBED) as call:
         body = call.body
-        if call.pooling.labels:
-            raise no_vectors()
         kinds: list[CohereType] = list(dict.fromkeys(body.embedding_types or ["float"]))
         size = body.output_dimension
-        if size is not None:
-            call.pooling.check_dimensions(size, call.card.vector_size, "output_dimension")
+        call.check_vectors(size, "output_dimension")
         call.limit = min(call.limit, body.max_tokens or call.limit)
         name, texts = _texts(body)
         prompt_name = _prompt(body.input_type, call.pooling)

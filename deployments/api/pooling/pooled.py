@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -35,7 +34,6 @@ from deployments.api.generation.tenancy import (
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.json_body import in_thread
-from deployments.api.options import ApiOptions
 from deployments.api.stream.merge import failed
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
 from engine.errors import Overloaded, context_too_long, no_vectors
@@ -69,9 +67,9 @@ class PooledCall(Generic[T]):
         embeddings; None: as the model has it
     """
 
+    context: ApiContext
     exchange: HttpExchange
     body: T
-    backend: Backend
     card: ModelCard
     pooling: Pooling
     tokenizer: Tokenizer
@@ -80,14 +78,30 @@ class PooledCall(Generic[T]):
     special: bool
     place: QueuePlace
     adapter: AdapterRecord | None
-    charge: Callable[[Sequence[list[int]]], None]
-    options: ApiOptions
     keep_end: bool = False
     activation: bool | None = None
 
     @property
     def raw(self) -> bool:
         return self.activation is False
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of the model's head. Raises ApiError 400 where there are none."""
+        if not self.pooling.labels:
+            message = "this model classifies nothing: its head has no labels"
+            raise invalid(message, "model", "classify_not_supported")
+        return self.pooling.labels
+
+    def check_vectors(self, size: int | None, name: str = "dimensions") -> None:
+        """Check that the model makes vectors, of this size. Raises InvalidRequest.
+
+        name: the client's name of the size
+        """
+        if self.pooling.labels:
+            raise no_vectors()
+        if size is not None:
+            self.pooling.check_dimensions(size, self.card.vector_size, name)
 
     def vector(self, found: bytes, dimensions: int | None = None) -> Vector:
         """Return one of the results of `vectors` in the form that the request wants."""
@@ -170,11 +184,11 @@ class PooledCall(Generic[T]):
         Each prompt has at least one token.
         Raises ApiError, MantaError, ClientDisconnected.
         """
-        self.charge(prompts)
+        self.context.charge(self.exchange, prompts)
         params = _UNSCALED if self.raw and not self.pooling.labels else _POOLED
         whose = self.exchange, self.place, self.card.id
         requests = [engine_request(*whose, ids, params, self.adapter) for ids in prompts]
-        run = _Run(self.backend, requests)
+        run = _Run(self.context.backend, requests)
         async with UntilDisconnect(self.exchange.receive, run.abort):
             return await run.collect()
 
@@ -225,9 +239,9 @@ async def _admitted(
     wanted = body.pooling_options()
     cut = kept_tokens(wanted.cut, limit)
     return PooledCall(
+        context,
         exchange,
         body,
-        context.backend,
         card,
         card.pooling,
         context.backend.tokenizer(card.id),
@@ -236,8 +250,6 @@ async def _admitted(
         wanted.special,
         place,
         adapter,
-        partial(context.charge, exchange),
-        context.options,
         wanted.keep_end,
         _activation(wanted),
     )
@@ -258,7 +270,7 @@ async def take_input(call: PooledCall[In]) -> list[list[int]]:
     """
     body = call.body
     template = template_options(
-        call.options,
+        call.context.options,
         body.chat_template_kwargs,
         # A given text is not followed by the start of a turn, unless the request asks for it.
         opens=bool(body.add_generation_prompt),

@@ -12,17 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from deployments.api.context import ApiContext
-from deployments.api.fields.pooled import (
-    CLASSIFY,
-    FIRST,
-    RERANK,
-    RERANK_TEXTS,
-    SCORE,
-    SECOND,
-    Documents,
-    Reranked,
-    Score,
-)
+from deployments.api.fields import pooled as fields
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject, in_thread
@@ -33,15 +23,15 @@ from engine.pooling import as_array
 
 # Cohere's route answers without the documents' texts and cuts long documents.
 COHERE = "/v2/rerank"
-_RERANK = ("Order documents", RERANK, ("id", "model", "results", "usage"))
-_SCORE = ("Scores of pairs of texts", SCORE, (*LIST, "model", "usage"))
-_CLASSIFY = ("Labels of texts", CLASSIFY, (*LIST, "model", "usage"))
+_RERANK = ("Order documents", fields.RERANK, ("id", "model", "results", "usage"))
+_SCORE = ("Scores of pairs of texts", fields.SCORE, (*LIST, "model", "usage"))
+_CLASSIFY = ("Labels of texts", fields.CLASSIFY, (*LIST, "model", "usage"))
 RANKINGS, LABELS = RouteTable(reads=QUEUES), RouteTable(reads=QUEUES)
 _COHERE_TOKENS = 4096  # of a document
 _SEARCH = 100  # documents that Cohere counts as one search unit
 
 
-R = TypeVar("R", bound=Reranked)
+R = TypeVar("R", bound=fields.Reranked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +44,7 @@ class _Text:
 @RANKINGS.post("/v1/rerank", *_RERANK)
 async def rerank(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with documents, ordered by relevance to a query. Raises ApiError, MantaError."""
-    async with pooled_call(context, exchange, RERANK) as call:
+    async with pooled_call(context, exchange, fields.RERANK) as call:
         cohere, body = exchange.path == COHERE, call.body
         documents = _located(body.documents, "documents")
         most = body.max_tokens_per_doc or (_COHERE_TOKENS if cohere else None)
@@ -63,13 +53,13 @@ async def rerank(context: ApiContext, exchange: HttpExchange) -> object:
         return _ranking(call, scores, documents if shown else None, tokens, cohere=cohere)
 
 
-@RANKINGS.post("/rerank", "Order documents, or TEI's texts", RERANK_TEXTS, None)
+@RANKINGS.post("/rerank", "Order documents, or TEI's texts", fields.RERANK_TEXTS, None)
 async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer /rerank: a ranking of `documents` as /v1/rerank gives it, or of `texts` in TEI's form.
 
     Raises ApiError, MantaError.
     """
-    async with pooled_call(context, exchange, RERANK_TEXTS, only_model) as call:
+    async with pooled_call(context, exchange, fields.RERANK_TEXTS, only_model) as call:
         body = call.body
         if body.texts is not None and body.documents is not None:
             message = "documents and texts exclude each other"
@@ -146,9 +136,9 @@ def cohere_meta(version: str, units: dict[str, int], tokens: int) -> JsonObject:
 @LABELS.post("/v1/score", *_SCORE)
 async def score(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the scores of pairs of texts. Raises ApiError, MantaError."""
-    async with pooled_call(context, exchange, SCORE) as call:
-        first_name, first = _side(call.body, FIRST)
-        second_name, second = _side(call.body, SECOND)
+    async with pooled_call(context, exchange, fields.SCORE) as call:
+        first_name, first = _side(call.body, fields.FIRST)
+        second_name, second = _side(call.body, fields.SECOND)
         if len(first) == 1:
             first *= len(second)
         if len(first) != len(second):
@@ -166,10 +156,8 @@ async def score(context: ApiContext, exchange: HttpExchange) -> None:
 @LABELS.post("/v1/classify", *_CLASSIFY)
 async def classify(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the labels of texts. Raises ApiError, MantaError."""
-    async with pooled_call(context, exchange, CLASSIFY) as call:
-        labels = call.pooling.labels
-        if not labels:
-            raise _unsupported("this model classifies nothing: its head has no labels", "classify")
+    async with pooled_call(context, exchange, fields.CLASSIFY) as call:
+        labels = call.labels
         prompts = await take_input(call)
         data = []
         for i, vector in enumerate(await call.vectors(prompts)):
@@ -179,16 +167,16 @@ async def classify(context: ApiContext, exchange: HttpExchange) -> None:
         await exchange.answer(200, call.listed(data, sum(map(len, prompts))))
 
 
-def _unsupported(message: str, what: str) -> ApiError:
-    return invalid(message, "model", f"{what}_not_supported")
+def _scores_no_pairs(message: str) -> ApiError:
+    return invalid(f"this model {message}", "model", "score_not_supported")
 
 
-def _side(body: Score, names: Sequence[str]) -> tuple[str, list[_Text]]:
+def _side(body: fields.Score, names: Sequence[str]) -> tuple[str, list[_Text]]:
     """Return the name of the field that has the texts of one side, and the texts.
 
     Raises ApiError 400 if two fields have them.
     """
-    sides: dict[str, Documents] = {
+    sides: dict[str, fields.Documents] = {
         name: documents for name in names if (documents := getattr(body, name)) is not None
     }
     if len(sides) > 1:
@@ -198,7 +186,7 @@ def _side(body: Score, names: Sequence[str]) -> tuple[str, list[_Text]]:
     return name, _located(sides.get(name), name)
 
 
-def _located(documents: Documents | None, name: str) -> list[_Text]:
+def _located(documents: fields.Documents | None, name: str) -> list[_Text]:
     """Return the documents of a field with their paths. Raises ApiError 400 missing_field."""
     if documents is None:
         raise invalid(f"{name} is required", name, "missing_field")
@@ -219,16 +207,14 @@ async def _scores(
     """
     pooling = call.pooling
     if len(pooling.labels) > 1:
-        raise _unsupported(
-            f"this model scores no pairs: its head has {len(pooling.labels)} labels, and a "
-            "reranker's has one; /v1/classify has them all",
-            "score",
+        raise _scores_no_pairs(
+            f"scores no pairs: its head has {len(pooling.labels)} labels, and a reranker's has "
+            "one; /v1/classify has them all"
         )
     if pooling.labels and not pooling.pairs:
-        raise _unsupported(
-            "this model tells the two texts of a pair by the separator between them, and its "
-            "tokenizer.json names none",
-            "score",
+        raise _scores_no_pairs(
+            "tells the two texts of a pair by the separator between them, and its tokenizer.json "
+            "names none"
         )
     scored = _pairs if pooling.labels else _cosines
     return await scored(call, first, second, most)

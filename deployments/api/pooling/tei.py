@@ -35,11 +35,8 @@ def only_model(name: str | None, backend: Backend) -> str | None:
 async def embed(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with embeddings in TEI's form. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, TEI_EMBED, only_model) as call:
-        if call.pooling.labels:
-            raise no_vectors()
         size = call.body.dimensions
-        if size is not None:
-            call.pooling.check_dimensions(size, call.card.vector_size)
+        call.check_vectors(size)
         prompts = await take_prompts(call, call.body.inputs, "inputs", call.body.prompt_name)
         vectors = await call.vectors(prompts)
 
@@ -56,13 +53,7 @@ async def predict(context: ApiContext, exchange: HttpExchange) -> object:
     Raises ApiError, MantaError.
     """
     async with pooled_call(context, exchange, TEI_PREDICT, only_model) as call:
-        labels = call.pooling.labels
-        if not labels:
-            raise invalid(
-                "this model classifies nothing: its head has no labels",
-                "model",
-                "classify_not_supported",
-            )
+        labels = call.labels
         pairs = call.body.inputs
 
         def work() -> list[list[int]]:

@@ -4,25 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from deployments.api.fields.anthropic import (
-    MESSAGES,
-    AssistantBlock,
-    AssistantTurn,
-    ChoiceField,
-    MediaBlock,
-    Messages,
-    OutputConfig,
-    ResultContent,
-    SchemaFormat,
-    SystemTurn,
-    TextBlock,
-    Texts,
-    ThinkingBlock,
-    ToolResult,
-    ToolUse,
-    Turn,
-    UserBlock,
-)
+from deployments.api.fields import anthropic
 from deployments.api.fields.chat import AnthropicImage, OtherMedia, TextPart
 from deployments.api.generation.call import template_options
 from deployments.api.generation.images import misplaced_image, no_media
@@ -57,7 +39,7 @@ _EFFORTS = {"enabled": "medium", "disabled": "none", "adaptive": None}  # by thi
 
 
 def messages_request(
-    body: Mapping[str, Any], options: ApiOptions, *, counts: bool = False
+    body: Mapping[str, Any], ignored: list[str], options: ApiOptions, *, counts: bool = False
 ) -> ChatRequest:
     """Read the body of a request to /v1/messages. Raises ApiError 400 naming the field.
 
@@ -65,8 +47,7 @@ def messages_request(
 
     counts: whether the request only counts tokens; max_tokens is optional then
     """
-    ignored: list[str] = []
-    fields = MESSAGES.read(body, ignored, strict=options.strict)
+    fields = anthropic.MESSAGES.read(body, ignored, strict=options.strict)
     if fields.max_tokens is None and not counts:
         raise invalid("max_tokens is required", "max_tokens", "missing_field")
     if not fields.messages:
@@ -82,7 +63,7 @@ def messages_request(
         if thinking.type == "enabled" and thinking.budget_tokens is not None:
             budget = thinking.budget_tokens
             names["thinking_token_budget"] = "thinking.budget_tokens"
-    config = OutputConfig() if fields.output_config is None else fields.output_config
+    config = anthropic.OutputConfig() if fields.output_config is None else fields.output_config
     if config.effort is not None and effort != "none":
         effort, names["reasoning_effort"] = config.effort, "output_config.effort"
     user = _user(fields.metadata, ignored)
@@ -106,7 +87,6 @@ def messages_request(
         tools=tools,
         effort=effort,
         thinking_budget=budget,
-        ignored=tuple(ignored),
     )
 
 
@@ -121,7 +101,7 @@ def _user(metadata: Any, ignored: list[str]) -> str | None:
     return None
 
 
-def _tools(fields: Messages, ignored: list[str]) -> RequestedTools | None:
+def _tools(fields: anthropic.Messages, ignored: list[str]) -> RequestedTools | None:
     tools: list[RequestedTool] = []
     for i, tool in enumerate(fields.tools or ()):
         where = f"tools[{i}]"
@@ -141,7 +121,7 @@ def _tools(fields: Messages, ignored: list[str]) -> RequestedTools | None:
     return requested_tools(tools, _choice(choice, tools), parallel=not serial)
 
 
-def _choice(choice: ChoiceField | None, tools: list[RequestedTool]) -> ToolChoice:
+def _choice(choice: anthropic.ChoiceField | None, tools: list[RequestedTool]) -> ToolChoice:
     if choice is None:
         return read_choice(None, tools)
     if choice.type == "tool":
@@ -150,7 +130,7 @@ def _choice(choice: ChoiceField | None, tools: list[RequestedTool]) -> ToolChoic
     return read_choice(mode if tools or mode == "required" else None, tools)
 
 
-def _format(format: SchemaFormat | None) -> RequestedGrammar | None:
+def _format(format: anthropic.SchemaFormat | None) -> RequestedGrammar | None:
     """Return the limit of the output that `output_config.format` asks for."""
     if format is None:
         return None
@@ -174,14 +154,14 @@ class _Reader:
         if len(self._ignored) < _MOST_NAMED:
             self._ignored.append(place)
 
-    def system(self, system: Texts | None) -> None:
+    def system(self, system: anthropic.Texts | None) -> None:
         """Read the field `system`."""
         texts = self._texts(system, "system")
         lasting = [text for text in texts if text and not text.startswith(_ACCOUNTING)]
         if lasting:
             self._builder.add_message("system", "system", "\n\n".join(lasting))
 
-    def _texts(self, content: Texts | None, place: str) -> list[str]:
+    def _texts(self, content: anthropic.Texts | None, place: str) -> list[str]:
         """Return the texts of a string or of a list of blocks. Raises ApiError 400."""
         if content is None or isinstance(content, str):
             return [] if content is None else [content]
@@ -189,32 +169,37 @@ class _Reader:
         for i, block in enumerate(content):
             here = f"{place}[{i}]"
             match block.known:
-                case TextBlock(text):
+                case anthropic.TextBlock(text):
                     texts.append(text)
                 case AnthropicImage():
                     raise no_media(misplaced_image(here, "system"), f"{here}.type")
-                case MediaBlock():
+                case anthropic.MediaBlock():
                     raise no_media(f"{here}: system prompts are texts", f"{here}.type")
                 case None:
                     self._leave_out(here)
         return texts
 
-    def messages(self, turns: list[Turn]) -> tuple[ChatMessage, ...]:
+    def messages(self, turns: list[anthropic.Turn]) -> tuple[ChatMessage, ...]:
         """Read the field `messages`, and return all messages."""
         for i, turn in enumerate(turns):
             place = f"messages[{i}].content"
-            if isinstance(turn, SystemTurn):
+            if isinstance(turn, anthropic.SystemTurn):
                 text = "\n\n".join(self._texts(turn.content, place))
                 self._builder.add_message("system", place, text)
                 continue
-            role = "assistant" if isinstance(turn, AssistantTurn) else "user"
+            role = "assistant" if isinstance(turn, anthropic.AssistantTurn) else "user"
             if isinstance(turn.content, str):
                 self._builder.add_message(role, place, turn.content)
             else:
                 self._blocks(role, turn.content, place)
         return self._builder.finish()
 
-    def _blocks(self, role: str, blocks: Sequence[UserBlock | AssistantBlock], place: str) -> None:
+    def _blocks(
+        self,
+        role: str,
+        blocks: Sequence[anthropic.UserBlock | anthropic.AssistantBlock],
+        place: str,
+    ) -> None:
         is_open = False  # whether the next block may be added to the last message
         if role == "assistant" and not blocks:  # an empty answer
             self._builder.add_message(role, place, "")
@@ -223,29 +208,33 @@ class _Reader:
             match block.known:
                 case None:
                     self._leave_out(here)
-                case ToolResult() as result:
+                case anthropic.ToolResult() as result:
                     self._result(result, here)
                     is_open = False
                 case content:
                     if not is_open:
                         self._builder.add_message(role, place)
                     is_open = True
-                    if isinstance(content, MediaBlock):
+                    if isinstance(content, anthropic.MediaBlock):
                         self._add_part(_other(block.sent, here))
                     else:
                         self._add(content, here)
 
-    def _add(self, block: TextBlock | ThinkingBlock | ToolUse | AnthropicImage, here: str) -> None:
+    def _add(
+        self,
+        block: anthropic.TextBlock | anthropic.ThinkingBlock | anthropic.ToolUse | AnthropicImage,
+        here: str,
+    ) -> None:
         """Add what a block says to the last message."""
         last = self._builder.messages[-1]
         match block:
-            case TextBlock(text):
+            case anthropic.TextBlock(text):
                 self._builder.change(content=_with_text(last.content or (), text))
             case AnthropicImage():
                 self._add_part(_image(block, here))
-            case ThinkingBlock(thought):
+            case anthropic.ThinkingBlock(thought):
                 self._builder.change(reasoning_content=(last.reasoning_content or "") + thought)
-            case ToolUse(id, name, input):
+            case anthropic.ToolUse(id, name, input):
                 self._builder.count_calls(1, len(last.tool_calls) + 1, f"{last.place}.tool_calls")
                 call = self._builder.call(id, name, input or {}, f"{here}.input")
                 self._builder.change(tool_calls=(*last.tool_calls, call))
@@ -255,7 +244,7 @@ class _Reader:
         content = self._builder.messages[-1].content or ()
         self._builder.change(content=(*content, part))
 
-    def _result(self, result: ToolResult, here: str) -> None:
+    def _result(self, result: anthropic.ToolResult, here: str) -> None:
         content = self._result_content(result.content, f"{here}.content")
         id = self._builder.check_answered(result.tool_use_id, f"{here}.tool_use_id")
         self._builder.add_message("tool", here)
@@ -263,7 +252,7 @@ class _Reader:
         if result.is_error:
             self._leave_out(f"{here}.is_error")
 
-    def _result_content(self, result: ResultContent | None, place: str) -> Content:
+    def _result_content(self, result: anthropic.ResultContent | None, place: str) -> Content:
         """Return the texts and images of a tool's result. Raises ApiError 400."""
         if result is None or isinstance(result, str):
             return (TextPart(result or ""),)
@@ -271,11 +260,11 @@ class _Reader:
         for i, block in enumerate(result):
             here = f"{place}[{i}]"
             match block.known:
-                case TextBlock(text):
+                case anthropic.TextBlock(text):
                     content = _with_text(content, text)
                 case AnthropicImage() as image:
                     content = (*content, _image(image, here))
-                case MediaBlock():
+                case anthropic.MediaBlock():
                     content = (*content, _other(block.sent, here))
                 case None:
                     self._leave_out(here)

@@ -26,8 +26,8 @@ class MessagesDialect(DialectRequest):
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts
 
-    def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
-        return messages_request(body, context.options, counts=self._counts)
+    def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> ChatRequest:
+        return messages_request(body, ignored, context.options, counts=self._counts)
 
     def answer(self, call: GenerationCall, resumed: Resumption) -> ItemAnswer:
         number, _ = new_number(resumed.ids)

@@ -18,7 +18,6 @@ from deployments.api.output.detect import template_output
 from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_prompts
 from deployments.api.served_model import find_model
 from deployments.backend import Backend, ModelCard
-from engine.errors import no_vectors
 from engine.pooling import Vector, as_array, normalized
 from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer
@@ -193,15 +192,11 @@ async def _vectors(
     call: PooledCall[T], texts: TextInput, name: str, size: int | None = None
 ) -> tuple[list[Vector], int]:
     """Compute each text's vector and count the tokens. An empty input has no vector."""
-    pooling = call.pooling
-    if pooling.labels:
-        raise no_vectors()
-    if size is not None:
-        pooling.check_dimensions(size, call.card.vector_size)
+    call.check_vectors(size)
     if not texts.items:
         return [], 0
     prompts = await take_prompts(call, texts, name)
     vectors = [as_array(vector) for vector in await call.vectors(prompts)]
     if size is not None:
-        vectors = [pooling.cut(vector, size) for vector in vectors]
+        vectors = [call.pooling.cut(vector, size) for vector in vectors]
     return vectors, sum(map(len, prompts))

@@ -4,17 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deployments.api.body_fields import name_fields
+from deployments.api.fields import ollama
 from deployments.api.fields.chat import OllamaImage
 from deployments.api.fields.generation import LLAMA_SAMPLING
-from deployments.api.fields.ollama import (
-    CHAT,
-    GENERATE,
-    AssistantMessage,
-    OllamaGeneration,
-    OllamaMessage,
-    Options,
-    ToolMessage,
-)
 from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import (
     ChatMessage,
@@ -31,7 +23,9 @@ from deployments.api.output.constraints import RequestedGrammar, schema_constrai
 from deployments.api.output.request import read_choice, read_tools, requested_tools
 from engine.text.infill import Gap
 
-_MESSAGE = frozenset(("role", *AssistantMessage.__struct_fields__, *ToolMessage.__struct_fields__))
+_MESSAGE = frozenset(
+    ("role", *ollama.AssistantMessage.__struct_fields__, *ollama.ToolMessage.__struct_fields__)
+)
 _NAMES: Mapping[str, str] = {
     **{field: f"options.{name}" for name, field in LLAMA_SAMPLING.items()},
     "max_tokens": "options.num_predict",
@@ -46,7 +40,7 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
 
     ignored: the list that names of fields without effect are added to
     """
-    fields = CHAT.read(body, ignored, strict=strict)
+    fields = ollama.CHAT.read(body, ignored, strict=strict)
     effort = _effort(fields.think)
     if not fields.messages:
         return None
@@ -67,7 +61,6 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
         template=template,
         tools=requested_tools(tools, read_choice(None, tools), parallel=True),
         effort=effort,
-        ignored=tuple(ignored),
     )
 
 
@@ -79,7 +72,7 @@ def ollama_generate(
     template: whether the model has one, so that the prompt is a user's message unless the request
         says `raw`
     """
-    fields = GENERATE.read(body, ignored, strict=strict)
+    fields = ollama.GENERATE.read(body, ignored, strict=strict)
     effort = _effort(fields.think)
     prompt, suffix, system = fields.prompt or "", fields.suffix or "", fields.system or ""
     if not prompt and not suffix and not fields.images:
@@ -96,7 +89,6 @@ def ollama_generate(
             names={**_NAMES, "messages": "prompt"},
             messages=builder.finish(),
             effort=effort,
-            ignored=tuple(ignored),
         )
     if fields.images:
         what = "raw" if fields.raw else "suffix" if suffix else "a model without a chat template"
@@ -111,13 +103,12 @@ def ollama_generate(
         names=_NAMES,
         prompts=() if suffix else (prompt,),
         gaps=(Gap(prompt, suffix),) if suffix else (),
-        ignored=tuple(ignored),
     )
 
 
-def _common(fields: OllamaGeneration, user: Any) -> dict[str, Any]:
+def _common(fields: ollama.OllamaGeneration, user: Any) -> dict[str, Any]:
     """Return the fields that chats and completions share, by the names of GenerationFields."""
-    options = Options() if fields.options is None else fields.options
+    options = ollama.Options() if fields.options is None else fields.options
     most, logprobs = options.num_predict, fields.top_logprobs or 0
     sampling = take_sampling(
         options,
@@ -149,7 +140,7 @@ def _effort(think: bool | str | None) -> str | None:
 
 
 def _messages(
-    messages: Sequence[OllamaMessage], sent: list[JsonObject], ignored: list[str]
+    messages: Sequence[ollama.OllamaMessage], sent: list[JsonObject], ignored: list[str]
 ) -> tuple[ChatMessage, ...]:
     """Return the messages of a chat.
 
@@ -166,7 +157,7 @@ def _messages(
         ignored += name_fields((n for n in sent[i] if n not in _MESSAGE), f"{place}.")
         builder.add_message(message.role, place, message.content or "")
         _add_images(builder, message.images, f"{place}.images")
-        if isinstance(message, AssistantMessage):
+        if isinstance(message, ollama.AssistantMessage):
             builder.change(reasoning_content=message.thinking)
             if not message.tool_calls:
                 continue
@@ -180,7 +171,7 @@ def _messages(
                 waiting.append((id, name))
                 calls.append(builder.call(id, name, call.function.arguments, path))
             builder.change(tool_calls=tuple(calls))
-        elif isinstance(message, ToolMessage):
+        elif isinstance(message, ollama.ToolMessage):
             builder.change(tool_call_id=_answered(message, waiting, place))
     return builder.finish()
 
@@ -197,7 +188,7 @@ def _add_images(builder: ChatBuilder, images: Any, place: str) -> None:
     builder.change(content=(*parts, *(builder.messages[-1].content or ())))
 
 
-def _answered(message: ToolMessage, waiting: list[tuple[str, str]], place: str) -> str:
+def _answered(message: ollama.ToolMessage, waiting: list[tuple[str, str]], place: str) -> str:
     """Return the id of the call that this message answers, and mark the call as answered."""
     id, name = message.tool_call_id, message.tool_name
     named = [(own, of) for own, of in waiting if (own == id if id else of == name)]

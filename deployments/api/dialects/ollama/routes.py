@@ -37,24 +37,22 @@ class OllamaDialect(DialectRequest):
 
     def __init__(self) -> None:
         self._body: Mapping[str, Any] = {}
-        self._ignored: list[str] = []
 
     def read(
-        self, context: ApiContext, body: Mapping[str, Any]
+        self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]
     ) -> ChatRequest | TextRequest | None:
         name = body.get("model")
         if isinstance(name, str):
             body = {**body, "model": served_name(name, context.backend)}
         self._body = body
-        return self._read(context, body)
+        return self._read(context, body, ignored)
 
     def _read(
-        self, context: ApiContext, body: Mapping[str, Any]
+        self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]
     ) -> ChatRequest | TextRequest | None:
-        return ollama_chat(body, self._ignored, strict=context.options.strict)
+        return ollama_chat(body, ignored, strict=context.options.strict)
 
     async def settle(self, context: ApiContext, exchange: HttpExchange) -> None:
-        exchange.ignored += self._ignored
         card = await find_model(self._body.get("model"), context.backend, exchange.caller)
         user, seconds = self._body.get("user"), self._body.get("deadline_seconds")
         # `user` is the only one of these values that the body's Struct has not checked.
@@ -76,12 +74,12 @@ class GenerateDialect(OllamaDialect):
     is_chat = False
 
     def _read(
-        self, context: ApiContext, body: Mapping[str, Any]
+        self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]
     ) -> ChatRequest | TextRequest | None:
         backend, strict = context.backend, context.options.strict
         card = known_model(body.get("model"), backend)
         template = card is None or backend.tokenizer(card.id).chat_template is not None
-        return ollama_generate(body, self._ignored, strict=strict, template=template)
+        return ollama_generate(body, ignored, strict=strict, template=template)
 
     def _writer(self, model: str, naming: Naming) -> OllamaWriter:
         return GenerateWriter(model, naming)

@@ -112,8 +112,7 @@ class OpenAIDialect(DialectRequest):
 class OpenAIChat(OpenAIDialect):
     """The dialect of /v1/chat/completions."""
 
-    def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
-        ignored: list[str] = []
+    def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> ChatRequest:
         fields = CHAT.read(body, ignored, strict=context.options.strict)
         if fields.modalities is not None and fields.modalities != ["text"]:
             raise invalid("only text can be generated", "modalities", "modality_not_supported")
@@ -137,15 +136,13 @@ class OpenAIChat(OpenAIDialect):
             shows_reasoning=fields.include_reasoning is not False,
             separate_reasoning=fields.separate_reasoning is not False,
             prediction="" if fields.prediction is None else fields.prediction.text,
-            ignored=tuple(ignored),
         )
 
 
 class OpenAICompletion(OpenAIDialect):
     """The dialect of /v1/completions: reads a body and writes its answer."""
 
-    def read(self, context: ApiContext, body: Mapping[str, Any]) -> TextRequest:
-        ignored: list[str] = []
+    def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> TextRequest:
         fields = COMPLETION.read(body, ignored, strict=context.options.strict)
         logprobs = None
         if fields.logprobs is not False:
@@ -170,7 +167,6 @@ class OpenAICompletion(OpenAIDialect):
             gaps=gaps,
             echo=bool(fields.echo),
             special=fields.add_special_tokens is not False,
-            ignored=tuple(ignored),
         )
 
 

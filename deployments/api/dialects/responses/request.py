@@ -7,24 +7,8 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import name_fields
+from deployments.api.fields import responses
 from deployments.api.fields.chat import ItemContent, TextPart
-from deployments.api.fields.responses import (
-    ITEMS,
-    MAX_ITEMS,
-    RESPONSES,
-    CustomCallItem,
-    CustomTool,
-    FunctionCallItem,
-    GrammarText,
-    InnerTool,
-    Item,
-    ItemTool,
-    MessageItem,
-    Namespace,
-    OutputItem,
-    ReasoningItem,
-    Responses,
-)
 from deployments.api.fields.tools import no_choice
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import ChatBuilder
@@ -88,7 +72,12 @@ class ResponsesRequest:
 
 
 def responses_request(
-    body: Mapping[str, Any], past: list[SentItem], *, stores: bool, options: ApiOptions
+    body: Mapping[str, Any],
+    past: list[SentItem],
+    ignored: list[str],
+    *,
+    stores: bool,
+    options: ApiOptions,
 ) -> ResponsesRequest:
     """Read the body of a request. Raises ApiError 400 naming the field.
 
@@ -97,8 +86,7 @@ def responses_request(
     past: the items of `previous_response_id` and those before
     stores: whether the service keeps answers
     """
-    ignored: list[str] = []
-    fields = RESPONSES.read(body, ignored, strict=options.strict)
+    fields = responses.RESPONSES.read(body, ignored, strict=options.strict)
     store = fields.store is not False and stores
     background = bool(fields.background)
     _check_switches(fields, ignored, stores)
@@ -106,12 +94,16 @@ def responses_request(
     tools = _Tools(fields, ignored)
     new = fields.input
     if isinstance(new, str):
-        new = ITEMS.read([{"type": "message", "role": "user", "content": new}], "input")
+        new = responses.ITEMS.read([{"type": "message", "role": "user", "content": new}], "input")
     items = [*past, *(item.sent for item in new)]
-    if len(items) > MAX_ITEMS:
-        raise invalid(f"input and what came before it have more than {MAX_ITEMS} items", "input")
+    if len(items) > responses.MAX_ITEMS:
+        raise invalid(
+            f"input and what came before it have more than {responses.MAX_ITEMS} items", "input"
+        )
     reader = _Messages(ignored)
-    messages = reader.read(fields.instructions, ITEMS.read(past, "previous_response_id"), new)
+    messages = reader.read(
+        fields.instructions, responses.ITEMS.read(past, "previous_response_id"), new
+    )
     include = fields.include or ()
     logprobs = (fields.top_logprobs or 0) if _LOGPROBS in include or fields.top_logprobs else None
     chat = ChatRequest(
@@ -133,7 +125,6 @@ def responses_request(
         ),
         effort=None if fields.reasoning is None else fields.reasoning.effort,
         thinking_budget=fields.thinking_token_budget,
-        ignored=tuple(ignored),
     )
     return ResponsesRequest(
         chat,
@@ -147,7 +138,7 @@ def responses_request(
     )
 
 
-def _check_switches(fields: Responses, ignored: list[str], stores: bool) -> None:
+def _check_switches(fields: responses.Responses, ignored: list[str], stores: bool) -> None:
     """Check `background` and `store`, and add the names of fields without effect to `ignored`.
 
     stores: whether the service keeps answers.
@@ -178,7 +169,7 @@ class _Tools:
     custom: the names of tools that take a text
     """
 
-    def __init__(self, fields: Responses, ignored: list[str]) -> None:
+    def __init__(self, fields: responses.Responses, ignored: list[str]) -> None:
         self.tools: list[RequestedTool] = []
         self.places: dict[str, tuple[str, str]] = {}
         self.custom: set[str] = set()
@@ -188,9 +179,9 @@ class _Tools:
         check_tool_count(self.tools)
         self.choice = self._choice(fields.tool_choice)
 
-    def _add(self, tool: ItemTool | InnerTool, where: str, space: str) -> None:
+    def _add(self, tool: responses.ItemTool | responses.InnerTool, where: str, space: str) -> None:
         known = tool.known
-        if isinstance(known, Namespace):
+        if isinstance(known, responses.Namespace):
             for i, inner in enumerate(known.tools):
                 self._add(inner, f"{where}.tools[{i}]", known.name)
             return
@@ -201,8 +192,8 @@ class _Tools:
                 self._ignored.append(where)
             return
         full = f"{space}__{known.name}" if space else known.name
-        if isinstance(known, CustomTool):
-            grammar = known.format if isinstance(known.format, GrammarText) else None
+        if isinstance(known, responses.CustomTool):
+            grammar = known.format if isinstance(known.format, responses.GrammarText) else None
             add_custom(self.tools, full, known.description, grammar, where)
             self.custom.add(full)
         else:
@@ -244,7 +235,7 @@ class _Messages:
         self._said = False  # whether the next item may join the assistant's last message
 
     def read(
-        self, instructions: str | None, past: list[Item], new: list[Item]
+        self, instructions: str | None, past: list[responses.Item], new: list[responses.Item]
     ) -> tuple[ChatMessage, ...]:
         """Return the messages. past: the items before those of this request."""
         if instructions:
@@ -269,17 +260,17 @@ class _Messages:
             self._said = True
         return self._last
 
-    def _item(self, item: Item) -> None:
+    def _item(self, item: responses.Item) -> None:
         match item.known:
-            case MessageItem() as message:
+            case responses.MessageItem() as message:
                 self._message(message)
-            case ReasoningItem(content, summary):
+            case responses.ReasoningItem(content, summary):
                 self._reasoning("".join(_texts(content) or _texts(summary)))
-            case FunctionCallItem() as call:
+            case responses.FunctionCallItem() as call:
                 self._call(call, call.arguments)
-            case CustomCallItem() as call:
+            case responses.CustomCallItem() as call:
                 self._call(call, {"input": call.input or ""})
-            case OutputItem() as result:
+            case responses.OutputItem() as result:
                 content = self._content(result.output, f"{self._place}.output")
                 id = self._builder.check_answered(result.call_id, f"{self._place}.call_id")
                 self._builder.add_message("tool", self._place)
@@ -296,7 +287,7 @@ class _Messages:
         before = self._assistant().reasoning_content or ""
         self._builder.change(reasoning_content=before + text)
 
-    def _message(self, item: MessageItem) -> None:
+    def _message(self, item: responses.MessageItem) -> None:
         content = self._content(item.content, f"{self._place}.content")
         if item.role == "assistant":
             if self._said and (self._last.content is not None or self._last.tool_calls):
@@ -317,7 +308,9 @@ class _Messages:
             return (TextPart(content),)
         return self._builder.content(content, path)
 
-    def _call(self, item: FunctionCallItem | CustomCallItem, arguments: Any) -> None:
+    def _call(
+        self, item: responses.FunctionCallItem | responses.CustomCallItem, arguments: Any
+    ) -> None:
         name = f"{item.namespace}__{item.name}" if item.namespace else item.name
         message = self._assistant()
         self._builder.count_calls(1, len(message.tool_calls) + 1, f"{message.place}.tool_calls")

@@ -42,7 +42,7 @@ class ResponsesDialect(DialectRequest):
         self._writer: ResponsesWriter | None = None
         self._answer: ItemAnswer | None = None
 
-    def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
+    def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> ChatRequest:
         store = context.responses
         past: list[SentItem] = []
         before = body.get("previous_response_id")
@@ -58,7 +58,7 @@ class ResponsesDialect(DialectRequest):
             stored = store.get(before, self._owner, "previous_response_id")
             output = msgspec.json.decode(stored.response)["output"]
             past = msgspec.json.decode(stored.items) + output
-        request = responses_request(body, past, stores=store.on, options=context.options)
+        request = responses_request(body, past, ignored, stores=store.on, options=context.options)
         if request.background:
             context.background.check_room(store.max_bytes)
         self._request = request
