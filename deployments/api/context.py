@@ -58,7 +58,10 @@ class ApiContext:
         limit, raised = self.options.max_body_bytes, partial(self._raised_limit, exchange)
         data = await exchange.body(limit, self.options.body_timeout_s, raised, empty=empty)
         if exchange.encoding:
-            data = await decoded(data, exchange.encoding, *self._unpacked_limit())
+            most = (limit, "")
+            if self._takes_images():
+                most = (self.options.max_image_body_bytes, _IMAGE_SETTING)
+            data = await decoded(data, exchange.encoding, *most)
             if len(data) > limit:
                 self._raised_limit(exchange, len(data))
         exchange.body_size = len(data)
@@ -81,12 +84,6 @@ class ApiContext:
         return options.max_image_body_bytes > options.max_body_bytes and any(
             card.images is not None for card in self.backend.models().values()
         )
-
-    def _unpacked_limit(self) -> tuple[int, str]:
-        """Return the limit of a body that was compressed, and its setting for an error."""
-        if self._takes_images():
-            return self.options.max_image_body_bytes, _IMAGE_SETTING
-        return self.options.max_body_bytes, ""
 
     def _raised_limit(self, exchange: HttpExchange, size: int) -> tuple[int, str]:
         """Return the limit, in bytes, of a body that exceeds the limit for texts, and the limit's

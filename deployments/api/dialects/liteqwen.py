@@ -58,6 +58,7 @@ class LiteqwenRequest(DialectRequest):
         fields = LITEQWEN_CHAT.read(body, ignored, strict=context.options.strict)
         kwargs = GenKwargs() if fields.gen_kwargs is None else fields.gen_kwargs
         self._body, self._kwargs = fields, kwargs
+        adapter = kwargs.adapter_name
         builder = ChatBuilder(ignored)
         _add_history(builder, fields.history)
         role = "user" if fields.role is None else fields.role
@@ -75,7 +76,7 @@ class LiteqwenRequest(DialectRequest):
             values = {**sampling.values, "logprobs_mode": "raw_logprobs"}
             sampling = replace(sampling, values=values)
         return ChatRequest(
-            model=self._model(fields),
+            model=adapter if adapter and not kwargs.skip_lora else fields.model,
             sampling=sampling,
             queue=take_queue(fields, body.get("user")),
             stream=self._stream,
@@ -86,10 +87,6 @@ class LiteqwenRequest(DialectRequest):
             },
             messages=builder.finish("query"),
         )
-
-    def _model(self, fields: LiteqwenChat) -> str | None:
-        adapter = self._kwargs.adapter_name
-        return adapter if adapter and not self._kwargs.skip_lora else fields.model
 
     async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:
         """Check that the request's id is not in use. Raises ApiError 409 duplicate_request_id."""

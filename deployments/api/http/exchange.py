@@ -217,13 +217,9 @@ class HttpExchange:
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
     ) -> None:
         """Send a whole answer at once. Raises ClientDisconnected."""
-        fields = self._fields(content_type, headers)
-        fields.append((b"content-length", b"%d" % len(body)))
-        await self._out({"type": "http.response.start", "status": status, "headers": fields})
-        self.started = True
+        await self._begin(status, content_type, headers, len(body))
         # HEAD is answered with the headers of the body that GET would have.
-        body = b"" if self.method == "HEAD" else body
-        await self._out({"type": "http.response.body", "body": body, "more_body": False})
+        await self.write(b"" if self.method == "HEAD" else body, more=False)
 
     async def fail(self, error: ApiError) -> None:
         """Answer with an error. Raises ClientDisconnected.
@@ -231,15 +227,11 @@ class HttpExchange:
         Before a connection is closed, what the client still sends is read for a moment: closing
         with unread data resets the connection, and the client may never see the answer.
         """
-        if _CLOSE[0] not in error.headers:
-            await self.answer(error.status, self.error_body(error), headers=error.headers)
-            return
         body = self.error_body(error)
-        fields = self._fields(JSON, error.headers)
-        fields.append((b"content-length", b"%d" % len(body)))
-        start = {"type": "http.response.start", "status": error.status, "headers": fields}
-        await self._out(start)
-        self.started = True
+        if _CLOSE[0] not in error.headers:
+            await self.answer(error.status, body, headers=error.headers)
+            return
+        await self._begin(error.status, JSON, error.headers, len(body))
         await self.write(b"" if self.method == "HEAD" else body)
         allowance = LINGER_BYTES
         with contextlib.suppress(TimeoutError, OSError):
@@ -253,9 +245,7 @@ class HttpExchange:
 
     async def start(self, content_type: bytes, headers: Headers = ()) -> None:
         """Begin a streamed answer with status 200. Raises ClientDisconnected."""
-        fields = self._fields(content_type, headers)
-        await self._out({"type": "http.response.start", "status": 200, "headers": fields})
-        self.started = True
+        await self._begin(200, content_type, headers)
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """Send a part of a streamed answer. Raises ClientDisconnected."""
@@ -267,14 +257,19 @@ class HttpExchange:
         except OSError:
             raise ClientDisconnected from None
 
-    def _fields(self, content_type: bytes, headers: Headers) -> list[tuple[bytes, bytes]]:
+    async def _begin(
+        self, status: int, content_type: bytes, headers: Headers, length: int | None = None
+    ) -> None:
         fields = [(b"content-type", content_type), *self.always]
         if self._tell_id:
             fields.append((b"x-request-id", self.request_id.encode()))
         if self.ignored:
             fields.append((b"x-ignored-fields", ", ".join(self.ignored).encode("ascii")))
         fields.extend((name.encode(), value.encode("latin-1")) for name, value in headers)
-        return fields
+        if length is not None:
+            fields.append((b"content-length", b"%d" % length))
+        await self._out({"type": "http.response.start", "status": status, "headers": fields})
+        self.started = True
 
 
 class UntilDisconnect:
@@ -335,13 +330,9 @@ def _raised(raised: RaisedLimit, size: int) -> int:
     """
     limit, setting = raised(size)
     if size > limit:
-        raise _too_large(limit, setting)
+        message = f"the body is larger than {limit} bytes"
+        raise closing(413, "body_too_large", _with_setting(message, setting))
     return limit
-
-
-def _too_large(limit: int, setting: str) -> ApiError:
-    message = f"the body is larger than {limit} bytes"
-    return closing(413, "body_too_large", _with_setting(message, setting))
 
 
 def _with_setting(message: str, setting: str) -> str:

@@ -417,7 +417,11 @@ class _Builder:
         if isinstance(kind, list) and keys <= _PLAIN | {"anyOf"} - {"enum", "const"}:
             several = [{**schema, "type": form} for form in kind]
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
-        if choices is not None and keys <= _PLAIN and not _any_nested(choices):
+        if (
+            choices is not None
+            and keys <= _PLAIN
+            and not any(isinstance(choice, dict | list) for choice in choices)
+        ):
             return f"({' | '.join(self._constant(dialect, form) for form in choices)})"
         if several and choices is None:
             rules = [
@@ -469,10 +473,6 @@ def _check_name(name: str, read: str, end: str) -> None:
             f"this model's form of calls cannot have a property named {json.dumps(name)}",
             code="not_supported",
         )
-
-
-def _any_nested(values: list[Any]) -> bool:
-    return any(isinstance(value, dict | list) for value in values)
 
 
 def _without(

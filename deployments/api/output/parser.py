@@ -48,6 +48,8 @@ class OutputParser(StepParser):
         # with a word instead of a turn's beginning.
         self._said = not wrapper and (reasoning is None or thinking != "open")
         self._name = ""
+        tags = None if format is None else format.tagged
+        self._value_close = "" if tags is None else tags.value_close
         self._first = True  # whether the call's next argument is its first
         self._reader: DialectReader | None = None  # reader of the argument that is being written
         begin = {"open": self._reason, "may": self._may_reason, "no": self._begin}
@@ -289,8 +291,7 @@ class OutputParser(StepParser):
         return bool(behind)
 
     def _raw_value(self) -> bool:
-        assert self._format is not None and self._format.tagged is not None
-        before, mark = self._take_until((self._format.tagged.value_close,))
+        before, mark = self._take_until((self._value_close,))
         if before or mark:
             self._out.append(Event("arguments", quoted(before)[1:-1] + ('"' if mark else "")))
         if mark:
@@ -309,19 +310,15 @@ class OutputParser(StepParser):
         return bool(self._text)
 
     def _bare_value(self) -> bool:
-        assert self._format is not None and self._format.tagged is not None
-        before, mark = self._take_until((self._format.tagged.value_close,))
-        if before:
-            self._out.append(Event("arguments", before))
-        if mark:
-            self._step = self._next_argument
-        return bool(mark)
+        before, mark = self._take_until((self._value_close,))
+        return self._other_piece(before, bool(mark))
 
     def _json_value(self) -> bool:
-        assert self._format is not None and self._format.tagged is not None
-        before, closed = self._take_json(self._format.tagged.value_close)
-        if before:
-            self._out.append(Event("arguments", before))
+        return self._other_piece(*self._take_json(self._value_close))
+
+    def _other_piece(self, piece: str, closed: bool) -> bool:
+        if piece:
+            self._out.append(Event("arguments", piece))
         if closed:
             self._step = self._next_argument
         return closed

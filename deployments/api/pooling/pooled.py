@@ -37,7 +37,6 @@ from deployments.api.http.json_body import in_thread
 from deployments.api.stream.merge import failed
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
 from engine.errors import Overloaded, context_too_long, no_vectors
-from engine.messages import Delta
 from engine.pooling import Pooling, Vector, as_array, normalized
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer, TooManyTokens
@@ -193,16 +192,12 @@ class PooledCall(Generic[T]):
             return await run.collect()
 
 
-def _as_named(name: str | None, backend: Backend) -> str | None:
-    return name
-
-
 @asynccontextmanager
 async def pooled_call(
     context: ApiContext,
     exchange: HttpExchange,
     fields: StructBody[T],
-    name_model: NameModel = _as_named,
+    name_model: NameModel = lambda name, _: name,
 ) -> AsyncIterator[PooledCall[T]]:
     """Read the request, and count it as in flight until the block ends.
 
@@ -391,11 +386,7 @@ async def _vector(generation: Generation) -> bytes:
     while items := await generation.next():
         for _, delta in items:
             if delta.finish:
-                return _taken(delta)
+                if delta.vector is None:
+                    raise failed(delta)
+                return delta.vector
     raise AssertionError("a text ended without a word")
-
-
-def _taken(delta: Delta) -> bytes:
-    if delta.vector is None:
-        raise failed(delta)
-    return delta.vector

@@ -224,19 +224,17 @@ async def _pairs(
     call: PooledCall[T], first: list[_Text], second: list[_Text], most: int | None
 ) -> tuple[list[float], int]:
     def paired() -> list[list[int]]:
-        return [_pair(call, a, b, most) for a, b in zip(first, second, strict=True)]
+        pairs = []
+        for a, b in zip(first, second, strict=True):
+            if not (ids := call.encode_pair(a.text, b.text, b.path, most)):
+                raise invalid(f"{a.path} and {b.path} are both empty", b.path)
+            pairs.append(ids)
+        return pairs
 
     prompts = await in_thread(paired, call.exchange.body_size)
     vectors = await call.vectors(prompts)
     scores = [call.pooling.relevance(as_array(vector), raw=call.raw) for vector in vectors]
     return scores, sum(map(len, prompts))
-
-
-def _pair(call: PooledCall[T], first: _Text, second: _Text, most: int | None) -> list[int]:
-    ids = call.encode_pair(first.text, second.text, second.path, most)
-    if not ids:
-        raise invalid(f"{first.path} and {second.path} are both empty", second.path)
-    return ids
 
 
 async def _cosines(

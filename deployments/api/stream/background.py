@@ -54,17 +54,13 @@ class ResponseStore:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._bytes = 0
         self._known: OrderedDict[str, StoredResponse] = OrderedDict()
 
     @property
-    def max_bytes(self) -> int:
-        return self._max_bytes
-
-    @property
     def on(self) -> bool:
-        return self._max_bytes > 0
+        return self.max_bytes > 0
 
     def put(
         self,
@@ -75,13 +71,13 @@ class ResponseStore:
         events: list[bytes] | None = None,
     ) -> None:
         answer, before = msgspec.json.encode(response), msgspec.json.encode(items)
-        stored = StoredResponse(owner, answer, before, _now() + SECONDS, events)
+        stored = StoredResponse(owner, answer, before, time.monotonic() + SECONDS, events)
         self._drop(id)
-        if stored.size > self._max_bytes:
+        if stored.size > self.max_bytes:
             return
         self._known[id] = stored
         self._bytes += stored.size
-        while self._bytes > self._max_bytes:
+        while self._bytes > self.max_bytes:
             self._drop(next(iter(self._known)))
 
     def get(self, id: str, owner: str, param: str | None = None) -> StoredResponse:
@@ -90,7 +86,7 @@ class ResponseStore:
         Raises ApiError 404 response_not_found, also for an answer of another key.
         """
         stored = self._known.get(id)
-        if stored is not None and stored.until < _now():
+        if stored is not None and stored.until < time.monotonic():
             self._drop(id)
             stored = None
         if stored is None or stored.owner != owner:
@@ -113,10 +109,6 @@ class ResponseStore:
         stored = self._known.pop(id, None)
         if stored is not None:
             self._bytes -= stored.size
-
-
-def _now() -> float:
-    return time.monotonic()
 
 
 log = logging.getLogger("manta.api")

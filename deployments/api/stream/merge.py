@@ -155,23 +155,6 @@ def start(call: GenerationCall, backend: Backend) -> Generation:
 class ChoiceOutput:
     """The output of one choice so far: decoded text, kept tokens and their logprobs."""
 
-    __slots__ = (
-        "cached",
-        "decoder",
-        "finish_reason",
-        "logprobs",
-        "offsets",
-        "parsed",
-        "predicted",
-        "prompt_logprobs",
-        "routed",
-        "scores_prompt",
-        "stop_reason",
-        "text",
-        "token_ids",
-        "token_logprobs",
-    )
-
     def __init__(
         self,
         call: GenerationCall,

@@ -5,7 +5,6 @@ the checkpoint; during a pause, and after /begin_weight_update, it may end with 
 """
 
 from base64 import b64encode
-from collections.abc import Sequence
 from typing import Any
 
 from deployments.api.context import ApiContext
@@ -20,7 +19,6 @@ from deployments.api.trainers.rollout import RolloutChoice, roll_out, rollout_pa
 from deployments.api.trainers.vllm import FLUSHED, reset_prefix_cache, server_info
 from deployments.backend import GenerationRequest
 from engine.errors import InvalidRequest
-from engine.text.tokenizer import Tokenizer
 
 ROLLOUTS, ROUTES = RouteTable(reads=QUEUES), orders.order_table()
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
@@ -37,7 +35,15 @@ async def generate(context: ApiContext, exchange: HttpExchange) -> object:
     request, generation, choices = await roll_out(context, exchange, body, params, QueueFields())
     tokenizer, special = context.backend.tokenizer(request.model), sampling.skip_special_tokens
     size = sum(len(choice.token_ids) for choice in choices)
-    texts = await in_thread(lambda: _texts(tokenizer, request, choices, special is not False), size)
+
+    def decoded() -> list[str]:
+        skip, prompt = special is not False, request.token_ids
+        return [
+            tokenizer.decode(choice.token_ids, skip_special_tokens=skip, prompt=prompt)
+            for choice in choices
+        ]
+
+    texts = await in_thread(decoded, size)
     answers = [
         {
             "text": text,
@@ -47,20 +53,6 @@ async def generate(context: ApiContext, exchange: HttpExchange) -> object:
         for index, (choice, text) in enumerate(zip(choices, texts, strict=True))
     ]
     return answers[0] if len(answers) == 1 else answers
-
-
-def _texts(
-    tokenizer: Tokenizer,
-    request: GenerationRequest,
-    choices: Sequence[RolloutChoice],
-    skip_special: bool,
-) -> list[str]:
-    return [
-        tokenizer.decode(
-            choice.token_ids, skip_special_tokens=skip_special, prompt=request.token_ids
-        )
-        for choice in choices
-    ]
 
 
 def _meta_info(

@@ -90,12 +90,11 @@ def ollama_generate(
             messages=builder.finish(),
             effort=effort,
         )
-    if fields.images:
-        what = "raw" if fields.raw else "suffix" if suffix else "a model without a chat template"
-        raise invalid(f"images: {what} leaves no place for them", "images", "conflicting_fields")
-    if system:
-        what = "raw" if fields.raw else "suffix" if suffix else "a model without a chat template"
-        raise invalid(f"system: {what} leaves no place for it", "system", "conflicting_fields")
+    what = "raw" if fields.raw else "suffix" if suffix else "a model without a chat template"
+    for name, value, it in (("images", fields.images, "them"), ("system", system, "it")):
+        if value:
+            message = f"{name}: {what} leaves no place for {it}"
+            raise invalid(message, name, "conflicting_fields")
     if effort is not None:
         ignored.append("think")
     return TextRequest(

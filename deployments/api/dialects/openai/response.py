@@ -195,15 +195,16 @@ class OpenAIResponse:
         echoed = self._echo_logprobs(index) if self.request.echo else None
         if call.score_only:
             return echoed
-        shift = len(call.texts[self._prompt_of(index)]) if self.request.echo else 0
-        own = completion_logprobs(
-            call.tokenizer,
-            choice.token_ids,
-            choice.logprobs,
-            [o + shift for o in choice.offsets],
-            by_id=self._by_id,
-        )
+        own = self._texts_scored(index, choice.token_ids, choice.logprobs, choice.offsets)
         return own if echoed is None else echoed + own
+
+    def _texts_scored(
+        self, index: int, ids: list[int], items: list[TokenLogprobs], offsets: list[int]
+    ) -> ScoredTexts:
+        """Return the logprobs of a choice's tokens, whose offsets count an echoed prompt too."""
+        shift = len(self.call.texts[self._prompt_of(index)]) if self.request.echo else 0
+        shifted = [offset + shift for offset in offsets]
+        return completion_logprobs(self.call.tokenizer, ids, items, shifted, by_id=self._by_id)
 
     def _echo_logprobs(self, index: int) -> ScoredTexts:
         """Return the prompt's own logprobs, for echo."""
@@ -431,14 +432,8 @@ class OpenAIResponse:
                 content = chat_logprobs(call.tokenizer, items, by_id=self._by_id)
                 logprobs = {"content": content, "refusal": None}
             else:
-                shift = len(call.texts[self._prompt_of(index)]) if self.request.echo else 0
-                logprobs = completion_logprobs(
-                    call.tokenizer,
-                    delta.token_ids[:num_tokens],
-                    items,
-                    [o + shift for o in decoded.offsets[:num_tokens]],
-                    by_id=self._by_id,
-                )
+                ids, offsets = delta.token_ids[:num_tokens], decoded.offsets[:num_tokens]
+                logprobs = self._texts_scored(index, ids, items, offsets)
         shaped = self._shaped(index, decoded.text, logprobs)
         if message is not None:
             shaped["delta"] = message

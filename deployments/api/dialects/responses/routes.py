@@ -193,11 +193,14 @@ async def cancel(context: ApiContext, exchange: HttpExchange) -> object:
     query={**PAGES, "limit": integer(1, 100), "order": one_of("asc", "desc")},
 )
 async def input_items(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with a page of the conversation before a response."""
+    """Answer with a page of the conversation before a response, by default the newest first."""
     query = exchange.parameters()
     id, run, stored = _kept(context, exchange)
     items = msgspec.json.decode(stored.items) if run is None else run.items
-    return _page(query, _told_items(id, items))
+    listed, order = _told_items(id, items), query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid("order must be asc or desc", "order")
+    return page_of(listed if order == "asc" else listed[::-1], query, 20, 100, "item ")
 
 
 def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
@@ -219,12 +222,3 @@ def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
             fields["content"] = [part]
         listed.append(fields)
     return listed
-
-
-def _page(query: dict[str, str], items: list[SentItem]) -> JsonObject:
-    """Return a page of items by `order`, `after` and `limit` of the query, by default the newest
-    first. Raises ApiError 400."""
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise invalid("order must be asc or desc", "order")
-    return page_of(items if order == "asc" else items[::-1], query, 20, 100, "item ")
