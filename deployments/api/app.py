@@ -13,7 +13,7 @@ from deployments.api.caller import CALLER
 from deployments.api.context import ApiContext
 from deployments.api.dialects.anthropic import routes as anthropic
 from deployments.api.dialects.ollama import routes as ollama
-from deployments.api.dialects.ollama.writer import error_body as ollama_error
+from deployments.api.dialects.ollama.writer import error_object as ollama_error
 from deployments.api.generate import generates
 from deployments.api.generation.tenancy import QueueFields, queue_place
 from deployments.api.http.cors import answer_preflight, is_preflight, tell_origin
@@ -187,11 +187,11 @@ def _choose_errors(exchange: HttpExchange) -> None:
     """Set the form of a request's error bodies to that of its dialect."""
     path = exchange.path
     if path.startswith(anthropic.PATH) or models.VERSION_HEADER in exchange.headers:
-        exchange.error_body = anthropic.error_body
+        exchange.error_object = anthropic.error_object
     elif path.startswith(ollama.PREFIX):
-        exchange.error_body = ollama_error
+        exchange.error_object = ollama_error
     elif path in _TEI:
-        exchange.error_body = tei.error_body
+        exchange.error_object = tei.error_object
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

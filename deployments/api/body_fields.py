@@ -179,28 +179,6 @@ def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
     return safe_names if len(safe_names) <= _MAX_NAMED else [*safe_names[: _MAX_NAMED - 1], "..."]
 
 
-def take_int(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_type(name, "an integer")
-    if not low <= value <= high:
-        raise invalid(f"{name} must be between {low} and {high}", name)
-    return value
-
-
-def take_str(body: Mapping[str, Any], name: str, max_bytes: int) -> str | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise wrong_type(name, "a string")
-    if len(value.encode()) > max_bytes:
-        raise invalid(f"{name} must have at most {max_bytes} bytes", name)
-    return value
-
-
 def kept_tokens(cut: int | None, limit: int) -> int | None:
     """Return how many tokens of a prompt a value of `truncate_prompt_tokens` keeps.
 

@@ -100,7 +100,7 @@ class _Writer:
         self.wire.push("", {"index": 0, "content": "", "stop": True, **self._end})
 
     def fail(self, error: ApiError) -> None:
-        self.wire.push("", msgspec.json.decode(error.body()))
+        self.wire.push("", error.object())
 
     def whole(self) -> JsonObject:
         return {"index": 0, "content": "".join(self._text), "stop": True, **self._end}

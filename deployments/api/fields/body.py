@@ -23,6 +23,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, ClassVar, Generic, Self, TypeVar, get_args
 
 import msgspec
@@ -278,7 +279,7 @@ def struct_body(
 def fields_of(struct: type[msgspec.Struct]) -> tuple[dict[str, Schema], tuple[str, ...]]:
     """Return the JSON schemas of a Struct's fields, null left out, and the required names."""
     _, components = msgspec.json.schema_components(
-        (struct,), schema_hook=_schema_of, ref_template="{name}"
+        (struct,), schema_hook=methodcaller("schema"), ref_template="{name}"
     )
     own = components[struct.__name__]
     return _properties(own, components), tuple(own["required"])
@@ -289,10 +290,6 @@ def schema_of(struct: type[msgspec.Struct], **needed: Schema) -> Schema:
     fields, required = fields_of(struct)
     needed |= {name: fields.pop(name) for name in required}
     return record(needed, **fields)
-
-
-def _schema_of(shape: type[Shape]) -> Schema:
-    return shape.schema()
 
 
 def _properties(struct: Schema, components: Mapping[str, Schema]) -> dict[str, Schema]:

@@ -250,16 +250,8 @@ class CustomCall(Struct, tag="custom", tag_field="type", gc=False):
     id: Text
 
 
-def _no_call(call: Any, path: str) -> ApiError:
-    return invalid(f"{path} must be a function call", path, "invalid_type")
-
-
 CALL: Typed[FunctionCall | CustomCall] = Typed(
-    Annotated[
-        FunctionCall | CustomCall,
-        expects("a function call", unknown=_no_call),
-    ],
-    default="function",
+    Annotated[FunctionCall | CustomCall, expects("a function call")], default="function"
 )
 
 

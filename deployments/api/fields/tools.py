@@ -35,12 +35,8 @@ class GrammarInput(Struct, tag="grammar", tag_field="type", gc=False):
     grammar: ToolGrammar
 
 
-def _no_input(_: Any, path: str) -> ApiError:
-    return invalid(f'{path} must be of type "text" or "grammar"', path)
-
-
 # The error for the input of a custom tool, in every body that has one.
-INPUT = expects('of type "text" or "grammar"', code="invalid_value", unknown=_no_input)
+INPUT = expects('of type "text" or "grammar"', code="invalid_value")
 
 
 class Described(Struct, kw_only=True, gc=False):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import islice
+from typing import Any
 
 import msgspec
 
@@ -102,9 +103,13 @@ class ApiError(Exception):
             headers = (("retry-after", str(max(1, math.ceil(retry_after)))), *headers)
         self.headers = headers
 
-    def body(self) -> bytes:
+    def object(self) -> dict[str, Any]:
+        """Return the error in OpenAI's shape."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return {"error": error}
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(self.object())
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

@@ -77,7 +77,7 @@ class HttpExchange:
         self.encoding = b""  # the body's Content-Encoding, once it was read
         self.on_end: list[Callable[[], None]] = []  # called once the answer was sent
         self.held: HeldBytes | None = None  # the count of a body above the limit of texts
-        self.error_body: Callable[[ApiError], bytes] = ApiError.body  # writes an error's body
+        self.error_object: Callable[[ApiError], JsonObject] = ApiError.object  # of an error's body
         self._send = send
         self._tell_id = tell_id
         self.headers: dict[bytes, list[bytes]] = {}
@@ -227,7 +227,7 @@ class HttpExchange:
         Before a connection is closed, what the client still sends is read for a moment: closing
         with unread data resets the connection, and the client may never see the answer.
         """
-        body = self.error_body(error)
+        body = msgspec.json.encode(self.error_object(error))
         if _CLOSE[0] not in error.headers:
             await self.answer(error.status, body, headers=error.headers)
             return

@@ -125,32 +125,19 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
         plan = "tool_plan" if "tool_plan" in code else ""
         if not plan and "Hm." in beside and "So." not in beside:
             plan = "reasoning_content"
-        return TemplateOutput(
-            calls,
-            reasoning,
-            shape.text_arguments,
-            shape.empty_content,
-            "again" not in again,
-            not beside,
-            plan,
-            special_ids=_special_ids(tokenizer, calls, reasoning),
-            **more,
-        )
-    described_in: Literal["", "system", "user"] = ""
-    if not re.search(r"tool|function", source) and (reasoning is None or not reasoning.channels):
-        described_in = "system" if _takes_system(template) else "user"
-    calls = _TOLD if described_in else None
+        more |= {"single_calls": "again" not in again, "no_content": not beside, "plan": plan}
+    else:
+        more["history"] = None if shapes else _TOLD
+    if (
+        calls is None
+        and not re.search(r"tool|function", source)
+        and (reasoning is None or not reasoning.channels)
+    ):
+        more["described_in"] = "system" if _takes_system(template) else "user"
+        calls = _TOLD
     special = _special_ids(tokenizer, calls, reasoning)
-    return TemplateOutput(
-        calls,
-        reasoning,
-        shape.text_arguments,
-        shape.empty_content,
-        described_in=described_in,
-        history=None if shapes else _TOLD,
-        special_ids=special,
-        **more,
-    )
+    flags = (shape.text_arguments, shape.empty_content)
+    return TemplateOutput(calls, reasoning, *flags, special_ids=special, **more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from engine.pooling import as_array
 ROUTES = RouteTable(NAMES, QUEUES, texts=True)
 
 
-def error_body(error: ApiError) -> bytes:
+def error_object(error: ApiError) -> JsonObject:
     """Return an error in TEI's shape; code and param stand beside TEI's own fields."""
     kind = "Overloaded" if error.status == 503 else "Validation"
     fields = {"error": error.message, "error_type": kind if error.status != 500 else "Backend"}
-    return msgspec.json.encode({**fields, "code": error.code, "param": error.param})
+    return {**fields, "code": error.code, "param": error.param}
 
 
 def only_model(name: str | None, backend: Backend) -> str | None:

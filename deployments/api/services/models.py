@@ -5,10 +5,9 @@ from datetime import UTC, datetime
 from urllib.parse import parse_qsl
 
 from deployments.api.auth import authenticate
-from deployments.api.body_fields import take_str
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import MAX_MODEL_NAME, MODEL
-from deployments.api.http.errors import ApiError, invalid
+from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.options import ModelChanges
@@ -42,9 +41,12 @@ async def put(context: ApiContext, exchange: HttpExchange) -> object:
     """Add a model, or change it."""
     changes = _changes(context)
     body = await context.read(exchange)
-    name = take_str(body, "name", MAX_MODEL_NAME)
-    if name is None:
+    if (name := body.get("name")) is None:
         raise invalid("name is required", "name", "missing_field")
+    if not isinstance(name, str):
+        raise wrong_type("name", "a string")
+    if len(name.encode()) > MAX_MODEL_NAME:
+        raise invalid(f"name must have at most {MAX_MODEL_NAME} bytes", "name")
     # Pass unknown keys on, too: the configuration refuses them and names the nearest valid key.
     section = {key: value for key, value in body.items() if key != "name" and value is not None}
     try:

@@ -18,6 +18,7 @@ from array import array
 from binascii import Error as Base64Error
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
 
@@ -45,6 +46,7 @@ _MAC_BYTES = 12
 _MAX_ID = 8192
 
 
+@dataclass(slots=True)
 class ChoiceProgress:
     """The record of how much of one choice a client has received.
 
@@ -55,10 +57,10 @@ class ChoiceProgress:
         FINISHED when its finish_reason has
     """
 
-    __slots__ = ("cached", "check", "phase", "tokens")
-
-    def __init__(self, phase: int = 0, tokens: int = 0, check: int = 0, cached: int = 0) -> None:
-        self.phase, self.tokens, self.check, self.cached = phase, tokens, check, cached
+    phase: int = 0
+    tokens: int = 0
+    check: int = 0
+    cached: int = 0
 
     def encode(self) -> bytes:
         encoded = _varint(self.tokens << 2 | self.phase)

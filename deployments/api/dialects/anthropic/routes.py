@@ -5,7 +5,7 @@ from typing import Any
 
 from deployments.api.context import ApiContext
 from deployments.api.dialects.anthropic.request import messages_request
-from deployments.api.dialects.anthropic.writer import MessagesWriter, error_body
+from deployments.api.dialects.anthropic.writer import MessagesWriter, error_object
 from deployments.api.fields.anthropic import COUNTED, MESSAGES
 from deployments.api.generate import DialectRequest, answers, count_prompt
 from deployments.api.generation.call import GenerationCall
@@ -15,7 +15,7 @@ from deployments.api.route import QUEUES, STREAMS, RouteTable
 from deployments.api.stream.event_ids import Resumption
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 
-__all__ = ["PATH", "MessagesDialect", "count", "error_body"]
+__all__ = ["PATH", "MessagesDialect", "count", "error_object"]
 
 PATH = "/v1/messages"
 

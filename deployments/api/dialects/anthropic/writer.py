@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import msgspec
-
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError
 from deployments.api.http.json_body import JsonObject
@@ -34,10 +32,6 @@ def error_object(error: ApiError) -> JsonObject:
     kind = _KINDS.get(error.status, "api_error")
     details = {"type": kind, "message": message, "code": error.code, "param": error.param}
     return {"type": "error", "error": details}
-
-
-def error_body(error: ApiError) -> bytes:
-    return msgspec.json.encode(error_object(error))
 
 
 class MessagesWriter:

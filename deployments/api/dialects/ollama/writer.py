@@ -19,10 +19,6 @@ def error_object(error: ApiError) -> JsonObject:
     return {"error": error.message, "code": error.code, "param": error.param}
 
 
-def error_body(error: ApiError) -> bytes:
-    return msgspec.json.encode(error_object(error))
-
-
 class OllamaWriter:
     """The writer of /api/chat. A call is written when it is complete, a cut call never."""
 

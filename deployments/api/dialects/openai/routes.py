@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.api.body_fields import take_int
 from deployments.api.context import ApiContext
 from deployments.api.dialects.openai.response import OpenAIResponse
 from deployments.api.fields.generation import CHAT, COMPLETION, Generation
@@ -144,9 +143,12 @@ class OpenAICompletion(OpenAIDialect):
 
     def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> TextRequest:
         fields = COMPLETION.read(body, ignored, strict=context.options.strict)
-        logprobs = None
-        if fields.logprobs is not False:
-            logprobs = take_int({"logprobs": fields.logprobs}, "logprobs", 0, MAX_LOGPROBS)
+        logprobs = None if fields.logprobs is False else fields.logprobs
+        if logprobs is not None:
+            if type(logprobs) is not int:
+                raise wrong_type("logprobs", "an integer")
+            if not 0 <= logprobs <= MAX_LOGPROBS:
+                raise invalid(f"logprobs must be between 0 and {MAX_LOGPROBS}", "logprobs")
         common = _common(fields, body, DEFAULT_TOKENS, logprobs)
         prompt, suffix = fields.prompt, fields.suffix
         prompts: tuple[str, ...] | tuple[list[int], ...] = ()

@@ -10,7 +10,6 @@ from deployments.api.dialects.responses.request import ResponsesRequest, SentIte
 from deployments.api.dialects.responses.writer import (
     ResponsesWriter,
     events_of,
-    stream_stored,
     take_after,
 )
 from deployments.api.fields.responses import RESPONSES
@@ -25,6 +24,7 @@ from deployments.api.route import LIST, NAMES, PAGES, QUEUES, STREAMS, RouteTabl
 from deployments.api.stream.background import BackgroundRun, StoredResponse, stream_run
 from deployments.api.stream.event_ids import Resumption
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
+from deployments.api.stream.merge import EVENT_STREAM, STREAM_HEADERS
 from deployments.backend import Generation
 
 PATH = "/v1/responses"
@@ -157,7 +157,8 @@ async def response(context: ApiContext, exchange: HttpExchange) -> None:
         await stream_run(exchange, run, after, context.options.keepalive_s)
     else:
         events = stored.events or events_of(msgspec.json.decode(stored.response))
-        await stream_stored(exchange, events, after)
+        await exchange.start(EVENT_STREAM, STREAM_HEADERS)
+        await exchange.write(b"".join(events[after + 1 :]), more=False)
 
 
 @ROUTES.delete(_ONE, "Forget it", statuses=NAMES)

@@ -7,12 +7,10 @@ from typing import Any
 from deployments.api.dialects.responses.request import ResponsesRequest
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError, invalid
-from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
-from deployments.api.stream.merge import EVENT_STREAM, STREAM_HEADERS
 
 _STATUS = {"length": "incomplete"}  # the response's status by finish_reason; others: completed
 
@@ -230,11 +228,6 @@ def _part(kind: str, text: str, logprobs: list[ScoredToken]) -> JsonObject:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-async def stream_stored(exchange: HttpExchange, events: list[bytes], after: int) -> None:
-    await exchange.start(EVENT_STREAM, STREAM_HEADERS)
-    await exchange.write(b"".join(events[after + 1 :]), more=False)
 
 
 def take_after(query: dict[str, str]) -> int:
