@@ -113,6 +113,29 @@ StopTokenIds = (
 )
 
 
+_AllowedIds = Annotated[list[_TokenId], sampled("allowed_token_ids", max_length=MAX_ALLOWED_IDS)]
+_BadWord = Annotated[str, of_schema({"pattern": r"\S", "maxLength": MAX_STOP_BYTES})]
+_WORDS = f"takes at most {MAX_BAD_WORDS} strings"
+_BadWords = Annotated[
+    list[_BadWord],
+    Meta(max_length=MAX_BAD_WORDS),
+    expects("a list of strings", whole=True, sizes=_WORDS),
+]
+_WordIds = Annotated[list[_TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_IDS)]
+_BadWordIds = Annotated[list[_WordIds], sampled("bad_words_ids", max_length=MAX_BAD_WORDS)]
+_Suppressed = Annotated[
+    list[Annotated[int, of_schema({"minimum": 0})]],
+    of_schema({"maxItems": MAX_BAD_WORDS}),
+    expects("a list of token ids", whole=True),
+]
+_BIAS: Schema = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": number(*BIAS_RANGE),
+    "maxProperties": MAX_LOGIT_BIAS,
+}
+
+
 class Sampling(Queued, kw_only=True):
     """The fields of all generations that change how tokens are chosen."""
 
@@ -130,46 +153,12 @@ class Sampling(Queued, kw_only=True):
     stop_token_ids: StopTokenIds = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: Annotated[
-        Any,
-        of_schema(
-            {
-                "type": "object",
-                "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-                "additionalProperties": number(*BIAS_RANGE),
-                "maxProperties": MAX_LOGIT_BIAS,
-            }
-        ),
-    ] = None
+    logit_bias: Annotated[Any, of_schema(_BIAS)] = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: (
-        Annotated[list[_TokenId], sampled("allowed_token_ids", max_length=MAX_ALLOWED_IDS)] | None
-    ) = None
-    bad_words: (
-        Annotated[
-            list[Annotated[str, of_schema({"pattern": r"\S", "maxLength": MAX_STOP_BYTES})]],
-            Meta(max_length=MAX_BAD_WORDS),
-            expects(
-                "a list of strings", whole=True, sizes=f"takes at most {MAX_BAD_WORDS} strings"
-            ),
-        ]
-        | None
-    ) = None
-    bad_words_ids: (
-        Annotated[
-            list[Annotated[list[_TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_IDS)]],
-            sampled("bad_words_ids", max_length=MAX_BAD_WORDS),
-        ]
-        | None
-    ) = None
-    suppress_tokens: (
-        Annotated[
-            list[Annotated[int, of_schema({"minimum": 0})]],
-            of_schema({"maxItems": MAX_BAD_WORDS}),
-            expects("a list of token ids", whole=True),
-        ]
-        | None
-    ) = None
+    allowed_token_ids: _AllowedIds | None = None
+    bad_words: _BadWords | None = None
+    bad_words_ids: _BadWordIds | None = None
+    suppress_tokens: _Suppressed | None = None
 
 
 class StreamOptions(Struct, kw_only=True, gc=False):
