@@ -6,7 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from deployments.api.fields.body import Fault, Known, expects, schema_of, struct_body, told_of
+from deployments.api.fields.body import (
+    Fault,
+    Known,
+    expects,
+    of_schema,
+    schema_of,
+    struct_body,
+    told_of,
+)
 from deployments.api.fields.chat import AnthropicImage, MisplacedBlock, Text
 from deployments.api.fields.generation import (
     COMPLETION,
@@ -15,7 +23,6 @@ from deployments.api.fields.generation import (
     ReasoningEffort,
     ThinkingBudget,
     not_supported,
-    of_schema,
 )
 from deployments.api.fields.schema import NEVER, NOTHING, NULL, TEXT, Schema, either, record
 from deployments.api.fields.tools import ARGUMENTS, TOOL_NAMED

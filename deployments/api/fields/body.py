@@ -170,6 +170,11 @@ class Typed(Generic[V]):
         return read
 
 
+def of_schema(schema: Schema) -> Meta:
+    """Return the schema of a field that is checked where it is read."""
+    return Meta(extra_json_schema=schema)
+
+
 def expects(expected: str, code: str = "invalid_type", **extra: Any) -> Meta:
     """Return the Meta of a value whose errors all have one text and one code."""
     return Meta(extra={"expected": expected, "code": code, **extra})

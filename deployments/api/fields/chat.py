@@ -5,17 +5,8 @@ from typing import Annotated, Any, Literal, Union
 from msgspec import Meta, Struct, defstruct
 
 from deployments.api.body_fields import MAX_MESSAGE_CALLS, MAX_MESSAGE_PARTS, MAX_MESSAGES, ROLES
-from deployments.api.fields.body import Typed, expects
-from deployments.api.fields.schema import (
-    NEVER,
-    NULL,
-    TEXT,
-    Schema,
-    either,
-    needed,
-    one_of,
-    record,
-)
+from deployments.api.fields.body import Typed, expects, of_schema
+from deployments.api.fields.schema import NEVER, NULL, TEXT, Schema, either, needed, one_of, record
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
 from engine.images.layout import DETAILS, MAX_FPS
 
@@ -42,7 +33,7 @@ class RefusalPart(Struct, tag="refusal", tag_field="type", gc=False):
 
 
 # A field of which the schemas say nothing, because no model takes it at this place.
-_Untold = Annotated[Any, Meta(extra_json_schema=NEVER)]
+_Untold = Annotated[Any, of_schema(NEVER)]
 
 
 # The fields of images are checked where images are read.
@@ -65,17 +56,17 @@ _FRAMES: Schema = {
 _EITHER_FRAMES = either(_FRAMES, record({"url": _FRAMES}))
 _LIST: Schema = {"type": "array", "items": _URL, "minItems": 2}
 _RATE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_FPS}
-_Video = Annotated[Any, Meta(extra_json_schema=needed(_LIST))]
-_VideoUrl = Annotated[Any, Meta(extra_json_schema=needed(_EITHER_FRAMES))]
-_Fps = Annotated[Any, Meta(extra_json_schema=_RATE)]
-_ImageUrl = Annotated[Any, Meta(extra_json_schema=needed(_EITHER_URL))]
-_InputUrl = Annotated[Any, Meta(extra_json_schema=needed(_URL))]
-_Detail = Annotated[Any, Meta(extra_json_schema=one_of(*DETAILS))]
-_File = Annotated[Any, Meta(extra_json_schema=needed(_FILE))]
-_Data = Annotated[Any, Meta(extra_json_schema=_DATA)]
-_FileUrl = Annotated[Any, Meta(extra_json_schema=_URL)]
-_NoId = Annotated[Any, Meta(extra_json_schema=NULL)]
-_Source = Annotated[Any, Meta(extra_json_schema=needed(_SOURCE))]
+_Video = Annotated[Any, of_schema(needed(_LIST))]
+_VideoUrl = Annotated[Any, of_schema(needed(_EITHER_FRAMES))]
+_Fps = Annotated[Any, of_schema(_RATE)]
+_ImageUrl = Annotated[Any, of_schema(needed(_EITHER_URL))]
+_InputUrl = Annotated[Any, of_schema(needed(_URL))]
+_Detail = Annotated[Any, of_schema(one_of(*DETAILS))]
+_File = Annotated[Any, of_schema(needed(_FILE))]
+_Data = Annotated[Any, of_schema(_DATA)]
+_FileUrl = Annotated[Any, of_schema(_URL)]
+_NoId = Annotated[Any, of_schema(NULL)]
+_Source = Annotated[Any, of_schema(needed(_SOURCE))]
 
 
 class ImageUrlPart(Struct, tag="image_url", tag_field="type"):
@@ -210,12 +201,11 @@ _ItemPart: Any = _one_of(
 
 def _parts(least: int) -> Meta:
     """Return the schema's least and most items of a list of parts; ChatBuilder checks them."""
-    return Meta(extra_json_schema={"minItems": least, "maxItems": MAX_MESSAGE_PARTS})
+    return of_schema({"minItems": least, "maxItems": MAX_MESSAGE_PARTS})
 
 
 ItemContent = Annotated[
-    str | Annotated[list[_ItemPart], _parts(0)],
-    expects("a string or a list of parts"),
+    str | Annotated[list[_ItemPart], _parts(0)], expects("a string or a list of parts")
 ]
 _EITHER = Meta(extra={"expected": "a string or a list of parts"})
 _Content = Annotated[str | Annotated[list[_Part], _parts(1)], _EITHER]
@@ -282,12 +272,9 @@ class AssistantMessage(Message, tag="assistant", kw_only=True):
 
     content: Annotated[str | Annotated[list[_PartOfText], _parts(0)], _EITHER] | None = None  # type: ignore[assignment]
     tool_calls: Annotated[
-        Any,
-        Meta(
-            extra_json_schema={"type": "array", "items": CALL.schema, "maxItems": MAX_MESSAGE_CALLS}
-        ),
+        Any, of_schema({"type": "array", "items": CALL.schema, "maxItems": MAX_MESSAGE_CALLS})
     ] = None
-    refusal: Annotated[Any, Meta(extra_json_schema={"type": "string"})] = None
+    refusal: Annotated[Any, of_schema({"type": "string"})] = None
 
 
 def unknown_role(role: Any, path: str) -> ApiError:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from deployments.api.body_fields import MAX_TAGS, SCHEMA_NAME
-from deployments.api.fields.body import Typed, expects
+from deployments.api.fields.body import Typed, expects, of_schema
 from deployments.api.fields.chat import Text
 from deployments.api.fields.schema import NULL, either, one_of, text
 from deployments.api.http.errors import ApiError, invalid, shown
@@ -31,7 +31,7 @@ JsonSchema = Annotated[
 GrammarText = Annotated[str, Meta(pattern=r"\S"), _SIZE]
 MaybeGrammar = Annotated[str, Meta(pattern=r"^$|\S"), _SIZE]
 Choices = Annotated[
-    list[Annotated[str, Meta(extra_json_schema={"minLength": 1})]],
+    list[Annotated[str, of_schema({"minLength": 1})]],
     Meta(min_length=1, max_length=MAX_CHOICES),
     expects("a list of strings", whole=True, sizes=f"takes 1 to {MAX_CHOICES} strings"),
 ]
@@ -76,7 +76,7 @@ class FlatSchemaFormat(NamedSchema, tag="json_schema", tag_field="type"):
 class Structure(Struct, kw_only=True, gc=False):
     """A tag of an output."""
 
-    begin: Annotated[Text, Meta(extra_json_schema={"minLength": 1})]
+    begin: Annotated[Text, of_schema({"minLength": 1})]
     schema: JsonSchema | None = None
     end: str | None = None
 
@@ -130,10 +130,8 @@ class StructuredOutputs(Struct, kw_only=True, gc=False):
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None
-    json_object: Annotated[Any, Meta(extra_json_schema=one_of(True))] = None
-    structural_tag: Annotated[
-        Any, Meta(extra_json_schema=either(STRUCTURAL_TAG.schema, text(MAX_BYTES)))
-    ] = None
+    json_object: Annotated[Any, of_schema(one_of(True))] = None
+    structural_tag: Annotated[Any, of_schema(either(STRUCTURAL_TAG.schema, text(MAX_BYTES)))] = None
 
 
 # an object without any of the fields
@@ -143,5 +141,5 @@ _NOTHING = {
 }
 JSON_SCHEMA: Typed[JsonObject | bool | str] = Typed(JsonSchema)
 STRUCTURED_OUTPUTS: Typed[StructuredOutputs] = Typed(
-    Annotated[StructuredOutputs, Meta(extra_json_schema={"not": _NOTHING})]
+    Annotated[StructuredOutputs, of_schema({"not": _NOTHING})]
 )

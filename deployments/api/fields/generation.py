@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from deployments.api.body_fields import MAX_DEADLINE, MAX_SALT_BYTES, Effort
 from deployments.api.caller import LEAST_PRIORITY
-from deployments.api.fields.body import expects, struct_body, words
+from deployments.api.fields.body import expects, of_schema, struct_body, words
 from deployments.api.fields.chat import Messages, Prediction
 from deployments.api.fields.formats import (
     RESPONSE_FORMAT,
@@ -30,23 +30,8 @@ from deployments.api.fields.schema import (
     one_of,
 )
 from deployments.api.fields.tools import TOOL_CHOICE, TOOLS
+from engine import sampling_params
 from engine.errors import InvalidRequest
-from engine.sampling_params import (
-    ABOVE_LEAST,
-    BIAS_RANGE,
-    MAX_ALLOWED_IDS,
-    MAX_BAD_WORD_IDS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_BYTES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    RANGES,
-    LogprobsMode,
-    SamplingParams,
-)
 
 UINT31 = 2**31 - 1
 Side = Literal["left", "right"]  # the side of a text that is cut
@@ -76,7 +61,7 @@ LLAMA_SAMPLING = {
 def _fault_of(name: str, value: Any) -> InvalidRequest | None:
     """Return the error with which SamplingParams refuses a field's value; None if it takes it."""
     try:
-        SamplingParams(**{name: value})
+        sampling_params.SamplingParams(**{name: value})
     except InvalidRequest as error:
         return error
     return None
@@ -85,54 +70,63 @@ def _fault_of(name: str, value: Any) -> InvalidRequest | None:
 def sampled(name: str, **limits: Any) -> Meta:
     """Return the range of a field of SamplingParams, whose words its errors have."""
     extra = {"fault": partial(_fault_of, name)}
-    if name not in RANGES:
+    if name not in sampling_params.RANGES:
         return Meta(**limits, extra=extra)
-    low, high = RANGES[name]
-    if name in ABOVE_LEAST:
+    low, high = sampling_params.RANGES[name]
+    if name in sampling_params.ABOVE_LEAST:
         return Meta(gt=low, le=high, extra=extra)
     return Meta(**{"ge": low, "le": high, **limits}, extra=extra)
 
 
-def of_schema(schema: Schema) -> Meta:
-    """Return the schema of a field that is checked where it is read."""
-    return Meta(extra_json_schema=schema)
-
-
 _TokenId = Annotated[int, Meta(ge=0)]
 _UInt31 = Annotated[int, Meta(ge=0, le=UINT31)]
-_StopText = Annotated[str, of_schema({"minLength": 1, "maxLength": MAX_STOP_BYTES})]
-_Stops = Annotated[list[_StopText], of_schema({"maxItems": MAX_STOP_STRINGS})]
+_StopText = Annotated[str, of_schema({"minLength": 1, "maxLength": sampling_params.MAX_STOP_BYTES})]
+_Stops = Annotated[list[_StopText], of_schema({"maxItems": sampling_params.MAX_STOP_STRINGS})]
 # SamplingParams checks the texts. An empty one is none.
 Stop = (
-    Annotated[Annotated[str, of_schema({"maxLength": MAX_STOP_BYTES})] | _Stops, sampled("stop")]
+    Annotated[
+        Annotated[str, of_schema({"maxLength": sampling_params.MAX_STOP_BYTES})] | _Stops,
+        sampled("stop"),
+    ]
     | None
 )
 
 StopTokenIds = (
-    Annotated[list[_TokenId], sampled("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS)] | None
+    Annotated[
+        list[_TokenId], sampled("stop_token_ids", max_length=sampling_params.MAX_STOP_TOKEN_IDS)
+    ]
+    | None
 )
 
 
-_AllowedIds = Annotated[list[_TokenId], sampled("allowed_token_ids", max_length=MAX_ALLOWED_IDS)]
-_BadWord = Annotated[str, of_schema({"pattern": r"\S", "maxLength": MAX_STOP_BYTES})]
-_WORDS = f"takes at most {MAX_BAD_WORDS} strings"
+_AllowedIds = Annotated[
+    list[_TokenId], sampled("allowed_token_ids", max_length=sampling_params.MAX_ALLOWED_IDS)
+]
+_BadWord = Annotated[
+    str, of_schema({"pattern": r"\S", "maxLength": sampling_params.MAX_STOP_BYTES})
+]
+_WORDS = f"takes at most {sampling_params.MAX_BAD_WORDS} strings"
 _BadWords = Annotated[
     list[_BadWord],
-    Meta(max_length=MAX_BAD_WORDS),
+    Meta(max_length=sampling_params.MAX_BAD_WORDS),
     expects("a list of strings", whole=True, sizes=_WORDS),
 ]
-_WordIds = Annotated[list[_TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_IDS)]
-_BadWordIds = Annotated[list[_WordIds], sampled("bad_words_ids", max_length=MAX_BAD_WORDS)]
+_WordIds = Annotated[
+    list[_TokenId], Meta(min_length=1, max_length=sampling_params.MAX_BAD_WORD_IDS)
+]
+_BadWordIds = Annotated[
+    list[_WordIds], sampled("bad_words_ids", max_length=sampling_params.MAX_BAD_WORDS)
+]
 _Suppressed = Annotated[
     list[Annotated[int, of_schema({"minimum": 0})]],
-    of_schema({"maxItems": MAX_BAD_WORDS}),
+    of_schema({"maxItems": sampling_params.MAX_BAD_WORDS}),
     expects("a list of token ids", whole=True),
 ]
 _BIAS: Schema = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-    "additionalProperties": number(*BIAS_RANGE),
-    "maxProperties": MAX_LOGIT_BIAS,
+    "additionalProperties": number(*sampling_params.BIAS_RANGE),
+    "maxProperties": sampling_params.MAX_LOGIT_BIAS,
 }
 
 
@@ -171,8 +165,10 @@ class StreamOptions(Struct, kw_only=True, gc=False):
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_BYTES)]
 ThinkingBudget = Annotated[int, Meta(ge=-1, le=UINT31)]  # -1: none
 ReasoningEffort = Annotated[Effort, words(Effort, "one of ", ", ", code="invalid_value")]
-Logprobs = Annotated[LogprobsMode, words(LogprobsMode, code="invalid_value")]
-TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Logprobs = Annotated[
+    sampling_params.LogprobsMode, words(sampling_params.LogprobsMode, code="invalid_value")
+]
+TopLogprobs = Annotated[int, Meta(ge=0, le=sampling_params.MAX_LOGPROBS)]
 
 
 class Generation(Sampling, kw_only=True):
@@ -194,7 +190,7 @@ class Generation(Sampling, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: TokenCut | None = None
     truncation_side: Annotated[Side, words(Side)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=sampling_params.MAX_N)] | None = None
     response_format: Annotated[Any, of_schema(RESPONSE_FORMAT.schema)] = None
     structured_outputs: Annotated[Any, of_schema(STRUCTURED_OUTPUTS.schema)] = None
     guided_json: JsonSchema | None = None
@@ -239,7 +235,10 @@ class Completion(Generation, kw_only=True):
     logprobs: Annotated[
         Any,
         of_schema(
-            either({"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}, one_of(False))
+            either(
+                {"type": "integer", "minimum": 0, "maximum": sampling_params.MAX_LOGPROBS},
+                one_of(False),
+            )
         ),
     ] = None
     add_special_tokens: bool | None = None

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from deployments.api.body_fields import MAX_MESSAGE_CALLS, MAX_MESSAGES
-from deployments.api.fields.body import expects, struct_body, told_of
+from deployments.api.fields.body import expects, of_schema, struct_body, told_of
 from deployments.api.fields.chat import Text
-from deployments.api.fields.generation import UINT31, Queued, Stop, TopLogprobs, of_schema, sampled
+from deployments.api.fields.generation import UINT31, Queued, Stop, TopLogprobs, sampled
 from deployments.api.fields.pooled import TEXTS, PoolingBody, PoolingOptions, Positive, TextInput
 from deployments.api.fields.schema import NOTHING, TEXT, either, list_of, one_of
 from deployments.api.fields.tools import TOOLS

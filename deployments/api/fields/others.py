@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from deployments.api.body_fields import MAX_BATCH_METADATA, MAX_BATCH_WINDOW, ROLES, BatchEndpoint
-from deployments.api.fields.body import Typed, expects, struct_body, words
+from deployments.api.fields.body import Typed, expects, of_schema, struct_body, words
 from deployments.api.fields.chat import MESSAGE, Messages
 from deployments.api.fields.generation import (
     UINT31,
@@ -13,7 +13,6 @@ from deployments.api.fields.generation import (
     ReasoningEffort,
     Stop,
     TokenIds,
-    of_schema,
     sampled,
 )
 from deployments.api.fields.schema import (
@@ -139,9 +138,7 @@ class Batch(Struct, kw_only=True, gc=False):
 
     input_file_id: Annotated[str, _NEEDED]
     endpoint: Annotated[BatchEndpoint, _NEEDED, words(BatchEndpoint, "one of ", ", ")]
-    completion_window: Annotated[
-        str, _NEEDED, Meta(extra_json_schema={"pattern": r"^\d{1,3}[hd]$"})
-    ]
+    completion_window: Annotated[str, _NEEDED, of_schema({"pattern": r"^\d{1,3}[hd]$"})]
     output_expires_after: _ExpiresAfter | None = None
     metadata: (
         Annotated[

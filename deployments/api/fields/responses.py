@@ -4,7 +4,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from deployments.api.fields.body import Fault, Known, Typed, expects, schema_of, struct_body, words
+from deployments.api.fields.body import (
+    Fault,
+    Known,
+    Typed,
+    expects,
+    of_schema,
+    schema_of,
+    struct_body,
+    words,
+)
 from deployments.api.fields.chat import ItemContent, Text
 from deployments.api.fields.generation import (
     Count,
@@ -13,7 +22,6 @@ from deployments.api.fields.generation import (
     Stop,
     TopLogprobs,
     not_supported,
-    of_schema,
 )
 from deployments.api.fields.schema import NEVER, NULL, TEXT, Schema, either, one_of, record
 from deployments.api.fields.tools import ARGUMENTS, INPUT, TOOL_NAMED, TextInput, ToolGrammar

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from deployments.api.body_fields import MAX_TOOLS, TOOL_NAME
-from deployments.api.fields.body import Typed, expects
+from deployments.api.fields.body import Typed, expects, of_schema
 from deployments.api.fields.schema import Schema, either, list_of, one_of, record
 from deployments.api.http.errors import ApiError, invalid, shown
 from deployments.api.http.json_body import JsonObject
@@ -42,7 +42,7 @@ INPUT = expects('of type "text" or "grammar"', code="invalid_value")
 class Described(Struct, kw_only=True, gc=False):
     """The fields of tools of both kinds. name: `add_tool` checks its letters."""
 
-    name: Annotated[str, Meta(extra_json_schema=TOOL_NAMED), expects(_NAMED, up=2)]
+    name: Annotated[str, of_schema(TOOL_NAMED), expects(_NAMED, up=2)]
     description: str | None = None
     strict: bool | None = None
 
@@ -50,7 +50,7 @@ class Described(Struct, kw_only=True, gc=False):
 class Function(Described, kw_only=True):
     """A function that the model may call."""
 
-    parameters: Annotated[Any, Meta(extra_json_schema=ARGUMENTS)] = None
+    parameters: Annotated[Any, of_schema(ARGUMENTS)] = None
 
 
 class CustomTool(Described, kw_only=True):

@@ -230,10 +230,7 @@ def misplaced_image(place: str, role: str) -> str:
 
 
 def _visual(
-    processor: ImageProcessor,
-    part: ImagePart,
-    sources: list[ImageSource],
-    files: list[PictureFile],
+    processor: ImageProcessor, part: ImagePart, sources: list[ImageSource], files: list[PictureFile]
 ) -> _Visual:
     place = part.place if part.clip else sources[0].place
     try:

@@ -7,13 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from deployments.api.fields.chat import (
-    OtherMedia,
-    RefusalPart,
-    TextPart,
-    WrittenClip,
-    WrittenImage,
-)
+from deployments.api.fields.chat import OtherMedia, RefusalPart, TextPart, WrittenClip, WrittenImage
 from deployments.api.generation.sampling import RequestedSampling
 from deployments.api.generation.tenancy import QueueFields
 from deployments.api.http.errors import ApiError, from_backend
@@ -177,12 +171,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         plain = rf"(?<![\w.\]]){re.escape(answer.param)}(?![\w\[])"
         message = re.sub(plain, lambda _: own, answer.message)
         return ApiError(
-            answer.status,
-            answer.code,
-            message,
-            param=own,
-            kind=answer.kind,
-            headers=answer.headers,
+            answer.status, answer.code, message, param=own, kind=answer.kind, headers=answer.headers
         )
 
 

@@ -9,19 +9,7 @@ import msgspec
 import numpy as np
 
 from deployments.api.context import ApiContext
-from deployments.api.fields.pooled import (
-    BYTES,
-    BYTES_ONLY,
-    COHERE_EMBED,
-    EMBEDDINGS,
-    POOLING,
-    CohereEmbed,
-    CohereType,
-    Dtype,
-    Embeddings,
-    Format,
-    TextInput,
-)
+from deployments.api.fields import pooled as fields
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject, in_thread
@@ -47,19 +35,19 @@ class VectorFormat:
     big: whether the highest byte comes first
     """
 
-    form: Format
-    dtype: Dtype
+    form: fields.Format
+    dtype: fields.Dtype
     big: bool
 
     @classmethod
-    def of(cls, body: Embeddings) -> "VectorFormat":
+    def of(cls, body: fields.Embeddings) -> "VectorFormat":
         """Return the format that a body asks for."""
         form, dtype = body.encoding_format or "float", body.embed_dtype or "float32"
         return cls(form, dtype, body.endianness == "big")
 
     @property
     def binary(self) -> bool:
-        return self.form in (BYTES, BYTES_ONLY)
+        return self.form in (fields.BYTES, fields.BYTES_ONLY)
 
     def written(self, values: Vector) -> list[float] | str:
         """Return an embedding as JSON has it: numbers, or base64."""
@@ -90,7 +78,7 @@ class VectorFormat:
         """
         packed = [self.packed(vector) for vector in vectors]
         headers: tuple[tuple[str, str], ...] = ()
-        if self.form == BYTES:
+        if self.form == fields.BYTES:
             items, start = [], 0
             for index, vector_bytes in enumerate(packed):
                 item: JsonObject = {"index": index, "embed_dtype": self.dtype, "start": start}
@@ -115,25 +103,25 @@ def _bfloat16(values: Vector) -> Vector:
     return ((bits + 0x7FFF + even) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-E = TypeVar("E", bound=Embeddings)
+E = TypeVar("E", bound=fields.Embeddings)
 
 
 @EMBEDDINGS_ROUTES.post(
-    "/v1/embeddings", "Vectors of texts", EMBEDDINGS, _VECTORS, (JSON, BYTES_KIND)
+    "/v1/embeddings", "Vectors of texts", fields.EMBEDDINGS, _VECTORS, (JSON, BYTES_KIND)
 )
 async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request for embeddings in OpenAI's form. Raises ApiError, MantaError."""
-    async with pooled_call(context, exchange, EMBEDDINGS) as call:
+    async with pooled_call(context, exchange, fields.EMBEDDINGS) as call:
         call.check_vectors(None)
         await _answer(exchange, call, "embedding", "embedding")
 
 
 @POOLING_ROUTES.post(
-    "/pooling", "What a model makes of texts", POOLING, _VECTORS, (JSON, BYTES_KIND)
+    "/pooling", "What a model makes of texts", fields.POOLING, _VECTORS, (JSON, BYTES_KIND)
 )
 async def pooling(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request for pooled outputs in vLLM's form. Raises ApiError, MantaError."""
-    async with pooled_call(context, exchange, POOLING) as call:
+    async with pooled_call(context, exchange, fields.POOLING) as call:
         own = "classify" if call.pooling.labels else "embed"
         if call.body.task not in (None, own):
             raise invalid(f"task: this model can {own}", "task", "task_not_supported")
@@ -174,7 +162,7 @@ COHERE_ROUTES = RouteTable(reads=QUEUES)
 EMBED_1 = "/v1/embed"
 _OPERATION = (
     "Vectors of texts, as Cohere has it",
-    COHERE_EMBED,
+    fields.COHERE_EMBED,
     ("id", "embeddings", "texts", "meta", "response_type"),
 )
 # Cohere's `input_type` -> further names of a checkpoint's prompt for such inputs.
@@ -186,15 +174,15 @@ _PROMPTS = {"search_query": ("query",), "search_document": ("document", "passage
 async def cohere_embed(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request for embeddings in Cohere's form. Raises ApiError, MantaError."""
     older = exchange.path == EMBED_1
-    async with pooled_call(context, exchange, COHERE_EMBED) as call:
+    async with pooled_call(context, exchange, fields.COHERE_EMBED) as call:
         body = call.body
-        kinds: list[CohereType] = list(dict.fromkeys(body.embedding_types or ["float"]))
+        kinds: list[fields.CohereType] = list(dict.fromkeys(body.embedding_types or ["float"]))
         size = body.output_dimension
         call.check_vectors(size, "output_dimension")
         call.limit = min(call.limit, body.max_tokens or call.limit)
         name, texts = _texts(body)
         prompt_name = _prompt(body.input_type, call.pooling)
-        prompts = await take_prompts(call, TextInput(texts, True), name, prompt_name)
+        prompts = await take_prompts(call, fields.TextInput(texts, True), name, prompt_name)
         vectors = [call.vector(vector, size) for vector in await call.vectors(prompts)]
         tokens = sum(map(len, prompts))
 
@@ -213,7 +201,7 @@ async def cohere_embed(context: ApiContext, exchange: HttpExchange) -> None:
         await exchange.answer(200, await in_thread(answer, 4 * sum(map(len, vectors))))
 
 
-def _texts(body: CohereEmbed) -> tuple[str, list[str]]:
+def _texts(body: fields.CohereEmbed) -> tuple[str, list[str]]:
     """Return the name of the field that has the texts, and the texts. Raises ApiError 400."""
     if body.texts is not None and body.inputs is None:
         return "texts", body.texts
@@ -232,7 +220,7 @@ def _prompt(kind: str | None, pooling: Pooling) -> str | None:
     return next((own[name] for name in names if name in own), None)
 
 
-def _written(vector: Vector, kind: CohereType) -> Any:
+def _written(vector: Vector, kind: fields.CohereType) -> Any:
     """Return an embedding as JSON has it in one of Cohere's types.
 
     binary and ubinary have a bit for each element, which is set if the element is above 0; binary

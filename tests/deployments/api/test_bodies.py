@@ -5,9 +5,17 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from msgspec import Meta, Struct
 
-from deployments.api.fields.body import Fault, Known, Shape, fields_of, struct_body, words
+from deployments.api.fields.body import (
+    Fault,
+    Known,
+    Shape,
+    fields_of,
+    of_schema,
+    struct_body,
+    words,
+)
 from deployments.api.fields.chat import CALL, MESSAGE
-from deployments.api.fields.generation import of_schema, sampled
+from deployments.api.fields.generation import sampled
 from deployments.api.fields.schema import NEVER, Schema
 from deployments.api.http.errors import ApiError
 

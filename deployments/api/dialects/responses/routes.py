@@ -7,11 +7,7 @@ import msgspec
 
 from deployments.api.context import ApiContext
 from deployments.api.dialects.responses.request import ResponsesRequest, SentItem, responses_request
-from deployments.api.dialects.responses.writer import (
-    ResponsesWriter,
-    events_of,
-    take_after,
-)
+from deployments.api.dialects.responses.writer import ResponsesWriter, events_of, take_after
 from deployments.api.fields.responses import RESPONSES
 from deployments.api.fields.schema import BOOLEAN, integer, one_of
 from deployments.api.generate import DialectRequest, count_prompt, generate
