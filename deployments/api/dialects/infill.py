@@ -19,7 +19,7 @@ from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import QUEUES, STREAMS, RouteTable
 from deployments.api.stream.event_ids import Resumption
-from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
+from deployments.api.stream.item_answer import ItemAnswer, ItemWriter, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
 from engine.text.infill import Gap
 
@@ -49,8 +49,6 @@ class InfillRequest(DialectRequest):
             ),
             queue=take_queue(fields, None),
             stream=bool(fields.stream),
-            prompt_name="input_prefix",
-            limit_name="n_predict",
             names=_NAMES,
             gaps=(Gap(prefix, suffix, fields.prompt or "", files),),
         )
@@ -59,7 +57,7 @@ class InfillRequest(DialectRequest):
         return ItemAnswer(call, _Writer(call.card.id))
 
 
-class _Writer:
+class _Writer(ItemWriter):
     """The writer of llama.cpp's answer: its pieces and its whole."""
 
     def __init__(self, model: str) -> None:
@@ -69,9 +67,6 @@ class _Writer:
         self._first = 0.0
         self._text: list[str] = []
         self._end: JsonObject = {}
-
-    def open(self, usage: Usage) -> None:
-        return
 
     def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None:
         self._first = self._first or time.monotonic()

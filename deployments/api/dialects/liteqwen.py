@@ -80,7 +80,6 @@ class LiteqwenRequest(DialectRequest):
             sampling=sampling,
             queue=take_queue(fields, body.get("user")),
             stream=self._stream,
-            prompt_name="query",
             names={
                 "messages": "query",
                 **{_SAME[name]: f"gen_kwargs.{name}" for name in own_names},

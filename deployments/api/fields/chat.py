@@ -56,37 +56,28 @@ _FRAMES: Schema = {
 _EITHER_FRAMES = either(_FRAMES, record({"url": _FRAMES}))
 _LIST: Schema = {"type": "array", "items": _URL, "minItems": 2}
 _RATE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_FPS}
-_Video = Annotated[Any, of_schema(needed(_LIST))]
-_VideoUrl = Annotated[Any, of_schema(needed(_EITHER_FRAMES))]
 _Fps = Annotated[Any, of_schema(_RATE)]
-_ImageUrl = Annotated[Any, of_schema(needed(_EITHER_URL))]
-_InputUrl = Annotated[Any, of_schema(needed(_URL))]
-_Detail = Annotated[Any, of_schema(one_of(*DETAILS))]
-_File = Annotated[Any, of_schema(needed(_FILE))]
-_Data = Annotated[Any, of_schema(_DATA)]
-_FileUrl = Annotated[Any, of_schema(_URL)]
 _NoId = Annotated[Any, of_schema(NULL)]
-_Source = Annotated[Any, of_schema(needed(_SOURCE))]
 
 
 class ImageUrlPart(Struct, tag="image_url", tag_field="type"):
     """An image in a chat. image_url: an object with url and detail, or the url."""
 
-    image_url: _ImageUrl = None
+    image_url: Annotated[Any, of_schema(needed(_EITHER_URL))] = None
 
 
 class InputImagePart(Struct, tag="input_image", tag_field="type"):
     """An image in an item of Responses."""
 
-    image_url: _InputUrl = None
-    detail: _Detail = None
+    image_url: Annotated[Any, of_schema(needed(_URL))] = None
+    detail: Annotated[Any, of_schema(one_of(*DETAILS))] = None
     file_id: _NoId = None
 
 
 class FilePart(Struct, tag="file", tag_field="type"):
     """A file, in a chat as an object, in an item of Responses as fields."""
 
-    file: _File = None
+    file: Annotated[Any, of_schema(needed(_FILE))] = None
     file_data: Any = None
     file_url: Any = None
     file_id: Any = None
@@ -95,21 +86,21 @@ class FilePart(Struct, tag="file", tag_field="type"):
 class VideoPart(Struct, tag="video", tag_field="type"):
     """A clip in a chat. video: its frames. fps: frames a second."""
 
-    video: _Video = None
+    video: Annotated[Any, of_schema(needed(_LIST))] = None
     fps: _Fps = None
 
 
 class VideoUrlPart(Struct, tag="video_url", tag_field="type"):
     """A clip in a chat. video_url: an object with url, or the url, which has all frames."""
 
-    video_url: _VideoUrl = None
+    video_url: Annotated[Any, of_schema(needed(_EITHER_FRAMES))] = None
     fps: _Fps = None
 
 
 class AnthropicImage(Struct):
     """The block of an image in a message of Anthropic's. source: an object with a type."""
 
-    source: _Source = None
+    source: Annotated[Any, of_schema(needed(_SOURCE))] = None
 
 
 class MisplacedBlock(AnthropicImage):
@@ -150,8 +141,8 @@ _INPUT_FILE = defstruct(
     "input_file",
     [
         ("file", Any, None),
-        ("file_data", _Data, None),
-        ("file_url", _FileUrl, None),
+        ("file_data", Annotated[Any, of_schema(_DATA)], None),
+        ("file_url", Annotated[Any, of_schema(_URL)], None),
         ("file_id", _NoId, None),
     ],
     bases=(FilePart,),

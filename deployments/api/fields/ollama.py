@@ -37,7 +37,6 @@ class OllamaCall(Struct, gc=False):
 _Call = Annotated[OllamaCall, told_of("function", _NO_CALL, "invalid_type")]
 
 
-_NoImages = Annotated[Any, of_schema(NOTHING)]
 # Base64 of each.
 _Images = Annotated[Any, of_schema(either(list_of(TEXT), NOTHING))]
 
@@ -46,7 +45,7 @@ class OllamaMessage(Struct, tag_field="role", kw_only=True, gc=False):
     """The fields of messages of all roles."""
 
     content: str | None = None
-    images: _NoImages = None
+    images: Annotated[Any, of_schema(NOTHING)] = None
 
     @property
     def role(self) -> str:

@@ -383,11 +383,11 @@ def check_limits(call: GenerationCall, most_choices: int) -> None:
             "too_many_choices",
         )
     limit, wanted = call.card.max_model_len, params.max_tokens
-    where = call.request.prompt_name
     for ids in call.prompts:
         if len(ids) + (wanted or 1) > limit:
             fits = len(ids) < limit and wanted is not None
-            param = call.request.limit_name if fits else where
+            where = call.request.prompt_name
+            param = call.request.own_name("max_tokens") if fits else where
             images = 0 if call.images is None else call.images.tokens
             raise context_too_long(limit, len(ids), wanted, param=param, where=where, images=images)
     if params.prompt_logprobs is not None and scored_entries(call) > MAX_SCORED:

@@ -195,7 +195,8 @@ class ChatBuilder:
 
     def finish(self, name: str = "messages") -> tuple[ChatMessage, ...]:
         """Return the messages. name: the client's name of the list. Raises ApiError 400."""
-        check_count(self.messages, name)
+        if not 1 <= len(self.messages) <= MAX_MESSAGES:
+            raise invalid(f"{name} must have 1 to {MAX_MESSAGES} items", name)
         empty = (chat.TextPart(""),)
         return tuple(
             [
@@ -246,9 +247,3 @@ def check_messages(
     for i, message in enumerate(messages):
         builder.add_openai_message(message, items[i], f"messages[{i}]")
     return tuple(builder.messages)
-
-
-def check_count(messages: Sequence[object], name: str) -> None:
-    """Check the number of messages. Raises ApiError 400."""
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise invalid(f"{name} must have 1 to {MAX_MESSAGES} items", name)

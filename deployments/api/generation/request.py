@@ -137,8 +137,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_names: whether log-probabilities name tokens by their ids
     echo: whether the answer begins with the prompt
     best_of: a number that has to equal the number of choices
-    prompt_name: the client's name of the prompt
-    limit_name: the client's name of the limit of output tokens
     names: our names of fields -> the client's, where these differ
     """
 
@@ -155,13 +153,17 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_names: bool = False
     best_of: int | None = None
     echo: bool = False
-    prompt_name: str = "messages"
-    limit_name: str = "max_tokens"
+    PROMPT: ClassVar[str] = "messages"  # our name of the field that is the prompt
     names: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def own_name(self, name: str) -> str:
         """Return the client's name of one of our fields."""
         return self.names.get(name, name)
+
+    @property
+    def prompt_name(self) -> str:
+        """The client's name of the prompt."""
+        return self.own_name(self.PROMPT)
 
     def own_error(self, error: ApiError | MantaError) -> ApiError:
         """Return an error with the client's name of the field at fault."""
@@ -212,4 +214,4 @@ class TextRequest(GenerationFields, frozen=True, kw_only=True):
     many: bool = False
     gaps: tuple[Gap, ...] = ()
     special: bool = True
-    prompt_name: str = "prompt"
+    PROMPT: ClassVar[str] = "prompt"

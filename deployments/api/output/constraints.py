@@ -85,16 +85,16 @@ def only_constraint(*constraints: RequestedGrammar | None) -> RequestedGrammar |
 
 
 def take_response_format(
-    value: Any, path: str = "response_format", inner: str | None = None
+    value: Any, path: str = "response_format", *, flat: bool = False
 ) -> RequestedGrammar | None:
     """Return the output limit of a response format; None: any text. Raises ApiError 400.
 
     path: the client's name of the format
-    inner: the client's name of the object with the schema; None: `json_schema` of the format
+    flat: whether the fields of `json_schema` stand beside the type
     """
     if value is None:
         return None
-    limit = (formats.RESPONSE_FORMAT if inner is None else formats.FLAT_FORMAT).read(value, path)
+    limit = (formats.FLAT_FORMAT if flat else formats.RESPONSE_FORMAT).read(value, path)
     if isinstance(limit, formats.TextFormat):
         return None
     if isinstance(limit, formats.ObjectFormat):
@@ -109,7 +109,7 @@ def take_response_format(
     named: formats.NamedSchema = (
         limit.json_schema if isinstance(limit, formats.SchemaFormat) else limit
     )
-    if inner is None:
+    if not flat:
         path, value = f"{path}.json_schema", value["json_schema"]
     ignored = _others(value, path, named)
     return RequestedGrammar(f"{path}.schema", "json", named.schema, bool(named.strict), ignored)

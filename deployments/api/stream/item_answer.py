@@ -87,7 +87,7 @@ class ItemWriter(Protocol):
 
     def open(self, usage: Usage) -> None:
         """Begin the answer. usage: the counts before the first token, without the engines' own."""
-        ...
+        return
 
     def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None: ...
 

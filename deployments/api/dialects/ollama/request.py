@@ -85,7 +85,6 @@ def ollama_generate(
         _add_images(builder, fields.images, "images")
         return ChatRequest(
             **_common(fields, body.get("user")),
-            prompt_name="prompt",
             names={**_NAMES, "messages": "prompt"},
             messages=builder.finish(),
             effort=effort,
@@ -122,7 +121,6 @@ def _common(fields: ollama.OllamaGeneration, user: Any) -> dict[str, Any]:
         "queue": take_queue(fields, user),
         "stream": fields.stream is not False,
         "constraint": _format(fields.format),
-        "limit_name": _NAMES["max_tokens"],
     }
 
 

@@ -8,7 +8,7 @@ from deployments.api.context import ApiContext
 from deployments.api.dialects.ollama import models
 from deployments.api.dialects.ollama.models import asked_name, served_name
 from deployments.api.dialects.ollama.request import ollama_chat, ollama_generate
-from deployments.api.dialects.ollama.writer import GenerateWriter, OllamaWriter, loaded
+from deployments.api.dialects.ollama.writer import GenerateWriter, OllamaWriter
 from deployments.api.fields import ollama as fields
 from deployments.api.generate import DialectRequest, answers
 from deployments.api.generation.call import GenerationCall
@@ -33,7 +33,7 @@ _LINES = b"application/x-ndjson"
 class OllamaDialect(DialectRequest):
     """The dialect of /api/chat: reads a request and writes its answer."""
 
-    is_chat = True
+    writer = OllamaWriter
 
     def __init__(self) -> None:
         self._body: Mapping[str, Any] = {}
@@ -58,20 +58,17 @@ class OllamaDialect(DialectRequest):
         # `user` is the only one of these values that the body's Struct has not checked.
         queue = QueueFields(user if isinstance(user, str) else None, seconds)
         await _wake(context, exchange, queue, card)
-        await exchange.answer(200, loaded(card.id, chat=self.is_chat))
+        await exchange.answer(200, self.writer.loaded(card.id))
 
     def answer(self, call: GenerationCall, resumed: Resumption) -> ItemAnswer:
         number, _ = new_number(None)
-        return _Answer(call, self._writer(call.card.id, Naming.of(call, number)))
-
-    def _writer(self, model: str, naming: Naming) -> OllamaWriter:
-        return OllamaWriter(model, naming)
+        return _Answer(call, self.writer(call.card.id, Naming.of(call, number)))
 
 
 class GenerateDialect(OllamaDialect):
     """The dialect of /api/generate: reads a request and writes its answer."""
 
-    is_chat = False
+    writer = GenerateWriter
 
     def _read(
         self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]
@@ -80,9 +77,6 @@ class GenerateDialect(OllamaDialect):
         card = known_model(body.get("model"), backend)
         template = card is None or backend.tokenizer(card.id).chat_template is not None
         return ollama_generate(body, ignored, strict=strict, template=template)
-
-    def _writer(self, model: str, naming: Naming) -> OllamaWriter:
-        return GenerateWriter(model, naming)
 
 
 class _Answer(ItemAnswer):

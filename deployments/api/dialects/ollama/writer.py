@@ -10,7 +10,7 @@ import msgspec
 from deployments.api.http.errors import ApiError
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
-from deployments.api.stream.item_answer import Naming, Usage, Wire
+from deployments.api.stream.item_answer import ItemWriter, Naming, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
 
 
@@ -19,7 +19,7 @@ def error_object(error: ApiError) -> JsonObject:
     return {"error": error.message, "code": error.code, "param": error.param}
 
 
-class OllamaWriter:
+class OllamaWriter(ItemWriter):
     """The writer of /api/chat. A call is written when it is complete, a cut call never."""
 
     def __init__(self, model: str, naming: Naming) -> None:
@@ -33,9 +33,6 @@ class OllamaWriter:
         self._arguments: list[str] = []
         self._calls = 0
         self._end: JsonObject = {"done": False}
-
-    def open(self, usage: Usage) -> None:
-        return
 
     def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None:
         self._first = self._first or time.monotonic_ns()
@@ -89,24 +86,26 @@ class OllamaWriter:
             line["logprobs"] = logprobs
         return {**line, **self._end}
 
-    def _said(self, message: JsonObject) -> JsonObject:
+    @classmethod
+    def loaded(cls, model: str) -> bytes:
+        """Return the answer to a request that only asks to load the model."""
+        empty = cls._said({"role": "assistant", "content": ""})
+        return msgspec.json.encode({**_head(model), **empty, "done": True, "done_reason": "load"})
+
+    @staticmethod
+    def _said(message: JsonObject) -> JsonObject:
         return {"message": message}
 
 
 class GenerateWriter(OllamaWriter):
     """The writer of /api/generate, whose answer is a text and no message."""
 
-    def _said(self, message: JsonObject) -> JsonObject:
+    @staticmethod
+    def _said(message: JsonObject) -> JsonObject:
         fields = {"response": message["content"]}
         if "thinking" in message:
             fields["thinking"] = message["thinking"]
         return fields
-
-
-def loaded(model: str, *, chat: bool) -> bytes:
-    """Return the answer to a request that only asks to load the model."""
-    empty = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-    return msgspec.json.encode({**_head(model), **empty, "done": True, "done_reason": "load"})
 
 
 def _head(model: str) -> JsonObject:

@@ -60,7 +60,6 @@ def _common(
         "return_token_ids": bool(fields.return_token_ids),
         "token_names": bool(fields.return_tokens_as_token_ids),
         "best_of": fields.best_of,
-        "limit_name": limit_name,
         "names": {"max_tokens": limit_name},
     }
 

@@ -112,11 +112,9 @@ def responses_request(
         queue=take_queue(fields, body.get("user"), fields.cache_salt),
         stream=bool(fields.stream) and not background,
         constraint=only_constraint(
-            take_response_format(text, "text.format", "text.format"),
+            take_response_format(text, "text.format", flat=True),
             take_structured_outputs(fields.structured_outputs),
         ),
-        prompt_name="input",
-        limit_name="max_output_tokens",
         names=_NAMES,
         messages=messages,
         template=template_options(options, fields.chat_template_kwargs),
