@@ -220,7 +220,6 @@ MESSAGES_REFUSED = {
 MESSAGES = struct_body(
     Messages,
     ignored=MESSAGES_IGNORED,
-    refused=dict.fromkeys(MESSAGES_REFUSED, NOTHING),
     rejected=not_supported(MESSAGES_REFUSED),
     generates=True,
     required=("max_tokens",),

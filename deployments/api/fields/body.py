@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Meta, inspect
 
 from deployments.api.body_fields import NOT_ALLOWED, WITHOUT_EFFECT, check_names, name_fields
-from deployments.api.fields.schema import NEVER, Body, Schema, either, one_of, record
+from deployments.api.fields.schema import NEVER, NOTHING, Body, Schema, either, one_of, record
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -244,8 +244,7 @@ def struct_body(
     *,
     rejected: Mapping[str, tuple[str, str]] | None = None,
     ignored: frozenset[str] = frozenset(),
-    silent: frozenset[str] = frozenset(),
-    refused: Mapping[str, Schema] | None = None,
+    accepted: Mapping[str, Schema] | None = None,
     generates: bool = False,
     narrower: Mapping[str, Schema] | None = None,
     required: tuple[str, ...] = (),
@@ -255,30 +254,22 @@ def struct_body(
 
     rejected: see StructBody
     ignored: fields without effect, which are named in x-ignored-fields
-    silent: fields without effect that are not named
-    refused: refused fields -> the schema of the values that are accepted all the same
+    accepted: rejected fields -> the schema of the values that are accepted all the same, where
+        these are not NOTHING
     narrower: field -> keys that its schema has in addition to those of the Struct
     required: fields that a body must have although the Struct has defaults for them
     openai: whether OpenAI's fields without effect, and those that no request may set, are included
     """
-    accepted, always = fields_of(struct)
-    required = always + required
+    taken, always = fields_of(struct)
     for name, schema in (narrower or {}).items():
-        accepted[name] = {**accepted[name], **schema}
-    refused = {**(refused or {})}
+        taken[name] = {**taken[name], **schema}
+    rejected = rejected or {}
+    refused: dict[str, Schema] = {**dict.fromkeys(rejected, NOTHING), **(accepted or {})}
     if openai:
-        refused |= dict.fromkeys(sorted(NOT_ALLOWED - accepted.keys()), NEVER)
-        ignored |= WITHOUT_EFFECT - accepted.keys() - refused.keys() - silent
-    return StructBody(
-        accepted,
-        required,
-        ignored,
-        silent,
-        refused,
-        struct=struct,
-        rejected=rejected or {},
-        generates=generates,
-    )
+        refused |= dict.fromkeys(sorted(NOT_ALLOWED - taken.keys()), NEVER)
+        ignored |= WITHOUT_EFFECT - taken.keys() - refused.keys()
+    fields = (taken, always + required, ignored, refused)
+    return StructBody(*fields, struct=struct, rejected=rejected, generates=generates)
 
 
 def fields_of(struct: type[msgspec.Struct]) -> tuple[dict[str, Schema], tuple[str, ...]]:

@@ -244,35 +244,31 @@ class Completion(Generation, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-_OLD_TOOLS: Mapping[str, Schema] = {
-    "functions": NOTHING,
-    "function_call": one_of(*NOTHING["enum"], "none", "auto"),
-}
 _NO_FUNCTIONS = {
-    name: (f"{name} is not supported; use tools", "not_supported") for name in _OLD_TOOLS
+    name: (f"{name} is not supported; use tools", "not_supported")
+    for name in ("functions", "function_call")
 }
+_NO_CALL = {"function_call": one_of(*NOTHING["enum"], "none", "auto")}
 # These APIs have no answer without a token.
 _FROM_ONE: Schema = {"minimum": 1}
 CHAT = struct_body(
     Chat,
-    refused=_OLD_TOOLS,
     rejected=_NO_FUNCTIONS,
+    accepted=_NO_CALL,
     generates=True,
     narrower=dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), _FROM_ONE),
 )
-# Names that other servers have for images of a completion.
-_IMAGES = ("images", "image_data", "multi_modal_data", "multimodal_data")
 COMPLETION = struct_body(
     Completion,
-    refused={"tools": NOTHING, **_OLD_TOOLS, **dict.fromkeys(_IMAGES, NOTHING)},
     rejected={
         "tools": ("tools are for chat completions", "not_supported"),
         **_NO_FUNCTIONS,
         **{
             name: (f"{name}: images are for chat completions", "modality_not_supported")
-            for name in _IMAGES
+            for name in ("images", "image_data", "multi_modal_data", "multimodal_data")
         },
     },
+    accepted=_NO_CALL,
     generates=True,
     required=("prompt",),
 )

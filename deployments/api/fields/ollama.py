@@ -142,9 +142,7 @@ class OllamaGenerate(OllamaGeneration, kw_only=True):
 
 
 CHAT = struct_body(OllamaChat, ignored=IGNORED)
-GENERATE = struct_body(
-    OllamaGenerate, ignored=IGNORED, refused=dict.fromkeys(REFUSED, NOTHING), rejected=REFUSED
-)
+GENERATE = struct_body(OllamaGenerate, ignored=IGNORED, rejected=REFUSED)
 
 
 class Show(Struct, kw_only=True, gc=False):

@@ -10,7 +10,6 @@ from deployments.api.fields.chat import Messages
 from deployments.api.fields.generation import UINT31, Queued, Side, TokenCut
 from deployments.api.fields.schema import (
     FILLED,
-    NOTHING,
     TEXT,
     TOKEN,
     Schema,
@@ -422,7 +421,6 @@ RERANK = struct_body(Rerank)
 RERANK_TEXTS = struct_body(RerankTexts)
 SCORE = struct_body(
     Score,
-    refused={"label_token_ids": NOTHING},
     rejected={
         "label_token_ids": (
             "label_token_ids: scores here are those of rerankers and embedders, not of tokens",
@@ -432,7 +430,6 @@ SCORE = struct_body(
 )
 COHERE_EMBED = struct_body(
     CohereEmbed,
-    refused={"images": NOTHING},
     rejected={
         "images": ("images: the models served here take text only", "modality_not_supported")
     },

@@ -221,7 +221,7 @@ RESPONSES_REFUSED = {
 RESPONSES = struct_body(
     Responses,
     ignored=RESPONSES_REPEATED | RESPONSES_IGNORED,
-    refused=dict.fromkeys(RESPONSES_REFUSED, NULL),
     rejected=not_supported(RESPONSES_REFUSED),
+    accepted=dict.fromkeys(RESPONSES_REFUSED, NULL),
     generates=True,
 )

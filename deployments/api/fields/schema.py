@@ -31,21 +31,19 @@ class Body:
     taken: the fields with an effect
     required: the fields that must be there, and not null
     ignored: the fields known to have no effect, which are named in x-ignored-fields
-    silent: the fields without effect that are not named
     refused: the refused fields, each with the values that are accepted all the same
-    known: the names of the fields whose values are looked into, and of those not named
+    known: the names of the fields whose values are looked into
     """
 
     taken: Mapping[str, Schema]
     required: tuple[str, ...] = ()
     ignored: frozenset[str] = frozenset()
-    silent: frozenset[str] = frozenset()
     refused: Mapping[str, Schema] = field(default_factory=dict)
     known: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         looked = {name for name, schema in self.refused.items() if schema is not NEVER}
-        object.__setattr__(self, "known", frozenset(looked | self.taken.keys() | self.silent))
+        object.__setattr__(self, "known", frozenset(looked | self.taken.keys()))
 
     def schema(self, *, strict: bool = False) -> Schema:
         """Return the JSON schema of the whole body, in which null is a field that is left out."""
@@ -53,7 +51,7 @@ class Body:
             name: schema if name in self.required else optional(schema)
             for name, schema in self.taken.items()
         }
-        properties |= {name: {} for name in sorted(self.ignored | self.silent)}
+        properties |= {name: {} for name in sorted(self.ignored)}
         for name, schema in self.refused.items():
             properties[name] = NULL if schema is NEVER else optional(schema)
         body: Schema = {"type": "object", "properties": properties}

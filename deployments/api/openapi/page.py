@@ -93,7 +93,7 @@ def _code(text: str) -> str:
 
 
 TAKEN, REQUIRED = "taken", "required"
-IGNORED, SILENT, REFUSED = "ignored, and named", "ignored", "refused"
+IGNORED, REFUSED = "ignored, and named", "refused"
 
 
 def rows(body: Body) -> Iterator[tuple[str, str, str]]:
@@ -103,8 +103,6 @@ def rows(body: Body) -> Iterator[tuple[str, str, str]]:
         yield name, fate, words(body.taken[name])
     for name in sorted(body.ignored):
         yield name, IGNORED, ""
-    for name in sorted(body.silent):
-        yield name, SILENT, ""
     for name, schema in body.refused.items():
         if schema is NEVER:
             yield name, REFUSED, ""

@@ -40,22 +40,6 @@ class RequestedTool:
     grammar: str = ""
 
 
-@dataclass(slots=True)
-class RequestedTools:
-    """The tools of a request, and which may be called.
-
-    tools: all tools, which the prompt describes
-    callable: the names of the tools that may be called
-    named: whether one function was asked for by its name
-    """
-
-    tools: list[RequestedTool]
-    mode: Mode
-    callable: frozenset[str]
-    named: bool
-    parallel: bool
-
-
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """A choice of tools: those that may be called, and whether one has to be.
@@ -67,6 +51,17 @@ class ToolChoice:
     mode: Mode
     callable: frozenset[str]
     named: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedTools(ToolChoice):
+    """The tools of a request, and which may be called.
+
+    tools: all tools, which the prompt describes
+    """
+
+    tools: list[RequestedTool]
+    parallel: bool
 
 
 def take_tools(tools: Any, choice: Any = None, *, parallel: bool = True) -> RequestedTools | None:
@@ -91,8 +86,13 @@ def requested_tools(
         if choice.mode == "required":
             raise invalid('tool_choice "required" needs tools', "tool_choice")
         return None
-    parallel = parallel and not choice.named
-    return RequestedTools(tools, choice.mode, choice.callable, choice.named, parallel)
+    return RequestedTools(
+        choice.mode,
+        choice.callable,
+        choice.named,
+        tools=tools,
+        parallel=parallel and not choice.named,
+    )
 
 
 def read_tools(value: Any) -> list[RequestedTool]:

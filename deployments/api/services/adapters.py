@@ -19,7 +19,6 @@ _TEXT = b"text/plain; charset=utf-8"
 
 @ROUTES.get(PATH, "Adapters, all or of one model", LIST, query={"model": TEXT})
 async def adapters(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with all adapters, or one model's."""
     directory = context.backend.adapters
     await directory.refresh()
     model = _model(exchange)
@@ -33,7 +32,6 @@ async def adapters(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post(PATH, "An adapter, added or read again", ADAPTER, _ANSWER)
 async def add(context: ApiContext, exchange: HttpExchange) -> object:
-    """Add an adapter, or read it again."""
     body = await context.read_as(exchange, ADAPTER)
     model = body.model or ""
     try:
@@ -84,7 +82,6 @@ async def put_lora(
     "/v1/unload_lora_adapter", "An adapter, removed by vLLM's route", UNLOAD_LORA, kinds=(PLAIN,)
 )
 async def unload_lora(context: ApiContext, exchange: HttpExchange) -> None:
-    """Remove an adapter, by the route that vLLM's clients use."""
     body = await context.read_as(exchange, UNLOAD_LORA)
     await context.backend.adapters.remove(body.lora_name)
     text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
@@ -93,7 +90,6 @@ async def unload_lora(context: ApiContext, exchange: HttpExchange) -> None:
 
 @ROUTES.get(_ONE, "An adapter", _ANSWER)
 async def one_adapter(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with one adapter."""
     directory = context.backend.adapters
     name = exchange.path[len(PATH) + 1 :]
     await directory.refresh()
@@ -106,7 +102,6 @@ async def one_adapter(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.delete(_ONE, "Take it away", statuses=(503, *NAMES, 400, 409, 422), query={"model": TEXT})
 async def remove(context: ApiContext, exchange: HttpExchange) -> object:
-    """Remove an adapter."""
     name = exchange.path[len(PATH) + 1 :]
     await context.backend.adapters.remove(name, _model(exchange))
     return {"id": name, "object": "adapter", "deleted": True}

@@ -47,7 +47,6 @@ def _folder(context: ApiContext) -> BatchFolder:
     query={**PAGES, "purpose": TEXT, "limit": integer(1, 10_000)},
 )
 async def files(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with a page of the caller's files."""
     owned = await asyncio.to_thread(_folder(context).files, exchange.caller.id)
     purpose = exchange.parameters().get("purpose")
     items = [entry.fields for entry in owned if purpose in (None, entry.fields["purpose"])]
@@ -56,7 +55,6 @@ async def files(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post(FILES, "A new file", answer=_FILE, statuses=(*READS, 404), form=FILE)
 async def new_file(context: ApiContext, exchange: HttpExchange) -> object:
-    """Store a file."""
     return (await _upload(context, exchange, _folder(context))).fields
 
 
@@ -68,7 +66,6 @@ async def new_file(context: ApiContext, exchange: HttpExchange) -> object:
     query={**PAGES, "limit": integer(1, 100)},
 )
 async def batches(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with a page of the caller's batches."""
     entries = await asyncio.to_thread(_folder(context).batches, exchange.caller.id)
     return page_of([entry.fields for entry in entries], exchange.parameters(), 20, 100)
 
@@ -93,7 +90,6 @@ async def new_batch(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.get(f"{FILES}/{{id}}", "A file", _FILE)
 async def one_file(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with a file's record."""
     return (await _own(_folder(context).file, "file", exchange)).fields
 
 
@@ -110,7 +106,6 @@ async def delete_file(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.get(f"{FILES}/{{id}}/content", "Its bytes", kinds=(BYTES,))
 async def file_content(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with a file's bytes."""
     folder = _folder(context)
     entry = await _own(folder.file, "file", exchange)
     await _send_file(exchange, folder.data(entry.fields["id"]))
@@ -118,7 +113,6 @@ async def file_content(context: ApiContext, exchange: HttpExchange) -> None:
 
 @ROUTES.get(f"{BATCHES}/{{id}}", "A batch", _BATCH)
 async def one_batch(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with a batch's record."""
     return (await _own(_folder(context).batch, "batch", exchange)).fields
 
 

@@ -27,7 +27,6 @@ _MOST_LISTED = 1000
 
 @ROUTES.get(PATH, "What is served", LIST, statuses=(503,))
 async def models(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with all models."""
     await context.backend.adapters.refresh()
     may_use = exchange.caller.may_use
     served = [card for card in context.backend.models().values() if may_use(card.id)]
@@ -38,7 +37,6 @@ async def models(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post(PATH, "A model, added or changed", MODEL, ("id", "status"))
 async def put(context: ApiContext, exchange: HttpExchange) -> object:
-    """Add a model, or change it."""
     changes = _changes(context)
     body = await context.read(exchange)
     if (name := body.get("name")) is None:
@@ -60,7 +58,6 @@ async def put(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.get(_ONE, "A model", ("id", "object", "owned_by", "max_model_len"))
 async def one_model(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with one model."""
     name = exchange.path[len(PATH) + 1 :]
     card = await find_model(name, context.backend, exchange.caller)
     if VERSION_HEADER in exchange.headers:
@@ -74,7 +71,6 @@ async def one_model(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.delete(_ONE, "Take it away", statuses=(400, 503, *NAMES))
 async def remove(context: ApiContext, exchange: HttpExchange) -> object:
-    """Take a model away."""
     name = exchange.path[len(PATH) + 1 :]
     await _changes(context).remove(name)
     return {"id": name, "object": "model", "deleted": True}

@@ -31,7 +31,6 @@ async def root(context: ApiContext, exchange: HttpExchange) -> None:
 
 @PROBES.get("/health", "Whether the router lives", ("status",), open=True)
 async def health(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer that the router lives."""
     return {"status": "ok"}
 
 
@@ -51,14 +50,12 @@ async def ready(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ABOUT.get("/metrics", "Prometheus text", kinds=(PLAIN,))
 async def metrics(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with the metrics as Prometheus text."""
     text = await context.options.metrics() if context.options.metrics is not None else ""
     await exchange.answer(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
 
 
 @ABOUT.get("/version", "Of Manta", ("version",))
 async def version(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with Manta's version."""
     return {"version": installed_version()}
 
 

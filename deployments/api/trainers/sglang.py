@@ -26,7 +26,6 @@ _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 @ROLLOUTS.post("/generate", "A rollout in SGLang's words", fields.THEIR_ROLLOUT, None)
 async def generate(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer a rollout. Raises ApiError, MantaError."""
     context.count_request(exchange)
     body = await context.read_as(exchange, fields.THEIR_ROLLOUT)
     sampling = body.sampling_params or fields.TheirSampling()
@@ -101,7 +100,6 @@ ROLLOUTS.get(
     statuses=orders.UPDATES,
 )
 async def from_disk(context: ApiContext, exchange: HttpExchange) -> object:
-    """Replace the weights by a checkpoint."""
     body = await context.read_as(exchange, fields.FROM_DISK)
     with orders.refusing("model_path"):
         version = await orders.trained(context).update(
@@ -117,7 +115,6 @@ ROUTES.get("/get_server_info", "The engines' settings", None)(server_info)
 
 @ROUTES.post("/pause_generation", "All replicas paused, in SGLang's words", fields.PAUSE_GENERATION)
 async def pause_generation(context: ApiContext, exchange: HttpExchange) -> object:
-    """Pause all replicas."""
     body = await context.read_as(exchange, fields.PAUSE_GENERATION, empty=True)
     mode = body.mode or "abort"
     if mode not in _MODES:
@@ -202,7 +199,6 @@ _ONE_BROADCAST = 1 << 62  # bytes, more than any message has
     statuses=orders.UPDATES,
 )
 async def init_group(context: ApiContext, exchange: HttpExchange) -> object:
-    """Make all replicas join a trainer's process group."""
     body = await context.read_as(exchange, fields.INIT_GROUP)
     info = {name: getattr(body, name) for name in body.__struct_fields__}
     try:
@@ -222,7 +218,6 @@ async def init_group(context: ApiContext, exchange: HttpExchange) -> object:
     statuses=orders.UPDATES,
 )
 async def destroy_group(context: ApiContext, exchange: HttpExchange) -> object:
-    """Make all replicas leave a trainer's process group."""
     body = await context.read_as(exchange, fields.DESTROY_GROUP, empty=True)
     with orders.refusing("group_name"):
         await orders.trained(context).init_transfer(
@@ -239,7 +234,6 @@ async def destroy_group(context: ApiContext, exchange: HttpExchange) -> object:
     statuses=orders.UPDATES,
 )
 async def from_distributed(context: ApiContext, exchange: HttpExchange) -> object:
-    """Update weights by tensors that a trainer broadcasts in its process group."""
     body = await context.read_as(exchange, fields.FROM_DISTRIBUTED)
     flat = body.load_format is not None
     info: dict[str, Any] = {
@@ -291,7 +285,6 @@ async def _take_tensors(
     "/begin_weight_update", "An update in SGLang's words", answer=_DONE, statuses=orders.UPDATES
 )
 async def begin_update(context: ApiContext, exchange: HttpExchange) -> object:
-    """Begin an update of several messages."""
     with orders.refusing(None):
         await orders.trained(context).begin_sent(orders.model_of(exchange))
     return _succeed("an update of the weights has begun")
@@ -341,7 +334,6 @@ async def weights_by_name(context: ApiContext, exchange: HttpExchange) -> None:
 @ROUTES.get("/get_model_info", *_MODEL_INFO)
 @ROUTES.get("/model_info", *_MODEL_INFO)
 async def model_info(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the model's name and the version of its weights."""
     training, model = orders.trained(context), orders.model_of(exchange)
     engine, state = await training.engine(model), await training.state(model)
     return {

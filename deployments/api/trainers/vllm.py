@@ -58,7 +58,6 @@ async def pause(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post("/resume", "The end of a pause")
 async def resume(context: ApiContext, exchange: HttpExchange) -> object:
-    """End the pause of all replicas."""
     await orders.trained(context).resume(orders.model_of(exchange))
     return {"status": "resumed"}
 
@@ -124,7 +123,6 @@ orders.add_state(ROUTES, "/is_sleeping", "is_sleeping", "Whether replicas sleep"
 
 @ROUTES.post("/reset_prefix_cache", "All cached prefixes dropped", answer=FLUSHED)
 async def reset_prefix_cache(context: ApiContext, exchange: HttpExchange) -> object:
-    """Drop the cached prefixes of all replicas."""
     await orders.trained(context).reset_prefix_cache(orders.model_of(exchange))
     return {"status": "ok", "success": True}
 
@@ -213,7 +211,6 @@ async def init_transfer(context: ApiContext, exchange: HttpExchange) -> object:
     statuses=orders.UPDATES,
 )
 async def start_update(context: ApiContext, exchange: HttpExchange) -> object:
-    """Begin an update of the weights, whose tensors come in several messages."""
     await context.read_as(exchange, fields.START_UPDATE, empty=True)
     with orders.refusing(None):
         await orders.trained(context).start_update(orders.model_of(exchange))
