@@ -145,48 +145,29 @@ def _calls(
         raise _Unusable(".transform: it uses more than a name")
     more: JsonObject = {"parallel": repeats or per_call}
     name, key, value = probe
+    arguments = f'{{"{key}": "{value}"}}'
     if kind == "json" and not named:
         if inner:
             raise _Unusable(f".content_args: {', '.join(inner)} where the name is in the JSON")
         before, between = f'{{"{keys[0]}": "', f'", "{keys[1]}": '
-        call: list[_Part] = [before, name, between, f'{{"{key}": "{value}"}}', "}"]
+        call: list[list[_Part]] = [[name], [between], [arguments]]
         if per_call:
-            parts = [*head, _Space(), "[", _Space(), *call, _Space(), "]", _Space(), *closed]
-            texts = _shown(parts, examples)
-            at = texts.index(before)
-            return _made(
-                opening="".join(texts[:at]),
-                begin=before,
-                middle=between,
-                end="}",
-                separator=", ",
-                closing="".join(texts[at + len(call) :]),
-                **more,
-            )
-        texts = _shown([*head, _Space(), *call, _Space(), *closed], examples)
-        at = texts.index(before)
-        begin, closing = "".join(texts[: at + 1]), "".join(texts[at + 4 :])
-        return _made(begin=begin, middle=between, end=closing, **more)
+            lead, rest = [*head, _Space(), "[", _Space()], [_Space(), "]", _Space(), *closed]
+            opening, *_, closing = _shown(examples, lead, [before], *call, ["}"], rest)
+            marks = {"opening": opening, "separator": ", ", "closing": closing}
+            return _made(begin=before, middle=between, end="}", **marks, **more)
+        lead, rest = [*head, _Space(), before], ["}", _Space(), *closed]
+        first, *_, last = _shown(examples, lead, *call, rest)
+        return _made(begin=first, middle=between, end=last, **more)
     if not named:
         raise _Unusable(f".content: {kind} where the name is not in `open_pattern`")
     if kind == "json":
         dialect = _dialect(inner)
-        if dialect is None:
-            parts = [*head, name, *tail, _Space(), f'{{"{key}": "{value}"}}', _Space(), *closed]
-        else:
-            written = dialect.write({key: value})
-            parts = [*head, name, *tail, _Space(), "{", written, "}", _Space(), *closed]
-        texts = _shown(parts, examples)
-        at, size = len(head), 1 if dialect is None else 3
-        value_at = at + 1 + len(tail) + 1
-        brackets = ("", "") if dialect is None else ("{", "}")
-        return _made(
-            begin="".join(texts[:at]),
-            middle="".join(texts[at + 1 : value_at]) + brackets[0],
-            end=brackets[1] + "".join(texts[value_at + size :]),
-            dialect=dialect,
-            **more,
-        )
+        written = arguments if dialect is None else dialect.write({key: value})
+        brackets = ([], []) if dialect is None else (["{"], ["}"])
+        lead, rest = [*tail, _Space(), *brackets[0]], [*brackets[1], _Space(), *closed]
+        first, _, then, _, last = _shown(examples, head, [name], lead, [written], rest)
+        return _made(begin=first, middle=then, end=last, dialect=dialect, **more)
     if kind == "xml-inline":
         return _tagged(inner, head, tail, closed, probe, examples, more)
     raise _Unusable(f".content: {kind} has no grammar here; json and xml-inline have")
@@ -216,9 +197,7 @@ def _tagged(
     shown = f'"{value}"' if quoted else value
     call: list[list[_Part]] = [head, [name], [*tail, _Space()]]
     argument: list[list[_Part]] = [key_open, [key], key_close, [shown], [*value_close, _Space()]]
-    groups: list[list[_Part]] = [*call, *argument, [_Other()], closed]
-    texts = iter(_shown([part for group in groups for part in group], examples))
-    joined = ["".join(next(texts) for _ in group) for group in groups]
+    joined = _shown(examples, *call, *argument, [_Other()], closed)
     begin, _, middle, opens, _, closes, _, ended, other, last = joined
     tags = TaggedArguments(opens, closes, ended, quoted)
     return _made(begin=begin, middle=middle, end=other + last, tagged=tags, **more)
@@ -351,15 +330,18 @@ def _behind_group(pattern: str, at: int) -> int:
     return at
 
 
-def _shown(parts: Sequence[_Part], examples: Sequence[str]) -> list[str]:
-    """Return each part's text in the first example that matches all parts."""
+def _shown(examples: Sequence[str], *groups: Sequence[_Part]) -> list[str]:
+    """Return each group's text in the first example that matches the parts of all groups."""
+    parts = [part for group in groups for part in group]
     whole = "".join(
         f"({re.escape(part) if isinstance(part, str) else _expression(part)})" for part in parts
     )
-    for example in examples:
-        if (match := re.search(whole, example, re.DOTALL)) is not None:
-            return list(match.groups())
-    return [part if isinstance(part, str) else getattr(part, "fallback", "") for part in parts]
+    matches = filter(None, (re.search(whole, example, re.DOTALL) for example in examples))
+    if (match := next(matches, None)) is not None:
+        texts = iter(match.groups())
+    else:
+        texts = iter([p if isinstance(p, str) else getattr(p, "fallback", "") for p in parts])
+    return ["".join(next(texts) for _ in group) for group in groups]
 
 
 def _expression(part: _Part) -> str:
