@@ -124,8 +124,9 @@ def _kept(
 ) -> tuple[str, BackgroundRun | None, StoredResponse]:
     """Return the id in a path, its run in the background, and what is kept of its response.
 
-    Raises ApiError 404 response_not_found.
+    Raises ApiError 404 response_not_found, 400 for a query of too many fields.
     """
+    exchange.parameters()
     id, owner = exchange.path.split("/")[3], exchange.caller.id
     run = context.background.get(id, owner)
     if run is None:
