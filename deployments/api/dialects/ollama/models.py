@@ -41,13 +41,13 @@ def asked_name(body: Show, backend: Backend) -> str | None:
 _NEVER = "9999-12-31T23:59:59Z"  # the time at which an unused model would be unloaded
 
 
-async def tags(context: ApiContext, exchange: HttpExchange) -> None:
+async def tags(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with all models that the key may use."""
     cards = await _cards(context, exchange)
-    await exchange.answer_json({"models": [await _tag(card) for card in cards]})
+    return {"models": [await _tag(card) for card in cards]}
 
 
-async def running(context: ApiContext, exchange: HttpExchange) -> None:
+async def running(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with the models that have a replica awake."""
     changes = context.options.models
     models = []
@@ -55,10 +55,10 @@ async def running(context: ApiContext, exchange: HttpExchange) -> None:
         if changes is None or changes.status(card.parent or card.id) == "ready":
             more = {"expires_at": _NEVER, "context_length": card.max_model_len}
             models.append({**await _tag(card), **more})
-    await exchange.answer_json({"models": models})
+    return {"models": models}
 
 
-async def show(context: ApiContext, exchange: HttpExchange) -> None:
+async def show(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with what is known of one model. Raises ApiError 400, 404."""
     body = await context.read_as(exchange, SHOW)
     card = await find_model(asked_name(body, context.backend), context.backend, exchange.caller)
@@ -67,7 +67,7 @@ async def show(context: ApiContext, exchange: HttpExchange) -> None:
     source = "" if template is None else template.sources["default"]
     parameters = _parameters(tokenizer)
     count = await asyncio.to_thread(card.facts.parameters)
-    answer = {
+    return {
         "modelfile": _modelfile(card.id, source, parameters),
         "parameters": "\n".join(parameters),
         "template": source,
@@ -76,7 +76,6 @@ async def show(context: ApiContext, exchange: HttpExchange) -> None:
         "capabilities": _capabilities(card, tokenizer),
         "modified_at": _modified(card),
     }
-    await exchange.answer_json(answer)
 
 
 async def _cards(context: ApiContext, exchange: HttpExchange) -> list[ModelCard]:
@@ -179,13 +178,13 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
         await exchange.answer(200, await in_thread(answer, 4 * sum(map(len, vectors))))
 
 
-async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
+async def embeddings(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer /api/embeddings with one vector, not rescaled. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, EMBEDDINGS, served_name) as call:
         prompt = TextInput([call.body.prompt] if call.body.prompt else [], False)
         vectors, _ = await _vectors(call, prompt, "prompt")
         vector: list[float] = vectors[0].tolist() if vectors else []
-        await exchange.answer_json({"embedding": vector})
+        return {"embedding": vector}
 
 
 async def _vectors(
