@@ -40,6 +40,7 @@ CACHE = ROOT / ".pytest_cache" / "stages"
 MOST_AGAIN = 10  # failed tests: more are no accident of the clock
 ENDS_S = 15.0  # for processes to end that were told to
 BESIDE_S = 900  # for a test that has to wait until others leave it a core
+WITHOUT = ROOT / "tests" / "without"  # stands before pandas and chardet
 
 # What pytest-xdist says of a test in which one of its processes died: to pytest it has failed.
 CRASHED = re.compile(r"worker 'gw\d+' crashed while running '?([^'\s\"]*)")
@@ -102,12 +103,17 @@ def front_of(stage: Stage, chosen: Iterable[Stage]) -> str:
     return next((name for name in stage.beside if name in names), "")
 
 
-def files_with(mark: str) -> tuple[str, ...]:
-    """Return the files of tests that use a mark: to collect all files takes twenty seconds."""
+def files_with(mark: str, without: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the files of tests that use a mark: to collect all files takes twenty seconds.
+
+    without: the folders or files that are left out.
+    """
     uses = re.compile(rf"\bmark\.{mark}\b")
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     used = [file for file in files if uses.search(file.read_text("utf-8"))]
-    return tuple(str(file.relative_to(ROOT)) for file in used)
+    names = [str(file.relative_to(ROOT)) for file in used]
+    left_out = tuple(f"{path}/" for path in without)
+    return tuple(name for name in names if not f"{name}/".startswith(left_out))
 
 
 STAGES = {
@@ -139,6 +145,7 @@ STAGES = {
             "What takes longer and starts no Ray",
             SLOW,
             processes=2,
+            paths=files_with("slow", NUMBERS),
             without=NUMBERS,
         ),
         Stage(
@@ -225,6 +232,8 @@ def _pytest(stage: Stage, root: Path, cache: Path, *arguments: str, where: str) 
     # Asserts are rewritten and modules compiled once for all stages: without what is kept, each
     # stage does it anew for 10 s, and each of the hundreds of processes that tests start for some.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    paths = [str(WITHOUT), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if stage.sleeps:
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if stage.processes > 1:

@@ -269,6 +269,7 @@ def test_each_test_is_in_one_stage() -> None:
     """A test that no stage has proves nothing; one that two have is waited for twice."""
     every = [stage for part in STAGES.values() for stage in part]
     by_mark = [files_with(mark) for mark in ("smoke", "serve", "timed", "nightly")]
+    by_mark.append(files_with("slow", NUMBERS))
     names = ("triton", "serve", "timed", "slow", "smoke", "nightly")
     for folder, *values in product(("tests/kernels", "tests"), *[(False, True)] * len(names)):
         marks = dict(zip(names, values, strict=True))
@@ -290,6 +291,8 @@ def test_each_test_is_in_one_stage() -> None:
             assert path.parent == ROOT / "tests" / "kernels", path
         if not path.name.startswith("test_"):  # files_with would not see their users
             assert not re.search(r"mark\.(smoke|serve|timed|nightly)\b", text), path
+            numbers = any(path.is_relative_to(ROOT / folder) for folder in NUMBERS)
+            assert numbers or not re.search(r"mark\.slow\b", text), path
     paths = {
         stage.name: stage.paths for stage in every if stage.paths and stage.paths not in by_mark
     }
