@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.chaos.server_processes import _table
-from tests.deployments.on_ray.serve_cluster import Cluster, free_port
+from tests.deployments.on_ray.serve_cluster import Cluster, free_port, look_often
 
 COMMON = {
     "object_store_memory": 80 * 2**20,
@@ -64,6 +64,7 @@ def ray_nodes() -> Iterator[NodesCluster]:
     import ray
     from ray import serve
 
+    look_often()
     cluster = _head()
     try:
         ray.init(address=cluster.address, log_to_driver=False)
