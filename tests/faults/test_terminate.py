@@ -30,7 +30,13 @@ DRAIN = 6.0  # seconds
 BODY = {"model": "tiny", "prompt": "the answer", "ignore_eos": True, "seed": 3}
 
 
-@pytest.fixture(params=["serve", pytest.param("haproxy", marks=pytest.mark.smoke)])
+@pytest.fixture(
+    params=[
+        # Its drain in short: test_installed_from_the_wheel_a_second_sigterm_ends_at_once.
+        pytest.param("serve", marks=pytest.mark.nightly),
+        pytest.param("haproxy", marks=pytest.mark.smoke),
+    ]
+)
 def proxy(request: pytest.FixtureRequest) -> str:
     """Return the proxy before the routers: "haproxy" or Serve's own."""
     if request.param == "haproxy":
@@ -88,6 +94,38 @@ def ready(port: int) -> bool:
         return False
 
 
+async def drained(
+    port: int, process: "subprocess.Popen[str]"
+) -> tuple[Said, "asyncio.Task[Said]", float]:
+    """Send a SIGTERM while streams run; check that these end and that new requests are refused.
+
+    Returns the right answer to BODY, a stream that is still going on, and the time of the signal.
+    """
+    right = await ask(port, BODY | {"max_tokens": LENGTH})
+    assert (right.error, right.finishes, right.output) == ("", {0: "length"}, LENGTH)
+    assert right.texts[0]
+    long = asyncio.create_task(ask(port, BODY | {"max_tokens": ENDLESS}))
+    begun = [Said() for _ in range(2)]
+    tasks = [
+        asyncio.create_task(ask(port, BODY | {"max_tokens": LENGTH}, said=said)) for said in begun
+    ]
+    while not all(said.first for said in begun) and not any(task.done() for task in tasks):
+        await asyncio.sleep(0.002)
+    assert not any(task.done() for task in tasks), [t.result() for t in tasks if t.done()]
+    os.killpg(process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    while await asyncio.to_thread(ready, port):
+        assert time.monotonic() < began + DRAIN
+        await asyncio.sleep(0.02)
+    print(f"not ready after {time.monotonic() - began:.2f} s")
+    late = await ask(port, BODY | {"max_tokens": 1})
+    assert (late.status, late.headers["retry-after"]) == (503, "5"), late
+    assert '"draining"' in late.error and time.monotonic() < began + DRAIN
+    assert [item.outcome for item in await asyncio.gather(*tasks)] == [right.outcome] * 2
+    print(f"the last token after {time.monotonic() - began:.1f} s")
+    return right, long, began
+
+
 def test_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
     """Bug: a supervisor's stop cuts or changes the streams, or new requests are still taken, or
     one that takes too long breaks without a word, or the exit code says that something failed, or a
@@ -95,28 +133,7 @@ def test_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
     ended Ray first, the server waited a minute for it and ended with 1, and haproxy stayed."""
 
     async def streams(port: int, process: "subprocess.Popen[str]") -> None:
-        right = await ask(port, BODY | {"max_tokens": LENGTH})
-        assert (right.error, right.finishes, right.output) == ("", {0: "length"}, LENGTH)
-        long = asyncio.create_task(ask(port, BODY | {"max_tokens": ENDLESS}))
-        begun = [Said() for _ in range(2)]
-        tasks = [
-            asyncio.create_task(ask(port, BODY | {"max_tokens": LENGTH}, said=said))
-            for said in begun
-        ]
-        while not all(said.first for said in begun) and not any(task.done() for task in tasks):
-            await asyncio.sleep(0.002)
-        assert not any(task.done() for task in tasks), [t.result() for t in tasks if t.done()]
-        os.killpg(process.pid, signal.SIGTERM)
-        began = time.monotonic()
-        while await asyncio.to_thread(ready, port):
-            assert time.monotonic() < began + DRAIN
-            await asyncio.sleep(0.02)
-        print(f"not ready after {time.monotonic() - began:.2f} s")
-        late = await ask(port, BODY | {"max_tokens": 1})
-        assert (late.status, late.headers["retry-after"]) == (503, "5"), late
-        assert '"draining"' in late.error and time.monotonic() < began + DRAIN
-        assert [item.outcome for item in await asyncio.gather(*tasks)] == [right.outcome] * 2
-        print(f"the last token after {time.monotonic() - began:.1f} s")
+        right, long, began = await drained(port, process)
         broken = await long
         print(f"too long, after {time.monotonic() - began:.1f} s: {broken.error}")
         assert '"draining"' in broken.error and broken.texts[0].startswith(right.texts[0])
@@ -133,7 +150,8 @@ def test_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
 
 def test_installed_from_the_wheel_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
     """Bug: a stop that nobody can hurry, or that then leaves processes behind. A file that is in
-    the checkout alone, so that an installed Manta does not start or does not answer."""
+    the checkout alone, so that an installed Manta does not start or does not answer. Behind
+    Serve's own proxy, streams that are cut or requests that are taken after the first signal."""
     (tmp_path / "build").mkdir()
     wheel = build_wheel(tmp_path / "build")
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -151,14 +169,10 @@ def test_installed_from_the_wheel_a_second_sigterm_ends_at_once(tmp_path: Path) 
     assert Path(said.stdout.strip()).is_relative_to(tmp_path / "venv"), said
 
     async def cut(port: int, process: "subprocess.Popen[str]") -> Said:
-        whole = await ask(port, BODY | {"max_tokens": LENGTH})
-        assert (whole.error, whole.output) == ("", LENGTH) and whole.texts[0]
-        task = asyncio.create_task(ask(port, BODY | {"max_tokens": ENDLESS}))
-        await asyncio.sleep(0.5)
+        _, long, _ = await drained(port, process)
+        assert not long.done()
         os.killpg(process.pid, signal.SIGTERM)
-        await asyncio.sleep(0.5)
-        os.killpg(process.pid, signal.SIGTERM)
-        return await task
+        return await long
 
     with served(tmp_path, "serve", manta) as (process, port):
         ours = instance_at(f"http://127.0.0.1:{port}").processes()
