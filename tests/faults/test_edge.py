@@ -108,7 +108,14 @@ def test_a_router_is_killed_and_whole_answers_come_from_the_other(
     print(f"all in order after {until(lambda: idle(live), 40):.1f} s")
 
 
-@pytest.mark.parametrize("target", ["haproxy", "manager", "proxy"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "haproxy",
+        "manager",
+        pytest.param("proxy", marks=pytest.mark.nightly),  # it carries nothing here
+    ],
+)
 def test_the_edge_is_killed_and_comes_back(
     live: Live, instance: ServerInstance, target: str
 ) -> None:

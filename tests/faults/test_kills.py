@@ -266,7 +266,8 @@ def test_a_device_is_lost(broken: Broken, asked: Asked) -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        signal.SIGKILL,
+        # What test_kills_under_load does many times.
+        pytest.param(signal.SIGKILL, marks=pytest.mark.nightly),
         signal.SIGSEGV,
         pytest.param(signal.SIGABRT, marks=pytest.mark.long),  # to Manta the same as SIGSEGV
     ],
