@@ -179,10 +179,9 @@ def test_misspelt_key_is_told_in_two_seconds(tmp_path: Path) -> None:
     "env",
     [
         {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        pytest.param({"COLUMNS": "40"}, marks=pytest.mark.slow),
-        pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.slow),
-        pytest.param({"TERM": "dumb"}, marks=pytest.mark.slow),
-        pytest.param({"PYTHONIOENCODING": "ascii"}, marks=pytest.mark.slow),
+        # Two at a time: a start of Python with torch for each command takes seconds.
+        pytest.param({"COLUMNS": "40", "TERM": "dumb"}, marks=pytest.mark.slow),
+        pytest.param({"NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}, marks=pytest.mark.slow),
     ],
 )
 def test_poor_terminals(env: dict[str, str]) -> None:
