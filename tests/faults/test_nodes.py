@@ -104,7 +104,14 @@ async def answers(broken: Broken, asked: list[dict[str, Any]]) -> list[Said]:
     return right
 
 
-@pytest.mark.parametrize("how", ["killed", "silent"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        # Closed connections are those of test_kills.py; Ray's part is that of `silent`.
+        pytest.param("killed", marks=pytest.mark.nightly),
+        "silent",
+    ],
+)
 def test_a_node_is_lost(nodes: Nodes, how: str) -> None:
     """Bug: streams of a lost machine stop until Ray notices, which takes it 13 s and more. silent:
     as after a power cut, nothing is closed and nothing comes."""
