@@ -20,8 +20,8 @@ def test_rollouts_are_the_same_under_kills(shared_cluster: Cluster, tmp_path: Pa
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     settings = {"length": 60, "rate": 5e-3}
     with fleet(shared_cluster, folder, dtype="float32") as broken:
-        quiet = run(broken, folder, tmp_path / "work", 6, 0.0, **settings)
-        killed = run(broken, folder, tmp_path / "work", 6, 1.0, **settings)
+        quiet = run(broken, folder, tmp_path / "work", 4, 0.0, **settings)
+        killed = run(broken, folder, tmp_path / "work", 4, 1.0, **settings)
     figures = compared(quiet, killed)
     assert figures["same"] and figures["kills"], figures
     assert figures["reward_second_half"] > figures["reward_first_half"], figures

@@ -148,11 +148,11 @@ def test_kills_under_load(broken: Broken) -> None:
         await broken.settled()
         load = Load(broken, tokens=30)
         await load.learn()
-        run = await kill_under_load(load, rate=12, seconds=12, kills=2)
+        run = await kill_under_load(load, rate=14, seconds=8, kills=2)
         report = run.summary()
         print(report)
         assert report["failed"] == report["different"] == 0
-        assert report["requests"] >= 100 and report["kills"] == 2
+        assert report["requests"] >= 80 and report["kills"] == 2
         # The streams share the cores with a replica that starts; the promise is for two.
         assert report["longest_gap_s"] < MAX_GAP * max(1, 2 / len(os.sched_getaffinity(0)))
         await broken.settled()

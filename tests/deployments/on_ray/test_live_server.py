@@ -163,8 +163,6 @@ def test_the_loop_of_tools_ends(live: Live) -> None:
 CHATS = [
     "What is the capital of France?",
     "Write one line about the sea.",
-    "Explain why the sky is blue to a child of five.",
-    "List three fruits, and say nothing else.",
     "Translate into Spanish: good morning, my dear friend.",
 ]
 
