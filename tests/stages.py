@@ -174,9 +174,15 @@ STAGES = {
         Stage(
             "nightly",
             "Prose, machine code and exhaustive grids",
-            "nightly and not triton",
+            "nightly and not triton and not serve",
             processes=2,
             paths=files_with("nightly"),
+        ),
+        Stage(
+            "rare",
+            "What starts Ray and others catch, too",
+            "nightly and serve and not triton",
+            paths=files_with("serve"),
         ),
         Stage(
             "grids",
