@@ -19,6 +19,7 @@ from tests.stages import (
     NUMBERS,
     ROOT,
     STAGES,
+    WITHOUT,
     Outcome,
     files_with,
     front_of,
@@ -306,3 +307,25 @@ def test_each_test_is_in_one_stage() -> None:
     }
     assert fronts == {"test": {"", "smoke"}, "rest": {"", "slow"}}
     assert {front_of(stage, [*STAGES["test"], *STAGES["rest"]]) for stage in every} == {"", "slow"}
+
+
+def test_packages_are_left_out_for_one_importer() -> None:
+    """Ray Serve imports pandas after all, or a test's own pipeline has none."""
+    program = """
+for name, importer in (("pandas", "ray.serve._private.utils"), ("chardet", "requests.compat")):
+    try:
+        exec(f"import {name}", {"__name__": importer})
+    except ImportError:
+        exec(f"import {name}", {"__name__": "ray.serves"})
+        print(__import__(name).__file__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(WITHOUT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folders = [Path(line).parent for line in done.stdout.splitlines()]
+    assert [folder.name for folder in folders] == ["pandas", "chardet"]
+    assert WITHOUT not in folders[0].parents
