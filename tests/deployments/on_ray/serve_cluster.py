@@ -195,7 +195,7 @@ def traced_pair(cluster: Cluster, folder: Path) -> Iterator[Collector]:
 
 def look_often() -> None:
     """Let Serve's client in this process look ten times a second whether an application has
-    started or is gone: every deployment and every deletion otherwise takes a second more."""
+    started or is gone. It otherwise looks once a second."""
     from ray.serve._private import client
 
     client.CLIENT_POLLING_INTERVAL_S = 0.1
