@@ -135,8 +135,8 @@ def _one_shot_kernel(
 ):
     """All-reduce in one shot, unit by unit.
 
-    A unit is ROWS rows of columns: of x where there is a norm, else one, a tile. The rows are read
-    together, as one after the other would wait for the other device each time.
+    A unit is ROWS rows of x with a norm, else one tile of elements. The rows of a unit are read at
+    once: reads one after the other would each wait for the other device.
     """
     SIZE: tl.constexpr = REGION.size
     dtype: tl.constexpr = x.dtype.element_ty
@@ -196,8 +196,8 @@ def _two_shot_kernel(
 ):
     """All-reduce in two shots, unit by unit.
 
-    A unit is a tile for each rank to reduce, which it writes over its own in its slot. No other
-    rank reads that tile before the second wait.
+    A unit has one tile for each rank to reduce. A rank writes the sum of its tile over the tile's
+    inputs in its own slot, which no other rank reads before the second wait.
     """
     SIZE: tl.constexpr = REGION.size
     dtype: tl.constexpr = x.dtype.element_ty

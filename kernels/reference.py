@@ -1,7 +1,7 @@
 """Kernels: the operations that a model step is made of, each in plain torch.
 
-It is the base of every back end, which overrides what it has a faster way for, and the oracle that
-they are tested against: a new operation is a method here and, where it matters, one in a back end.
+The class is the base of every back end, which overrides operations that it computes faster, and the
+oracle of their tests. So a new operation is a method here and, where speed matters, in a back end.
 
 What is the same for all layers of a step (which cache rows to gather, masks, rotations) is
 computed at the first layer and kept in ``meta.plan``.

@@ -13,8 +13,8 @@ Weights are random, of the dimensions of --model, a Llama. Each case ends within
 - `mismatch`: deterministic mode; the largest difference of log-probabilities from a Scorer's.
 - `throughput`: output tokens/s in deterministic mode against default mode, in turns.
 
-`bench.rl.updates` has the ways of an update. `wrong` counts tokens that other weights made than
-those whose version was told.
+`bench.rl.updates` has the ways of an update. `wrong` counts tokens that were reported with another
+version than that of the weights that made them.
 """
 
 import argparse

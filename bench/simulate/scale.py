@@ -169,7 +169,7 @@ def _memory_mb() -> float:
 
 
 async def start_replica(speed: Speed, host: str) -> tuple[ReplicaServer, dict[str, Any]]:
-    """Start a replica server whose engine pretends; return it with what replicas publish."""
+    """Start a replica server with a simulated engine; return it with its published metadata."""
 
     def make(*callbacks: Any) -> SimEngine:
         return SimEngine(speed, *callbacks)

@@ -239,7 +239,7 @@ def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
 
 
 def _speculation(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck]:
-    """Yield whether an engine that is to draft does, and what that takes."""
+    """Yield which speculative decoding is used, with its host memory, if any is configured."""
     settings = result.speculation
     if settings is not None:
         text = f"{settings.method}, up to {settings.tokens} draft tokens of a request in a step"

@@ -159,7 +159,7 @@ class ImageRows:
         live -= self._waiting.keys() & set(ids)
 
     def stop(self) -> None:
-        """Ask for nothing any more: the engine gets weights that encoders do not have."""
+        """Send encoders no further images: the engine gets weights that they do not have."""
         self._stopped = True
 
     def close(self) -> None:

@@ -253,7 +253,7 @@ class Fleet:
         self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)
 
     def adapters_of(self, replica: ReplicaState) -> tuple[str, ...]:
-        """Return the adapters that a replica has or is loading, the next one to be evicted last."""
+        """Return the adapters that a replica has or is loading; the last one is evicted next."""
         return self._held.get(replica.column, ())
 
     def forget_caches(self, replica: ReplicaState) -> None:

@@ -45,7 +45,7 @@ def hash_prefix(
 
 
 def pack_hashes(prefix_hashes: Sequence[bytes]) -> bytes:
-    """Join the hashes for the other routers: those of the prompt's head, which prompts share."""
+    """Join the hashes of the prompt's head, which other prompts share, for the other routers."""
     return b"".join(prefix_hashes[:FORWARDED_HASHES])
 
 
@@ -106,14 +106,14 @@ class PrefixIndex:
         return [(index, holders) for index, holders in known if holders]
 
     def lower(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """Record that a replica has a prefix no longer on its device, and in a tier below it."""
+        """Record that a replica has a prefix in a tier below its device, and not on the device."""
         bit = 1 << holder
         for prefix_hash in prefix_hashes:
             if self._holders.get(prefix_hash, 0) & bit:
                 self._lower[prefix_hash] = self._lower.get(prefix_hash, 0) | bit
 
     def _raise(self, prefix_hash: bytes, holders: int) -> None:
-        """Record that replicas have a prefix on their devices, or not at all."""
+        """Record that replicas have a prefix no longer in a tier below their devices."""
         if low := self._lower.get(prefix_hash, 0) & holders:
             self._lower[prefix_hash] ^= low
             if not self._lower[prefix_hash]:

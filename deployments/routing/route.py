@@ -14,9 +14,9 @@ seconds that they take to move, where that is less. Tokens that a replica has in
 disk count the seconds of their loads.
 
 A session that the client names stays at its replica, unless the replica is gone, has no room, or
-its queue is `_SESSION_SECONDS` longer than the shortest. One that this router does not know goes by
-cost if caches have most of its prompt, as another router knows it; else it begins at a replica by
-consistent hashing.
+its queue is `_SESSION_SECONDS` longer than the shortest. A session that this router does not know
+goes by cost if caches have most of its prompt, as another router knows it; else it begins at a
+replica by consistent hashing.
 
 Costs within `_TIE` of each other count as equal, as a queue is known to half a step at best. Among
 equal replicas, one that has the prefix or the adapter wins. If none has it, consistent hashing

@@ -172,7 +172,7 @@ class Controller:
                     yield life.reporter
 
     def _present(self, name: str) -> list[_Life]:
-        """Return the replicas that the pool is to have, those that start last."""
+        """Return the replicas that the pool is to have; replicas that still start come last."""
         lives = [life for life in self._lives[name] if life.ended < 0 and not self._leaves(life)]
         return sorted(lives, key=lambda life: (life.replica is None, life.wanted))
 

@@ -83,7 +83,7 @@ def _of_live(data: Mapping[str, Any], model: str) -> dict[str, PoolRates]:
 
 
 def _measured(data: Mapping[str, Any], name: str) -> Iterator[tuple[str, StepCost, int]]:
-    """Yield (pool, step cost, KV tokens) of each measured replica, once a router.
+    """Yield (pool, step cost, KV tokens) of each measured replica, once for each router.
 
     name: the model's, where there are several.
     """

@@ -109,9 +109,9 @@ class _Shares:
 
 
 def shares_of(images: Sequence[Image], ranks: int, least: int) -> list[list[Image]]:
-    """Return the images of each rank, about equally many embeddings; one list if that pays not.
+    """Return the images of each rank, about equally many embeddings, or one list for all ranks.
 
-    least: the fewest embeddings for which dividing pays.
+    least: the fewest embeddings that are divided among ranks.
     """
     if ranks == 1 or len(images) < 2 or sum(image.size for image in images) < least:
         return [[*images]]

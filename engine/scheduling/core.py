@@ -112,7 +112,7 @@ class EngineCore:
         speculation: the drafts of steps; None = each decode gets one token a step.
         tier: the KV blocks in host memory, of a device with one pool; None = there are none.
         moves: the KV blocks that go to other replicas and come from them; likewise.
-        growth: makes the blocks of the only pool more and fewer; None = they stay as many.
+        growth: grows and shrinks the only pool of blocks; None = its size is fixed.
         """
         config = config.bounded()
         self._adapters = adapters or AdapterStore.disabled()

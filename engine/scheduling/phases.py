@@ -83,7 +83,7 @@ class RequestPhases:
         self._end_tokens = set(config.eos_token_ids)
 
     def speculate(self, speculation: Speculation | None) -> None:
-        """Set what drafts for steps from now on; None = nothing. Legal when no step is in
+        """Set the source of drafts from now on; None = no drafts. Legal when no step is in
         flight."""
         self.drafts: StepDrafts | None = None
         if speculation is not None:

@@ -1,5 +1,5 @@
-"""SyntheticAcceptance, AnyDrafter: speculation of stated success, to measure steps without a model
-that drafts well.
+"""SyntheticAcceptance, AnyDrafter: speculation at stated acceptance rates, to measure steps with no
+model that drafts well.
 
 As many drafts are accepted as a hash of seed and position says, whatever they are; the text goes on
 with what the model sampled. It is not the text without speculation: this is for benchmarks alone.

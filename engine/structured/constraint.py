@@ -116,7 +116,7 @@ class Constraint:
         return self.complete
 
     def after(self, token: int) -> "Constraint | None":
-        """Return the constraint after one more token; None if this forbids it or ends the text.
+        """Return the constraint after one more token; None if it is forbidden or ends the text.
 
         The constraint itself does not change, and shares no changing state with the other one.
         """

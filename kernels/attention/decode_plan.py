@@ -41,8 +41,8 @@ def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> Decode
     pairs: entries * kv heads.
     dims: the padded head size.
 
-    With a pair or fewer for each multiprocessor, long tiles in flight make up for missing programs.
-    With a few, small programs share out what the mixture leaves; from two on, whole entries do.
+    With at most one pair for each multiprocessor, long tiles in flight make up for few programs.
+    With up to two pairs, small programs even out entries of different lengths.
     """
     if dims > 256:  # tiles of more keys do not fit
         return DecodeLaunch(16, 4, 2, 1)
@@ -239,10 +239,10 @@ def plan(
 ) -> DecodePlan:
     """Return the plan that splits the keys of a step's decodes over programs.
 
-    Keys that decodes do not see, as of window and chunk, are left out.
+    Keys outside a decode's window or chunk are left out.
 
-    Runs are planned as one where a tile has room for several queries, in caches of the model's own
-    numbers whose keys are all seen.
+    A run is planned as one entry where a tile has room for several queries, the cache is not
+    quantised, and there is neither window nor chunk.
     """
     sms = num_sms(kv_len.device)
     _, num_kv_heads, _, head_dim = k_cache.shape

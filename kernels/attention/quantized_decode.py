@@ -1,11 +1,11 @@
 """Decode attention over keys and values in 8 and 4 bits, with the plan, splits and merge of
 `decode.py`.
 
-A tile is read as codes, and multiplied as such. A key's scale is a factor of its score, a value's
-one of its weight. What is taken off all scores is the largest sum of a score and its value's
-exponent, so that the largest product of a weight and a scale is near 1, and all of them fit into
-float16; the weights themselves, which are added up, are float32. The numbers of a tile are read
-while the tile before it is multiplied, and block ids a tile earlier.
+A tile is read as codes, and multiplied as such. A key's scale multiplies its score, a value's scale
+its weight. The softmax subtracts the largest sum of a score and the exponent of its value's scale.
+So the largest product of a weight and a scale is near 1, and all products fit into float16; the
+weights are added up in float32. A tile's scales and least elements are read while the tile before
+it is multiplied, and block ids a tile earlier.
 
 Where a byte or a pair of them has several elements, each has products of its own: of int4's even
 and odd elements of keys, of every second or fourth element of values. int4's least element needs

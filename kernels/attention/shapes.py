@@ -64,9 +64,9 @@ class LatentTile(NamedTuple):
 class Scores(NamedTuple):
     """The rule by which scores are made and keys are seen, as one `tl.constexpr`.
 
-    softcap: scores times `scale_log2` are what tanh takes.
-    sinks: a head has a score of no key.
-    slopes: a head's scores fall with the distance (ALiBi).
+    softcap: whether scores are capped with tanh; `scale_log2` is then scale / softcap.
+    sinks: whether a logit without a key joins each head's softmax.
+    slopes: whether a head's scores fall with the distance (ALiBi).
     window: tokens that a query sees, itself included; 0: all before it.
     chunk: tokens of a chunk, where a query sees its own chunk alone; 0: no chunks.
     last_keys: each query has a last key, which may lie after it.

@@ -435,7 +435,10 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             return mixed
 
         def mix_pairs(number: Value, address: Value, sums: Sequence[Value], alone: bool):  # type: ignore[no-untyped-def]
-            """Add the weighted values of one key, or of two neighbouring keys, to sums."""
+            """Return sums plus the weighted values of the key at address and its next one.
+
+            number: index of the key's weight. alone: leave the next key out.
+            """
             mixed = list(sums)
             weights = [
                 pairs.spread(

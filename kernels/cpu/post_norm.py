@@ -141,7 +141,10 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         return w.at(sums, w.add(w.mul(row, hidden), w.mul(panel, 2 * size))), hidden
 
     def normed(number: int, x: Value, count: Value, rounded: bool) -> None:
-        """Generate the addition of a matmul's output to the residual x, in place, and its norm."""
+        """Generate x = norm(x + the matmul's sums), in place, for `count` rows of the residual x.
+
+        number: which of the layer's two norms. rounded: also store x as bfloat16 for a matmul.
+        """
         first = _NORMS + 3 * number
         weight, bias = (
             w.argument(first + part, "ptr") if parts[2 * number + part] else "" for part in (0, 1)

@@ -350,7 +350,7 @@ def _in_one(weight: PackedWeight, units: int) -> int:
 def up_tile(weight: PackedWeight) -> PairTile:
     """Return the tile of the up matmul, the best of sweeps with one token and with eight.
 
-    A row takes more units at a time where that leaves no turn with less than all its codes.
+    A program loads 64 units of a row at a time where they divide the row, else 32.
     """
     if weight.form.bits == 8:
         return UP8
@@ -360,7 +360,8 @@ def up_tile(weight: PackedWeight) -> PairTile:
 def down_tile(weight: PackedWeight, tokens: int) -> PairTile:
     """Return the tile of the down matmul, in which a program has rows of all experts of a token.
 
-    One token and eight were swept. One token has few programs, and takes short rows in one turn.
+    It is the best of sweeps with one token and with eight. One or two tokens have few programs, so
+    a program then loads short rows whole.
     """
     if weight.form.bits == 8:
         return next(tile for most, tile in DOWN8 if tokens <= most)

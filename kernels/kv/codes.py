@@ -317,7 +317,7 @@ def numbers_of(low, high, KIND: tl.constexpr):
 
 @triton.jit
 def store_numbers(words, at, scale, least, mask, KIND: tl.constexpr):
-    """Store the scale and the least element of n heads, packed into one word for each.
+    """Store the scale and the least element of each of n heads, packed into one word a head.
 
     at: [n], indices into `words`.
     """

@@ -132,7 +132,7 @@ class Known(Shape, Generic[V]):
 
     @classmethod
     def others(cls) -> Schema:
-        """Return the JSON schema of what is left out."""
+        """Return the JSON schema of objects whose type is not in KINDS, which are ignored."""
         kinds: Schema = {"type": "object", "properties": {"type": one_of(*cls.KINDS)}}
         if not cls.DEFAULT:
             kinds["required"] = ["type"]

@@ -269,7 +269,7 @@ class AssistantMessage(Message, tag="assistant", kw_only=True):
 
 
 def unknown_role(role: Any, path: str) -> ApiError:
-    """Return the error for what is no role."""
+    """Return the error for a value that is no role."""
     if role is None:
         return invalid(f"{path} is required", path, "missing_field")
     if not isinstance(role, str):

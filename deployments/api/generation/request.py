@@ -32,7 +32,7 @@ class ImagePart(msgspec.Struct, frozen=True, gc=False):
     """An image or a clip of a message, or other media; decoded or refused once the model is known.
 
     place: the client's name of it, e.g. ``messages[0].content[1]``
-    refused: the client's name of what a model refuses that does not take it
+    refused: the client's name of the field, for the error of a model without images
     """
 
     written: WrittenImage | WrittenClip | OtherMedia

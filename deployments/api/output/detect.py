@@ -197,7 +197,7 @@ def _separated(declared: OutputFormat, shown: str) -> OutputFormat:
 
 
 def _same(known: OutputFormat | None, declared: OutputFormat) -> bool:
-    """Whether two formats are equal up to white space, and what ends a turn.
+    """Whether two formats write a call alike, apart from white space and the end of the turn.
 
     A known format says more than a declaration can.
     """

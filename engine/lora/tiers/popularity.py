@@ -35,7 +35,7 @@ class Popularity:
         return self._counts.get(name, 0.0)
 
     def request_units(self, now: float) -> float:
-        """Return what a request at `now` weighs in the units of the names' counts.
+        """Return the weight of a request at `now`, in the units of the names' counts.
 
         It is the newest request's weight, doubled with each HALF_LIFE since then. `count` adds FADE
         times as much to a name's count.

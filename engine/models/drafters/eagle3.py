@@ -149,7 +149,7 @@ class Eagle3Drafter:
 
     @property
     def loading_bytes(self) -> int:
-        """The most bytes while loading: parameters, and those that packing makes of them."""
+        """The most bytes while loading: `num_bytes`, and parameters that wait to be packed."""
         return self.num_bytes + self.open_bytes
 
     @property

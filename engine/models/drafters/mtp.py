@@ -115,12 +115,12 @@ class MtpDrafter:
 
     @property
     def open_bytes(self) -> int:
-        """The most bytes of parameters that wait to be packed at one time: those of all of them."""
+        """The most bytes of parameters that wait to be packed at one time, which is all of them."""
         return sum(owner.loading_bytes for owner in self._packed if owner.transient)
 
     @property
     def loading_bytes(self) -> int:
-        """The most bytes while loading: parameters, and those that packing makes of them."""
+        """The most bytes while loading: `num_bytes`, and parameters that wait to be packed."""
         return self.num_bytes + self.open_bytes
 
     @property

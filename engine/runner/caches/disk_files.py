@@ -13,8 +13,8 @@ A folder below /dev/shm is memory that the replicas of a machine share. What a k
 written stays there for the others and for its successor. The last engine that ends deletes it, as
 an engine that starts alone deletes what other models have left.
 
-One thread of low priority writes, deletes, and looks what other engines have added. Others read
-into slots of host memory.
+One thread of low priority writes, deletes, and looks for files that other engines have added. Other
+threads read into slots of host memory.
 """
 
 import contextlib

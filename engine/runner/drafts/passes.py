@@ -22,9 +22,9 @@ Number = int | Tensor  # the number of a draft, from 1 on; a tensor [1] int64 in
 class DraftPasses:
     """The passes of a drafter, and the rows that it drafts for.
 
-    A table of proposals is [7, n] int64: row, the position of the last token before its drafts, the
-    indices of the drafter's row if no draft of the step is accepted, and if one is, and the numbers
-    of new drafts, of verified ones and of synthetically accepted ones (-1: those that agree).
+    A table of proposals is [7, n] int64: row; the position of the last token before its drafts; the
+    index of the drafter's row if no draft of the step is accepted; its index if one is; the numbers
+    of new, of verified and of synthetically accepted drafts (-1: as many as agree).
     """
 
     def __init__(

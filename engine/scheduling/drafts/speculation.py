@@ -62,8 +62,8 @@ class Speculation:
         """Set up the speculation of an engine.
 
         acceptance: accepts drafts by chance, for benchmarks.
-        lookup: the drafter, if it is look-up. Drafts that rest are tried again when it sees texts
-            that repeat; those of other drafters after a time.
+        lookup: the drafter, if it is look-up. Paused drafts are then resumed when a request's text
+            repeats itself; drafts of other drafters are resumed after a time.
         """
         self.computes = isinstance(drafter, ComputedDrafter)  # whether steps compute drafts
         self.awaited: Request | None = None

@@ -1,7 +1,7 @@
 """StepDrafts: the drafts of a step that is scheduled, their blocks, and what became of them.
 
-speculation.py chooses drafts. Here they get the places that rows, tokens and blocks leave, and the
-requests move on by those that were accepted.
+speculation.py chooses drafts. Here as many are added as rows, tokens and blocks have room for,
+and requests advance by the accepted drafts.
 """
 
 from collections.abc import Sequence

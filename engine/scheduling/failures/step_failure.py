@@ -17,7 +17,7 @@ class StepBlame:
     (AssertionError) is not caught, as no valid state is left.
 
     failure: the last exception; None = no block has raised since `take_failure`.
-    suspect: the index in `Scheduler.in_flight` of the step that the running block works on.
+    suspect: the index in `Scheduler.in_flight` of the step that the `with` block works on.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class StepBlame:
         self.suspect = self._blamed = -1
 
     def __call__(self, suspect: int) -> "StepBlame":
-        """Set the step that the next block works on, and return this object for `with`."""
+        """Set the step that the next `with` block works on, and return this object."""
         self.suspect = suspect
         return self
 
     def __enter__(self) -> None:
-        """Change nothing: `__call__` has set the step that the block works on."""
+        """Do nothing: `__call__` has set the step that the `with` block works on."""
 
     def __exit__(
         self,

@@ -37,7 +37,7 @@ class StepRecovery:
         """Set up recovery.
 
         pending: the launched steps of the loop, in order.
-        growth: makes the KV blocks more and fewer; None = they stay as many.
+        growth: grows and shrinks the pool of KV blocks; None = its size is fixed.
         """
         self.bisection: FailureBisection | None = None
         self._scheduler, self._pending, self._growth = scheduler, pending, growth

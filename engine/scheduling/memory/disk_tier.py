@@ -86,7 +86,7 @@ class BlockFiles(Protocol):
         ...
 
     def renew(self) -> None:
-        """Let no block be found that was written before, as the weights have changed."""
+        """Hide all blocks that were written before, as the weights have changed."""
         ...
 
     def stats(self) -> dict[str, Any]:

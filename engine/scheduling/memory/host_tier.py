@@ -495,7 +495,7 @@ class HostTier:
             self.disk.files.clear()
 
     def renew_files(self) -> None:
-        """Let no file be found that was written before, as the weights have changed."""
+        """Hide all files that were written before, as the weights have changed."""
         if self.disk is not None:
             self.disk.files.renew()
 

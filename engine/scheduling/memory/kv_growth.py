@@ -1,8 +1,8 @@
-"""KVGrowth: when an engine's KV blocks become more and fewer, while it serves.
+"""KVGrowth: decides when an engine's pool of KV blocks grows and shrinks, while it serves.
 
-Blocks are added where requests lack some, and, of memory that no engine lacks, where none is free
-without evicting a prefix. They are given back where another engine of the device lacks memory: the
-last blocks that no request uses, at most down to `least`.
+Blocks are added when requests lack some. They are also added when few are left without evicting a
+prefix, from memory that no engine lacks. They are given back when another engine of the device
+lacks memory: the last blocks that no request uses, at most down to `least`.
 
 Pages are mapped and unmapped on a thread. The step loop only publishes the new number of blocks:
 

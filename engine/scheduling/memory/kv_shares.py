@@ -149,7 +149,7 @@ class KVShare:
     def claim(self, size: int, *, last: bool = False) -> int:
         """Claim memory, as much of `size` bytes as is free, and return how much.
 
-        last: whether to leave what other engines lack.
+        last: whether to leave free the bytes that the other engines lack.
         """
         with self._mutex():
             others = self._others()

@@ -1,4 +1,4 @@
-"""BatchPace: what batch work may have of steps beside other requests, and when steps are launched.
+"""BatchPace: the share of steps that batch work gets beside other requests, and launch times.
 
 A request that arrives waits for the steps in flight, so batch work bounds the time to first tokens:
 

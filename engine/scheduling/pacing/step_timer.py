@@ -11,8 +11,7 @@ class StepTimer:
         match the counts of results.
     between: the seconds that the last result added to `total`, which is the time between a
         request's last two tokens.
-    since: time.perf_counter() from which on time is not counted yet, which is that of the last
-        result; 0: there was no work.
+    since: time.perf_counter() of the last result, from which `total` goes on; 0: there was no work.
     """
 
     def __init__(self, micro_batches: int = 1) -> None:

@@ -4,9 +4,9 @@ It is split over keys as decode.py is, with the same plan and merge.
 
 A latent is read once for all heads, as their key and as their value. Its tile stays where it is
 between the two products, so a program takes as many heads as registers hold results for. The matrix
-unit multiplies 64 rows at once: those are heads where there are 64, and else latents, which
-wastes no rows. Up to 16 heads it multiplies 16 rows at a time instead. On
-Hopper 33 to 64 heads of a part are specialized_decode.py's.
+unit multiplies 64 rows at once. With 64 heads the rows are heads; with fewer they are latents, so
+that no row is wasted. Up to 16 heads the unit multiplies 16 rows at a time instead. On Hopper,
+specialized_decode.py computes parts of 33 to 64 heads.
 """
 
 import triton

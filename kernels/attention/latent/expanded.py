@@ -3,9 +3,10 @@
 Each head's key and value are computed from each latent. They are shorter than latents, so this pays
 for many queries.
 
-The keys of all entries lie one after another, and are made a piece at a time, so that long contexts
-take no more memory than a step's own tokens. What queries found in a piece goes on to the next: the
-launches depend on how many keys there are, which the host must know. A graph cannot.
+The keys of all entries lie one after another, and are expanded a piece at a time, so that long
+contexts take no more memory than a step's own tokens. Each piece continues the queries' running
+softmax. The number of launches depends on the number of keys, which the host must know, so a CUDA
+graph cannot have them.
 """
 
 from typing import NamedTuple
