@@ -159,8 +159,8 @@ class StepResult:
     drafts: returns the new drafts of the batch's proposals [proposals, most]; those after a
         proposal's count have no meaning. It waits for their computation, which is done before the
         next step's samples.
-    encode_seconds: time that encodes of images took which have ended since the last result.
-    encode_wait: the part of it in which steps waited for these encodes.
+    encode_seconds: the duration of image encodes that have ended since the last result.
+    encode_wait: the part of encode_seconds in which steps waited for these encodes.
     """
 
     step: int

@@ -92,7 +92,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     pooled: the prompt's vector (engine/pooling.py) and no output: max_tokens must be 0.
     return_routed_experts: whether to return the ids of the experts that each layer of a mixture
         chooses for each token. Such a request uses no cached prefix, and its steps no CUDA graph.
-    unscaled: that vector without the division by its length that may be the last step to it.
+    unscaled: whether `pooled` leaves out the final division of the vector by its length, if any.
 
     Raises InvalidRequest naming the field.
     """

@@ -122,7 +122,7 @@ class ApiContext:
         key: the request's tenant
         name: the model's name as the client gave it
 
-        A full queue goes before an unknown name. Raises as `Backend.admit` and `find_model`.
+        A full queue is reported before an unknown name. Raises as `Backend.admit` and `find_model`.
         """
         card = known_model(name, self.backend)
         self.backend.admit(key, "" if card is None else card.id)

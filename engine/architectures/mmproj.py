@@ -42,7 +42,7 @@ class Mmproj:
         one name in the folder follow each other there. A name may also be complete in the file.
     tokens: key of config.json -> texts of the token, of which the first that the vocabulary has is
         taken.
-    out: the tensor whose rows are the numbers of an embedding, and the axis of these rows.
+    out: (a tensor, the axis of it that is as long as an embedding).
     vision: the function that returns vision_config.
     settings: the function that returns the processor's settings, besides mean and deviation.
     outer: the function that returns further keys of config.json.

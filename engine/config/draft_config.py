@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 def draft_config(folder: str | Path, model: ModelConfig) -> ModelConfig:
     """Read the configuration of a draft model, for texts as long as the model's.
 
-    Raises ConfigError where it cannot draft for the model.
+    Raises ConfigError if the draft model cannot draft for the model.
     """
     config = ModelConfig.from_folder(folder)
     why = ""

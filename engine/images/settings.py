@@ -39,7 +39,7 @@ class ProcessorSettings:
 
     @classmethod
     def read(cls, folder: Path, encode: Encode | None = None) -> "ProcessorSettings | None":
-        """Read a folder's files; None if neither has settings of pictures that are supported.
+        """Read a folder's files; None if no file has settings of pictures that are supported.
 
         Raises ConfigError naming a file that cannot be read.
         """

@@ -6,8 +6,8 @@ for each stage:
  counters | stage 0: sent, failed | stage 1: sent, failed | ...
  slots    | stage 0: step 0, 1, ... | stage 1: step 0, 1, ... | ...
 
-The number of steps in flight is that of a stage's slots. The first stage launches a step after it
-has the oldest step's result, which has then passed all stages. So a slot is free when it is written
+A stage has as many slots as there are steps in flight. The first stage launches a step after it has
+the oldest step's result, which has then passed all stages. So a slot is free when it is written
 again. Where a stage has several ranks, all have the same activations, and each sends them to its
 counterpart in the next stage by its own link.
 """

@@ -176,7 +176,7 @@ class EngineClient:
         await self._order(lambda ticket: Control("pause", ticket, mode))
 
     async def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None:
-        """Free memory once no request runs; return when it is free. A request takes it again.
+        """Free memory once no request runs; return when it is free. A request wakes the engine.
 
         level, tags: see `Control`.
         Raises InvalidRequest, ConfigError, EngineDead.

@@ -282,7 +282,10 @@ class _Observer(Dense):
 
 
 class _Run:
-    """The text's activations between layers, which layers change in place of each other."""
+    """The run of a text through a model's layers, unrounded and rounded side by side.
+
+    Only the activations between two layers are kept, of both.
+    """
 
     def __init__(self, model: Decoder, observer: _Observer, pieces: Sequence[Tensor]) -> None:
         self._model, self._observer = model, observer

@@ -333,7 +333,7 @@ def _formats(
 
 
 def _group(quant: QuantFormat, parts: dict[str, list[Part]]) -> int:
-    """Return the largest group size that divides all rows: what the copy aims at, or 32.
+    """Return the largest group size that divides all rows: the format's own, 64 or 32.
 
     Rows that are not multiples of 32 are ignored.
     """

@@ -107,9 +107,9 @@ class Feedback(NamedTuple):
     inverse: float32 [in, in], the upper Cholesky factor of the inverse of the ordered Hessian.
     importance: float32 [in], the mean square of each input, relative to all.
     hessian: float32 [in, in], damped, in the order of the inputs.
-    correction: float32 [in, in]; a matrix plus its product with this computes from the inputs what
-        it computes from the unrounded model's. None = the inputs are the same.
-    due: float32 [out, in], which computes from the inputs what the residual lacks, by least
+    correction: float32 [in, in]; W + W @ correction gives for the inputs what W gives for those of
+        the unrounded model. None = the inputs are the same.
+    due: float32 [out, in], whose product with the inputs is what the residual lacks, by least
         squares; None = nothing.
     """
 

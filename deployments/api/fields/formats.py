@@ -70,7 +70,7 @@ class SchemaFormat(Struct, tag="json_schema", tag_field="type", gc=False):
 
 
 class FlatSchemaFormat(NamedSchema, tag="json_schema", tag_field="type"):
-    """A document of a JSON schema, as the Responses API has it."""
+    """The format of a JSON document with a schema, as the Responses API has it."""
 
 
 class Structure(Struct, kw_only=True, gc=False):

@@ -99,7 +99,7 @@ class Item(Known[MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
 
     @classmethod
     def others(cls) -> Schema:
-        """Return the schema of messages without a type, and of what is left out."""
+        """Return the schema of messages without a type, and of objects that are left out."""
         message = schema_of(MessageItem)
         message["properties"]["type"] = one_of("", None)
         no_message = {"type": "object", "properties": {"type": one_of("", None), "role": NEVER}}

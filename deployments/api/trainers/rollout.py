@@ -39,7 +39,7 @@ def rollout_params(
 ) -> SamplingParams:
     """Return the params of a rollout.
 
-    logprobs: those of `sampling` override them.
+    logprobs: the alternatives to each token where `sampling` names no number; None: none.
     routed: whether the experts of tokens are returned.
     """
     values = take_sampling(sampling, _SAME, logprobs=logprobs).values

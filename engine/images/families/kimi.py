@@ -68,7 +68,7 @@ class KimiImages:
         return ImageLayout((self.image_token_id,) * size, 0, size, size, (0, 0), shape)
 
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
-        """Return the pixels [1, height, width, 3] of an RGB picture, which are black around it."""
+        """Return the pixels [1, height, width, 3] of an RGB picture, with its padding in black."""
         import numpy as np
 
         details = (self._shrunk(*picture.size, detail) for detail in ("auto", "low"))

@@ -2,8 +2,9 @@
 
 The evicted adapter is the one with the fewest recent requests, not the least recently used one.
 With many more adapters than slots, most adapters are not needed again soon after their upload. With
-LRU each of them would evict one that is. An adapter with waiting requests is evicted only if all
-adapters have some.
+LRU each of them would evict an adapter that is needed soon. An adapter with waiting requests is
+evicted only if all adapters have some.
+
 Every row that may still use a slot pins it, and a pinned slot is not replaced. When all slots are
 pinned and an adapter waits, the slot with the fewest rows is promised to that adapter. No further
 request starts on a promised slot, and when its last row ends the waiting adapter gets it. So no
@@ -32,7 +33,7 @@ class Slot:
 
 
 class DeviceSlots:
-    """The slots of device memory for adapters: which one each is in, and which is replaced.
+    """The slots of device memory for adapters: which adapter each has, and which is replaced.
 
     count: the number of slots.
     """

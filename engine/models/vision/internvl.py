@@ -19,7 +19,7 @@ _PROJECTOR_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The names of the tower's tensors in one format, without those of whole layers before them.
+    """The names of the tower's tensors in one format; a layer's without `layers` and its number.
 
     qkv: the projections to queries, keys and values, or one of all three.
     projector: the norm and the two layers from the tower's width to the text model's.

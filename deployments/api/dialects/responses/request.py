@@ -56,7 +56,7 @@ class ResponsesRequest:
     echo: what the answer repeats
     items: the conversation so far, for the store
     places: name of a function in the chat -> (namespace or "", its own name)
-    custom: those of them that take a text
+    custom: the names in `places` of tools that take a text
     stream: whether the events of an answer in the background are wanted, of which the chat knows
         nothing
     """
