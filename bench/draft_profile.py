@@ -57,7 +57,7 @@ class ForcedLengths(ModelLengths):
 
 
 def start(core: EngineCore, streams: int) -> None:
-    """Begin so many requests, which outlast the measurement."""
+    """Begin `streams` requests, which outlast the measurement."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2048)
     for number in range(streams):
         ids = [(number + 7 * at) % 32_000 for at in range(PROMPT)]
@@ -96,7 +96,7 @@ def kernels_of(core: EngineCore) -> dict[str, tuple[float, float]]:
 def report(
     core: EngineCore, lengths: ForcedLengths, streams: int, top: int
 ) -> list[dict[str, Any]]:
-    """Measure the cases with so many streams, print what each adds, and return their rows."""
+    """Measure the cases with `streams` requests, print what each adds, and return their rows."""
     start(core, streams)
     rows, before = [], dict[str, tuple[float, float]]()
     for case in CASES:

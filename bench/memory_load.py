@@ -92,6 +92,7 @@ def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) 
     """Keep 1.5 times as many requests as can run for this long, then abort the rest.
 
     unit: "s", or engine "steps", which do not depend on the machine's load.
+    say: whether to print progress.
     """
     rng = random.Random(0)
     config, report = core.config, Report()

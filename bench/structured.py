@@ -144,7 +144,10 @@ class Judge:
 def measure(
     name: str, cases: list[Case], vocabulary: Vocabulary, masks: bool
 ) -> tuple[list[Line], list[Line]]:
-    """Return the table's rows, and a line for each schema with a wrong outcome."""
+    """Return the table's rows, and a line for each schema with a wrong outcome.
+
+    masks: whether to time masks.
+    """
     compiler = Compiler(vocabulary)
     ours = Judge(
         vocabulary, lambda schema: compiler.compile(Grammar.json_schema(schema, strict=True))

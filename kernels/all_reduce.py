@@ -398,9 +398,7 @@ class PeerMemory:
 
 
 def _block(x: Tensor, among: int) -> int:
-    """Return the number of elements of a tile: small for small inputs, so that all programs have
-    work.
-    """
+    """Return the elements of a tile, so few for a small x that all `among` programs have work."""
     least, most = 512 // x.itemsize, TILE // x.itemsize
     return max(least, min(most, triton.next_power_of_2(triton.cdiv(x.numel(), among))))
 

@@ -42,8 +42,9 @@ State = Literal["kept", "broken", "unclear"]
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A limit of the SLO: `share` of requests must keep `metric` below `seconds`; for "errors"
-    succeed.
+    """A limit of the SLO: `share` of requests must keep `metric` below `seconds`.
+
+    If the metric is "errors", `share` of requests must succeed.
     """
 
     text: str
@@ -363,7 +364,7 @@ def knee(trials: Sequence[Trial]) -> float | None:
 def resume(folder: Path, fresh: Search) -> Search:
     """Return the folder's search if its key is that of `fresh`, or `fresh` if there is none.
 
-    Raises ScenarioError for a search of something else, whose trials must not be lost.
+    Raises ScenarioError if the folder's search has another key: its trials must not be lost.
     """
     path = folder / STATE
     if not path.exists():
@@ -413,5 +414,5 @@ def _between(first: float, last: float, step: str | None) -> Iterator[float]:
 
 
 def _round(load: float, whole: bool) -> float:
-    """Return a load with few digits, which people can read and stored trials can be found by."""
+    """Return a load in few digits, for readers and as a key of trials. whole: as an integer."""
     return float(max(1, round(load))) if whole else float(f"{load:.4g}")

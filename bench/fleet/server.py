@@ -140,7 +140,7 @@ def _counts(states: Mapping[Any, int]) -> tuple[int, int, int]:
 
 
 def kills(url: str, pools: Sequence[str], seconds: float) -> Callable[[RunClock], Awaitable[None]]:
-    """Return what kills a replica of each pool, and a router, each as soon as there is one."""
+    """Return a function that kills a replica of each pool and a router, at set times of the run."""
 
     async def kill(clock: RunClock, number: int, name: str) -> None:
         await asyncio.sleep((0.4 + 0.1 * number) * seconds - clock.now())

@@ -95,7 +95,7 @@ def stages(url: str, processor: ImageProcessor, repeats: int) -> dict[str, float
 async def take(url: str, processor: ImageProcessor, count: int) -> None:
     """Read `count` pictures by a router's intake, headers then pixels, AT_ONCE at a time.
 
-    Each has other bytes behind its end, for an intake does not decode the same file again.
+    Other bytes follow the end of each picture: an intake decodes an equal file only once.
     """
     intake = ImageIntake()
     waiting = iter(range(count))
@@ -112,7 +112,10 @@ async def take(url: str, processor: ImageProcessor, count: int) -> None:
 
 
 def router(model: str, size: tuple[int, int], count: int, begin: Any, times: Any) -> None:
-    """Run one router's intake; put its wall and CPU seconds into `times`."""
+    """Run one router's intake; put its wall and CPU seconds into `times`, a queue.
+
+    begin: the barrier at which all routers start.
+    """
     url, processor = picture(model, size)
     asyncio.run(take(url, processor, AT_ONCE))
     begin.wait()
@@ -130,7 +133,7 @@ def picture(model: str, size: tuple[int, int]) -> tuple[str, ImageProcessor]:
 
 
 def together(model: str, size: tuple[int, int], count: int, processes: int) -> dict[str, float]:
-    """Return what pictures cost where several routers take them."""
+    """Return CPU ms a picture and pictures/s, where several routers each take `count` pictures."""
     context = multiprocessing.get_context("spawn")
     begin, times = context.Barrier(processes), context.Queue()
     routers = [

@@ -36,7 +36,10 @@ def _look(port: int) -> None:
 
 
 async def _window(port: int, pid: int, seen: bool) -> Line:
-    """Measure the router's CPU time in a window, in milliseconds per second."""
+    """Measure the router's CPU time in a window, in milliseconds per second.
+
+    seen: whether a viewer polls the live page.
+    """
     looking = asyncio.create_task(_looks(port)) if seen else None
     spent = await spend([port], STREAMS, SECONDS, [pid], routers=False)
     if looking is not None:

@@ -123,7 +123,10 @@ class _Weights:
 
 
 def _serve(pipe: Connection, folder: str, dtype: str, device: str, shared: bool) -> None:
-    """Carry out the orders that come by the pipe: (name, argument), each with one answer."""
+    """Carry out the orders that come by the pipe: (name, argument), each with one answer.
+
+    shared: whether tensors are in shared memory.
+    """
     torch.set_num_threads(1)
     weights = _Weights(Path(folder), getattr(torch, dtype), device, shared)
     senders: list[WeightSender] = []

@@ -1,4 +1,4 @@
-"""Scale: what routers cost with a thousand replicas, whose engines only pretend.
+"""Scale: what routers cost with a thousand replicas, whose engines are simulated.
 
 Routers, replica servers and channels are the service's own. A part runs over real sockets in
 several processes, for memory and CPU time. The rest runs in virtual time in one process, for more
@@ -45,7 +45,7 @@ DECISION_US, MEMORY_MB = 100.0, 200.0  # the most that is accepted
 PROMPT = 512  # tokens of a request
 # Requests/s of each replica in virtual time, and output tokens: one stream at a time on average.
 BUSY, OUTPUT = 5.0, 40
-# Steps of half a second, so that two cores can carry a thousand engines that pretend.
+# Steps of half a second, so that two cores can carry a thousand simulated engines.
 SLOW_STEPS = replace(GPU, base=0.5, max_num_seqs=32)
 # Heartbeats of a channel go on while a busy machine starts everything.
 _PATIENT = ChannelLimits(handshake=60.0, heartbeat=1.0, timeout=60.0)

@@ -133,7 +133,7 @@ def with_format(model: Path, name: str, folder: Path) -> Path:
 
 
 def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
-    """Return (PLAIN or a format, side, engine options) in the order of a run."""
+    """Return (PLAIN or a format, side, engine options) in the order of a run. own: no vLLM."""
     sides: list[tuple[str, str, list[str]]] = [(PLAIN, "manta", [])]
     for name in formats:
         for side, change in (("manta", FORMATS[name].manta), ("vllm", FORMATS[name].vllm)):
@@ -168,7 +168,7 @@ def rows_of(label: str, lines: list[Line]) -> list[Line]:
 def measure(
     model: Path, formats: list[str], names: list[str], runs: int, raw: RawLines, own: bool
 ) -> None:
-    """Run the measurements that are missing in raw, and save their lines."""
+    """Run the measurements that are missing in raw, and save their lines. own: no vLLM."""
     there = {_of(line) for line in raw.all}
     with tempfile.TemporaryDirectory() as parent:
         folders = {name: with_format(model, name, Path(parent)) for name in formats}

@@ -149,7 +149,7 @@ def longest(sizes: Sizes) -> int:
 class Conversations:
     """Conversations that all take a turn, then all the next.
 
-    tokens: of all of them at their end.
+    tokens: of all conversations together after the last turn.
     """
 
     def __init__(self, side: Side, sizes: Sizes, tokens: float, turns: int, seed: int) -> None:

@@ -17,7 +17,7 @@ H = TypeVar("H", bound=Handler)
 # The statuses that an operation may end with, beside 200 and those of every operation.
 # The operation reads a body.
 READS = (400, 408, 413, 415)
-# The operation names something.
+# The operation names a resource, such as a model or a file.
 NAMES = (403, 404)
 # The operation is work for a replica.
 QUEUES = (*READS, *NAMES, 409, 422, 429, 499, 503)

@@ -170,7 +170,10 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
 
 
 def _post_processor(file: GGUFFile, tokens: list[str], default: bool) -> dict[str, Any] | None:
-    """Return the step that adds the beginning-of-sequence token, or None if the model has none."""
+    """Return the step that adds the beginning-of-sequence token; None if none is to be added.
+
+    default: whether to add the token where the file does not say.
+    """
     bos = file.get("tokenizer.ggml.bos_token_id")
     if not file.get("tokenizer.ggml.add_bos_token", default) or bos is None:
         return None

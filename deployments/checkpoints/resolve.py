@@ -259,7 +259,7 @@ class ModelIdentity:
 def check_model(spec: str, *, weights: bool = True) -> None:
     """Find the faults of a `model:` setting that need no download and no loading, in milliseconds.
 
-    Raises ConfigError that names the file at fault.
+    weights: whether there must be weights. Raises ConfigError that names the file at fault.
     """
     if spec == "default":
         return

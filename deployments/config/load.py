@@ -224,7 +224,10 @@ def check_model_files(config: MantaConfig, complete: bool = True) -> None:
 
 
 def _check_model(config: MantaConfig, complete: bool) -> None:
-    """Check the model's files without loading them. Raises ConfigError (param model)."""
+    """Check the model's files without loading them. Raises ConfigError (param model).
+
+    complete: as in `load_config`.
+    """
     from deployments.checkpoints import resolve as models
     from engine.config.model_config import ModelConfig
 

@@ -42,7 +42,8 @@ def read_sampling(theirs: Mapping[str, Any], room: int, *, routed: bool = False)
     """Return verl's sampling_params as ours.
 
     room: the most tokens that the answer may have.
-    Raises InvalidRequest for fields that mean something and are not known.
+    routed: whether to return the routed experts.
+    Raises InvalidRequest for unknown fields that are not None.
     """
     fields = {name: value for name, value in theirs.items() if value is not None}
     limits = [fields.pop(name, room) for name in ("max_tokens", "max_new_tokens")]

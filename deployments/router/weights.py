@@ -511,7 +511,7 @@ class FleetWeights:
             logger.warning("weights: %s", error.message)
 
     def lacks(self, stats: EngineStats) -> bool:
-        """Whether a replica differs from the record."""
+        """Whether a replica lacks the recorded version, pause or sleep of the fleet."""
         return (
             stats.weights_version != self.version
             or stats.paused != self.paused

@@ -88,7 +88,7 @@ def engine_deployments(
 ) -> list[Application]:
     """Return one deployment for each pool of engines of a model.
 
-    An encoder pool's deployment is an argument of theirs.
+    Encoder pools' deployments are arguments of the engine pools' deployments.
     """
     engines = []
     prepare = prepare or prepare_engine

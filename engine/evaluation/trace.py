@@ -111,6 +111,8 @@ class _LayerTap:
     """A stand-in for a layer that records the residual, multiplied by `scale`, in the trace.
 
     The decoder keeps the residual divided by `scale`.
+
+    first: whether to record the layer's input, too, as the embedding.
     """
 
     def __init__(self, layer: DecoderLayer, first: bool, scale: float, trace: Trace) -> None:

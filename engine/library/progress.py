@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class _ChoiceState:
-    """The state of a choice: its tokens, how many were decoded to text, and how many were read."""
+    """The state of a choice: its tokens, how many were decoded to text, and how many were read.
+
+    eager: whether tokens are decoded as they come (to find stop strings), not when they are read.
+    """
 
     __slots__ = ("_decoded", "_decoder", "_eager", "_read", "_stop_token", "_texts", "whole")
 

@@ -114,7 +114,7 @@ def over_peers(group: DistributedGroup, device: torch.device, exact: bool) -> Di
     """Return a PeerGroup of the group's ranks, or the group itself with a warning in the log.
 
     The group is returned if the devices cannot access each other's memory. All ranks call this
-    together.
+    together. exact: see PeerGroup.
     """
     here = torch.tensor([device.index], device=group.device)
     devices = [int(number) for number in group.gather(here).flatten()]

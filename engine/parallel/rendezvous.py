@@ -249,6 +249,7 @@ def distributed(
 ) -> Place:
     """Open and return the place of a rank that communicates over torch.distributed.
 
+    exact: see PeerGroup.
     memory: on the CPU, the file that a stage's ranks share, which are on one machine.
     """
     backend = "gloo" if device.type == "cpu" else BACKEND

@@ -198,7 +198,7 @@ class _StepCosts:
         self.block = self.left
 
     def end_early(self) -> bool:
-        """Whether to end a block with drafts early: they lose speed, or almost none is accepted."""
+        """Whether drafts lose speed, or almost none is accepted: the block of steps then ends."""
         steps = self.block - self.left
         if steps >= (_REST if self._entries <= _FEW else _SETTLING + _MEASURED) and (
             self.gain < _LEAST_GAIN

@@ -140,7 +140,7 @@ class _Block:
         self._begin(0)
 
     def _begin(self, length: int, steps: int = 0, *, dormant: bool = False) -> None:
-        """Begin a block: a trial, or a long one of so many steps."""
+        """Begin a block of `steps` steps with drafts of this length; 0 steps: a trial."""
         self.length, self.settling = length, _SETTLING
         if length and length not in self._tried:
             self.settling += _COLD

@@ -75,8 +75,8 @@ class StepGrammars:
             llg_numpy.fill_next_token_bitmask_par(self._pool, rows, masks)
 
         filling = self._beside.submit(fill)
-        # Wait until that thread has the interpreter lock, which it releases when grammars begin.
-        # Otherwise it would wait as long as this thread computes.
+        # Wait until the thread of `fill` has the interpreter lock, which it releases when grammars
+        # begin. Otherwise `fill` would begin only when this thread has computed its part.
         entered.acquire()
 
         def wait() -> Filled:

@@ -45,6 +45,7 @@ class ChoiceDecoder:
     a stop string.
 
     prompt: the ids before the choice, as in `TextStream`.
+    offsets: whether to return where each token's text begins.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class ChoiceDecoder:
         return self._held[: end if self._include_stop else start], stop, end - held
 
     def _emit(self, *, final: bool) -> str:
-        """Return the text that can no longer become part of a stop string."""
+        """Return the text that can no longer become part of a stop string. final: all of it."""
         text = self._held
         keep = (
             len(text)

@@ -283,7 +283,10 @@ def _settle(parameters: list[Parameter]) -> None:
 def _named(
     model: Loadable, stored: dict[str, StoredTensor], *, tell: bool = True
 ) -> dict[str, StoredTensor]:
-    """Return the stored tensors, without ignored ones, under the names that the model uses."""
+    """Return the stored tensors, without ignored ones, under the names that the model uses.
+
+    tell: whether to log the ignored tensors.
+    """
     tensors: dict[str, StoredTensor] = {}
     unread: Counter[str] = Counter()
     for name, tensor in stored.items():

@@ -363,7 +363,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             return []
 
         def score_many(number: Value, address: Value) -> list[Value]:
-            """Store the scores of a vector of consecutive keys, for all heads of the group."""
+            """Store the scores of a vector of keys, from key `number` on, for every head."""
             totals: list[list[Value]] = [[] for _ in range(group)]
             for at in range(size):
                 key = key_at(writer.at(address, at * dim, shape.dtype))

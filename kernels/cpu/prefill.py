@@ -234,6 +234,8 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     ) -> Value:
         """Replace the scores of a block's r-th row by their unnormalised softmax weights.
 
+        masked: whether some of the tile's keys are hidden from the row.
+
         Returns the factor by which the row's earlier sums must be scaled.
         """
         line, row = w.at(weights, w.mul(r, tile)), w.add(row, r)

@@ -45,7 +45,10 @@ class Numbers:
 
 
 class Places:
-    """The loads of a layer's score modifiers in a kernel. scored: which modifiers exist."""
+    """The loads of a layer's score modifiers in a kernel, from words `at` to `at + 2` of args.
+
+    scored: which modifiers exist.
+    """
 
     def __init__(self, writer: IRWriter, scored: Scored, at: int) -> None:
         self._writer, self._scored = writer, scored

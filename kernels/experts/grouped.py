@@ -41,9 +41,9 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# The pairs that an expert has on average -> tiles for 16-bit weights, the first that fits: what
-# sweeps of bench.kernels.experts found, up to 24 on an H200 (128 and 512 experts), up to 48 on an
-# H100.
+# (most pairs of an expert on average, tiles for 16-bit weights); the first row that fits counts.
+# From sweeps of bench.kernels.experts: rows up to 24 pairs on an H200 (128 and 512 experts), the
+# row of 48 on an H100.
 TILES: tuple[tuple[float, Tiles], ...] = (
     (10, Tiles(Tile(16, 64, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3))),
     (24, Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 4))),

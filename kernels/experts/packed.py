@@ -51,13 +51,13 @@ FIXED = PackedTiles(PackedTile(32, 64, 4, 3), PackedTile(32, 64, 4, 3))
 
 
 class PackedShape(NamedTuple):
-    """The tile of a program."""
+    """The tile of a program: `pairs` rows by `outs` outputs."""
 
     block: int  # a power of two, at least EXPERTS
     pairs: int
     outs: int
     words: int  # words or codes of a row at a time
-    whole_steps: bool
+    whole_steps: bool  # whether every step's columns exist, so that no mask is needed
 
 
 @triton.jit

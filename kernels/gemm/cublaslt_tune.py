@@ -72,7 +72,10 @@ _loaded: set[Key] = set()
 
 
 class _AlgorithmSearch:
-    """The search for the fastest algorithm for one number of rows."""
+    """The search for the fastest algorithm for one number of rows.
+
+    add: whether the product is added to the output.
+    """
 
     queue_cycles = _QUEUE_CYCLES
 

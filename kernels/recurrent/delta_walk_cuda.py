@@ -262,7 +262,7 @@ def walk(
     *,
     keeps: bool = True,
 ) -> None:
-    """Compute entries token by token; see `_delta_walk_kernel`."""
+    """Compute entries token by token; see `_delta_walk_kernel`. keeps: states are written."""
     x, z, a, b, heads, tail, state, late = inputs
     assert meta.rows is not None and meta.counts is not None
     entries, values = meta.kv_len.shape[0], triton.next_power_of_2(heads.value_size)

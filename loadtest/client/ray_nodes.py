@@ -211,6 +211,8 @@ def files_of(scenario: Scenario) -> Iterator[tuple[str, Path]]:
 async def compare_clocks(ask: Any) -> tuple[float, float]:
     """Return (the other clock minus this clock, largest error), in seconds, from the fastest
     round trip.
+
+    ask: returns an awaitable of the other clock's time.
     """
     offset, quickest = 0.0, float("inf")
     for _ in range(_QUESTIONS):

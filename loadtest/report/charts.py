@@ -367,7 +367,7 @@ def _share(value: float, low: float, high: float, log: bool) -> float:
 
 
 def _range(axis: Axis, values: Sequence[float], zero: bool = False) -> tuple[float, float]:
-    """Return the two ends of an axis, which are never equal."""
+    """Return the two ends of an axis, which are never equal. zero: the axis includes 0."""
     if axis.log:
         values = [v for v in values if v > 0] or [1e-3, 1.0]
         low = axis.low if axis.low is not None else min(values) / 1.05

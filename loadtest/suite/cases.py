@@ -47,7 +47,7 @@ class SuiteOptions:
     users: clients at once that measure the capacity; at best as many as the server runs at once.
     seconds: duration of each case.
     questions: number of different questions.
-    prompt_tokens, output_tokens: about, of each question. long_tokens: of a long prompt.
+    prompt_tokens, output_tokens: rough numbers of a question. long_tokens: of a long prompt.
     first_limit_s: a good answer's first token comes within so many seconds.
     patience_s: a stream without a byte for so long is lost.
     kill_pids: processes that get SIGKILL. kill_commands: shell commands that harm the server.

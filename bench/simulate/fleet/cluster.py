@@ -17,7 +17,7 @@ NOWHERE = -1  # a policy's choice while no replica is ready
 
 
 class RoutingPolicy(Protocol):
-    """A policy that chooses replicas. It is told what a router would learn."""
+    """A policy that chooses replicas by the events that a router learns of."""
 
     name: str
     # whether its engines evict the least popular adapter instead of the least recently used one

@@ -215,7 +215,7 @@ class StructBody(Body, Generic[T]):
     def read(self, body: Mapping[str, Any], ignored: list[str], *, strict: bool) -> T:
         """Return the Struct of a body; add the names of fields without effect to `ignored`.
 
-        Raises ApiError 400.
+        strict: whether unknown fields are refused. Raises ApiError 400.
         """
         ignored += check_names(
             body, self.known, strict=strict, generates=self.generates, unused=self.ignored

@@ -46,7 +46,10 @@ class Body:
         object.__setattr__(self, "known", frozenset(looked | self.taken.keys()))
 
     def schema(self, *, strict: bool = False) -> Schema:
-        """Return the JSON schema of the whole body, in which null is a field that is left out."""
+        """Return the JSON schema of the whole body, in which null is a field that is left out.
+
+        strict: whether it forbids unknown fields.
+        """
         properties = {
             name: schema if name in self.required else optional(schema)
             for name, schema in self.taken.items()

@@ -220,7 +220,12 @@ class _Builder:
         once: bool,
         content: str,
     ) -> str:
-        """Return the grammar of a turn in channels; its <|start|>assistant is in the prompt."""
+        """Return the grammar of a turn in channels; its <|start|>assistant is in the prompt.
+
+        required: whether there must be a call.
+        once: whether there is at most one part of reasoning.
+        content: the rule of the final text; "" = any text.
+        """
         again, comment = self.literal(f"{MESSAGE_START}assistant"), f"{CHANNEL}commentary"
         message = self.literal(MESSAGE)
         ends = (*MESSAGE_ENDS, MESSAGE_START)

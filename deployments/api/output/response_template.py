@@ -215,7 +215,10 @@ def _made(**marks: Any) -> OutputFormat:
 def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
     """Return (whether the opening expression has the call's name, JSON keys of name and arguments).
 
-    The keys are "" if it has."""
+    The keys are "" if it has.
+
+    each: whether the template transforms each call by itself.
+    """
     function = transform.get("function") if isinstance(transform, dict) else None
     if function == "{content}" and not each:
         return False, ("name", "arguments")

@@ -101,7 +101,10 @@ class ItemWriter(Protocol):
 
 
 class Naming:
-    """The ids of an answer's items, the same each time the answer is generated again."""
+    """The ids of an answer's items, the same each time the answer is generated again.
+
+    short: whether tool call ids have the short form of the model.
+    """
 
     def __init__(self, number: bytes, short: bool) -> None:
         self._number, self._short = number, short

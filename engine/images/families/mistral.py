@@ -1,4 +1,4 @@
-"""mistral_settings: settings of pictures in Mistral's own files, for folders without others."""
+"""mistral_settings: the image settings of folders that have only Mistral's own files."""
 
 from pathlib import Path
 

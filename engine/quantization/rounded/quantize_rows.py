@@ -5,7 +5,8 @@ from torch import Tensor
 
 from kernels.packed import Decoded, Format
 
-# Shares of a group's range that 4 bits try beside all of it. A clipped outlier leaves finer steps.
+# Parts of a group's range that 4-bit scales are tried with, beside the whole range: if outliers are
+# clipped, steps are finer.
 _SHARES = (0.92, 0.84, 0.76)
 _REFITS = 3  # times that scales and offsets of 4 bits are refitted to their codes
 

@@ -39,7 +39,7 @@ from kernels.block_copies import copy_rows
 
 logger = logging.getLogger("manta.engine")
 
-FIRST_OF_OTHERS = 1 << 20  # attached slots have numbers from here on
+FIRST_OF_OTHERS = 1 << 20  # the lowest number of a slot that another process owns
 _QUEUE_BYTES = 8 << 30  # bytes of stores that may wait to be copied
 _PIECE = 32  # blocks between two events
 _PROBED = 64  # blocks whose loads are timed at the start

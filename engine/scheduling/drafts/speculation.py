@@ -7,8 +7,8 @@ a time while any request has drafts.
 
 Drafts of a model are computed on the device at the end of a step (`Batch.proposals`), and are
 verified in the next step. That step is launched while they are computed, as the host needs their
-number alone: it reads them with the next result. The step that computes drafts pays for them, so
-what is worth its row is asked when a step is to compute drafts, and all that were computed are
+number alone: it reads them with the next result. The step that computes drafts pays for them. So
+whether a draft is worth its row is decided before it is computed, and all computed drafts are
 verified.
 """
 

@@ -67,6 +67,8 @@ class StepDrafts:
         """Add drafts of decoding requests, as far as free blocks allow.
 
         No request is preempted for drafts, and each running request keeps a free block.
+
+        room, constrained: see `Speculation.choose`.
         """
         snapshots = self._memory.snapshots
         if snapshots is not None:

@@ -451,7 +451,7 @@ class HostTier:
         return self._free_states.pop() if self._free_states else -1
 
     def fill(self, name: Name, slot: int, *, usable: bool) -> None:
-        """Name a slot after what was read into it, or give it back."""
+        """Name a slot after what was read into it, or give it back if that is not usable."""
         group, digest = name
         usable = usable and self.slot_of(name) < 0
         if group == STATES:

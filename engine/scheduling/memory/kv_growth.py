@@ -314,7 +314,10 @@ class KVGrowth:
                 return
 
     def _grow(self, now: int, wanted: int, *, ask: bool) -> int:
-        """Claim and map memory for blocks, as much as there is, and return their number."""
+        """Claim and map memory for `wanted` blocks, or fewer; return their number.
+
+        now: the mapped blocks. ask: whether to ask other engines for memory that is lacking.
+        """
         pages, have = self.pages, self.pages.num_bytes(now)
         size = pages.num_bytes(wanted) - have
         granted = self.share.claim(size, last=not ask)

@@ -126,7 +126,7 @@ def products(
 
     rows: rounded rows for tiles of `tiled_bf16.tile`; the caller may have chosen their blocks
     (`Panels._round`). With them all tiles but the last have `most` rows. Otherwise tiles have about
-    equally many rows.
+    equally many rows. add: whether products are added to the output.
     """
     size, tiled = writer.lanes, rows is not None
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))

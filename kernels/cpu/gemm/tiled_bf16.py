@@ -53,7 +53,7 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
 
     def rows_of(tiles: range, later: bool) -> None:
         """Multiply one or two tiles of rows. AMX tiles 0 to 3 are sums, two per tile of rows; tiles
-        4 and 5 are rows of x, 6 and 7 weights.
+        4 and 5 are rows of x, 6 and 7 weights. later: whether to prefetch the next panel.
         """
         for at in tiles:
             for half in (0, 1):

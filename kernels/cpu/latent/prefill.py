@@ -233,6 +233,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         """Attend _ROWS queries from `row` on to the tile of keys that starts at key `begin`.
 
         first: first token of the work item.
+        masked: whether keys after a query's own must be hidden.
         """
         own = [w.at(query, w.mul(w.add(row, r), shape.head // unit)) for r in range(_ROWS)]
 

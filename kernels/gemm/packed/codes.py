@@ -2,8 +2,8 @@
 
 A nibble becomes a float32 by its place: as the fourth to seventh bit of the mantissa of 128 it is
 128 + nibble, which takes a shift and one logical operation, where a conversion would take two
-slower ones. What is too much by that (BASE) leaves the sum over a group once. For bfloat16 there is
-PTX that makes two numbers at a time.
+slower ones. The surplus of 128 (BASE) is subtracted once from the sum over a group. For bfloat16
+there is PTX that makes two numbers at a time.
 """
 
 import struct

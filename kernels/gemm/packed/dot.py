@@ -353,7 +353,7 @@ def pair_ptx(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
 def decoding(
     x: Tensor, weight: PackedWeight, ptx: list[str], scale_codes: bool = False
 ) -> Decoding:
-    """Return how a kernel decodes the weight. ptx: the result of `pair_ptx`."""
+    """Return how a kernel decodes the weight. ptx: the result of `pair_ptx`; see Decoding."""
     precision = "ieee" if x.dtype == _FLOAT else "tf32"
     return Decoding(bool(ptx), scale_codes, bytes_fit(weight), tuple(ptx or [""] * 4), precision)
 
