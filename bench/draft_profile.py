@@ -96,7 +96,10 @@ def kernels_of(core: EngineCore) -> dict[str, tuple[float, float]]:
 def report(
     core: EngineCore, lengths: ForcedLengths, streams: int, top: int
 ) -> list[dict[str, Any]]:
-    """Measure the cases with `streams` requests, print what each adds, and return their rows."""
+    """Measure the cases with `streams` requests, print what each adds, and return their rows.
+
+    top: number of kernels to print, those that add the most time first.
+    """
     start(core, streams)
     rows, before = [], dict[str, tuple[float, float]]()
     for case in CASES:

@@ -143,7 +143,11 @@ def prefill(
     target: float | None = None,
     libraries: dict[str, Library] | None = None,
 ) -> KernelWork:
-    """Make a case of prefill attention. libraries: peers for a single prompt without a prefix."""
+    """Make a case of prefill attention.
+
+    target: the wanted share of the peer's speed.
+    libraries: peers for a single prompt without a prefix.
+    """
     meta, num_blocks = meta_of(s, kv_len, query_len, 0, 16)
     seen = sum(m * (n - m) + m * (m + 1) // 2 for n, m in zip(kv_len, query_len, strict=True))
     q = s.random(sum(query_len), s.heads, s.dim)

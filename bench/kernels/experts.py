@@ -630,7 +630,7 @@ def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
 
 
 def tell(step: Step, copy: float, rate: float) -> None:
-    """Print a line for each launch."""
+    """Print a line for each launch. copy, rate: bytes/s and FLOP/s that the device reaches."""
     for launch, num_bytes, calls in launches(step):
         us = time_us(calls)
         line = f"  {launch:<22}{us:9.2f} us"

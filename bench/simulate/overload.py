@@ -62,8 +62,8 @@ class Found:
     began: float = 0.0
 
     def good(self, since: float, until: float, wait: float = WAIT) -> float:
-        """Return the answers per second that ended in [since, until) with the first token in
-        time.
+        """Return the answers per second that ended in [since, until) with the first token within
+        `wait` seconds.
         """
         count = sum(
             since <= request.end - self.began < until and request.first - request.at <= wait

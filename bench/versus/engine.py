@@ -88,7 +88,10 @@ def run_manta(
     side: str = "manta",
     load_format: str = "dummy",
 ) -> None:
-    """Start Manta's engine and run each workload once. Prints a JSON line per workload."""
+    """Start Manta's engine and run each workload once. Prints a JSON line per workload.
+
+    change: engine options that differ. side: the label of the lines.
+    """
     from engine import LLM, SamplingParams
 
     began = time.perf_counter()

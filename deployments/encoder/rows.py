@@ -124,7 +124,7 @@ class ImageRows:
             del self._asking[key]
 
     async def _go_on(self, submitted: WaitingRequest, asked: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for a request's embeddings, and begin it unless it was aborted."""
+        """Wait for the tasks that fetch a request's embeddings; begin it unless it was aborted."""
         request = submitted.request
         await asyncio.wait(asked)
         arrived = [

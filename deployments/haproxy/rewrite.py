@@ -156,7 +156,7 @@ class _HaproxyFile:
         return sections[0]
 
     def check_listeners(self, known: int) -> None:
-        """Check that every `bind` line is one that was rewritten. Raises TemplateChanged."""
+        """Check that there are only the `known` rewritten `bind` lines. Raises TemplateChanged."""
         binds = sum(section.count("bind ") for section in self._sections)
         if binds != known:
             raise _changed(f"{binds} listeners, {known} of them known")

@@ -68,7 +68,10 @@ def plan_encoders(
 
 
 def _plan(pool: str, model: ModelConfig, config: EngineConfig, device: Hardware) -> EncoderPlan:
-    """Return the plan of a pool's actor on a device, of unknown size if `memory` is 0."""
+    """Return the plan of a pool's actor on a device; if device.memory is 0, any size fits.
+
+    Raises DoesNotFit.
+    """
     import torch
 
     from engine.encoder import TowerAlone

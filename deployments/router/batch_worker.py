@@ -391,7 +391,7 @@ class _Run:
                 self._counts["failed"] += 1
 
     async def _publish(self, ended: str = "completed") -> None:
-        """Publish the written lines as files, and end the batch with a status.
+        """Publish the written lines as files, and end the batch with the status `ended`.
 
         The files' ids are saved first, so that publishing can be resumed after a crash.
         """

@@ -251,6 +251,8 @@ class FleetWeights:
     async def _transferred(self, what: str, info: dict[str, Any]) -> dict[ReplicaClient, str]:
         """Send an order to the replicas that joined a transfer, and return their folders.
 
+        what, info: fields of TransferWeights.
+
         Replicas that came after its beginning get the weights from the record. Raises MantaError
         if a replica fails, after which no replica goes on with the transfer.
         """
@@ -376,6 +378,7 @@ class FleetWeights:
     ) -> dict[ReplicaClient, Answer]:
         """Send each replica an order, and return the answers of replicas that are not lost.
 
+        make(client, ticket): returns the order.
         clients: None = all. Raises Overloaded if there is no replica, or none answers.
         """
         clients = self.connected() if clients is None else clients
@@ -435,7 +438,7 @@ class FleetWeights:
             task.add_done_callback(lambda _: self._bringing.pop(client, None))
 
     async def _bring_up(self, client: ReplicaClient) -> None:
-        """Order what the record says until the replica has it, or is lost."""
+        """Give a replica the recorded weights, pause and sleep, until it has them or is lost."""
         logged = ""
         while client.connection is not None and not client.retired:
             await asyncio.sleep(_RETRY)

@@ -54,6 +54,7 @@ class StepCostModel:
     """A least-squares fit of step times with non-negative coefficients and exponential decay.
 
     prior: the assumed cost at the beginning.
+    fade: factor of earlier steps' weights at each fit.
     """
 
     def __init__(self, prior: StepCost, fade: float = _FADE) -> None:

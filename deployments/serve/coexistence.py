@@ -58,7 +58,7 @@ def left_out(wanted: Sequence[Any], there: Mapping[str, Any]) -> set[str]:
     """Return the running applications of models that an earlier configuration had and this one
     lacks.
 
-    Models that were added to the running endpoint are not among them.
+    Models that were added to the running endpoint are not among them. Arguments as in `check`.
     """
     ours = {app["name"] for app in wanted}
     several = [app["name"] for app in wanted if app["import_path"] == SEVERAL_MODELS]

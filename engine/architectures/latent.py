@@ -59,12 +59,12 @@ ONE_KEY_HEAD: Mapping[str, Read] = {
 def latent_attention(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Return layers that all have latent attention."""
+    """Return layers that all have latent attention, otherwise like `plain`."""
     return alike(config, latent_layer(config, plain), layers)
 
 
 def latent_layer(config: Reader, plain: "LayerAttention") -> "LayerAttention":
-    """Return a layer with latent attention; yarn's mscale_all_dim scales scores by its square."""
+    """Return `plain` with latent attention; yarn's mscale_all_dim scales scores by its square."""
     heads = config.size("num_attention_heads")
     latent = Latent(
         config.size("kv_lora_rank"),

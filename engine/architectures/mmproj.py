@@ -305,6 +305,7 @@ def _qwen2_merged(
 ) -> Mmproj:
     """Return the record of Qwen2-VL's or Qwen2.5-VL's tower.
 
+    projector, wrapper, vision: see Mmproj.
     mlp: names of the tensors of a layer's MLP, as for `_layer`.
     """
     return Mmproj(

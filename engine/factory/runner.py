@@ -280,7 +280,10 @@ def _hand_over(
 
 
 def _measure_step(resolved: Resolved, runner_with: Callable[[int], ModelRunner]) -> int:
-    """Run the largest step with a few KV blocks; return the bytes of its activations."""
+    """Run the largest step with a few KV blocks; return the bytes of its activations.
+
+    runner_with(blocks): makes the runner.
+    """
     device = resolved.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -144,7 +144,7 @@ class DistributedGroup(TensorParallelGroup):
         return self.beside(self.gather(self.padded(x, total)), total)
 
     def padded(self, x: Tensor, total: int) -> Tensor:
-        """Return x [n, columns], padded to the number of columns of the first rank."""
+        """Return x [n, columns], padded to the first rank's number of the `total` columns."""
         lacking = -(-total // self.size) - x.shape[1]
         return torch.nn.functional.pad(x, (0, lacking)) if lacking else x
 

@@ -253,7 +253,7 @@ class Ranks(RankProcesses):
             ) from None
 
     def _follow(self, reports: "Connection[Any, Any]", first: int, address: str) -> None:
-        """Forward the log of another node's ranks, and report their end."""
+        """Forward the log of another node's ranks, from rank `first` on, and report their end."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, report, status = reports.recv()

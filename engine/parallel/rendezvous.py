@@ -147,6 +147,7 @@ def other(
 ) -> Open:
     """Return the function that opens the place of a rank other than 0.
 
+    memory: the descriptor of the ranks' shared file, as in `distributed`.
     meet: waits for the address that rank 0 sends by `meet_at`.
     """
     size, stages, per_node = config.num_ranks, config.pipeline_parallel, config.ranks_per_node

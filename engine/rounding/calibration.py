@@ -284,7 +284,7 @@ class _Observer(Dense):
 class _Run:
     """The run of a text through a model's layers, unrounded and rounded side by side.
 
-    Only the activations between two layers are kept, of both.
+    Only the activations between two layers are kept, of both. pieces: the text's token ids.
     """
 
     def __init__(self, model: Decoder, observer: _Observer, pieces: Sequence[Tensor]) -> None:

@@ -183,7 +183,10 @@ class _Block:
         return (1 + gain) * plain / own
 
     def hopeless(self, length: int, gain: float) -> bool:
-        """Whether drafts of a length lose even if they cost the least that drafts can."""
+        """Whether drafts of a length lose even if they cost the least that drafts can.
+
+        gain: accepted drafts of a request in a step.
+        """
         return (1 + gain) / (1 + _CHEAPEST * length) < _LEAST
 
     def go_on(self, gains: list[float]) -> None:

@@ -20,7 +20,7 @@ class Name(str):
 
 @dataclass(slots=True)
 class Call:
-    """A call that a pickle wants, or an object. state: attributes that the pickle sets."""
+    """A call or an object in a pickle, as data. state: attributes that the pickle sets."""
 
     function: str
     arguments: tuple[Any, ...]

@@ -176,8 +176,8 @@ class LoadClient:
         return end
 
     async def _together(self, least: float) -> float:
-        """Agree with the other processes when the next phase starts, after a phase that ended
-        with its answers.
+        """Agree with the other processes when the next phase starts, at `least` or later, after a
+        phase that ended with its answers.
         """
         if self._barrier is None or self._stop.is_set():
             return max(least, clock())

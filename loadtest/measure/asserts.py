@@ -31,7 +31,7 @@ NAMES = (*_PLAIN, *_FRACTIONS, *sorted(TIMES))
 
 _ERRORS = tuple(f"errors.{name}" for name in ERROR_CLASSES)
 
-_PARTS = {"us": 1e6, "ms": 1e3, "s": 1.0, "m": 1 / 60, "%": 100.0}  # units per second, and per one
+_PARTS = {"us": 1e6, "ms": 1e3, "s": 1.0, "m": 1 / 60, "%": 100.0}  # units in a second; % in 1
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,

@@ -28,6 +28,8 @@ class StepParser:
 
     A step is a method that consumes the beginning of `_text`, emits events and sets `_step`. It
     returns True if `_step` may go on at once, and False if it needs more text.
+
+    first: the first step.
     """
 
     def __init__(self, first: Callable[[], bool]) -> None:

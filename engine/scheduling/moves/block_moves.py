@@ -213,6 +213,7 @@ class BlockMoves:
     def weights_changed(self, version: str, updates: int) -> None:
         """Change the name of the weights that other engines compare before they pull blocks.
 
+        updates: number of updates so far; a version of this name, or "", is no name of its own.
         Weights without a name of their own are equal to those of no other engine.
         """
         named = version not in ("", str(updates))

@@ -257,10 +257,10 @@ def _products(writer: IRWriter, form: Format) -> None:
         into = writer.at("%out", writer.mul(first, "%stride"))
 
         def step(block: Value, odd: int, sums: list[Value]) -> list[Value]:
-            """Add a block's sums, store the next block's tile, and multiply the third block after
-            it.
+            """Add block's sums, store the tile of block + 1, and multiply block + _AHEAD, which may
+            belong to the next item.
 
-            The third block may belong to the next item.
+            odd: block % 2, which selects the tiles.
             """
             row = writer.op(f"and i64 {block}, {TILE_ROWS - 1}")
             line = writer.at(writer.at(into, writer.mul(row, "%stride")), writer.mul(half, size))

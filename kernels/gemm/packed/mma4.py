@@ -61,7 +61,7 @@ def _product(kind: str, less: int) -> str:
 
     The codes of eight outputs are in $4 to $7, those of eight others in $8 to $11, and x is in $12
     to $27. A bfloat16 has no room for two nibbles: codes are 128 larger, which is taken from the
-    group's sum later. In float16 a whole number is subtracted at once.
+    group's sum later. In float16 that and the zero point `less` are subtracted at once.
     """
     base = _MAGIC[kind]
     magic = _bits(base, kind)
