@@ -38,6 +38,7 @@ QUARTER = HALF.slower(2)
 class Asked:
     """One request; times are monotonic seconds, -1 for never.
 
+    at: its arrival. first: the time of its first token.
     sent: when it was sent to a replica. retry_after: seconds, if it was refused.
     """
 

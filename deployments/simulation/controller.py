@@ -52,7 +52,7 @@ class _Reporter:
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """The life of a replica; times are seconds, `ended` is -1 until it has ended."""
+    """The life of a replica. wanted, ended: seconds of its decision and its end; -1: not yet."""
 
     wanted: float
     ended: float = -1.0

@@ -218,8 +218,8 @@ class WeightTransfer:
     def update(self, info: dict[str, Any]) -> str:
         """Copy the tensors of a message into the update; begin one if `start` has not.
 
-        Returns the folder of a complete update, which it is where `start` has not been called; ""
-        if `finish` has to follow. Raises UpdateFailed, after which the update is dropped.
+        Returns the folder of the update, which this message completes, or "" if `start` was called,
+        so that `finish` has to follow. Raises UpdateFailed, after which the update is dropped.
         """
         if self._stage is None:
             self.start({})
@@ -291,7 +291,7 @@ class WeightTransfer:
         return str(stage.folder)
 
     def drop(self, info: dict[str, Any]) -> None:
-        """Drop an update that is not in place, complete or not."""
+        """Drop the updates that the engine has not loaded, complete or not."""
         self._drop_stage()
         for stage in self._folders:
             if str(stage.folder) != self._placed:

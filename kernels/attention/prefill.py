@@ -28,8 +28,8 @@ def _in_block(position, dims, head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.const
 class PrefillTile(NamedTuple):
     """The tile of a program, as one `tl.constexpr`."""
 
-    rows: int
-    dims: int
+    rows: int  # queries times heads of a group
+    dims: int  # HEAD_DIM padded to a power of two
     keys: int
 
 

@@ -95,10 +95,10 @@ class PairShape(NamedTuple):
     """The tile of a program, and the rule by which its codes become numbers."""
 
     rows: int  # outputs a program owns
-    units: int
-    ints: int
-    lift: float
-    rest: float
+    units: int  # units of a row at a time
+    ints: int  # 32-bit words of a unit
+    lift: float  # factor of x, so that no product loses digits at the lower end of float32's range
+    rest: float  # factor of scales that makes up for `lift`
     ptx: str  # PTX for four codes of a word; "": there is none
 
 

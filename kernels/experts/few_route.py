@@ -23,10 +23,10 @@ _WIDEST = 8192  # a program holds a whole row of x
 class RouteTile(NamedTuple):
     """The tile of a program, as one `tl.constexpr`."""
 
-    rows: int
+    rows: int  # experts whose logits a program computes
     columns: int  # a power of two, at least WIDTH
-    block: int
-    places: int
+    block: int  # a power of two, at least CHOICE.experts
+    places: int  # a power of two, at least CHOICE.chosen
 
 
 class Choice(NamedTuple):

@@ -95,7 +95,7 @@ def _add(xs, ws, acc, SWAP: tl.constexpr):
 
 
 class GroupedShape(NamedTuple):
-    """The tile of a program, and the way tiles reach it."""
+    """The tile of a program, and the way tiles reach it; other fields are those of `Tile`."""
 
     block: int  # a power of two, at least EXPERTS
     rows: int

@@ -263,7 +263,7 @@ def _mark(field: JsonObject, name: str) -> list[_Part]:
 
 
 def _text(parts: list[_Part], where: str) -> str:
-    """Return a mark's text without optional white space."""
+    """Return a mark's text without optional white space. Raises _Unusable for groups."""
     if any(isinstance(part, _Captured) for part in parts):
         raise _Unusable(f"{where}_pattern: groups are for calls")
     return "".join(part for part in parts if isinstance(part, str))

@@ -171,7 +171,10 @@ class DriverProcess:
             raise RayLostError(f"Ray has not answered for {_SILENT:.0f} s")
 
     def stop(self, drain_seconds: float | None) -> None:
-        """Tell the driver to stop what it started; `ended` becomes true afterwards."""
+        """Tell the driver to stop what it started; `ended` becomes true afterwards.
+
+        drain_seconds: as in `Cluster.close`.
+        """
         with contextlib.suppress(OSError):
             self._channel.sendall(json.dumps({"stop": drain_seconds}).encode() + b"\n")
 

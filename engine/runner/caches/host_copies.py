@@ -254,7 +254,7 @@ class _Copy:
     ticket: int  # ticket of the load; 0 = a store
     items: frozenset[int]
     slots: frozenset[int]
-    size: int
+    size: int  # bytes
     began: torch.cuda.Event
     done: torch.cuda.Event
     failed: bool = False

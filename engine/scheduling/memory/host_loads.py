@@ -63,9 +63,12 @@ def resumable(
     slots: Sequence[Mapping[bytes, int]],
     states: Collection[bytes],
 ) -> list[int]:
-    """Return the table of the longest prefix beyond `near` positions that has a snapshot.
+    """Return the block table of the longest prefix of more than `near` blocks with a snapshot.
 
-    slots, states: the blocks and snapshots that are not on the device.
+    hashes: the hashes of the request's blocks.
+    slots, states: the blocks, by group, and the snapshots that are not on the device.
+
+    Returns [] if there is no such prefix.
     """
     table = pool.match_prefix(hashes, slots)
     groups = pool.num_groups

@@ -31,7 +31,7 @@ class WeightReceiver(Protocol):
         ...
 
     def drop(self, info: dict[str, Any]) -> None:
-        """Drop an update that is not in place."""
+        """Drop the updates that the engine has not loaded, complete or not."""
         ...
 
     def in_place(self, folder: str) -> None:

@@ -31,7 +31,8 @@ _BEYOND = (4, 32)  # (factor, addend) on the recent maximum up to which the fit 
 _COMPARED = 128  # number of steps; more than one in a hundred of them may miss the target
 _FIRST_ERROR = 0.1  # relative error that is assumed until enough steps were compared
 _MOST_ERROR = 0.25  # largest relative error that smaller steps compensate
-# times the expected time: a pause of the process. The next step may be that much shorter
+# Most factor between a step's time and the expected one. Beyond it the process paused, and the next
+# step may be shorter by as much.
 _PAUSE = 3
 
 

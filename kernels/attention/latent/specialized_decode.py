@@ -225,11 +225,11 @@ class SpecializedTile(NamedTuple):
     """The tile of a program, as one `gl.constexpr`."""
 
     box: int  # rows that the accelerator copies at once
-    rows: int
-    keys: int
-    places: int
-    registers: int
-    copies: int
+    rows: int  # heads, padded
+    keys: int  # tokens of a tile
+    places: int  # tiles in shared memory
+    registers: int  # registers of a thread in `_half`
+    copies: int  # registers of a thread of those that copy
 
 
 @gluon.jit

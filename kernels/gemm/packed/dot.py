@@ -84,7 +84,7 @@ class Decoding(NamedTuple):
 class DotTile(NamedTuple):
     """The tile of a program of `_packed_dot_kernel`."""
 
-    rows: int
+    rows: int  # outputs of a program
     tokens: int
     width: int  # words or codes of a row at a time
     split: int  # shares of the columns

@@ -41,7 +41,7 @@ _GROUP = 128  # inputs of a scale of 4-bit codes
 class FewTile(NamedTuple):
     """The tile of a program, as one `gl.constexpr`."""
 
-    rows: int
+    rows: int  # outputs of a program
     tokens: int
     words: int  # words of a row that a warp takes at a time
     shares: int  # parts of the columns: one for each warp
