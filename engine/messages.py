@@ -150,7 +150,7 @@ class TransferWeights(msgspec.Struct, array_like=True, tag="transfer_weights"):
     """An order to take weights from a trainer; steps go on meanwhile. An Answer follows.
 
     what: "init" (join the trainer's group), "start", "update" (take tensors), "finish" or "drop"
-        (an update that is not in place). A "start" and a "finish" enclose several updates; an
+        (the updates that are not loaded). A "start" and a "finish" enclose several updates; an
         update without them is a whole one. "collect" is an update after a "start" that also
         finishes once the checkpoint is whole. The answer to a whole update has its folder as
         message, for `UpdateWeights`.

@@ -209,6 +209,9 @@ class SimReplica:
     def _admit(self, now: float, budget: int, chunk: list[tuple[Job, int]]) -> float:
         """Admit waiting requests in order, skipping those whose adapter is loading.
 
+        budget: prompt tokens of the step that are left.
+        chunk: gets (request, its prompt tokens in the step).
+
         Returns when the first of these adapters will be loaded, or 0.
         """
         later = 0.0
