@@ -93,7 +93,7 @@ class EngineStageUDF(StatefulStageUDF):
         self._starting = asyncio.Lock()
         self._alone = asyncio.Lock()  # held by a row that an engine may have died of
 
-    # The base says a coroutine, as it has no yield.
+    # The base class has no yield, so its type is that of a coroutine.
     async def udf(  # type: ignore[override]
         self, batch: list[Row]
     ) -> AsyncIterator[Row]:

@@ -28,7 +28,7 @@ class Load:
     """The requests of a run.
 
     rate: requests per second. prompts: prompt lengths to choose from. outputs: range of output
-    lengths.
+    lengths. rows, step_tokens: the engine's limits.
     """
 
     rate: float

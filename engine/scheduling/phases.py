@@ -79,7 +79,7 @@ class RequestPhases:
         self.in_flight: deque[LaunchedStep] = deque()
         self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         self._arrivals = 0
-        # and stop ids of requests since the engine was last idle
+        # the model's, and stop ids of requests since the engine was last idle
         self._end_tokens = set(config.eos_token_ids)
 
     def speculate(self, speculation: Speculation | None) -> None:
@@ -325,7 +325,7 @@ class RequestPhases:
         """Return the prompt tokens to compute of requests that are not batch work."""
         tokens = sum(r.remaining for r in self.computing if not r.batch_work)
         for request in self.queue.waiting:
-            if request.batch_work:  # so are all behind it
+            if request.batch_work:  # requests behind it are batch work, too
                 break
             tokens += request.queued_tokens
         return tokens

@@ -159,7 +159,7 @@ class Request:
         self.num_registered = 0  # leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
         self.fetched = False  # whether blocks were loaded for it since it was queued
-        self.read_from_disk = False  # and whether they were read from disk before
+        self.read_from_disk = False  # whether these blocks were read from disk before
         self.keep_seconds = message.keep_seconds
         self.prefix_hashes = message.prefix_hashes
         self.num_reused = 0  # leading blocks that the host tier stores when it leaves

@@ -174,7 +174,7 @@ class Scheduler(RequestPhases):
         self.lacks_blocks = False
         for victim in self.batch_victims(free):
             self._preempt(victim, builder)
-        if not self.in_flight:  # so the rows are free, and the last tokens of victims known
+        if not self.in_flight:  # rows of victims are free at once, and their last tokens known
             builder.preempted = False
         prompts = self.interactive_tokens() > 0
         limits = self.batch_pace.limits(self.rows, self.token_limit, prompts=prompts)

@@ -30,7 +30,7 @@ _LEAST = 1.02  # least speed-up at which drafts go on
 # The same as long as steps without drafts are known only with a drafter that reads, which takes up
 # to a tenth of a step. Up to the second, steps without it are measured before drafts go on.
 _LEAST_READING, _CLOSE = 1.05, 1.15
-_PROMISING = 1.18  # guess of a length that was not tried at which its trial does not wait
+_PROMISING = 1.18  # guessed speed-up at which an untried length is tried at once
 _PROBABLE = 1.7  # tokens of a step at which a lost trial is repeated soon
 
 _LOSS = 0.003  # most share of steps that trials may lose

@@ -30,7 +30,7 @@ _TYPES = {
     torch.bfloat16: 9,
 }
 _POLL_SECONDS = 0.001
-_LIFE_SECONDS = 0.5  # between looks whether the trainer lives
+_LIFE_SECONDS = 0.5  # between two checks that the trainer lives
 
 
 class _UniqueId(ctypes.Structure):

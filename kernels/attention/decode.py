@@ -165,7 +165,7 @@ class DecodeTile(NamedTuple):
 
     rows: int  # `queries` * GROUP, padded to what the matrix unit takes
     dims: int  # HEAD_DIM padded to a power of two
-    keys: int  # keys a tile
+    keys: int  # keys of a tile
     merge: int  # splits merged at a time
     merge_rows: int  # GROUP padded to a power of two
     last_merges: bool  # whether the split that arrives last merges, and not `_merge_kernel`
@@ -336,7 +336,7 @@ def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) 
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    dims = max(16, triton.next_power_of_2(head_dim))  # as few as a product takes
+    dims = max(16, triton.next_power_of_2(head_dim))  # at least what a matmul takes
     merge_rows = triton.next_power_of_2(group)
     shape = plan.shape
     programs = num_sms(q.device) * shape.per_sm

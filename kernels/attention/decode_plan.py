@@ -28,7 +28,7 @@ TAIL = 4  # the last split to be drawn ends this fraction of a split after the a
 
 
 class DecodeLaunch(NamedTuple):
-    keys: int  # a tile
+    keys: int  # keys of a tile
     num_warps: int
     num_stages: int
     per_sm: int  # programs on a multiprocessor

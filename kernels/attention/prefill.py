@@ -203,7 +203,7 @@ def _prefill_kernel(
     index = tl.num_programs(1) - 1 - tl.program_id(1)
     first_entry = tl.load(counts)
     if DETERMINISTIC:
-        first_entry = first_entry * 0  # decodes too
+        first_entry = first_entry * 0  # compute decodes here, too
     num_entries = tl.load(counts + 1)
     entry, begin, first = entry_of(query_start, first_entry, num_entries, index, QUERIES)
     query_len = num_tokens - begin
@@ -298,7 +298,7 @@ def attention_prefill(
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    dims = max(16, triton.next_power_of_2(head_dim))  # as few as a product takes
+    dims = max(16, triton.next_power_of_2(head_dim))  # at least what a matmul takes
     shape = prefill_launch(dims, q.element_size(), deterministic)
     rows = max(shape.rows, triton.next_power_of_2(group))
     blocks = meta.most_blocks(num_tokens, rows // group, decodes=deterministic)

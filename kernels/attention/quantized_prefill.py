@@ -231,7 +231,7 @@ def _quantized_prefill_kernel(
     index = tl.num_programs(1) - 1 - tl.program_id(1)
     first_entry = tl.load(counts)
     if DETERMINISTIC:
-        first_entry = first_entry * 0  # decodes too
+        first_entry = first_entry * 0  # compute decodes here, too
     num_entries = tl.load(counts + 1)
     entry, begin, first = entry_of(query_start, first_entry, num_entries, index, QUERIES)
     query_len = num_tokens - begin

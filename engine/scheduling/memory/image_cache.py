@@ -59,7 +59,7 @@ class ImageCache:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # digest -> size, oldest first
         self._pixels: dict[bytes, bytes] = {}
         self._came: dict[bytes, Image] = {}  # digest -> an image with embeddings, until a step
-        self._came_tokens = 0  # embeddings of these
+        self._came_tokens = 0  # embeddings of the images in _came
         self._holders: Counter[bytes] = Counter()  # digest -> requests that have the image
         self._needed: Counter[bytes] = Counter()  # digest -> requests that will use its embeddings
         # digest -> the request for which it was encoded ahead, until the request uses it

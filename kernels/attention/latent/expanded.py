@@ -259,8 +259,8 @@ def _latent_expanded_kernel(
 
 
 class ExpandedLaunch(NamedTuple):
-    rows: int  # queries of one head, a program
-    keys: int  # a tile
+    rows: int  # queries of one head in a program
+    keys: int  # keys of a tile
     num_warps: int
     num_stages: int
 

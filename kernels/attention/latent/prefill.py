@@ -113,8 +113,8 @@ def _latent_prefill_kernel(
 
 
 class _Launch(NamedTuple):
-    rows: int  # queries times heads of a part, a program
-    keys: int  # a tile
+    rows: int  # queries times heads of a part in a program
+    keys: int  # keys of a tile
     num_warps: int
     num_stages: int
 

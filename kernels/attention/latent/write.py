@@ -24,7 +24,7 @@ def _latent_write_kernel(
     NOPE: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    HEADS: tl.constexpr,  # a program
+    HEADS: tl.constexpr,  # heads of a program
     NOPES: tl.constexpr,  # power of two >= NOPE
     RANKS: tl.constexpr,
     HALF: tl.constexpr,  # power of two >= ROPE / 2
