@@ -36,7 +36,7 @@ def open_folder(folder: Path) -> int:
 
 
 def refusal(folder: Path, error: OSError) -> ConfigError:
-    """Return the error of a folder that the operating system refuses, with the way out."""
+    """Return the error of a folder that the operating system refuses, with what to do."""
     return ConfigError(
         f"disk_kv_folder: {folder} cannot be used: {error.strerror or error}; name a folder that "
         "this user can write, on a disk with room, or leave disk_kv_bytes out",
