@@ -245,8 +245,8 @@ def compare(
             ours, *theirs = (run(texts)[0] for run in sides.values())
             differences = [float(np.abs(ours - vectors).max()) for vectors in theirs]
             for other, difference in zip(list(sides)[1:], differences, strict=True):
-                said = f"{name}/{dtype}/{case}: vectors of {other} differ by {difference}"
-                assert difference < BOUNDS[dtype], said
+                message = f"{name}/{dtype}/{case}: vectors of {other} differ by {difference}"
+                assert difference < BOUNDS[dtype], message
             best = dict.fromkeys(sides, 0.0)
             least = dict.fromkeys(sides, float("inf"))  # CPU seconds
             for _ in range(rounds):

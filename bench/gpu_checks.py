@@ -222,8 +222,8 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
             finally:
                 _end(process)
                 _running.discard(process)
-        said = log.read_text(errors="replace")
-        output = path.read_text() if path.exists() else said
+        logged = log.read_text(errors="replace")
+        output = path.read_text() if path.exists() else logged
     unfinished = "died" if code is not None else "cut off"
     lines = ended(
         [json.loads(text) for text in output.splitlines() if text.startswith('{"')], unfinished
@@ -235,7 +235,7 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
         last["outcome"] = "out of time"
     last["seconds"] = round(time.monotonic() - began, 1)
     if not good:
-        last |= {"exit": code, "why": _PYTESTS.sub("", said)[-1500:]}
+        last |= {"exit": code, "why": _PYTESTS.sub("", logged)[-1500:]}
     return [{"part": part.name, **line} for line in [*lines, last]]
 
 

@@ -68,9 +68,10 @@ def in_order(value: Any, schema: Any) -> Any:
     if isinstance(value, list):
         prefix = schema.get("prefixItems")
         first = prefix if isinstance(prefix, list) else []
-        rest = schema.get("items")
+        further = schema.get("items")
         return [
-            in_order(inner, first[i] if i < len(first) else rest) for i, inner in enumerate(value)
+            in_order(inner, first[i] if i < len(first) else further)
+            for i, inner in enumerate(value)
         ]
     if not isinstance(value, dict):
         return value
@@ -115,12 +116,12 @@ class Judge:
         self.compile_ms.append((time.thread_time() - began) * 1e3)
         for document, valid in tests:
             try:
-                taken = matcher is not None and self._takes(matcher, schema, document, masks)
+                accepted = matcher is not None and self._takes(matcher, schema, document, masks)
             except Exception:
                 counts["failed"] += 1
                 continue
             wrong = "valid_rejected" if valid else "invalid_accepted"
-            counts["right" if taken == valid else wrong] += 1
+            counts["right" if accepted == valid else wrong] += 1
         return counts
 
     def _takes(self, matcher: Any, schema: Any, document: Any, masks: bool) -> bool:

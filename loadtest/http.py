@@ -160,10 +160,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._rest = data
             return
         lines = data[:end].split(b"\r\n")
-        version, _, rest = lines[0].partition(b" ")
+        version, _, remainder = lines[0].partition(b" ")
         if not version.startswith(b"HTTP/1."):
             raise ValueError(f"{lines[0][:40]!r} instead of a status")
-        status = int(rest[:3])
+        status = int(remainder[:3])
         headers: dict[bytes, bytes] = {}
         for line in lines[1:]:
             name, _, value = line.partition(b":")
@@ -215,10 +215,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         position, size, left = 0, len(data), self._left
         while position < size:
             if left > 0:
-                taken = data[position : position + left]
-                body.append(taken)
-                position += len(taken)
-                left -= len(taken)
+                piece = data[position : position + left]
+                body.append(piece)
+                position += len(piece)
+                left -= len(piece)
                 continue
             end = data.find(b"\r\n", position)
             if end < 0:

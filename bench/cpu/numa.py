@@ -115,8 +115,8 @@ def main() -> None:
             lines.append({"turn": turn, "layout": layout, "numa": numa, "tokens_s": speed})
             print(json.dumps(lines[-1]), flush=True)
     rows = rows_of(speeds, len(nodes))
-    for each in rows:
-        print(f"{each['case']:<24} {each['ratio']:>7}")
+    for row in rows:
+        print(f"{row['case']:<24} {row['ratio']:>7}")
     if args.out:
         config = {"model": args.model, "nodes": [str(node) for node in nodes]}
         write(args.out, "numa", config, rows, lines)

@@ -300,10 +300,10 @@ def main() -> None:
                 [*command, "--side", str(threads)],
                 stdout=subprocess.PIPE, text=True, env={**os.environ, **threads_of},
             )  # fmt: skip
-            said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if done.returncode or not said:
+            results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if done.returncode or not results:
                 raise SystemExit(f"{name} on {threads} threads failed")
-            sides.append(json.loads(said[-1].removeprefix("RESULT ")))
+            sides.append(json.loads(results[-1].removeprefix("RESULT ")))
             lines.append({"format": name, "threads": threads, **sides[-1]})
         format_rows = rows_of(name, *sides)
         for row in format_rows:

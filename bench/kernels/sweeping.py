@@ -155,8 +155,8 @@ def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, st
         _end(process.pid)
         status = process.wait()
         errors.seek(0)
-        said = errors.read().strip().splitlines() or [f"exit status {status}"]
-    return ran, f"not done after {EACH_S:.0f} s" if late else said[-1][:120]
+        printed = errors.read().strip().splitlines() or [f"exit status {status}"]
+    return ran, f"not done after {EACH_S:.0f} s" if late else printed[-1][:120]
 
 
 def _end(pid: int) -> None:

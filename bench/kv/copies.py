@@ -200,8 +200,8 @@ def main() -> None:
     for name, copy in ways.items():
         try:
             lines.append({"way": name, "exact": exact(pools, copy)})
-            for said, chosen in directions.items():
-                lines.append({"way": name, "direction": said, **measure(copy, *chosen)})
+            for direction, chosen in directions.items():
+                lines.append({"way": name, "direction": direction, **measure(copy, *chosen)})
             beside = beside_products(copy)
             lines.append({"way": name, "matmul_ms_alone": alone, "matmul_ms_beside": beside})
         except (RuntimeError, AttributeError) as error:  # cuMemcpyBatchAsync needs CUDA 12.8

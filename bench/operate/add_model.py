@@ -131,12 +131,12 @@ def serving(folder: Path) -> Iterator[tuple[int, int]]:
     )
     try:
         assert process.stdout is not None
-        said, began = "", time.monotonic()
-        while "Serving" not in said:
+        output, began = "", time.monotonic()
+        while "Serving" not in output:
             line = process.stdout.readline()
             if not line or time.monotonic() - began > READY_S:
-                raise SystemExit(f"the server did not start:\n{said}")
-            said += line
+                raise SystemExit(f"the server did not start:\n{output}")
+            output += line
         threading.Thread(target=process.stdout.read, daemon=True).start()
         yield port, process.pid
     finally:
@@ -177,7 +177,7 @@ def _pin(server: int) -> int:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     half = _half(sorted(os.sched_getaffinity(0)))
-    rest = os.sched_getaffinity(0) - half
+    others = os.sched_getaffinity(0) - half
     if len(half) < 2:
         return 0
 
@@ -186,7 +186,7 @@ def _pin(server: int) -> int:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().lower()
             streams |= any(name in command for name in _STREAM)
             for task in Path(f"/proc/{pid}/task").iterdir():
-                os.sched_setaffinity(int(task.name), half if streams else rest)
+                os.sched_setaffinity(int(task.name), half if streams else others)
         for child in children.get(pid, ()):
             pin(child, streams)
 

@@ -40,7 +40,7 @@ def lines(rounds: int, model: str, name: str) -> Iterator[Line]:
         awake = [_ask(llm) for _ in range(AWAKE)]
         text = awake[-1][1]
         for number in range(rounds):
-            taken = ask_device("memory.used")
+            used = ask_device("memory.used")
             began = time.perf_counter()
             llm.sleep()
             asleep = time.perf_counter() - began
@@ -55,7 +55,7 @@ def lines(rounds: int, model: str, name: str) -> Iterator[Line]:
                 "asleep_s": round(asleep, 3),
                 "awake_first_token_s": round(statistics.median(seconds for seconds, _ in awake), 4),
                 "start_s": round(ready, 1),
-                "awake_mib": int(taken or 0),
+                "awake_mib": int(used or 0),
                 "asleep_mib": int(left or 0),
                 "same_tokens": ids == text,
             }

@@ -97,12 +97,12 @@ def round_(wheel: Path, folder: Path, cache: Path) -> Line:
     )
     try:
         assert process.stdout is not None
-        said = ""
-        while "Serving" not in said:
+        output = ""
+        while "Serving" not in output:
             line = process.stdout.readline()
             if not line or time.monotonic() - began > READY_S:
-                raise SystemExit(f"the server did not start:\n{said}")
-            said += line
+                raise SystemExit(f"the server did not start:\n{output}")
+            output += line
         ready = time.monotonic() - began
         text, first = _ask(port)
         if not text:

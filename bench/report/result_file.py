@@ -33,10 +33,10 @@ def ask_device(what: str) -> str:
     """Return a property of the first GPU without creating a context on it; "" without a GPU."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return said.partition("\n")[0].strip()
+    return output.partition("\n")[0].strip()
 
 
 def versions(*packages: str) -> dict[str, str]:

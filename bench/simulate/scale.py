@@ -316,12 +316,12 @@ def in_virtual_time(
 def _rows(
     case: str, figures: Sequence[RouterFigures], routers: int, real: bool
 ) -> list[RoutingRow]:
-    decisions = [value for one in figures for value in one.decisions_us]
-    requests = [value for one in figures for value in one.requests_us]
-    ages = [value for one in figures for value in one.ages_s]
-    first = [value for one in figures for value in one.first_s]
-    seconds = max(one.seconds for one in figures)
-    frames = sum(one.frames for one in figures) / routers / seconds
+    decisions = [value for costs in figures for value in costs.decisions_us]
+    requests = [value for costs in figures for value in costs.requests_us]
+    ages = [value for costs in figures for value in costs.ages_s]
+    first = [value for costs in figures for value in costs.first_s]
+    seconds = max(costs.seconds for costs in figures)
+    frames = sum(costs.frames for costs in figures) / routers / seconds
     median = sample_at(decisions, 0.5)
     rows = [
         _row(f"{case}/decision_p50", median, DECISION_US, "us", "wanted"),
@@ -333,11 +333,11 @@ def _rows(
         _row(f"{case}/first_token_p99", sample_at(first, 0.99), 0.0, "s"),
     ]
     if real:
-        memory = max(one.memory_mb for one in figures)
-        index = max(one.index_mb for one in figures)
-        cpu = sum(one.cpu_s for one in figures) / max(1, sum(one.frames for one in figures))
+        memory = max(costs.memory_mb for costs in figures)
+        index = max(costs.index_mb for costs in figures)
+        cpu = sum(costs.cpu_s for costs in figures) / max(1, sum(costs.frames for costs in figures))
         rows += [
-            _row(f"{case}/connected_after", max(one.connected_s for one in figures), 0.0, "s"),
+            _row(f"{case}/connected_after", max(costs.connected_s for costs in figures), 0.0, "s"),
             _row(f"{case}/cpu_a_frame", 1e6 * cpu, 0.0, "us", "requests included"),
             _row(f"{case}/memory", memory + index, MEMORY_MB, "MB", "with a full index; wanted"),
             _row(f"{case}/memory_of_the_index", index, 0.0, "MB", f"{PAIRS} pairs"),
@@ -389,7 +389,7 @@ def all_rows(quick: bool) -> tuple[list[RoutingRow], list[dict[str, Any]]]:
         figures = over_sockets(replicas, routers, rate=20.0, seconds=10.0)
         case = f"sockets/{replicas}x{routers}"
         rows += _rows(case, figures, routers, real=True)
-        lines += [{"case": case, **asdict(one)} for one in figures]
+        lines += [{"case": case, **asdict(costs)} for costs in figures]
     for replicas, routers in ((100 // part, 10), (1000 // part, 10), (1000 // part, 100 // part)):
         rate = BUSY * replicas / routers
         single = in_virtual_time(replicas, routers, rate=rate, seconds=0.5)

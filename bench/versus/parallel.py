@@ -47,10 +47,10 @@ def sides_of(label: str, ranks: int, vllm: bool) -> list[tuple[str, str, list[st
 
 def measure(args: argparse.Namespace) -> None:
     wanted = {
-        (label, run, name): (folder, *rest)
+        (label, run, name): (folder, *fields)
         for label, folder in zip(args.name, args.model, strict=True)
         for run in range(args.runs)
-        for name, *rest in sides_of(label, args.ranks, args.vllm)
+        for name, *fields in sides_of(label, args.ranks, args.vllm)
     }
 
     def finished(piece: Piece, lines: list[Line]) -> bool:

@@ -225,9 +225,9 @@ def measure(side: Side, sizes: Sizes) -> Iterator[tuple[str, float]]:
         times.append(time.perf_counter() - began)
     yield "first", 1000 * median(times)
     if side.copied is not None:
-        size, taken = (now - then for now, then in zip(side.copied(), before, strict=True))
-        if taken:
-            yield "copies", size / taken / 1e9
+        size, seconds = (now - then for now, then in zip(side.copied(), before, strict=True))
+        if seconds:
+            yield "copies", size / seconds / 1e9
 
 
 def run_side(side: str, args: argparse.Namespace) -> None:

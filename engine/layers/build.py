@@ -311,12 +311,12 @@ class Builder:
         assert self.config.experts is not None
         count, stored = self.config.experts.count, self.stored(ours)
         order = np.arange(shape[0]) if stored.rows is None else stored.rows(self.config)
-        num_rows, rest = shape[0] // len(stored.names), shape[1:]
+        num_rows, of_row = shape[0] // len(stored.names), shape[1:]
         if len(stored.names) == 1:
             pieces = [np.concatenate([order[begin:end] for begin, end in kept])]
         else:
             pieces = [order[begin:end] % num_rows for begin, end in kept]
-        on_disk = (num_rows, *rest)[::-1] if stored.transposed else (num_rows, *rest)
+        on_disk = (num_rows, *of_row)[::-1] if stored.transposed else (num_rows, *of_row)
         sources = []
         for expert in range(count):
             for name, rows in zip(stored.names, pieces, strict=True):

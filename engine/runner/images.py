@@ -322,13 +322,13 @@ class StepImages:
                     f"{size} embeddings of images, {len(self._free)} free places and {len(rows)} "
                     "rows of the tower"
                 )
-            taken, self._free = np.split(self._free, [size])
-            slots = self._on_device(taken)
+            claimed, self._free = np.split(self._free, [size])
+            slots = self._on_device(claimed)
             if self._stream is not None:
                 self._stream.await_gathers()
             self._cache.index_copy_(0, slots, rows.to(self._cache.dtype))
         for image in images:
-            self._slots[image.digest], taken = np.split(taken, [image.size])
+            self._slots[image.digest], claimed = np.split(claimed, [image.size])
             if encoding is not None:
                 self._encodings[image.digest] = encoding
 
@@ -351,11 +351,11 @@ class StepImages:
             parts = [self._encoded(encoder, images) for images in self._together(own)]
             if parts:
                 rows[: sizes[self._group.rank]] = torch.cat(parts).to(rows.dtype)
-        taken, self._free = np.split(self._free, [size])
+        claimed, self._free = np.split(self._free, [size])
         places = [most * rank + np.arange(count) for rank, count in enumerate(sizes)]
-        self._shares = _Shares(rows, taken, np.concatenate(places), encoding)
+        self._shares = _Shares(rows, claimed, np.concatenate(places), encoding)
         for image in [image for share in shares for image in share]:
-            self._slots[image.digest], taken = np.split(taken, [image.size])
+            self._slots[image.digest], claimed = np.split(claimed, [image.size])
         if self._stream is None:
             self._gather_shares()
 

@@ -76,8 +76,8 @@ class Side:
 
 def ours(text: str, workload: Path, repeat: int) -> Side:
     """Parse a side of ours: FORMAT=MODEL:QUANTIZATION."""
-    form, separator, rest = text.partition("=")
-    model, colon, quantization = rest.rpartition(":")
+    form, separator, source = text.partition("=")
+    model, colon, quantization = source.rpartition(":")
     if not (separator and colon):
         raise SystemExit(f"--ours {text}: not FORMAT=MODEL:QUANTIZATION")
     command = [sys.executable, "-m", "bench.versus.cpu.side", model, "--quantization", quantization]
@@ -120,8 +120,8 @@ def turn(side: Side) -> dict[str, Any]:
     other = max(0.0, _busy() - busy - (_own() - own)) / wall
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
-        said = (done.stderr or done.stdout)[-2000:]
-        raise SystemExit(f"{shlex.join(side.command)}: no RESULT line\n{said}")
+        output = (done.stderr or done.stdout)[-2000:]
+        raise SystemExit(f"{shlex.join(side.command)}: no RESULT line\n{output}")
     return {**json.loads(lines[-1].removeprefix("RESULT ")), "other": round(other, 3)}
 
 

@@ -96,8 +96,8 @@ class Tower(ABC):
     ) -> LinearSpec:
         names = (names,) if isinstance(names, str) else tuple(names)
         parts = tuple(
-            Part(name, out, features, taken, (0, features), transposed)
-            for name, taken in zip(names, rows or [(0, out)] * len(names), strict=True)
+            Part(name, out, features, order, (0, features), transposed)
+            for name, order in zip(names, rows or [(0, out)] * len(names), strict=True)
         )
         return LinearSpec(names[0], parts, bias, self.dtype, self.device)
 

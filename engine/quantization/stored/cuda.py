@@ -82,16 +82,16 @@ class StoredCuda(Stored):
     def finish_stored_experts(self, state: "_Loading") -> ExpertWeights | PackedExperts:
         spec, both = state.spec, (state.gate_up, state.down)
         biases = state.gate_up_bias, state.down_bias
-        rest = (*biases, spec.act, spec.limit, spec.weigh_input, spec.total)
+        fields = (*biases, spec.act, spec.limit, spec.weigh_input, spec.total)
         if self._packs_all(*(layer.pieces for layer in both)):
             gate_up, down = (self.finish(layer).pieces[0].state for layer in both)
-            stack = PackedExperts(gate_up, down, *rest)
+            stack = PackedExperts(gate_up, down, *fields)
             self.kernels.order_experts(stack, spec.dtype)
             return stack
         gate_up, down = (
             self.dequantised(layer).unflatten(0, (spec.count, -1)).contiguous() for layer in both
         )
-        return ExpertWeights(gate_up, down, *rest)
+        return ExpertWeights(gate_up, down, *fields)
 
     def apply_stored_experts(
         self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None

@@ -77,8 +77,8 @@ class OllamaWriter(ItemWriter):
     def whole(self) -> JsonObject:
         return self._line(self._message, self._logprobs)
 
-    def _push(self, said: JsonObject, logprobs: list[ScoredToken] | None = None) -> None:
-        self.wire.push("", self._line({"role": "assistant", **said}, logprobs))
+    def _push(self, message: JsonObject, logprobs: list[ScoredToken] | None = None) -> None:
+        self.wire.push("", self._line({"role": "assistant", **message}, logprobs))
 
     def _line(self, message: JsonObject, logprobs: list[ScoredToken] | None) -> JsonObject:
         line = {**_head(self._model), **self._said(message)}
