@@ -39,7 +39,7 @@ from bench.report.result_file import Line, RawLines, print_ratios, ratio_row, ve
 from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 from bench.versus.http import LOAD_S, READY_S, closed, load
 
-ROUTERS = 4  # routers for each replica of the largest step
+ROUTERS = 4  # routers for each replica of the largest fleet that is measured
 FIRST_ANSWER_S = 15.0  # target in seconds
 SCALES = 0.95
 
