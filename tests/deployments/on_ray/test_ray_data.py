@@ -141,9 +141,9 @@ def test_the_serve_stage(job: Job) -> None:
     assert "rows 64 bad [7]" in output
 
 
-def test_http(cluster: Cluster, job: Job) -> None:
-    """Door two: rows as bodies, with retries of what is refused. A bad row ends the job, or the
-    rows beside it are taken for bad."""
+def test_http(cluster: Cluster, job: Job, no_core: None) -> None:
+    """Door two: rows as bodies, with retries of what is refused. A bad row ends the job, the rows
+    beside it are taken for bad, or actors wait for ever for cores that the replicas hold."""
     output = job.run(
         f"""
         import ray
@@ -151,7 +151,7 @@ def test_http(cluster: Cluster, job: Job) -> None:
 
         config = HttpRequestProcessorConfig(
             url="http://127.0.0.1:{cluster.port}/v1/completions",
-            concurrency=2, batch_size=8, max_retries=8,
+            concurrency=2, batch_size=8, max_retries=8, http_request_stage={{"num_cpus": 0}},
         )
         processor = build_processor(
             config,
@@ -167,8 +167,10 @@ def test_http(cluster: Cluster, job: Job) -> None:
             postprocess=lambda row: {{
                 "id": row["id"], "failed": bool(row["http_response"].get("error")),
             }},
+            preprocess_map_kwargs={{"num_cpus": 0}},
+            postprocess_map_kwargs={{"num_cpus": 0}},
         )
-        rows = processor(ray.data.range(16)).take_all()
+        rows = processor(ray.data.from_items([{{"id": n}} for n in range(16)])).take_all()
         print("rows", len(rows), "bad", [row["id"] for row in rows if row["failed"]])
         """,
     )
