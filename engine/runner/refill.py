@@ -23,7 +23,7 @@ from engine.weights.load import Loadable, fill_part, read_named
 from engine.weights.parameter import Parameter
 from engine.weights.staging import wait_until_written
 from engine.weights.stored import StoredTensor
-from engine.weights.stream import EXPONENTS, not_finite
+from engine.weights.stream import EXPONENTS, Copies, not_finite
 
 logger = logging.getLogger("manta.engine")
 
@@ -50,6 +50,8 @@ class ChangingMemory(Protocol):
 class Refill:
     """The replacement of one model's weights. `check` may run on any thread, beside steps.
 
+    `load` checks nothing of tensors in memory, because steps wait meanwhile.
+
     model: this rank's part of the model, filled.
     outline: makes the whole model on torch's meta device.
     memory: the memory of the weights; None = it need not know of updates.
@@ -66,6 +68,7 @@ class Refill:
         self._memory = memory
         self._whole: Loadable | None = None
         self._held: dict[str, Mapping[str, Tensor]] = {}
+        self._checked: tuple[str, dict[str, str]] | None = None  # see `_checked_tensors`
 
     def hold(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
         """Use these tensors as a folder's weights, instead of its files, until they are dropped.
@@ -100,11 +103,17 @@ class Refill:
         Raises ConfigError, as load_weights does.
         """
         _refuse_ordered(self._model)
+        self._checked = None
         stored = self._stored(Path(folder))
+        held = [tensor for tensor in stored.values() if tensor.held is not None]
         for tensor in stored.values():
             if tensor.held is None:
                 _check_finite(tensor, self._model.dtype)
-        _check_held([tensor for tensor in stored.values() if tensor.held is not None], self._model)
+        _check_held(held, self._model)
+        if held:
+            self._checked = folder, {name: tensor.name for name, tensor in stored.items()}
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # for `load`, which has no time for it
 
     @torch.inference_mode()
     def load(self, folder: str) -> None:
@@ -112,7 +121,8 @@ class Refill:
 
         Raises MantaError with the old weights in place, or EngineDead if some have changed.
         """
-        stored = self._stored(Path(folder))
+        stored = self._checked_tensors(folder) or self._stored(Path(folder))
+        self._checked = None
         if self._memory is not None:
             self._memory.changing()
         changed = False
@@ -148,8 +158,21 @@ class Refill:
         """Return the most bytes of layers to load at a time: at most a third of free memory."""
         if self._model.device.type != "cuda":
             return PART_BYTES
-        torch.cuda.empty_cache()
         return min(PART_BYTES, torch.cuda.mem_get_info(self._model.device)[0] // 3)
+
+    def _checked_tensors(self, folder: str) -> dict[str, StoredTensor] | None:
+        """Return the tensors in memory that `check` has passed; None if there are none.
+
+        `check` keeps their names alone, so that tensors that nobody loads are freed.
+        """
+        held = self._held.get(folder)
+        if not held or self._checked is None or self._checked[0] != folder:
+            return None
+        where = Path(folder)
+        return {
+            name: StoredTensor.of(stored, held[stored], where)
+            for name, stored in self._checked[1].items()
+        }
 
     def _stored(self, folder: Path) -> dict[str, StoredTensor]:
         if not folder.is_dir():
@@ -228,18 +251,21 @@ def copy_tensors(old: object, new: object) -> list[tuple[int, int]]:
     """
     copy = _Copy()
     copy.pair("", old, new)
+    copy.copies.run()
     return copy.written
 
 
 class _Copy:
-    """A walk over two objects of one structure, which copies the new one's tensors to the old one.
+    """A walk over two objects of one structure, which pairs the new one's tensors with the old.
 
-    written: the ranges written so far, as (address, number of bytes).
+    copies: the copies of new tensors to old ones.
+    written: the ranges that they write, as (address, number of bytes).
     """
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
         self._copied: set[tuple[int, int, torch.Size]] = set()
+        self.copies = Copies()
         self.written: list[tuple[int, int]] = []
 
     def pair(self, where: str, old: object, new: object) -> None:
@@ -270,7 +296,7 @@ class _Copy:
         place = (old.data_ptr(), new.data_ptr(), new.shape)
         if place not in self._copied:
             self._copied.add(place)
-            old.copy_(new)
+            self.copies.add(old, new)
             if old.is_contiguous():
                 self.written.append((old.data_ptr(), old.nbytes))
 

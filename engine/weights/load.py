@@ -109,15 +109,21 @@ def _fill(
     """
     units = _units(model, stored if converted else None)
     jobs = _jobs(model, units, stored, folder)
-    if any(tensor.held is not None for tensor in stored.values()):
+    if _in_memory(stored):
         copy_jobs(jobs, model.device)
     else:
         run_jobs(jobs, model.device, progress, model.open_bytes)
     if model.device.type == "cuda":
-        # Parameters that were packed during loading are no longer in these lists.
-        _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
+        if not _in_memory(stored):
+            # Parameters that were packed during loading are no longer in these lists.
+            _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
         for job in jobs:
             job.then()
+
+
+def _in_memory(stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether the tensors are in memory, where their numbers were checked before a refill."""
+    return any(tensor.held is not None for tensor in stored.values())
 
 
 def read_named(
@@ -146,11 +152,12 @@ def read_named(
 def fill_part(part: Loadable, stored: dict[str, StoredTensor], folder: Path) -> None:
     """Load and pack a part of a model from the tensors that it uses.
 
-    stored: the tensors of the whole model, as `read_named` returns them.
+    stored: the tensors of the whole model, as `read_named` returns them. Numbers of tensors in
+        memory are not checked.
     Raises ConfigError as load_weights does.
     """
     sources = {source.name for parameter in part.parameters() for source in parameter.sources}
-    _fill(part, {name: stored[name] for name in stored if name in sources}, folder, None)
+    _fill(part, {name: stored[name] for name in sources if name in stored}, folder, None)
     part.finish()
 
 
@@ -236,12 +243,13 @@ def _jobs(
     model: Loadable, units: list[Unit], stored: dict[str, StoredTensor], folder: Path
 ) -> list[Job]:
     transfers = _match([unit.parameters for unit in units], stored, folder)
+    unchecked = model.device.type == "cuda" and not _in_memory(stored)
     freed = 0  # bytes since the last return; inexact with several threads
 
     def then(unit: Unit) -> Callable[[], None]:
         def run() -> None:
             nonlocal freed
-            if unit.transient and model.device.type == "cuda":
+            if unit.transient and unchecked:
                 _check_finite(unit.parameters, stored)
             _settle(unit.parameters)
             freed += unit.num_bytes

@@ -373,13 +373,15 @@ class WeightTransfer:
             return
         if len(handles) != len(headers):
             raise _wrong(f"{len(handles)} handles for {len(headers)} names")
-        for (name, dtype, shape), handle in zip(headers, handles, strict=True):
-            tensor = open_handle(handle, self._device)
+        # All stay open until the last copy, as a close waits for the copies launched before it.
+        tensors = [open_handle(handle, self._device) for handle in handles]
+        for (name, dtype, shape), tensor in zip(headers, tensors, strict=True):
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise _wrong(
                     f"tensor {name} has shape {list(tensor.shape)} and dtype {tensor.dtype}, and "
                     f"{list(shape)} and {dtype} were announced"
                 )
+        for (name, _, _), tensor in zip(headers, tensors, strict=True):
             yield name, tensor
 
     def _broadcast(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -395,6 +396,38 @@ def test_handles_as_plain_data() -> None:
     assert rebuild_arguments(handle, device) == arguments(device=0)
     with pytest.raises(UpdateFailed, match="none of torch"):
         rebuild_arguments(from_plain(received[UUID][:-1]), device)
+
+
+def test_handles_are_opened_and_compared_before_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor's memory is closed, which waits for the device, before the next one is opened;
+    or a wrong tensor is found when others are staged."""
+    opened: list[weakref.ref[Tensor]] = []
+    staged: list[int] = []
+
+    def opening(handle: Any, device: torch.device) -> Tensor:
+        tensor = torch.ones(3, 4, dtype=torch.bfloat16)
+        opened.append(weakref.ref(tensor))
+        return tensor
+
+    def adding(stage: Any, name: str, tensor: Tensor) -> None:
+        staged.append(sum(entry() is not None for entry in opened))
+
+    monkeypatch.setattr(transfer_module, "open_handle", opening)
+    monkeypatch.setattr(staging.WeightStage, "add", adding)
+    handles = [{UUID: plain_handle((rebuild_cuda_tensor, arguments()))}] * 3
+    info: dict[str, Any] = {
+        "names": [*"abc"], "dtype_names": ["bfloat16"] * 3, "shapes": [[3, 4]] * 3,
+        "cuda_handles": handles,
+    }  # fmt: skip
+    transfer = WeightTransfer(torch.device("cpu"), 0)
+    transfer.start({})
+    transfer.update(info)
+    assert staged == [3, 3, 3] and not any(entry() is not None for entry in opened)
+    staged.clear()
+    with pytest.raises(UpdateFailed, match="tensor c has shape"):
+        transfer.update(info | {"shapes": [[3, 4], [3, 4], [4, 3]]})
+    assert not staged
+    transfer.close()
 
 
 def test_sizes_in_elements() -> None:

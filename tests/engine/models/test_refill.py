@@ -1,7 +1,10 @@
 """Weights replaced in a model that serves: numbers of a fresh load, at the old addresses."""
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from engine.models.registry import Model, build_model
 from engine.runner import refill
 from engine.runner.caches.sleep_memory import tensors_of
 from engine.runner.refill import Refill
-from engine.weights import load_weights
+from engine.weights import load, load_weights
 from kernels.cpu.codegen.compiler import has_int8
 from kernels.dispatch import kernels_for
 from tests.engine.models.checkpoints import save_checkpoint
@@ -164,6 +167,47 @@ def test_missing_and_unknown_names(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="unexpected tensor extra"):
         weights.check(str(file.parent))
+
+
+def test_nothing_is_checked_while_steps_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replacement of tensors in memory reads names and numbers again, or copies one tensor
+    after the other, while streams wait."""
+    calls: Counter[str] = Counter()
+
+    def counted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, counting)
+
+    folder = tmp_path / "old"
+    save_checkpoint(folder, "llama")
+    model = model_of(folder, folder)
+    weights = refill_of(model, folder)
+    new = changed(folder, tmp_path / "new")
+    tensors = load_file(new / "model.safetensors")
+    for name in ("read_named", "_check_held", "_check_finite", "wait_until_written"):
+        counted(refill, name)
+    counted(load, "_check_finite")
+    counted(torch, "_foreach_copy_")
+    weights.hold(str(new), tensors)
+    weights.check(str(new))
+    assert calls["read_named"] == calls["_check_held"] == 1
+    calls.clear()
+    weights.load(str(new))
+    assert {*calls} == {"_foreach_copy_"}
+    parts = 2  # the embedding and the head; the layers
+    assert calls["_foreach_copy_"] == 2 * parts, "into a part, and from there into the model"
+    assert torch.equal(logits(model), logits(model_of(folder, new)))
+    weights.load(str(new))
+    assert calls["read_named"] == 1, "of weights that were not checked"
+    reference, _ = weakref.ref(tensors["model.norm.weight"]), tensors.clear()
+    assert reference() is None, "tensors that the engine has stay in memory"
 
 
 def test_a_failure_in_the_middle_is_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
