@@ -1,8 +1,9 @@
 """A GRPO loop whose rollouts come from a served fleet, on CPUs: `python examples/rollout_fleet.py
 [STEPS] [FOLDER]`, with the two variables that `manta serve` prints and `transformers`.
 
-FOLDER is the served model's; by default the default model's. The reward is the share of even token
-ids, so it begins near 0.5 and rises.
+FOLDER is the served model's; by default the default model's, which has to be served with
+`engine.quantization: none`, as trainers have no blocks of a .gguf file. The reward is
+the share of even token ids, so it begins near 0.5 and rises.
 
 After each step the weights go to a folder that all replicas read. Seeds are those of step and
 prompt, so with `engine.deterministic: true` two runs write the same rollouts, whatever dies."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, EngineDead, MantaError
 from engine.quantization.method import LinearMethod
 from engine.weights.converted import Manifest
@@ -37,6 +38,8 @@ _OWNERS = ("engine.layers.", "engine.models.", "engine.quantization.", "kernels.
 class Refillable(Loadable, Protocol):
     """The interface of models.registry.Model that a refill of its weights needs."""
 
+    @property
+    def config(self) -> ModelConfig: ...
     def parts(self, most_bytes: int) -> Iterator[tuple[Any, Any]]: ...
 
 
@@ -186,7 +189,17 @@ class Refill:
         held = dict(self._held.get(str(folder), {})) or None
         if held is None:
             wait_until_written(folder)
-        return read_named(self._outlined(), folder, held=held)
+        try:
+            return read_named(self._outlined(), folder, held=held)
+        except ConfigError as error:
+            quantized = self._model.config.quantized
+            if quantized is None or quantized.method != "gguf":
+                raise
+            raise ConfigError(
+                f"{error.message}; this engine keeps the blocks of a .gguf file, and takes weights "
+                "of 16 bits if it serves the model with quantization: none",
+                param=error.param,
+            ) from None
 
 
 def _refuse_ordered(model: Refillable) -> None:

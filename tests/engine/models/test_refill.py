@@ -1,5 +1,6 @@
 """Weights replaced in a model that serves: numbers of a fresh load, at the old addresses."""
 
+import json
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -167,6 +168,20 @@ def test_missing_and_unknown_names(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="unexpected tensor extra"):
         weights.check(str(file.parent))
+
+
+def test_blocks_of_a_file_are_not_replaced(tmp_path: Path) -> None:
+    """A trainer's 16-bit weights are refused by a shape of bytes that no checkpoint has."""
+    save_checkpoint(tmp_path, "llama", **SIZES)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] = {
+        "quant_method": "gguf", "types": {"model.layers.0.mlp.up_proj": "Q8_0"}
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = ModelConfig.from_folder(tmp_path)
+    model = build_model(config, torch.bfloat16, "meta", kernels_for("cpu"), runs_on="cpu")
+    with pytest.raises(ConfigError, match="serves the model with quantization: none"):
+        Refill(model, lambda: model).check(str(tmp_path))
 
 
 def test_nothing_is_checked_while_steps_wait(
