@@ -1,11 +1,15 @@
 """What must hold for every file of the tree, checked on its syntax."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -18,11 +22,39 @@ ENVIRONMENT_READERS = {
     "kernels/launch/cache.py",  # where Triton's cache is; Triton tells only who imports it
 }
 
+Node = TypeVar("Node", bound=ast.AST)
+
 
 def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))
+            yield str(path.relative_to(ROOT)), _parsed(path)
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+@functools.cache
+def _by_kind(tree: ast.Module) -> dict[type[ast.AST], list[ast.AST]]:
+    nodes = defaultdict(list)
+    for node in ast.walk(tree):
+        nodes[type(node)].append(node)
+    return nodes
+
+
+def walk(tree: ast.Module, *kinds: type[Node]) -> Iterator[Node]:
+    """Yield a module's nodes of some kinds, the first kind first."""
+    nodes: Any = _by_kind(tree)
+    return chain.from_iterable(nodes[kind] for kind in kinds)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_trees_afterwards() -> Iterator[None]:
+    yield
+    _parsed.cache_clear()
+    _by_kind.cache_clear()
 
 
 def dotted(node: ast.expr) -> str:
@@ -35,10 +67,10 @@ def dotted(node: ast.expr) -> str:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+    for node in walk(tree, ast.Import):
+        yield from ((node.lineno, alias.name) for alias in node.names)
+    for node in walk(tree, ast.ImportFrom):
+        if node.module:
             yield node.lineno, node.module
 
 
@@ -59,9 +91,7 @@ def test_no_code_from_data() -> None:
     banned = {"eval", "exec", "torch.load", "os.system", "yaml.load", "yaml.unsafe_load"}
     calls = []
     for path, tree in sources(*PACKAGES):
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call):
-                continue
+        for node in walk(tree, ast.Call):
             weights_alone = any(  # torch.load then runs nothing that the file says
                 keyword.arg == "weights_only" and getattr(keyword.value, "value", False)
                 for keyword in node.keywords
@@ -84,13 +114,14 @@ def test_environment_is_read_in_one_place() -> None:
         if path in ENVIRONMENT_READERS:
             continue
         written = {  # `os.environ["X"] = ...` is for a library that knows no other way
-            id(node.value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+            id(node.value) for node in walk(tree, ast.Subscript) if isinstance(node.ctx, ast.Store)
         }
-        for node in ast.walk(tree):
-            reads = isinstance(node, ast.Attribute) and id(node) not in written
-            if reads and dotted(node) in ("os.environ", "os.getenv", "os.environb"):
+        for node in walk(tree, ast.Attribute):
+            if id(node) not in written and dotted(node) in (
+                "os.environ",
+                "os.getenv",
+                "os.environb",
+            ):
                 readers.append(f"{path}:{node.lineno}")
     assert not readers
 
@@ -101,9 +132,8 @@ def test_loggers_are_below_ours() -> None:
     loggers = [
         f"{path}:{node.lineno}"
         for path, tree in sources("engine", "kernels")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and dotted(node.func).endswith("getLogger")
+        for node in walk(tree, ast.Call)
+        if dotted(node.func).endswith("getLogger")
         and not re.match(r"'manta\b", ast.unparse(node.args[0]) if node.args else "")
     ]
     assert not loggers
@@ -127,9 +157,11 @@ def test_scheduling_code_runs_without_torch_and_ray() -> None:
 
 def knows_an_architecture(tree: ast.Module) -> Iterator[int]:
     """Yield the lines that name an architecture, or compare `architecture` with a constant."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(r"\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)", node.value):
+    for node in walk(tree, ast.Constant, ast.Compare, ast.Call):
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and re.fullmatch(
+                r"\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)", node.value
+            ):
                 yield node.lineno
         elif isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -215,11 +247,7 @@ def test_docstrings_say_what_they_describe() -> None:
     """A reader stopped at "Of its lane.": no verb, no noun, and the code had to be read."""
     total, hanging = 0, []
     for path, tree in sources(*PACKAGES):
-        for node in ast.walk(tree):
-            if not isinstance(
-                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-            ):
-                continue
+        for node in walk(tree, ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
             total += bool(text)
             if _HANGING.match(text):
@@ -232,10 +260,8 @@ def test_tests_name_their_bug() -> None:
     nameless = [
         f"{path}:{node.lineno} {node.name}"
         for path, tree in sources("tests")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.name.startswith("test_")
-        and not ast.get_docstring(node)
+        for node in walk(tree, ast.FunctionDef, ast.AsyncFunctionDef)
+        if node.name.startswith("test_") and not ast.get_docstring(node)
     ]
     assert not nameless
 
