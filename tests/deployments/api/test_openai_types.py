@@ -1,6 +1,7 @@
 """Answers against the types of OpenAI's newest client, every required field of which is read."""
 
 import asyncio
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -57,10 +58,13 @@ ROUTES: list[tuple[str, dict[str, Any], Any, Any]] = [
 ]
 
 
+adapter = functools.cache(TypeAdapter)  # one for all events takes as long to build as all tests
+
+
 def check(kind: Any, value: Any) -> None:
     """Assert that a value has the required fields of a type of OpenAI's client, and of their
     types."""
-    TypeAdapter(kind).validate_python(value)
+    adapter(kind).validate_python(value)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=["text", "calls", "thoughts"])
