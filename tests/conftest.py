@@ -5,9 +5,9 @@ against known traps.
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -169,7 +169,10 @@ def pytest_configure(config: pytest.Config) -> None:
     except ImportError:  # not a Linux machine: no kernel to guard
         return
     if knobs.runtime.interpret:
-        _guard_interpreter()
+        from tests import interpreter
+
+        interpreter.guard()
+        interpreter.shorten()
 
 
 def _take_one_core(worker: int) -> None:
@@ -181,28 +184,3 @@ def _take_one_core(worker: int) -> None:
     if hasattr(os, "sched_setaffinity"):  # Linux
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[worker % len(cores)]})
-
-
-def _guard_interpreter() -> None:
-    """Refuse what Triton's interpreter gets wrong: bfloat16, and numpy 2.4 before Triton 3.7."""
-    import numpy
-    import torch
-    import triton
-    from triton.runtime.interpreter import GridExecutor
-
-    def version(text: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in text.split(".")[:2])
-
-    if version(triton.__version__) < (3, 7) and version(numpy.__version__) >= (2, 4):
-        pytest.exit(f"TRITON_INTERPRET=1: triton {triton.__version__} needs numpy < 2.4", 4)
-    call: Callable[..., Any] = GridExecutor.__call__
-
-    def guarded(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
-                pytest.fail(
-                    "bfloat16 in Triton's interpreter gives wrong numbers; use float32 there"
-                )
-        return call(self, *args, **kwargs)
-
-    GridExecutor.__call__ = guarded
