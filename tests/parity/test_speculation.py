@@ -103,6 +103,23 @@ SAMPLING = [
 ]
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Output]:
+    """Return the texts without speculation, with the adapter where the model has one."""
+    core, name = adapted(folder)
+    return plain_texts(core, name)
+
+
+def adapted(folder: Path, **changes: Any) -> tuple[EngineCore, str]:
+    """Return an engine, and the name of the adapter that it has; "" for none."""
+    adapter = folder.with_name(f"{folder.name}-adapter")
+    name = "lora" if adapter.exists() else ""
+    core = engine(folder, max_loras=len(name) and 1, num_threads=1, **changes)
+    if name:
+        add_adapter(core, name, adapter)
+    return core, name
+
+
 def plain_texts(core: EngineCore, adapter: str = "") -> list[Output]:
     core.scheduler.speculate(None)
     return texts(core, adapter)
@@ -128,21 +145,16 @@ def same(some: list[Output], others: list[Output]) -> None:
             assert abs(x.logprob - y.logprob) < 1e-3 and x.top_ids == y.top_ids
 
 
-@pytest.mark.parametrize("kind", ["right", pytest.param("wrong", marks=pytest.mark.slow), "mixed"])
-def test_text_with_drafts_is_the_text_without(folder: Path, kind: str) -> None:
+# "mixed" has wrong drafts, too.
+@pytest.mark.parametrize(
+    "kind", ["right", pytest.param("wrong", marks=pytest.mark.nightly), "mixed"]
+)
+def test_text_with_drafts_is_the_text_without(folder: Path, plain: list[Output], kind: str) -> None:
     """Bugs: noise, penalties, bans or positions of a draft's row are those of another; a key of a
     rejected draft is read; a row of a batch reads keys that are not written yet."""
-    adapter = folder.with_name(f"{folder.name}-adapter")
-    name = "lora" if adapter.exists() else ""
-    fields: dict[str, Any] = {"max_loras": len(name) and 1, "num_threads": 1}
     cuts: list[dict[str, Any]] = [{}, {"async_scheduling": True, "max_num_batched_tokens": 37}]
-    plain = None
     for changes in cuts:
-        core = engine(folder, **fields | changes)
-        if name:
-            add_adapter(core, name, adapter)
-        if plain is None:
-            plain = plain_texts(core, name)
+        core, name = adapted(folder, **changes)
         for together in (True, False):
             controller = speculate(core, kind, plain, 7, 3, 1, 7, 0, 3)
             same(texts(core, name, together=together), plain)

@@ -14,9 +14,9 @@ from tests.deployments.api.output.grammar_table import TAGS, Table
 from tests.engine.text.small_tokenizers import byte_fallback, byte_level
 from tests.published_tokenizers import NAMES, folder
 
-# One tokenizer of each kind: pieces with bytes to fall back on, byte-level pairs, and one of those
-# whose marks of calls are tokens.
-SLOW = ("llama2", "qwen3", "gptoss")
+# One tokenizer of each kind: pieces with bytes to fall back on, and byte-level pairs, of which some
+# are marks of calls.
+SLOW = ("llama2", "gptoss")
 
 
 def marked(name: str) -> Any:
@@ -55,11 +55,11 @@ def made(folder: Path, kind: str, special: bool | None) -> Path:
     ("kind", "special"),
     [
         ("byte_level", None),
-        pytest.param("byte_fallback", None, marks=pytest.mark.slow),
         *(
             pytest.param(kind, special, marks=pytest.mark.nightly)
             for kind in ("byte_level", "byte_fallback")
-            for special in (True, False)
+            for special in (None, True, False)
+            if (kind, special) != ("byte_level", None)
         ),
     ],
 )
