@@ -542,6 +542,7 @@ def main() -> int:
                 quantization,
             ]
             subprocess.run(fetch, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "tests.compiled"], cwd=ROOT)
     adopt_orphans()
 
     def interrupt(*_: object) -> None:  # pytest has it too, and ends what its tests have started
