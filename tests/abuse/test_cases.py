@@ -91,6 +91,7 @@ def build(value: Any) -> Any:
     return {key: build(item) for key, item in value.items()}
 
 
+@cache
 def load() -> list[Any]:
     text = Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8")
     out = []
