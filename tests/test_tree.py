@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -21,8 +21,6 @@ ENVIRONMENT_READERS = {
     "engine/parallel/connections.py",  # whether gloo and NCCL were given an interface
     "kernels/launch/cache.py",  # where Triton's cache is; Triton tells only who imports it
 }
-
-Node = TypeVar("Node", bound=ast.AST)
 
 
 def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
@@ -44,9 +42,9 @@ def _by_kind(tree: ast.Module) -> dict[type[ast.AST], list[ast.AST]]:
     return nodes
 
 
-def walk(tree: ast.Module, *kinds: type[Node]) -> Iterator[Node]:
+def walk(tree: ast.Module, *kinds: type[ast.AST]) -> Iterator[Any]:
     """Yield a module's nodes of some kinds, the first kind first."""
-    nodes: Any = _by_kind(tree)
+    nodes = _by_kind(tree)
     return chain.from_iterable(nodes[kind] for kind in kinds)
 
 
