@@ -20,11 +20,12 @@ from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, EngineDead, MantaError
 from engine.quantization.method import LinearMethod
 from engine.weights.converted import Manifest
+from engine.weights.copies import Copies
 from engine.weights.load import Loadable, fill_part, read_named
 from engine.weights.parameter import Parameter
 from engine.weights.staging import wait_until_written
 from engine.weights.stored import StoredTensor
-from engine.weights.stream import EXPONENTS, Copies, not_finite
+from engine.weights.stream import EXPONENTS, not_finite
 
 logger = logging.getLogger("manta.engine")
 

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from engine.errors import ConfigError, TensorError
 from engine.weights.converted import Manifest, as_converted, named
+from engine.weights.copies import copy_jobs
 from engine.weights.huge_pages import collapse, give_back, trim
 from engine.weights.index import CODES, read_index
 from engine.weights.parameter import Parameter, Source, Unit
 from engine.weights.stored import StoredTensor
-from engine.weights.stream import Job, Loading, Transfer, copy_jobs, not_finite, run_jobs
+from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
 
 logger = logging.getLogger("manta.engine")
 
