@@ -176,10 +176,12 @@ class Scheduler(RequestPhases):
             self._preempt(victim, builder)
         if not self.in_flight:  # rows of victims are free at once, and their last tokens known
             builder.preempted = False
-        prompts = self.interactive_tokens() > 0
-        limits = self.batch_pace.limits(self.rows, self.token_limit, prompts=prompts)
-        builder.batch_decodes, builder.batch_tokens = limits
         decodes = [request for request in self.decoding.requests if request.batch_work]
+        paused = sum(r.batch_work and r.remaining == 1 for r in self.computing)
+        counts = len(self.decoding) - len(decodes), len(decodes) + paused
+        work = self.interactive_tokens(), counts, self.decoding.context / max(1, len(self.decoding))
+        limits = self.batch_pace.limits(self.rows, self.token_limit, *work)
+        builder.batch_decodes, builder.batch_tokens, builder.own_tokens = limits
         more = len(decodes) - builder.batch_decodes
         for request in nlargest(more, decodes, key=lambda r: r.order):
             self.decoding.leave(request)
@@ -235,11 +237,9 @@ class Scheduler(RequestPhases):
         startable = max(0, min(free, len(self.queue.waiting)))
         queued = startable_tokens(self.queue.num_tokens, len(self.queue), startable)
         waiting = queued + sum(r.remaining for r in self.computing)
+        wanted = prefill_tokens(waiting, self.token_limit)
         if self.num_batch and builder.batch_tokens < self.token_limit:
-            own = self.interactive_tokens()
-            wanted = builder.batch_tokens + (prefill_tokens(own, self.token_limit) if own else 0)
-        else:
-            wanted = prefill_tokens(waiting, self.token_limit)
+            wanted = builder.batch_tokens + builder.own_tokens
         return self.pace.limit(wanted, len(self.decoding), self.decoding.context)
 
     def _budget(self, builder: StepBuilder) -> int:

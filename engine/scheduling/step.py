@@ -391,6 +391,7 @@ class StepBuilder:
     chunk_tokens: int = 0
     batch_decodes: int = 1 << 62  # further decodes of batch work
     batch_tokens: int = 1 << 62  # further prompt tokens of batch work
+    own_tokens: int = 0  # prompt tokens of other requests, beside batch work
     scored_tokens: int = 0  # prompt tokens of the chunks that need log-probabilities
     preempted: bool = False
     # Rank -> number of blocks, among those that will be released, that a request already waits for.

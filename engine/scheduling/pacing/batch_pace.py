@@ -2,22 +2,25 @@
 
 A request that arrives waits for the steps in flight, so batch work bounds the time to first tokens:
 
-- While a prompt of another request waits or is computed, batch work has decodes for a 32nd of the
-  rows. Its other requests keep their rows and blocks and go on afterwards.
-- Otherwise it decodes in all rows, as a decode costs little. Its prompts get a sixth of the budget,
-  but no more tokens than 20 ms have room for.
+- While prompts of other requests wait or are computed, their chunks grow by as much as decodes of
+  batch work lengthen a step, so that they are computed as quickly as without. As many requests of
+  batch work decode as the budget has room for that, but a 32nd of the rows at least. The others
+  keep their rows and blocks and go on afterwards.
+- Otherwise it decodes in all rows, as a decode costs little. Its prompts get 18 % of the budget,
+  but no more tokens than 25 ms have room for.
 - One batch ahead, a request waits for the rest of the running step and for the whole next one.
   While batch work runs, the loop therefore takes input until the device is about to become idle,
   and decides the next step then. So a request waits for one step at most.
 """
 
+from engine.scheduling.pacing.chunking import prefill_tokens
 from engine.scheduling.pacing.step_costs import StepCosts
 
 CALM_STEPS = 64  # steps of batch work alone, after which it fills them
 
-_ROWS = 32  # 1 / the share of the rows
-_SHARE = 6  # 1 / the share of the budget
-_SECONDS = 0.02  # of prompts in a step
+_ROWS = 32  # 1 / the least share of the rows
+_SHARE = 0.18  # share of the budget
+_SECONDS = 0.025  # of prompts in a step
 _LEAD = 0.002  # least seconds from a launch to the expected end of the step before
 _ENOUGH = 8  # steps before times are predicted
 _LATE = 0.0002  # seconds: a result that took no longer to come was ready, so the device was idle
@@ -48,19 +51,47 @@ class BatchPace:
             self._lead = max(_LEAD, _KEEP * self._lead)
         self._costs.observe(decodes, context, tokens, seconds)
 
-    def limits(self, rows: int, budget: int, *, prompts: bool) -> tuple[int, int]:
-        """Return the most decodes and prompt tokens of batch work in a step beside other requests.
+    def _beside_prompts(
+        self, rows: int, budget: int, waiting: int, decodes: tuple[int, int], context: float
+    ) -> tuple[int, int]:
+        """Return the most decodes of batch work beside prompts of other requests, and the prompts'
+        tokens; see `limits`."""
+        chunk, least = prefill_tokens(waiting, budget), max(1, rows // _ROWS)
+        others, batch = decodes
+        if self._costs.steps < _ENOUGH or not batch:
+            return least, chunk
+        base, row, read, _ = self._costs.costs.tolist()
+        row += read * context
+        fixed = base + row * others
+        if row <= 0 or fixed <= 0:
+            return least, chunk
+        room = budget / chunk - 1
+        allowed = int(room * fixed / row)
+        tokens = int(chunk * (1 + min(batch, allowed) * row / fixed))
+        rest = waiting - tokens
+        if rest <= prefill_tokens(rest, budget):  # it would be a step of its own
+            tokens = waiting
+        return min(rows, max(least, allowed)), min(budget, tokens)
+
+    def limits(
+        self, rows: int, budget: int, waiting: int, decodes: tuple[int, int], context: float
+    ) -> tuple[int, int, int]:
+        """Return the most decodes and prompt tokens of batch work in a step beside other requests,
+        and the prompt tokens of these.
 
         rows: the most requests that may run.
         budget: tokens of a step.
-        prompts: whether prompts of other requests are computed or wait.
+        waiting: prompt tokens that other requests lack.
+        decodes: the requests that could decode: others, and those of batch work.
+        context: tokens of a request's context, on average.
         """
-        if prompts:
-            return max(1, rows // _ROWS), 0
-        tokens, cost = budget // _SHARE, float(self._costs.costs[3])
+        if waiting:
+            most, chunk = self._beside_prompts(rows, budget, waiting, decodes, context)
+            return most, 0, chunk
+        tokens, cost = int(_SHARE * budget), float(self._costs.costs[3])
         if self._costs.steps >= _ENOUGH and cost > 0:
             tokens = min(tokens, int(_SECONDS / cost))
-        return rows, max(1, tokens)
+        return rows, max(1, tokens), 0
 
     def launch_after(self, decodes: int, context: int, tokens: int) -> float:
         """Return the seconds from a step's begin to the launch of the next one."""

@@ -6,6 +6,7 @@ import pytest
 
 from engine.scheduling.pacing import batch_pace
 from engine.scheduling.pacing.batch_pace import BatchPace
+from engine.scheduling.pacing.chunking import prefill_tokens
 from tests.fakes import make_core, make_request
 
 
@@ -52,14 +53,49 @@ def test_it_is_launched_earlier_where_steps_vary() -> None:
 
 
 def test_prompts_have_a_bounded_time() -> None:
-    """On a slow device a sixth of the budget takes a second."""
+    """On a slow device a share of the budget takes a second."""
     pace = BatchPace()
-    assert pace.limits(64, 600, prompts=False) == (64, 100)
-    assert pace.limits(64, 600, prompts=True) == (2, 0)
+    assert pace.limits(64, 1000, 0, (3, 9), 0) == (64, 180, 0)
     for tokens in range(40):
         pace.observe(3, 0, tokens, 0.01 + 0.001 * tokens, 0.0)
-    rows, limit = pace.limits(64, 600, prompts=False)
-    assert rows == 64 and 18 <= limit <= 22
+    rows, limit, _ = pace.limits(64, 1000, 0, (3, 9), 0)
+    assert rows == 64 and 23 <= limit <= 27
+
+
+@pytest.mark.parametrize(("waiting", "others"), [(600, 0), (600, 50), (1400, 20), (2500, 20)])
+def test_prompts_are_as_quick_beside_batch_work(waiting: int, others: int) -> None:
+    """Batch work stands still while prompts are computed, or they wait for its decodes."""
+    pace, budget, own = BatchPace(), 2048, 100
+    least = 256 // batch_pace._ROWS
+    unknown = (least, 0, prefill_tokens(waiting, budget))
+    assert pace.limits(256, budget, waiting, (others, own), 0) == unknown
+    _measured(pace, 400)
+
+    def first_token(*, beside: bool) -> tuple[float, int]:
+        """Return the seconds of all chunks, and the decodes of batch work beside them."""
+        left, seconds, decoded = waiting, 0.0, 0
+        while left:
+            rows, tokens = 0, prefill_tokens(left, budget)
+            if beside:
+                rows, _, tokens = pace.limits(256, budget, left, (others, own), 0)
+                rows = min(rows, own)
+            tokens = min(left, tokens)
+            left -= tokens
+            seconds += _seconds(others + rows, tokens)
+            decoded += rows
+        return seconds, decoded
+
+    alone, _ = first_token(beside=False)
+    shared, decoded = first_token(beside=True)
+    assert shared <= alone
+    assert decoded >= 10 * least
+
+
+def test_a_full_budget_has_few_decodes_of_batch_work() -> None:
+    """Prompts that fill whole steps are slowed by decodes beside them."""
+    pace = BatchPace()
+    _measured(pace, 400)
+    assert pace.limits(256, 2048, 5000, (20, 100), 0) == (256 // batch_pace._ROWS, 0, 2048)
 
 
 @pytest.mark.parametrize("priority", [0, batch_pace.CALM_STEPS])
