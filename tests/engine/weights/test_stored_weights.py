@@ -633,7 +633,7 @@ def test_the_most_memory_while_a_file_is_read(tmp_path: Path) -> None:
     finally:
         gc.enable()
     # What was read and what it is packed into are twice as much together.
-    assert 0.8 * model.num_bytes < most < 1.7 * model.num_bytes
+    assert 0.8 * model.num_bytes < most < 1.85 * model.num_bytes
 
 
 @pytest.mark.parametrize("name", ["gguf", *SCHEMES])
