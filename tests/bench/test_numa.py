@@ -2,7 +2,6 @@
 there is one."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,10 @@ import pytest
 
 from bench.cpu import numa
 from engine.parallel.nodes import Node
+from tests.engine.conftest import real_cores
 from tests.engine.process.test_emulated_nodes import ROOT, emulate
+
+__all__ = ["real_cores"]  # a fixture
 
 
 def test_rows_compare_bound_with_unbound() -> None:
@@ -41,7 +43,7 @@ def test_one_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two nodes need two cores")
+@pytest.mark.usefixtures("real_cores")
 def test_the_command_on_two_nodes(tmp_path: Path) -> None:
     """Bugs: a side that does not start on two nodes; a bound replica on no node of its own; figures
     that are not in the file."""
