@@ -3,10 +3,10 @@
     python -m bench.ray_batches --rows 10000 --out bench/results
     python -m bench.ray_batches --cases engine-stage --rows 400 --set device=cpu num_threads=2
 
-Rows have prompts and answers of mixed lengths. `offline` is one call of `LLM.generate` with all
-rows. `engine-stage` runs an engine in a Ray Data actor, `serve-stage` asks a replica behind a
-router. Rates are output tokens/s between the ends of the first and the last tenth of the rows, so
-that starts and ends do not count; `whole_s` has all of it. `ours` is the stage, `peer` offline.
+Rows have prompts and answers of mixed lengths. `offline` has all rows in one `LLM` at once.
+`engine-stage` runs an engine in a Ray Data actor, `serve-stage` asks a replica behind a router.
+Rates are output tokens/s between the ends of the first and the last tenth of the rows, so that
+starts and ends do not count; `whole_s` has all of it. `ours` is the stage, `peer` offline.
 
 `beside` sends interactive requests one after the other to the same application, for --seconds
 without and with a dataset behind them, in turns: the 99th percentile of the time to first token,
@@ -37,6 +37,7 @@ from deployments.client import AsyncClient
 from deployments.config.load import MantaConfig, parse_config
 from deployments.ray_data import MantaEngineProcessorConfig
 from engine import LLM, SamplingParams
+from engine.library.handle import RequestHandle
 from loadtest.measure.figures import sample_at
 from tests.deployments.on_ray.serve_cluster import ray_and_serve
 
@@ -71,18 +72,22 @@ def rate(ends: Sequence[tuple[float, int]]) -> float:
     return sum(tokens for _, tokens in ordered[first + 1 : last + 1]) / max(seconds, 1e-9)
 
 
+async def _end(handle: RequestHandle, tokens: int) -> tuple[float, int]:
+    await handle
+    return time.time(), tokens
+
+
+async def _ends(llm: LLM, rows: list[Row]) -> list[tuple[float, int]]:
+    handles = [llm.start_request(row["ids"], _params(row), detokenize=True) for row in rows]
+    ends = (_end(handle, row["output"]) for handle, row in zip(handles, rows, strict=True))
+    return await asyncio.gather(*ends)
+
+
 def offline(folder: str, fields: Row, rows: list[Row]) -> Line:
+    """Return the line of all rows by one engine, whose handles are awaited: polls take a core."""
     with LLM(folder, **fields) as llm:
         began = time.time()
-        ends: list[tuple[float, int]] = []
-        handles = [llm.start_request(row["ids"], _params(row), detokenize=True) for row in rows]
-        waiting = dict(enumerate(handles))
-        while waiting:
-            for number, handle in list(waiting.items()):
-                if handle.status() in ("finished", "interrupted"):
-                    ends.append((time.time(), rows[number]["output"]))
-                    del waiting[number]
-            time.sleep(0.01)
+        ends = asyncio.run(_ends(llm, rows))
         whole = time.time() - began
     return {"tok_s": rate(ends), "whole_s": whole, "rows": len(rows)}
 
