@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import write
+from bench.report.result_file import last_result, write
 from engine.parallel.nodes import read_nodes
 
 LAYOUTS = ("replicas", "ranks")
@@ -107,10 +107,9 @@ def main() -> None:
             command += ["--model", args.model, "--requests", str(args.requests)]
             command += ["--tokens", str(args.tokens)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ)
-            said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if done.returncode or not said:
+            speed = last_result(done)
+            if speed is None:
                 raise SystemExit(f"error: {layout} with numa {numa} failed")
-            speed = float(said[-1].removeprefix("RESULT "))
             speeds[layout, numa] = max(speeds.get((layout, numa), 0.0), speed)
             lines.append({"turn": turn, "layout": layout, "numa": numa, "tokens_s": speed})
             print(json.dumps(lines[-1]), flush=True)

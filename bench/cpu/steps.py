@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import write
+from bench.report.result_file import last_result, write
 
 RUNNING = (1, 32)
 ROWS = (1, 2, 4, 8)
@@ -300,10 +300,10 @@ def main() -> None:
                 [*command, "--side", str(threads)],
                 stdout=subprocess.PIPE, text=True, env={**os.environ, **threads_of},
             )  # fmt: skip
-            results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if done.returncode or not results:
+            times = last_result(done)
+            if times is None:
                 raise SystemExit(f"{name} on {threads} threads failed")
-            sides.append(json.loads(results[-1].removeprefix("RESULT ")))
+            sides.append(times)
             lines.append({"format": name, "threads": threads, **sides[-1]})
         format_rows = rows_of(name, *sides)
         for row in format_rows:

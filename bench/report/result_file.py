@@ -20,6 +20,15 @@ def commit(folder: Path | None = None) -> str:
     return done.stdout.strip() or "unknown"
 
 
+def last_result(done: "subprocess.CompletedProcess[str]") -> Any:
+    """Return what a program printed as `RESULT {json}`; None if it failed or printed none.
+
+    done: the ended program, with its text on stdout.
+    """
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return None if done.returncode or not lines else json.loads(lines[-1].removeprefix("RESULT "))
+
+
 def device_name() -> str:
     """Return the name of the GPU, or the number of cores."""
     import torch

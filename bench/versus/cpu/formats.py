@@ -30,7 +30,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import print_ratios, ratio_row, write
+from bench.report.result_file import last_result, print_ratios, ratio_row, write
 from bench.versus.cpu.side import COLUMNS, KEYS
 
 MEMORY = "peak_rss_mb"  # peak memory of all processes of a side
@@ -118,11 +118,11 @@ def turn(side: Side) -> dict[str, Any]:
     done = subprocess.run(side.command, capture_output=True, text=True, check=False)
     wall = time.perf_counter() - start
     other = max(0.0, _busy() - busy - (_own() - own)) / wall
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
+    result = last_result(done)
+    if result is None:
         output = (done.stderr or done.stdout)[-2000:]
         raise SystemExit(f"{shlex.join(side.command)}: no RESULT line\n{output}")
-    return {**json.loads(lines[-1].removeprefix("RESULT ")), "other": round(other, 3)}
+    return {**result, "other": round(other, 3)}
 
 
 def rows(sides: list[Side]) -> list[dict[str, Any]]:
