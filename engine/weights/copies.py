@@ -25,8 +25,7 @@ def copy_jobs(jobs: Sequence[Job], device: torch.device) -> None:
             _add_copies(job, copies)
             copies.run()
         if device.type != "cuda" or job.allocate is not None:
-            job.then()
-            job.then = _nothing
+            job.end()
 
 
 def _add_copies(job: Job, copies: "Copies") -> None:
@@ -62,7 +61,3 @@ class Copies:
             with torch.inference_mode():
                 torch._foreach_copy_(self._targets, self._sources)
         self._targets, self._sources = [], []
-
-
-def _nothing() -> None:
-    pass

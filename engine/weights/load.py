@@ -109,22 +109,20 @@ def _fill(
     converted: whether the folder has the parameters themselves.
     """
     units = _units(model, stored if converted else None)
-    jobs = _jobs(model, units, stored, folder)
-    if _in_memory(stored):
+    in_memory = any(tensor.held is not None for tensor in stored.values())
+    # Numbers of tensors in memory were checked before the refill; the CPU checks as it reads.
+    checks = model.device.type == "cuda" and not in_memory
+    jobs = _jobs(model, units, stored, folder, checks=checks)
+    if in_memory:
         copy_jobs(jobs, model.device)
     else:
         run_jobs(jobs, model.device, progress, model.open_bytes)
+    if checks:
+        # Parameters that were packed during loading are no longer in these lists.
+        _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
     if model.device.type == "cuda":
-        if not _in_memory(stored):
-            # Parameters that were packed during loading are no longer in these lists.
-            _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
         for job in jobs:
             job.then()
-
-
-def _in_memory(stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether the tensors are in memory, where their numbers were checked before a refill."""
-    return any(tensor.held is not None for tensor in stored.values())
 
 
 def read_named(
@@ -241,16 +239,21 @@ def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[U
 
 
 def _jobs(
-    model: Loadable, units: list[Unit], stored: dict[str, StoredTensor], folder: Path
+    model: Loadable,
+    units: list[Unit],
+    stored: dict[str, StoredTensor],
+    folder: Path,
+    *,
+    checks: bool = False,
 ) -> list[Job]:
+    """Return a job for each unit. checks: whether transient units' numbers are checked."""
     transfers = _match([unit.parameters for unit in units], stored, folder)
-    unchecked = model.device.type == "cuda" and not _in_memory(stored)
     freed = 0  # bytes since the last return; inexact with several threads
 
     def then(unit: Unit) -> Callable[[], None]:
         def run() -> None:
             nonlocal freed
-            if unit.transient and unchecked:
+            if unit.transient and checks:
                 _check_finite(unit.parameters, stored)
             _settle(unit.parameters)
             freed += unit.num_bytes

@@ -148,6 +148,11 @@ class Job:
     begun: bool = False
     allocated: torch.cuda.Event | None = None  # recorded after the last use of the same memory
 
+    def end(self) -> None:
+        """Call `then`, and let later calls do nothing."""
+        self.then()
+        self.then = _nothing
+
 
 def run_jobs(
     jobs: Sequence[Job],
@@ -193,7 +198,7 @@ def run_jobs(
             with torch.cuda.stream(torch.cuda.default_stream(device)):
                 for stream in list(streams):
                     torch.cuda.current_stream(device).wait_stream(stream)
-                job.then()
+                job.end()
 
         how = (make_reader, not cuda, inference)
         threads = [
@@ -328,7 +333,7 @@ class _Queue:
                 for job in ended:
                     if then:
                         with torch.inference_mode(inference):
-                            self._end(job, job.then)
+                            self._end(job, job.end)
                     elif job.allocate is not None:
                         with self._changed:
                             self._read_jobs.append(job)
@@ -380,7 +385,6 @@ class _Queue:
         then: the function to call.
         """
         then()
-        job.then = _nothing
         if job.allocate is not None:
             with self._changed:
                 self._open -= job.num_bytes
