@@ -396,8 +396,8 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
             line["part"]: line["outcome"] for line in lines if line["case"] == line["part"]
         }
         cut_off = [part for part in marked if parts_run.get(part.name) == "out of time"]
-        left = {part.name for part in remaining(cut_off, raw.all)}
-        parts_run |= {part.name: "passed" for part in cut_off if part.name not in left}
+        unfinished = {part.name for part in remaining(cut_off, raw.all)}
+        parts_run |= {part.name: "passed" for part in cut_off if part.name not in unfinished}
         commits = sorted({line["commit"] for line in raw.all if "commit" in line})
         config = {"ours": {"parts": parts_run, "pytest": args.pytest, "commits": commits}}
         raw.finish({**config, "versions": versions("transformers", "pytest")}, rows)

@@ -102,13 +102,13 @@ def price(s: Sizes, step: Step, kernel: Kernel, timer: Timer, extra: int = EXTRA
         times.append(timer([call for call, _ in patched]))
     queries, launched = patched[0][1]
     with_work = sum(-(-chunk // queries) for chunk in step.chunks)
-    each = max(0.0, times[1] - times[0]) / extra
+    empty_us = max(0.0, times[1] - times[0]) / extra
     return {
         "with_work": with_work,
         "launched": launched,
         "attention_us": round(times[0], 2),
-        "surplus_us": round(each * (launched - with_work), 3),
-        "empty_ns": round(each * 1e3, 2),
+        "surplus_us": round(empty_us * (launched - with_work), 3),
+        "empty_ns": round(empty_us * 1e3, 2),
     }
 
 

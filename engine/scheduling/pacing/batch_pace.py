@@ -68,8 +68,8 @@ class BatchPace:
         room = budget / chunk - 1
         allowed = int(room * fixed / row)
         tokens = int(chunk * (1 + min(batch, allowed) * row / fixed))
-        rest = waiting - tokens
-        if rest <= prefill_tokens(rest, budget):  # it would be a step of its own
+        later = waiting - tokens
+        if later <= prefill_tokens(later, budget):  # it would be a step of its own
             tokens = waiting
         return min(rows, max(least, allowed)), min(budget, tokens)
 
