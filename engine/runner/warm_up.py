@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.batch import COUNT, ENTRY, FIRST_DRAFT, ROW, SYNTHETIC, Batch
 from engine.runner.drafts.drafting import Drafting
 from engine.runner.drafts.graphs import Record, Recorder
+from engine.runner.forward import ModelForward
+from engine.runner.inputs import DeviceStep
 from engine.runner.launch.graphs import StepGraphs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import MOST, Masked
@@ -77,7 +80,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, *, drafts: bool = False) -> No
         _warm_up_adapters(runner, batch)
         step = forward.inputs.assemble(batch)
         step.adapt(runner.lora.warm_up_step(batch.num_tokens))
-    hidden = forward.run_step(step)
+    hidden = _run_step(forward, step)
     if runner.lora is not None:
         runner.lora.forget()
     if runner.drafting is not None:
@@ -85,7 +88,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, *, drafts: bool = False) -> No
         runner.drafting.launch(batch, step.metas, hidden if tapped is None else tapped)
         _warm_up_drafts(runner, runner.drafting)
     decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
-    forward.run_step(forward.inputs.assemble(decode))
+    _run_step(forward, forward.inputs.assemble(decode))
     if forward.images is not None:
         _warm_up_images(runner, num_tokens)
     if forward.cuda and runner.model.config.recurrent:
@@ -163,6 +166,18 @@ def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
     return batch
 
 
+def _run_step(forward: ModelForward, step: DeviceStep) -> Tensor:
+    """Return the hidden states of a step, once the device has computed them.
+
+    A step's inputs are copied from pinned memory, which the step after the next is written to. An
+    engine waits for results in between; a warm-up has none to wait for.
+    """
+    hidden = forward.run_step(step)
+    if forward.device.type == "cuda":
+        torch.cuda.synchronize(forward.device)
+    return hidden
+
+
 @torch.inference_mode()
 def _warm_up_drafts(runner: ModelRunner, drafting: Drafting) -> None:
     """Draft two tokens for one row, for a few, and for as many rows as there are.
@@ -177,7 +192,7 @@ def _warm_up_drafts(runner: ModelRunner, drafting: Drafting) -> None:
         table[ROW], table[COUNT], table[SYNTHETIC] = pad, 2, -1
         table[[ENTRY, FIRST_DRAFT]] = np.arange(count)
         step = forward.inputs.assemble(batch)
-        hidden, tapped = forward.run_step(step), forward.tapped()
+        hidden, tapped = _run_step(forward, step), forward.tapped()
         drafting.launch(batch, step.metas, hidden if tapped is None else tapped)
 
 
@@ -197,7 +212,7 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
             # Each entry gets a chunk: a few tokens would take other matmul kernels.
             lengths = [min(most, num_tokens // count)] * count
             batch = Batch(-1, [pad] * count, [0] * count, lengths, [True] * count)
-            forward.run_step(forward.inputs.assemble(batch))
+            _run_step(forward, forward.inputs.assemble(batch))
     finally:
         forward.model = whole
 
@@ -219,7 +234,7 @@ def _warm_up_verification(runner: ModelRunner, num_tokens: int) -> None:
         num_decodes=2 * count,
         drafts=[(row, 1, [0]) for row in range(count)],
     )
-    forward.run_step(forward.assemble(batch))
+    _run_step(forward, forward.assemble(batch))
     forward.state_runs.settle([(row, 1) for row in range(count)])
 
 
@@ -233,7 +248,7 @@ def _warm_up_images(runner: ModelRunner, most: int) -> None:
     length = largest_step(runner, most).lengths[0]
     step = forward.inputs.assemble(Batch(-1, [pad], [0], [length], [True]))
     forward.images.add_warm_up_inputs(step)
-    forward.run_step(step)
+    _run_step(forward, step)
 
 
 def _warm_up_adapters(runner: ModelRunner, largest: Batch) -> None:
@@ -246,4 +261,4 @@ def _warm_up_adapters(runner: ModelRunner, largest: Batch) -> None:
         lengths = [min(size, largest.lengths[0])]
         step = runner.forward.inputs.assemble(Batch(-1, [pad], [0], lengths, [True]))
         step.adapt(runner.lora.warm_up_step(lengths[0]))
-        runner.forward.run_step(step)
+        _run_step(runner.forward, step)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,10 +13,12 @@ from transformers import AutoConfig
 
 from engine.config.engine_config import EngineConfig
 from engine.factory import build
+from engine.lora.device import LoraDevice, make_tiles
 from engine.messages import AdapterInfo, AddAdapter, EngineRequest
 from engine.runner import warm_up
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
+from kernels.metadata import LoraStep
 from tests.engine.lora.adapters import save_adapter, with_adapter
 from tests.engine.lora.train import TEXTS, text_of, train
 from tests.engine.models.checkpoints import SIZES, save_checkpoint
@@ -412,6 +415,28 @@ def trained(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.nightly
+@pytest.mark.gpu
+def test_a_start_beside_others_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a step of the warm-up is laid out before a slow device has copied the one before the
+    last, whose kernels then read its slots and addresses."""
+    warm_up_step, laid_out = LoraDevice.warm_up_step, []
+
+    def behind(device: LoraDevice, num_tokens: int) -> LoraStep:
+        torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+        step = warm_up_step(device, num_tokens)
+        slots = np.arange(num_tokens) % device.num_slots
+        tiles = make_tiles(np.sort(slots), step.block_m)
+        laid_out.append((step.tiles[: len(tiles)].clone(), tiles))
+        return step
+
+    monkeypatch.setattr(LoraDevice, "warm_up_step", behind)
+    save_checkpoint(tmp_path, "qwen3", max_position_embeddings=512)
+    engine(tmp_path, device="cuda", max_loras=2, block_size=16, max_num_batched_tokens=2100)
+    assert len(laid_out) > 4
+    for tiles, wanted in laid_out:
+        assert tiles.tolist() == wanted.tolist()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_trained_on_the_default_model(default_model: Path, trained: Path, device: str) -> None:
     """Two adapters trained on real text: alone, and in one batch with the model itself, each gives
