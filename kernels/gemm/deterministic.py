@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch.compiling import Compilers
 from kernels.launch.pdl import num_sms
 
 
@@ -118,7 +119,7 @@ def agreeing(
     """Return the tiles that give the same bits for this weight.
 
     Tiles are compiled and tried once for each shape. During the capture of a CUDA graph none can be
-    tried, and tiles that were not tried before are left out.
+    tried, nor while kernels are collected, and tiles that were not tried before are left out.
 
     bias: the vector that the kernel adds to the product.
     add: whether the kernel adds a residual to the product.
@@ -135,6 +136,10 @@ def agreeing(
             residual = x.new_ones((_PROBE, outs)) if add else None
             return product(x, weight, bias, residual, tile)
 
+        if Compilers.is_collecting:
+            for tile in tiles:
+                made_by(tile)
+            return tiles[:1]
         wanted = made_by(tiles[0])
         same = (tile for tile in tiles[1:] if torch.equal(made_by(tile), wanted))
         _agreeing[key] = (tiles[0], *same)

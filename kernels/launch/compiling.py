@@ -34,7 +34,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 logger = logging.getLogger("manta.kernels")
 
@@ -67,6 +67,8 @@ class Compilers:
     Only one instance may exist at a time, since Triton has one hook.
     """
 
+    is_collecting: ClassVar[bool] = False  # whether launches do nothing now
+
     def __init__(self, count: int = 0) -> None:
         """Start the processes. count: their number; 0: one per core, minus one for the engine."""
         self._count = count or max(1, min(_MOST, _cores() - 1))
@@ -78,7 +80,6 @@ class Compilers:
         self._unsent: deque[_Unsent] = deque()
         self._sent = 0  # jobs at the processes
         self._collected: list[tuple[dict[Any, Any], Any]] = []  # cache of a kernel, key in it
-        self._collecting = False
         self._given_up = False
         self._warned = False
         # No warnings, since the engine prints the same.
@@ -118,11 +119,11 @@ class Compilers:
 
         knobs.runtime.jit_cache_hook = self._before_compiling
         JITFunction.run = look
-        self._collecting = True
+        Compilers.is_collecting = True
         try:
             yield
         finally:
-            self._collecting = False
+            Compilers.is_collecting = False
             JITFunction.run = run
             for cache, key in self._collected:
                 cache.pop(key, None)
@@ -148,7 +149,7 @@ class Compilers:
             return False
         hash_callees(fn.jit_function)
         job = (fn.module, fn.name, key)
-        if self._collecting:
+        if self.is_collecting:
             if job not in self._jobs and not self._given_up:
                 structs = _structs(compile["constants"])
                 self._hand_over(job, fn.jit_function, compile["specialization_data"], structs)

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 import kernels.cuda  # noqa: E402, F401  (the assembler that it chooses is a part of Triton's keys)
 from kernels import norm  # noqa: E402
+from kernels.gemm import deterministic  # noqa: E402
 from kernels.gemm.packed import gemv4 as gemv4_module  # noqa: E402
 from kernels.launch import compiling  # noqa: E402
 from kernels.launch.compiling import Compilers  # noqa: E402
@@ -301,6 +302,19 @@ def test_nothing_is_launched_while_collecting(
     launch(64)
     compilers.close()
     assert warmups == [True, False] and compilers.jobs == 0
+
+
+def test_tiles_are_not_compared_while_collecting(
+    compiled_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: tiles of the deterministic mode are said to agree, since no kernel has written what is
+    compared."""
+    monkeypatch.setattr(deterministic, "_agreeing", {})
+    compilers = Compilers(1)
+    with compilers.collecting():
+        assert deterministic.agreeing(bf16(256, 128)) == deterministic.TILES[2][:1]
+    compilers.close()
+    assert compilers.jobs == len(deterministic.TILES[2]) and deterministic._agreeing == {}
 
 
 @pytest.mark.parametrize("fault", ["killed", "no cache", "slow"])

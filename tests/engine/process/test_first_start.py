@@ -231,7 +231,7 @@ def test_what_a_start_launches_has_been_collected(
     tuned: list[Any] = []
 
     def tune(self: Decoder, *sizes: list[int]) -> None:
-        tuned.append((self is whole, compilers._collecting, compilers.jobs > 0, sizes))
+        tuned.append((self is whole, compilers.is_collecting, compilers.jobs > 0, sizes))
 
     monkeypatch.setattr(Decoder, "tune", tune)
     resolved: Any = SimpleNamespace(
