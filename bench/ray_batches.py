@@ -169,14 +169,20 @@ async def interactive(seconds: float, vocab: int) -> list[float]:
     return firsts
 
 
-def _output_tokens() -> int:
-    handle = serve.get_deployment_handle("engine-cpu", "manta")
+def _output_tokens(pool: str) -> int:
+    handle = serve.get_deployment_handle(f"engine-{pool}", "manta")
     tokens: int = handle.stats.remote().result()["output_tokens"]
     return tokens
 
 
 def beside(
-    rows: list[Row], vocab: int, seconds: float, turns: int, batch_size: int, concurrency: int
+    rows: list[Row],
+    vocab: int,
+    pool: str,
+    seconds: float,
+    turns: int,
+    batch_size: int,
+    concurrency: int,
 ) -> list[Line]:
     """Return a line for each turn of each phase: its tokens/s, and seconds to first tokens."""
     lines: list[Line] = []
@@ -192,9 +198,9 @@ def beside(
             number += 1
 
     def phase(name: str, work: Callable[[], list[float]]) -> None:
-        began, before = time.monotonic(), _output_tokens()
+        began, before = time.monotonic(), _output_tokens(pool)
         firsts = work()
-        tokens = (_output_tokens() - before) / (time.monotonic() - began)
+        tokens = (_output_tokens(pool) - before) / (time.monotonic() - began)
         lines.append({"phase": name, "tok_s": tokens, "first_s": firsts})
 
     def wait() -> list[float]:
@@ -207,8 +213,8 @@ def beside(
         stop.clear()
         thread = threading.Thread(target=dataset)
         thread.start()
-        before = _output_tokens()
-        while _output_tokens() < before + 50:
+        before = _output_tokens(pool)
+        while _output_tokens(pool) < before + 50:
             time.sleep(0.2)
         phase("dataset", wait)
         phase("both", lambda: asyncio.run(interactive(seconds, vocab)))
@@ -273,14 +279,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the engine")
     parser.add_argument("--out", type=Path, help="folder for the result files")
     args = parser.parse_args(arguments)
-    folder = str(resolve_model(args.model))
-    vocab = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     fields: Row = {
         "max_model_len": 2 * args.longest,
         "max_num_seqs": 64,
         "prefix_caching": False,
         **engine_fields(args.set),
     }
+    random_weights = fields.get("load_format") == "dummy"
+    folder = str(resolve_model(args.model, weights=not random_weights))
+    vocab = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    pool = "cpu" if fields.get("device", "cpu") == "cpu" else "gpu"
     rows = rows_of(args.rows, vocab, args.longest)
     lines: list[Line] = []
 
@@ -293,7 +301,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = {
         "model": folder,
         "engine": {key: value for key, value in fields.items() if key != "device"},
-        "pools": {"cpu": {"replicas": 1, "num_cpus": 1}},
+        "pools": {pool: {"replicas": 1, "num_cpus": 1}},
         "router": {"replicas": 1},
         "http": {"proxy": "serve"},
     }
@@ -308,9 +316,8 @@ def main(arguments: list[str] | None = None) -> None:
                 keep("serve-stage", _processed(processor, rows))
             if "beside" in args.cases:
                 few = rows[: 8 * args.batch_size]
-                for line in beside(
-                    few, vocab, args.seconds, args.turns, args.batch_size, args.concurrency
-                ):
+                sizes = args.batch_size, args.concurrency
+                for line in beside(few, vocab, pool, args.seconds, args.turns, *sizes):
                     keep("beside", line)
             serve.delete("manta")
     table_rows = table(lines)

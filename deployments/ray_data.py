@@ -156,7 +156,8 @@ class EngineStageUDF(StatefulStageUDF):
         """Return the engine, started if there is none. Raises ConfigError, EngineDead."""
         async with self._starting:
             if self._engine is None:
-                folder = await asyncio.to_thread(resolve_model, self._source)
+                weights = self._fields.get("load_format") != "dummy"
+                folder = await asyncio.to_thread(resolve_model, self._source, weights=weights)
                 config = EngineConfig(model=str(folder), **self._fields)
                 self._engine = await AsyncEngine.start(config)
             return self._engine
