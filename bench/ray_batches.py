@@ -273,7 +273,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest prompt")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=4, help="actors of the Serve stage")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        help="actors of the Serve stage; by default so many that their rows are four times as many "
+        "as an engine has at once, since an actor waits for the longest row of its batch",
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of a phase of `beside`")
     parser.add_argument("--turns", type=int, default=2, help="of `beside`")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the engine")
@@ -285,6 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
         "prefix_caching": False,
         **engine_fields(args.set),
     }
+    concurrency = args.concurrency or -(-4 * fields["max_num_seqs"] // args.batch_size)
     random_weights = fields.get("load_format") == "dummy"
     folder = str(resolve_model(args.model, weights=not random_weights))
     vocab = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
@@ -312,11 +318,11 @@ def main(arguments: list[str] | None = None) -> None:
         if {"serve-stage", "beside"} & set(args.cases):
             serve.run(assemble(config), name="manta", route_prefix="/")
             if "serve-stage" in args.cases:
-                processor = serve_processor(args.batch_size, args.concurrency)
+                processor = serve_processor(args.batch_size, concurrency)
                 keep("serve-stage", _processed(processor, rows))
             if "beside" in args.cases:
                 few = rows[: 8 * args.batch_size]
-                sizes = args.batch_size, args.concurrency
+                sizes = args.batch_size, concurrency
                 for line in beside(few, vocab, pool, args.seconds, args.turns, *sizes):
                     keep("beside", line)
             serve.delete("manta")
@@ -328,7 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
             "ours": fields,
             "peers": {"offline": "LLM", "alone": "beside"},
             "batch_size": args.batch_size,
-            "concurrency": args.concurrency,
+            "concurrency": concurrency,
         }
         write(args.out, "ray-batches", config_of, table_rows, lines)
 
