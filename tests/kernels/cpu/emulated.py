@@ -23,7 +23,7 @@ libreadline8 libcrypt1
 _WHEELS = """
 triton numpy sympy mpmath networkx jinja2 markupsafe filelock typing-extensions fsspec pytest pluggy
 iniconfig packaging pygments hypothesis sortedcontainers msgspec pyyaml safetensors regex
-pytest-timeout
+pytest-timeout pillow
 """
 _TORCH = "torch==2.10.0"
 _TIMEOUT_S = 1500
@@ -38,7 +38,8 @@ def prepare() -> None:
     for tool, package in (("qemu-aarch64", "qemu-user"), ("apt-get", "apt"), ("dpkg", "dpkg")):
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is missing; on Debian: apt-get install {package}")
-    if (FOLDER / "complete").exists():
+    complete, contents = FOLDER / "complete", f"{_DEBIAN} {_TORCH} {_WHEELS}"
+    if complete.exists() and complete.read_text() == contents:
         return
     shutil.rmtree(FOLDER, ignore_errors=True)
     debs, system = FOLDER / "debs", FOLDER / "root"
@@ -68,7 +69,7 @@ def prepare() -> None:
         ],
         FOLDER,
     )  # fmt: skip
-    (FOLDER / "complete").touch()
+    complete.write_text(contents)
 
 
 def run(arguments: Sequence[str], processor: str) -> subprocess.CompletedProcess[str]:
