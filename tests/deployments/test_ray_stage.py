@@ -19,7 +19,7 @@ POISON, LETHAL = 17, 18
 def rows_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Any:
     """Return the rows behind the stage, whose engine is a fake one that dies of a certain token."""
     spec = f"fake:vocab_size=390,poison={POISON},lethal={LETHAL}"
-    monkeypatch.setattr(ray_data, "resolve_model", lambda _: Path(spec))
+    monkeypatch.setattr(ray_data, "resolve_model", lambda _, weights: Path(spec))
 
     async def run() -> list[dict[str, Any]]:
         stage = ray_data.EngineStageUDF(

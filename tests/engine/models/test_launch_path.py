@@ -68,6 +68,7 @@ ALLOWED = {
     ("engine/runner/refill.py", "Refill.load"): "with new weights, before a step may read them",
     ("engine/runner/refill.py", "_check_finite"): "of new weights, on a thread beside the steps",
     ("engine/runner/refill.py", "_check_held"): "of new weights, between two steps",
+    ("engine/runner/warm_up.py", "_run_step"): _START,
     ("engine/runner/state_runs.py", "StateVerification.lay_out"): "arrays of host memory",
     ("engine/runner/state_runs.py", "StateVerification.upload"): "an array of host memory",
     ("engine/runner/state_runs.py", "_Numbers.__init__"): "views of pinned host memory",
