@@ -1,18 +1,18 @@
 """Admission: strategies that decide whether the first waiting request may start now.
 
-Strategies for KV-cache memory (`ADMISSION`):
+Strategies for KV-cache memory (`ADMISSION`). A request starts if
 
- optimistic   its known tokens fit now; a wrong guess costs a preemption. The default.
+ optimistic   its known tokens fit now; lack of blocks later costs a preemption. The default.
  reserved     all blocks that it may ever need fit now. Never preempts.
- sum          the same in tokens, without credit for shared prefixes. Never preempts.
+ sum          the final sizes of all requests fit, shared prefixes counted for each. Never preempts.
  peak         the largest future use of memory fits (LightLLM's router, exact). Never preempts.
-Where each request has a region of its whole length (`allocation: contiguous`), a gap for it is all
-that is asked, and nothing is preempted.
+With `allocation: contiguous` each request has one region of its whole length. It starts if a gap
+between regions holds that length, and nothing is preempted.
 The last three rely on max_tokens: a request without max_tokens counts with the model's length.
-Strategies for which adapters share a batch (`BATCHING`):
+Strategies for which adapters share a batch (`BATCHING`). A request joins
 
- mixed        with any: a step serves requests of all adapters. The default.
- split        only with requests of its adapter.
+ mixed        any batch: a step serves requests of all adapters. The default.
+ split        only a batch of requests with the same adapter.
 
 Every strategy sees only the head of the queue, so that no request overtakes and none starves.
 docs/strategies.md says when to choose which.
@@ -94,7 +94,10 @@ class KVMemory:
 
 
 class Fits(Protocol):
-    """An admission strategy; called only after `fits_now`, and ignored if no request runs."""
+    """An admission strategy: returns whether a request with the footprint `new` may start.
+
+    It is called only after `fits_now` has returned True, and is ignored while no request runs.
+    """
 
     def __call__(self, memory: KVMemory, new: Footprint, /) -> bool: ...
 
@@ -120,7 +123,7 @@ def fits_now(memory: KVMemory, new: Footprint) -> bool:
 
 def optimistic(memory: KVMemory, new: Footprint) -> bool:
     if memory.regions:
-        return True  # `fits_now` has asked for the whole length
+        return True  # `fits_now` has checked the whole length
     # One block stays free for each running request, which will need one soon. Otherwise a preempted
     # request that starts again at once would take it. Simulated with 1,500 requests of 32-512 +
     # 16-512 tokens in 2,048 blocks: 1.5 % more steps than without, but 17 preemptions instead of
@@ -164,11 +167,11 @@ def peak(memory: KVMemory, new: Footprint) -> bool:
 
 
 def future_peak(now: Sequence[int], left: Sequence[int], gain: int = 1) -> int:
-    """Return the most tokens in use at any future time.
+    """Return the maximum number of tokens in use at any future time.
 
-    Request i holds now[i], gains `gain` in each of left[i] steps, and then frees all. The peak is
-    at the end of a request. Sort requests by left, descending: at the end of request i, requests 0
-    .. i run, and each has gained left[i] steps' tokens (LightLLM, "efficient router").
+    Request i holds now[i] tokens, gains `gain` in each of left[i] steps, and then frees all. The
+    peak is at the end of a request. Sort requests by left, descending: at the end of request i,
+    requests 0 .. i run, and each has gained left[i] steps' tokens (LightLLM, "efficient router").
     """
     if not now:
         return 0

@@ -1,4 +1,4 @@
-"""EngineCore: the step loop; takes requests and returns deltas. Single-threaded, without torch.
+"""EngineCore: the step loop; it takes requests and returns deltas. Single-threaded, without torch.
 
 One call of `step`, one batch ahead (async_scheduling):
 
@@ -15,7 +15,7 @@ token in flight, the step's forward pass is launched without its sampling:
  deltas of n -> schedule n + 2 -> wait for the masks -> launch sampling n + 1 -> launch n + 2
 
 Masks are then computed on other threads while the device computes layers and logits. If all tokens
-are known, masks are computed during the launch.
+that masks depend on are known, masks are computed while the forward pass is launched.
 
 If a step raises, the poison requests fail and the engine goes on: failures/. If the device
 has no memory for a step, no request fails: its tokens are computed again in smaller steps.
@@ -110,8 +110,8 @@ class EngineCore:
         memory: the memory of an engine that may sleep; None = it cannot.
         mask_memory: allocates the host memory from which the device copies masks.
         speculation: the drafts of steps; None = each decode gets one token a step.
-        tier: the KV blocks in host memory, of a device with one pool; None = there are none.
-        moves: the KV blocks that go to other replicas and come from them; likewise.
+        tier: keeps KV blocks in host memory, for a device with one pool; None = no host tier.
+        moves: exchanges KV blocks with other replicas; None = no blocks are exchanged.
         growth: grows and shrinks the only pool of blocks; None = its size is fixed.
         """
         config = config.bounded()
@@ -121,7 +121,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, self._adapters, free_blocks, speculation, tier, moves)
         self._moves = moves
         self._growth = growth
-        self._unserved: list[Answer] = []  # to orders that an engine without moves refuses
+        self._unserved: list[Answer] = []  # refusals of `serve_kv`, if moves are None
         self.draining = False
         self._sleep = EngineSleep(memory)
         self._pause = Pause()
@@ -172,7 +172,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a call of `step` has something to do.
 
-        It has nothing if all requests, or all in the current bisection group, wait for adapters.
+        False if all requests, or all in the current bisection group, wait for adapters.
         """
         return bool(
             self._pending
@@ -188,9 +188,9 @@ class EngineCore:
         )
 
     def launch_delay(self) -> float:
-        """Return the seconds for which the loop may take input before it calls `step`.
+        """Return for how many seconds the loop may take input before it calls `step`.
 
-        They are 0 unless batch work runs.
+        The result is 0 unless batch work runs.
         """
         scheduler = self.scheduler
         if not scheduler.num_batch or len(self._pending) != 1 or scheduler.config.depth != 2:
@@ -205,8 +205,8 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """Run one round of the loop and return its deltas.
 
-        With async_scheduling the first round after an idle time only launches a step and returns
-        none.
+        With async_scheduling the first round after an idle time only launches a step, and returns
+        no deltas.
         """
         scheduler, pending, blame = self.scheduler, self._pending, self._blame
         recovery = self._recovery
@@ -269,7 +269,7 @@ class EngineCore:
             seconds = self._timer.between
             if scheduler.config.micro_batches > 1:
                 seconds = self._timer.since_last(done.micro_batch, done.began)
-            if result is not None:  # encodes take as long, whatever the size of a prompt's chunk
+            if result is not None:  # encoding time does not depend on the chunk's size
                 seconds = max(0.0, seconds - result.encode_wait)
             work = done.decodes, done.context, done.prompt_tokens
             scheduler.pace.observe(*work, seconds)
@@ -285,10 +285,9 @@ class EngineCore:
         return deltas
 
     def _launch_drafts(self, deltas: list[Delta]) -> None:
-        """Launch the step after one with drafts before deltas are published.
+        """Launch the step after one with drafts, before that step's deltas are published.
 
-        The device is idle then, or computes drafts of a model and nothing else.
-
+        The device would be idle meanwhile, or compute drafts of a model and nothing else.
         deltas: gets the last deltas of requests whose grammar allows no token.
         """
         if self._pending or self._depth == 1 or self._recovery.bisection is not None:
@@ -338,7 +337,7 @@ class EngineCore:
 
     def _begin_masks(self, launched: LaunchedStep) -> None:
         """Begin the masks of the newest step, for which the next call of `step` waits."""
-        pending = self._pending.pop()  # without masks the step must not be waited for
+        pending = self._pending.pop()  # if masks fail, nobody may wait for this step
         self._masks_begun = launched, self._step_grammars.begin(_constraints(launched))
         self._pending.append(pending)
 
@@ -350,7 +349,7 @@ class EngineCore:
         finish: waits for the masks, and returns (masks, error messages by row of the masks).
         """
         self._masks_begun = None
-        pending = self._pending.pop()  # without masks the step must not be waited for
+        pending = self._pending.pop()  # if masks fail, nobody may wait for this step
         masks, errors = finish()
         pending.sample(masks)
         self._pending.append(pending)
@@ -359,8 +358,8 @@ class EngineCore:
     def _fail_masks(self, launched: LaunchedStep, errors: dict[int, str]) -> list[Delta]:
         """End the requests whose grammar allows no token; return their last deltas.
 
-        If a grammar allows no token after a draft, `Verifications.most` is lowered there: that
-        draft and the request's later ones are not accepted.
+        If a grammar allows no token after a draft, `Verifications.most` is lowered: that draft and
+        the request's later drafts are not accepted.
 
         errors: row of the masks -> message.
         """
@@ -383,7 +382,7 @@ class EngineCore:
             self.scheduler.tier.delete_files()
 
     def sleep(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
-        """Ask the engine to free memory once no request runs; a request wakes it.
+        """Ask the engine to free memory once no request runs; a new request wakes the engine.
 
         Requests that a pause keeps are computed again after the wake. See `EngineSleep.ask` and
         `answers`.
@@ -436,8 +435,8 @@ class EngineCore:
         self._transfers.ask(message)
 
     def close(self) -> None:
-        """Delete what transfers have left, and write what the disk tier has queued; no method is
-        called afterwards."""
+        """Delete the files of weight transfers, and write what the disk tier has queued; no method
+        is called afterwards."""
         self._transfers.close()
         if self.scheduler.tier is not None:
             self.scheduler.tier.close()
@@ -460,7 +459,7 @@ class EngineCore:
     def _replace_weights(self) -> None:
         """Replace the weights by the checked ones, with no step in flight.
 
-        Raises EngineDead if the weights are mixed.
+        Raises EngineDead if only a part of the weights was replaced.
         """
         self._sleep.end([WEIGHTS])
         recompute = self._updates.recomputes
@@ -511,7 +510,7 @@ class EngineCore:
             self._growth.wake = wake
 
     def take_evicted(self) -> tuple[bytes, bytes]:
-        """Return and clear the fields `gone` and `lowered` of the next frame."""
+        """Return and clear the hashes of evicted prefixes: StepFrame's fields (gone, lowered)."""
         return self.scheduler.memory.take_evicted()
 
     def stats(self) -> EngineStats:
@@ -570,14 +569,14 @@ class EngineCore:
 
 
 def _constraints(launched: LaunchedStep) -> list[Constraint]:
-    """Return the constraints of the step's constrained entries, then of their drafts, in order."""
+    """Return the constraints of the entries `launched.constrained`, then those of its drafts."""
     constraints = [launched.requests[entry].constraint for entry in launched.constrained]
     known = [constraint for constraint in constraints if constraint is not None]
     return known + [later for *_, later in launched.later]
 
 
 def _of_states(scheduler: Scheduler) -> dict[str, int]:
-    """Return the stats of a recurrent model's states; {} for other models."""
+    """Return the stats about recurrent states and their snapshots; {} if no layer is recurrent."""
     snapshots = scheduler.memory.snapshots
     if snapshots is None:
         return {}

@@ -14,8 +14,8 @@ class CoreConfig:
     """The resolved settings of an engine core.
 
     max_num_seqs: device rows.
-    max_num_batched_tokens: the most tokens of a step.
-    max_model_len: the most tokens of a request, prompt and output; the core lowers it to what
+    max_num_batched_tokens: the maximum number of tokens in a step.
+    max_model_len: the maximum of a request's tokens, prompt and output; the core lowers it to what
         num_blocks can hold.
     num_blocks, block_size: blocks of the KV cache, and tokens of a block.
     kv_ranks: ranks that each have num_blocks blocks, for different requests.
@@ -24,7 +24,7 @@ class CoreConfig:
         stages, which compute steps of different micro-batches at the same time.
     target_tpot: the TPOT target in seconds, for the pace of steps; 0 = none.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
-    kinds: what each group of layers keeps, in the order of a request's tables.
+    kinds: which tokens each group of layers keeps; the order is that of a request's block tables.
     snapshots: the plan for snapshots of recurrent states; None = no layer is recurrent.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
     pooling: how texts become embeddings; None = requests for embeddings are refused.
@@ -71,7 +71,7 @@ class CoreConfig:
         """Return the settings with max_model_len lowered to what the blocks can hold."""
         num_blocks, images = self.num_blocks, self.images
         if images is not None and images.bidirectional:
-            # A step computes the tokens of an image together, beside those in the window before it.
+            # A step computes all tokens of an image at once, and they need the window before.
             windows = sum(not kind.whole for kind in self.kinds)
             num_blocks = max(0, num_blocks - windows * -(-images.largest // self.block_size))
         lengths = range(self.max_model_len + 1)

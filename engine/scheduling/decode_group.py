@@ -11,9 +11,9 @@ the step at which they happen:
  it needs a new block at           t = positions * block_size - base        -> _block_due[t]
  it samples its last token at      t = limit - 2 - base                     -> _last_sample[t]
 
-With drafts, positions of a request also grow by those that were accepted (`advance`). Then the
-events of the next step are found by a look at each member, and the tables are made again once no
-member has advanced.
+With drafts, positions of a request also grow by the accepted draft tokens (`advance`). The events
+of the next step are then found by a scan over all members, and the tables of events are rebuilt in
+the first step before which no member has advanced.
 A request that cannot run in a step has to leave (see `Scheduler`), and may join again later.
 """
 
@@ -29,7 +29,7 @@ class DecodeGroup:
     Membership changes by `join` and `leave`, O(1) each; members have no order.
 
     step_index: the number of steps of the group so far.
-    last_step: the engine's number of the last of these steps.
+    last_step: the number of the group's last step among all steps of the engine.
     micro_batch: the number of this group.
     """
 
@@ -37,19 +37,19 @@ class DecodeGroup:
         self.micro_batch = micro_batch
         self.step_index = self.last_step = 0
         self._block_size = block_size
-        self._num_groups = num_groups  # entries of a block table for each position
+        self._num_groups = num_groups  # KV groups: blocks of a table for each block_size tokens
         self.requests: list[Request] = []
         self.rows: list[int] = []
         self.bases: list[int] = []
         self._sum_of_bases = 0
         self.ids: list[int] = []
         self.token_lists: list[list[int]] = []  # the requests' own token_ids, not copies
-        # An entry whose member has left is skipped when its step comes. Blocks are due within
-        # block_size steps. Last samples may be far in the future, so `leave` removes their entries.
+        # step index -> members. A request that has left is skipped when its step comes. Blocks are
+        # due within block_size steps. Last samples may be far ahead, so `leave` removes theirs.
         self._block_due: dict[int, list[Request]] = {}
         self._last_sample: dict[int, dict[Request, None]] = {}
-        # Whether members have advanced since the last step, and whether the tables above are empty
-        # because of it.
+        # Whether members have advanced since the last step, and whether the two tables above are
+        # empty because of that.
         self._advanced = self._scattered = False
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class DecodeGroup:
     def take_step(self, step: int) -> None:
         """Count a step of the group.
 
-        step: the engine's number of it.
+        step: the number of the step among all steps of the engine.
         """
         self.step_index += 1
         self.last_step = step
@@ -96,7 +96,7 @@ class DecodeGroup:
         request.last_step = self.last_step
         key = request.limit - 2 - request.base
         members = self._last_sample.get(key)
-        if members is not None:  # else `last_samples` has returned it
+        if members is not None:  # None if `last_samples` has returned them
             members.pop(request, None)
             if not members:
                 del self._last_sample[key]
@@ -141,7 +141,7 @@ class DecodeGroup:
         return list(dict.fromkeys(members))  # a request that left and joined again is listed twice
 
     def extended(self, request: Request) -> None:
-        """Record that the request's table was extended by a position."""
+        """Record that the request's table has a further block in each KV group."""
         self._expect_block(request)
 
     def last_samples(self) -> list[Request]:

@@ -70,7 +70,7 @@ class RequestPhases:
         self.queue = WaitingQueue()
         self.num_constrained = 0  # number of requests with a grammar
         self.num_batch = 0  # number of requests that are batch work
-        self.shared_step = -math.inf  # the last step before the end of a request that was none
+        self.shared_step = -math.inf  # the last step before a request ended that was not batch work
         self.computing: list[Request] = []  # requests in phase COMPUTING
         self.decode_groups = [
             DecodeGroup(config.block_size, len(config.kinds), micro_batch)
@@ -79,7 +79,7 @@ class RequestPhases:
         self.in_flight: deque[LaunchedStep] = deque()
         self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         self._arrivals = 0
-        # the model's, and stop ids of requests since the engine was last idle
+        # the model's end tokens, and stop ids of requests since the engine was last idle
         self._end_tokens = set(config.eos_token_ids)
 
     def speculate(self, speculation: Speculation | None) -> None:
@@ -153,11 +153,11 @@ class RequestPhases:
             before = self.tier.num_loads
             for request in self.tier.take_arrived():
                 self.queue.blocks_ready(request)
-            self.queue.retry |= self.tier.num_loads < before  # its blocks are free now
+            self.queue.retry |= self.tier.num_loads < before  # ended loads have freed blocks
 
     @property
     def loading(self) -> bool:
-        """Whether blocks are being loaded from the host, which `take_arrived` asks for."""
+        """Whether loads from the host are in flight, whose end `take_arrived` notices."""
         return self.tier is not None and self.tier.num_loads > 0
 
     def requeue(self, *, trusted: bool) -> None:
@@ -207,7 +207,7 @@ class RequestPhases:
         self.config = replace(self.config, num_blocks=num_blocks)
 
     def grow(self, growth: KVGrowth) -> None:
-        """Grow or shrink the only pool as its requests need; then waiting ones are tried again."""
+        """Grow or shrink the only block pool by demand; try waiting requests again if it grew."""
         memory, queue = self.memory, self.queue
         # Whether the first request waits for blocks, and not for a row or for the next step.
         blocked = memory.has_row and not queue.retry
@@ -223,7 +223,7 @@ class RequestPhases:
 
         No later request starts from a prefix of the old weights.
 
-        model_key: the new one, see `CoreConfig`.
+        model_key: the new weights' key, see `CoreConfig`.
         recompute: whether running requests compute their keys again.
         """
         assert not self.in_flight
@@ -331,7 +331,7 @@ class RequestPhases:
         return tokens
 
     def batch_victims(self, free: int) -> list[Request]:
-        """Return the running batch work to preempt for waiting requests that are none, the last in
+        """Return the running batch work to preempt for waiting requests that are not, the last in
         the order of service first.
 
         free: rows for which no batch work has to be preempted.

@@ -1,6 +1,6 @@
-"""RequestPreparation: new requests until they are queued.
+"""RequestPreparation: prepares new requests until they are queued.
 
-They are checked. Then a grammar may have to be compiled, or blocks come from another replica.
+Requests are checked. Then a grammar may have to be compiled, or blocks pulled from another replica.
 """
 
 from engine.errors import MantaError

@@ -141,7 +141,7 @@ class Request:
             self.images = [_own(image, self.num_virtual, self.cache_salt) for image in self.images]
         self.next_image = 0  # the first image with a token beyond num_computed
         self.set_model_key(config.model_key)
-        # The most tokens it may have, prompt and output.
+        # The maximum number of the request's tokens, prompt and output.
         self.limit = config.max_model_len
         if params.max_tokens is not None:
             self.limit = min(self.limit, self.num_prompt + params.max_tokens)
@@ -162,7 +162,7 @@ class Request:
         self.read_from_disk = False  # whether these blocks were read from disk before
         self.keep_seconds = message.keep_seconds
         self.prefix_hashes = message.prefix_hashes
-        self.num_reused = 0  # leading blocks that the host tier stores when it leaves
+        self.num_reused = 0  # leading blocks that the host tier stores at the request's end
         self.marks: Marks | None = None  # while it has a row, if layers are recurrent
         self.group_index = -1  # index in the decode group
         self.base = 0  # while decoding: num_computed = base + the next step_index of its group
@@ -173,7 +173,7 @@ class Request:
         self.queued_us = -1  # microseconds from arrival to its first step
         self.num_cached = -1  # prompt tokens found in the prefix cache; -1 = never started
         self.prediction: Sequence[int] = message.prediction
-        # whether steps may draft for it; the experts of drafts are not kept
+        # whether steps may draft for it; no drafts with routed experts, as drafts' experts are lost
         self.speculates = message.speculate and not params.return_routed_experts
         self.drafts: RequestDrafts | None = None  # once a step has asked for its drafts
         self.delivered = False  # whether its first delta was returned
@@ -213,8 +213,9 @@ class Request:
         return self.num_tokens - self.num_computed
 
     def footprint(self, step_index: int, held: int) -> Footprint:
-        """Return the request's memory when this step of its group is launched, and at its end.
+        """Return the request's memory at a step of its decode group, and at its maximum length.
 
+        step_index: the number of the step, counted by the group.
         held: blocks in the request's table.
         Legal while the request has a row.
         """
@@ -225,7 +226,7 @@ class Request:
         return Footprint(now, max(now, self.limit - 1), held)
 
     def new_row(self) -> NewRow:
-        """Return the row data that the device needs. Legal while the request has a row."""
+        """Return the data of the request's row on the device. Legal while it has a row."""
         new = NewRow(
             self.row,
             self.token_ids.copy(),
@@ -244,7 +245,7 @@ class Request:
         return new
 
     def stops_at(self, token: int) -> bool:
-        """Whether the newest token, already appended, ends the request; none does below min_tokens.
+        """Whether the newest token, already appended, ends the request; False up to min_tokens.
 
         It is always False for a request with a grammar, which decides the end itself.
         """
@@ -265,7 +266,7 @@ class Request:
             self.prompt_logprobs.extend(items[known - start - 1 :])
 
     def deliver_routes(self, delta: Delta) -> None:
-        """Set the experts of all tokens but the last one, if the request asked for them.
+        """Set `delta.routed` to the experts chosen for all tokens but the last, if asked for.
 
         Call it once the request has ended, with its last delta.
         """
@@ -273,7 +274,7 @@ class Request:
             delta.routed = self.routes.answer(self.num_virtual, len(self.token_ids) - 1)
 
     def deliver_first(self, delta: Delta) -> None:
-        """Set the fields that only a request's first delta has, if this delta is the first."""
+        """Set the fields of `delta` that only a request's first delta has, if it is the first."""
         if not self.delivered:
             self.delivered = True
             delta.cached = self.num_cached
@@ -285,7 +286,7 @@ class Request:
 
 
 def _own(image: Image, num_virtual: int, cache_salt: str) -> Image:
-    """Return an image moved behind virtual tokens, with a digest of the request's salt.
+    """Return an image moved behind virtual tokens, whose digest includes the request's salt.
 
     num_virtual: tokens that were put before the prompt.
     cache_salt: only requests of one salt share embeddings.

@@ -1,6 +1,6 @@
 """Start: the KV pool in which a waiting request can start, and its cached blocks there.
 
-It changes nothing: the scheduler carries out what `find_start` returns.
+`find_start` changes nothing: the scheduler carries out the start that it returns.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from engine.scheduling.request import Request
 
 
 class Start(NamedTuple):
-    """The pool where a waiting request can start, and what it finds and takes there.
+    """The pool where a waiting request can start, with its cached prefix and footprint there.
 
     kv_rank: the rank of the pool.
-    cached: the blocks of the request's prefix in the pool, as its table.
+    cached: the block table of the request's cached prefix in the pool.
     num_resident: cached positions, including positions whose recurrent state has no snapshot.
     footprint: the memory that the request takes.
     """
@@ -35,7 +35,7 @@ def find_start(
     snapshots: Snapshots | None,
     fits: Fits,
 ) -> Start | None:
-    """Return the place where a waiting request can start now; None if there is none.
+    """Return how a waiting request can start now; None if no pool has room for it.
 
     Of several pools the best has the fewest blocks in use, plus blocks that this request would have
     to compute. So a request starts where its prefix is cached, unless that rank has much more work.

@@ -9,7 +9,7 @@ from engine.messages import RoutedExperts
 class RequestRoutes:
     """The chosen experts of a request's tokens, by position.
 
-    Tokens that are computed again, after a preemption or a refused draft, replace what they had.
+    Experts of a token that is computed again (preemption, refused draft) replace the earlier ones.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class RequestRoutes:
         known[start:end] = ids
 
     def answer(self, begin: int, end: int) -> RoutedExperts | None:
-        """Return the choices for the tokens begin .. end - 1; None if none was computed."""
+        """Return the experts of tokens begin .. end - 1; None if none was stored."""
         if self._ids is None or end <= begin:
             return None
         ids = self._ids[begin:end]

@@ -59,7 +59,7 @@ from engine.scheduling.step import LaunchedStep, StepBuilder
 
 
 class Scheduler(RequestPhases):
-    """The scheduler: it chooses each step's tokens. The module has the order of calls."""
+    """The scheduler: it chooses each step's tokens. The module docstring has the order of calls."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Scheduler(RequestPhases):
         super().__init__(config, adapters, free_blocks, speculation, tier, moves)
         self.decoding = self.decode_groups[0]  # the group of the step that is being scheduled
         self.lacks_blocks = False  # whether a request that is no batch work waits for blocks
-        # the most tokens of a step; the core may lower it
+        # the maximum number of tokens in a step; the core may lower it
         self.token_limit = config.max_num_batched_tokens
         # the pace limits prompt tokens, from step times that the core reports
         target = config.target_tpot
@@ -85,7 +85,7 @@ class Scheduler(RequestPhases):
 
     @property
     def rows(self) -> int:
-        """The most requests that may run now."""
+        """The maximum number of requests that may run now."""
         return self.pace.rows(self._most_rows)
 
     def can_run(self) -> bool:
@@ -226,7 +226,7 @@ class Scheduler(RequestPhases):
             self._add_chunk(request, length, builder)
 
     def _prompt_limit(self, builder: StepBuilder) -> int:
-        """Return the most prompt tokens that this step may compute.
+        """Return the maximum number of prompt tokens that this step may compute.
 
         If no request decodes they may fill the whole budget.
         """
@@ -314,7 +314,7 @@ class Scheduler(RequestPhases):
             self._preempt(victim, builder)
 
     def _preempt(self, victim: Request, builder: StepBuilder) -> None:
-        """Take the victim's row, blocks and place in this step, and queue it again."""
+        """Take the victim's row and blocks, remove it from this step, and queue it again."""
         self.counters.preemptions += 1
         builder.preempted = True
         builder.batch.new_blocks = [new for new in builder.batch.new_blocks if new[0] != victim.row]
@@ -371,8 +371,8 @@ class Scheduler(RequestPhases):
         return False
 
     def _fetch(self, tier: HostTier, request: Request, memories: list[KVMemory]) -> bool:
-        """Return whether the request now waits for blocks from the host or its disk, as loading
-        them is faster than computing their tokens.
+        """Begin to load a request's prefix from the host or its disk, if loading is faster than
+        computing; return whether the request now waits for its blocks.
 
         memories: the memory of each pool.
         """
@@ -398,7 +398,7 @@ class Scheduler(RequestPhases):
         return True
 
     def shares(self, request: Request) -> bool:
-        """Whether the request may start with blocks of others."""
+        """Whether the request may start with blocks that other requests have computed."""
         return (
             self.config.prefix_caching
             and request.pooled is None
@@ -481,7 +481,7 @@ class Scheduler(RequestPhases):
         ]
 
     def _step_index(self, request: Request) -> int:
-        """Return the current step index of the request's decode group."""
+        """Return how many steps the request's decode group (its micro-batch) has had so far."""
         return self.decode_groups[request.micro_batch].step_index
 
     def _add_chunk(self, request: Request, length: int, builder: StepBuilder) -> None:

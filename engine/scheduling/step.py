@@ -48,10 +48,11 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step, kept until its result is there.
+    """A launched step, kept until its result has arrived.
 
-    Lists are in batch order: sampling entries first, then the others. Entries of drafts, which come
-    after the other decodes, are not counted in lists and indices.
+    An entry is one sequence of the step: a decode, a draft token, or a prompt's chunk. Lists are in
+    batch order: sampling entries first. Drafts, which come after the other decodes, have no element
+    in lists and no index.
     """
 
     step: int
@@ -59,29 +60,29 @@ class LaunchedStep:
     starts: list[int]  # [num_entries]
     ids: list[int]  # [num_samples]
     token_lists: list[list[int]]  # [num_samples] the requests' own token_ids, to append to
-    firsts: list[int]  # entries that may return their request's first delta
-    finishing: list[int]  # entries whose request ends with this step, whatever is sampled
+    firsts: list[int]  # indices of entries that may return their request's first delta
+    finishing: list[int]  # indices of entries whose request ends now, whatever is sampled
     micro_batch: int = 0  # number of the decode group
     began: float = 0.0  # time.perf_counter() at the launch
     decodes: int = 0  # decode entries, entries of drafts included
     verifications: Verifications | None = None
     context: int = 0  # tokens whose keys the decodes read
     num_drafts: int = 0
-    proposed: Sequence[Request] = ()  # for which the step computes drafts, in the batch's order
+    proposed: Sequence[Request] = ()  # requests for which the step computes drafts, in batch order
     proposed_counts: Sequence[int] = ()  # how many drafts each gets
     prompt_tokens: int = 0  # tokens of its chunks
     num_images: int = 0  # images that it encodes
     ahead_tokens: int = 0  # embeddings that it encodes for later steps
-    ahead: Sequence[Request] = ()  # the requests that need these
+    ahead: Sequence[Request] = ()  # the requests that need these embeddings
     some_ended: bool = False  # whether a request has ended since the launch
-    constrained: Sequence[int] = ()  # entries that sample under a grammar
-    # Drafts' constraints, whose masks come after those of `constrained`: (index among
-    # verifications, number of the draft, constraint)
+    constrained: Sequence[int] = ()  # indices of entries that sample under a grammar
+    # Constraints after drafts, whose masks come after those of `constrained`: (index among
+    # verifications, number of the draft, counted from 0, constraint after the draft)
     later: "list[tuple[int, int, Constraint]]" = field(default_factory=list)
     awaits_masks: bool = False  # whether some constrained entries had an unknown last token
 
     def forbid_after(self, place: int) -> None:
-        """Accept no token after a draft, as its constraint allows none to follow.
+        """Refuse a draft and those after it, as the draft's constraint lets no token follow.
 
         place: the index of that constraint in `later`.
         """
@@ -104,7 +105,7 @@ class LaunchedStep:
             result, drafted = self._split(result)
         tokens, requests = result.tokens, self.requests
         assert len(tokens) == len(self.ids)
-        dropped: list[int] = []  # entries of requests that ended before
+        dropped: list[int] = []  # indices of entries whose requests ended before
         if self.some_ended:
             dropped = [i for i, r in enumerate(requests) if r.phase is RequestPhase.ENDED]
         failed = {i: why for i, why in result.errors.items() if i not in dropped}
@@ -307,9 +308,11 @@ class LaunchedStep:
     def _complete(
         self, tokens: list[int], dropped: list[int], failed: dict[int, str]
     ) -> dict[int, int | None]:
-        """Advance the grammars by their tokens; return the entries that end. Adds to `failed`.
+        """Advance the grammars by the sampled tokens; return {entry that ends: end token}.
 
-        The result is entry -> its end token, or None if only an end token could follow.
+        The end token is None if only an end token could follow.
+
+        dropped: entries whose requests ended before. failed: entry -> error; gets refused tokens.
         """
         ended: dict[int, int | None] = {}
         for entry in self.constrained:
@@ -327,7 +330,7 @@ class LaunchedStep:
 
 @dataclass(slots=True)
 class _DraftResult:
-    """The samples of the entries of drafts. The keys of the maps are indices of `tokens`."""
+    """The samples at a step's drafts. The keys of the maps are indices of `tokens`."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
@@ -360,7 +363,7 @@ class SchedulerCounters:
     draft_tokens: int = 0
     accepted_by_position: list[int] = field(
         default_factory=list
-    )  # drafts that were right, by position
+    )  # accepted draft tokens, by position in the draft
 
     def count_drafts(self, verifications: Verifications) -> None:
         """Add a step's drafts to the counters: drafts, draft tokens, accepted ones by position."""
@@ -379,19 +382,19 @@ class StepBuilder:
 
     batch: Batch
     verifications: Verifications | None = None
-    # Indices of requests that get new drafts, among the group's and then those of sampling chunks,
-    # and how many each gets.
+    # Indices of the requests that get new drafts (in the group's requests, followed by those of
+    # `sampling`), and the number of drafts of each.
     proposals: tuple[Sequence[int], Sequence[int]] = ((), ())
     joined: list[Request] = field(default_factory=list)  # requests that joined the decode group
     # (request, length) of each sampling chunk
     sampling: list[tuple[Request, int]] = field(default_factory=list)
     # Chunks that do not reach the end of their request's known tokens, so that they do not sample.
     prefill_only: list[tuple[Request, int]] = field(default_factory=list)
-    prompt_limit: int = 0  # the most prompt tokens of its chunks
+    prompt_limit: int = 0  # maximum number of prompt tokens in its chunks
     chunk_tokens: int = 0
     batch_decodes: int = 1 << 62  # further decodes of batch work
     batch_tokens: int = 1 << 62  # further prompt tokens of batch work
-    own_tokens: int = 0  # prompt tokens of other requests, beside batch work
+    own_tokens: int = 0  # prompt tokens of requests that are not batch work
     scored_tokens: int = 0  # prompt tokens of the chunks that need log-probabilities
     preempted: bool = False
     # Rank -> number of blocks, among those that will be released, that a request already waits for.
@@ -474,7 +477,7 @@ class StepBuilder:
         return int(positions.sum()) + len(positions)
 
     def _add_proposals(self, decodes: int, indices: Sequence[int], counts: Sequence[int]) -> None:
-        """Set the batch's table of proposals, once its entries are complete.
+        """Set `Batch.proposals`, the table of drafts to compute, once all entries are added.
 
         decodes: number of decodes of the group, without drafts.
         indices, counts: see `proposals`.

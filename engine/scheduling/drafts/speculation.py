@@ -1,4 +1,4 @@
-"""Speculation: which drafts a step verifies, and what became of them.
+"""Speculation: chooses the drafts that a step verifies, and learns which were accepted.
 
 engine/speculation/ proposes tokens and lengths. This file asks it for the requests of a step, and
 `LaunchedStep.accept` keeps the drafts that equal what was sampled. A request with drafts must have
@@ -6,9 +6,9 @@ no token in flight. So `Scheduler.schedule` lets the device become idle first, a
 a time while any request has drafts.
 
 Drafts of a model are computed on the device at the end of a step (`Batch.proposals`), and are
-verified in the next step. That step is launched while they are computed, as the host needs their
-number alone: it reads them with the next result. The step that computes drafts pays for them. So
-whether a draft is worth its row is decided before it is computed, and all computed drafts are
+verified in the next step. That step is launched while drafts are computed, as the host needs only
+their number: it reads the tokens with the next result. The step that computes drafts pays for them.
+So whether a draft is worth its row is decided before it is computed, and all computed drafts are
 verified.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("manta.engine")
 
 _READ = 8_192  # tokens that drafters may read in a step, so that no step waits for them: 2 ms
-_FEW = 16  # new tokens of a request that do not count
-_ON_DEVICE = [[ON_DEVICE] * count for count in range(MAX_TOKENS + 1)]  # by number of drafts
+_FEW = 16  # unread tokens of a request that do not count against `_READ`
+_ON_DEVICE = [[ON_DEVICE] * count for count in range(MAX_TOKENS + 1)]  # index: number of drafts
 
 
 @dataclass(slots=True)
@@ -72,15 +72,15 @@ class Speculation:
         self._lengths = lengths
         self._acceptance = acceptance
         self._lookup = lookup
-        self._looked = 0  # requests looked at while drafts rested
+        self._looked = 0  # checks for repeats while drafts rested; picks the request to check
         self._unread = _READ  # tokens that drafters may still read in this step
-        # request -> place in `_read()` and number of the drafts that the last step computed for it.
+        # request -> (index in `_read()`, number) of the drafts that the last step computed for it.
         self._computed: dict[Request, tuple[int, int]] = {}
         self._read: Callable[[], Any] = tuple
 
     @classmethod
     def of(cls, settings: SpeculationSettings | None) -> "Speculation | None":
-        """Return the speculation of an engine; None = off.
+        """Return the speculation of an engine; None if it is off.
 
         settings: the settings that `check_speculation` returned; None = off.
         """
@@ -103,11 +103,11 @@ class Speculation:
 
     @property
     def dormant(self) -> bool:
-        """Whether a drafter need not read the tokens of steps; see `ModelLengths.dormant`."""
+        """Whether the drafter may skip the tokens of steps; see `ModelLengths.dormant`."""
         return self.computes and self._lengths.dormant
 
     def peek(self, requests: Sequence[Request], *, constrained: bool = False) -> None:
-        """Set `awaited` to the first request with drafts for tokens after the one in flight.
+        """Set `awaited` to the first request whose drafts go beyond the token in flight.
 
         constrained: whether some of them may have grammars or lists of tokens.
         """
@@ -134,10 +134,10 @@ class Speculation:
     def choose(
         self, requests: Sequence[Request], room: int, *, constrained: bool = False
     ) -> Verifications:
-        """Return the drafts to verify of decoding requests that have no token in flight.
+        """Return the drafts to verify, for decoding requests that have no token in flight.
 
         requests: in the order of the step's entries.
-        room: the most drafts in all.
+        room: the maximum number of drafts of all requests together.
         constrained: whether some of them may have grammars or lists of tokens.
         """
         awaited, self.awaited = self.awaited, None
@@ -148,7 +148,7 @@ class Speculation:
         if self.computes:
             self._add_computed(chosen, requests, computed)
         else:
-            asks = awaited is not None or self._begin_step(requests) > 0  # else `peek` began it
+            asks = awaited is not None or self._begin_step(requests) > 0  # else begun by `peek`
             if not asks and not constrained:
                 return chosen
             self._add_proposed(chosen, requests, awaited, asks, constrained)
@@ -165,9 +165,9 @@ class Speculation:
         requests: Sequence[Request],
         computed: Mapping[Request, tuple[int, int]],
     ) -> None:
-        """Add the drafts that the last step has computed for requests.
+        """Add the drafts that the last step has computed for requests to `chosen`.
 
-        computed: for each request, the place of its drafts and their number.
+        computed: request -> (index of its drafts in `_read()`, their number).
         """
         if not computed:
             return
@@ -187,9 +187,9 @@ class Speculation:
         asks: bool,
         constrained: bool,
     ) -> None:
-        """Add the drafts that the drafter proposes, or a grammar forces, for requests.
+        """Add the drafts that the drafter proposes or a grammar forces to `chosen`.
 
-        awaited: the request that the step has waited for.
+        awaited: the request for whose drafts the step has waited.
         asks: whether to ask the drafter.
         """
         for entry, request in enumerate(requests):
@@ -218,17 +218,17 @@ class Speculation:
     def compute(
         self, requests: Sequence[Request], lasts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Return for which requests a step computes drafts after sampling, and how many.
+        """Return the requests for which a step computes drafts after sampling, and their numbers.
 
         requests: the requests that sample in the step.
         lasts: the position of each request's last token or draft.
-        Returns indices in `requests`, and a number for each.
+        Returns (indices in `requests`, the number of drafts of each).
         """
         lengths = self._lengths
         if not self.computes or not requests or not (most := lengths.begin_step(len(requests))):
             return [], []
-        # as `_may_draft`, without a call for each request; a text gets the next token, the drafts,
-        # and one more
+        # the test of `_may_draft`, inlined for speed; a text gets the next token, the drafts, and
+        # one more token
         indices = [
             at
             for at, (request, last) in enumerate(zip(requests, lasts, strict=True))
@@ -246,23 +246,23 @@ class Speculation:
     def receive(
         self, requests: Sequence[Request], counts: Sequence[int], read: Callable[[], Any]
     ) -> None:
-        """Hand over the drafts that a step computes for requests, once their texts have its tokens.
+        """Store the drafts that a step computes for requests, whose texts have the step's tokens.
 
-        They are drafts of the next step alone, as a text that has grown is another text.
+        The drafts are valid in the next step alone, as they continue these texts.
 
-        counts: how many drafts each gets.
-        read: returns the drafts of each, in the same order, once they are computed.
+        counts: the number of drafts of each request.
+        read: waits for the drafts and returns them, [requests, drafts] in the same order.
         """
         self._computed = dict(zip(requests, enumerate(counts), strict=True))
         self._read = read
 
     def expect(self, request: Request) -> None:
-        """Resume drafts at once if they pause and a request with a prediction begins to decode."""
+        """Resume paused drafts at once if the request that begins to decode has a prediction."""
         if request.prediction:
             self._lengths.wake()
 
     def observe(self, verifications: Verifications) -> None:
-        """Update the acceptance rates with a step's drafts; later lengths of drafts follow them."""
+        """Learn acceptance rates from a step's drafts, by which later lengths are chosen."""
         forced, accepted = verifications.forced, verifications.accepted
         for at in forced:
             self._lengths.observe_forced(accepted[at])
@@ -276,19 +276,19 @@ class Speculation:
         )
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
-        """Record what a step took, which the length of later drafts depends on.
+        """Record the time of a step, on which the lengths of later drafts depend.
 
         entries: the number of decodes; 0 if the step computed prompts too.
-        drafts: the number of draft tokens of all entries.
+        drafts: the number of draft tokens of all decodes.
         """
         self._lengths.observe_step(entries, drafts, seconds)
 
     def forget_steps(self) -> None:
-        """Forget the measured times of steps: those of warm-up include compilation."""
+        """Forget the measured times of steps, as the times of warm-up include compilation."""
         self._lengths.forget_steps()
 
     def end(self, request: Request) -> None:
-        """Forget a request that ends, and let later requests draft from its answer."""
+        """Drop the drafts of a request that ends; look-up keeps its text for later requests."""
         own, request.drafts = request.drafts, None
         if own is not None:
             self._text_known(request, own.source)
@@ -297,7 +297,7 @@ class Speculation:
             self._lookup.remember(request.token_ids, request.num_prompt, request.root)
 
     def _begin_step(self, requests: Sequence[Request]) -> int:
-        """Begin a step; return the most drafts of a request in it (`DraftLengths.begin_step`).
+        """Begin a step; return the maximum number of drafts of a request in it.
 
         While drafts rest, one request is checked for repeated text now and then.
         """
@@ -317,9 +317,9 @@ class Speculation:
         return 0 if own is None else self._lengths.worth([own.record], [length])[0]
 
     def _propose(self, request: Request, ahead: int = 0) -> list[int]:
-        """Return the request's drafts, as many as its length and the controller allow.
+        """Return the drafter's drafts for a request, up to the length that the controller allows.
 
-        ahead: tokens in flight, which the first drafts guess.
+        ahead: the number of tokens in flight, which the first drafts guess.
         """
         room = _room(request)
         if not self._may_draft(request, room - ahead):
@@ -339,7 +339,7 @@ class Speculation:
         return own.source.propose(min(room, most + ahead))
 
     def _may_draft(self, request: Request, room: int = 1) -> bool:
-        """Whether a request may have drafts, of at most `room` tokens."""
+        """Whether a request may have drafts; `room` is the maximum number of them."""
         # Models draft without masks, and drafts accepted by chance are in no grammar.
         free = request.constraint is None or not (self.computes or self._acceptance)
         return request.speculates and free and room > 0
@@ -352,7 +352,7 @@ class Speculation:
         return request.constraint.forced()[: min(room, MAX_TOKENS)]
 
     def _begun(self, request: Request) -> RequestDrafts:
-        """Return the request's drafts; the first call makes them."""
+        """Return the request's record of drafts, which the first call creates."""
         if request.drafts is None:
             virtual = request.num_virtual
             source = self._drafter.begin(
@@ -372,14 +372,14 @@ class Speculation:
 
 
 def _room(request: Request) -> int:
-    """Return the most drafts of a request that can still count: a step adds one token more than
-    drafts."""
+    """Return the maximum number of a request's drafts: a step adds the accepted drafts and one more
+    token, within the request's limit."""
     return request.limit - len(request.token_ids) - 1
 
 
 def _cut(lengths: list[int], room: int) -> list[int]:
-    """Return shorter lengths of drafts, at most `room` together: the longest lose most; a request
-    loses its last draft only when none has more."""
+    """Return the lengths of drafts, cut to `room` in all. The longest are cut first; a request
+    loses its only draft if no other has two."""
     longest = max(lengths)
     while longest > 1 and sum(min(longest, length) for length in lengths) > room:
         longest -= 1

@@ -1,7 +1,7 @@
-"""StepDrafts: the drafts of a step that is scheduled, their blocks, and what became of them.
+"""StepDrafts: adds drafts and their blocks to a step that is scheduled, and applies its result.
 
-speculation.py chooses drafts. Here as many are added as rows, tokens and blocks have room for,
-and requests advance by the accepted drafts.
+speculation.py chooses drafts. This module adds those for which rows, tokens and blocks suffice, and
+advances requests by the accepted drafts.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 
 
 class StepDrafts:
-    """The part of the scheduler that adds drafts, and room for them, to each step.
+    """The part of the scheduler that adds drafts, and blocks for them, to each step.
 
     verifying: whether a step that verifies or computes drafts is in flight.
     """
@@ -54,7 +54,7 @@ class StepDrafts:
         Legal when no step is in flight.
 
         group: the step's decodes.
-        room: the most drafts to verify, by rows and tokens.
+        room: the maximum number of drafts to verify, by free rows and tokens.
         constrained: whether some requests may have grammars or lists of tokens.
         """
         self._add_drafts(builder, group, room, constrained)
@@ -84,16 +84,16 @@ class StepDrafts:
                 min(length, snapshots.room(request, first - 1))
                 for request, first, length in zip(requests, firsts, lengths, strict=True)
             ]
-        if chosen.read is None:  # else they have blocks since they were computed
+        if chosen.read is None:  # drafts of a model got blocks when they were computed
             lengths = self._reserve(requests, firsts, lengths, builder, group)
         if lengths != chosen.lengths:
             chosen.cut(lengths)
         builder.verifications = chosen if chosen else None
 
     def _take_snapshots(self, snapshots: Snapshots, group: DecodeGroup, step: int) -> None:
-        """Take the snapshots that are due of decoding requests.
+        """Take the snapshots that are due for decoding requests.
 
-        Blocks that were reserved for drafts are not yet hashed when their tokens are accepted.
+        Blocks reserved for drafts are hashed here, once their tokens are accepted.
         """
         index, size = group.step_index + 1, self._config.block_size
         for request in group.requests:
@@ -103,9 +103,9 @@ class StepDrafts:
                 snapshots.decoded(request, position, step)
 
     def _add_proposals(self, builder: StepBuilder, group: DecodeGroup) -> None:
-        """Let the step compute drafts of requests that sample, as far as free blocks allow.
+        """Let the step compute drafts for requests that sample, as far as free blocks allow.
 
-        The next token and all drafts get places, as the next step verifies these.
+        Each request gets blocks for its next token and all drafts, as the next step verifies them.
         """
         index = group.step_index + 1
         requests, lasts = group.requests, [base + index for base in group.bases]
@@ -133,10 +133,10 @@ class StepDrafts:
         builder: StepBuilder,
         group: DecodeGroup,
     ) -> list[int]:
-        """Give requests free blocks for tokens; return for how many tokens each has blocks.
+        """Allocate free blocks for further tokens of requests; return the tokens with blocks.
 
-        firsts: for each request, the position of the first of these tokens.
-        lengths: the most tokens of each.
+        firsts: by request, the position of the first of these tokens.
+        lengths: by request, the wanted number of tokens; the result is likewise, none above it.
         """
         groups, size, memory = len(self._config.kinds), self._config.block_size, self._memory
         short = [
@@ -158,7 +158,7 @@ class StepDrafts:
                 (len(requests[at].blocks) // groups + 1) * size >= firsts[at] + lengths[at]
                 for at in short
             )
-        ):  # a block for each: almost always
+        ):  # one block for each request is enough, as almost always
             builder.batch.new_blocks += pool.extend(some)
             for request in some:
                 if request.group_index >= 0:
@@ -173,13 +173,13 @@ class StepDrafts:
 
     def _extends(self, pool: BlockManager) -> bool:
         """Whether drafts may take blocks of a pool before their request needs them."""
-        # a table with more blocks than a window needs would break the other strategies
+        # other admission strategies rely on tables without blocks beyond a window's need
         return pool.regions is None and (pool.whole or self._config.admission == "optimistic")
 
     def _places(
         self, request: Request, tokens: int, builder: StepBuilder, group: DecodeGroup
     ) -> int:
-        """Give a request free blocks, up to this many tokens; return how many its blocks hold then.
+        """Extend a request's table to `tokens` tokens by free blocks; return its tokens then.
 
         Each running request keeps a free block.
         """
@@ -197,13 +197,13 @@ class StepDrafts:
         return places + count * size
 
     def launched(self, step: LaunchedStep, batch: Batch) -> None:
-        """Complete a step's batch, just before the launch, and note whether it verifies drafts."""
+        """Complete a step's batch just before the launch; set `verifying`."""
         batch.dormant = self.speculation.dormant
         batch.settled, self._settled = self._settled, []
         self.verifying = step.num_drafts > 0 or bool(step.proposed)
 
     def update(self, step: LaunchedStep, result: StepResult, groups: Sequence[DecodeGroup]) -> None:
-        """Apply the result of a step in flight, whose tokens its requests have.
+        """Apply the drafts' part of a step's result, whose tokens the requests have already.
 
         groups: the decode groups of the scheduler, by micro-batch.
         """
@@ -214,7 +214,7 @@ class StepDrafts:
             self.speculation.receive(step.proposed, step.proposed_counts, result.drafts)
 
     def _observe(self, verifications: Verifications, group: DecodeGroup) -> None:
-        """Advance requests by their accepted draft tokens, and count drafted and accepted ones."""
+        """Advance requests by their accepted draft tokens; count drafts and accepted ones."""
         decoding = RequestPhase.DECODING
         advanced = [
             (request, gained)

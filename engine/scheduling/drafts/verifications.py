@@ -1,7 +1,7 @@
-"""Verifications: the drafts that a step verifies, in columns with an element for each decode.
+"""Verifications: the drafts that a step verifies, as lists with an element for each decode.
 
-Hundreds of requests have drafts in a step, so numpy does what all of them need: a loop in Python
-only appends the tokens of requests that accept some.
+Hundreds of requests have drafts in a step, so numpy does the work that all of them need. A loop in
+Python only appends the tokens of requests that accept some.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,20 +22,19 @@ Ints = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Verifications:
-    """The drafts of a step's decodes. Requests without drafts are not in it.
-
+    """The drafts of a step's decodes. Requests without drafts are left out.
     requests: the requests.
     entries: the index of each request's decode among the step's entries.
     lengths: the numbers of drafts, at least 1.
-    drafts: the tokens; ON_DEVICE for those of a model. A list may be shared, so none
-        changes.
-    read, places: `read()[place]` begins with the tokens of a model's drafts; None = `drafts` has
-        them.
+    drafts: each request's draft tokens; ON_DEVICE stands for tokens of a model. Requests may share
+        a list, so lists are never changed.
+    read, places: for drafts of a model, `read()[place]` begins with a request's tokens; read is
+        None if `drafts` has them.
     synthetic: how many drafts to accept whatever is sampled; None = those that equal the samples.
-    constraints: index -> those of the request after each of its drafts, if it has a grammar or
+    constraints: index of a request -> its constraint after each draft, if it has a grammar or
         lists of tokens.
-    forced: indices of drafts that are what a grammar forces, and not the drafter's.
-    most: index -> the most drafts to accept, as no mask of later ones is valid.
+    forced: indices of requests whose drafts a grammar forces.
+    most: index of a request -> its maximum number of accepted drafts, as later masks are invalid.
     accepted: the numbers of drafts that equal the sampled tokens, once the step is done.
     gained: tokens that each text got beyond the decode's own; fewer than `accepted` if it ended.
     """
@@ -57,7 +56,7 @@ class Verifications:
         return len(self.requests)
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Shorten each request's drafts to a length; a request without drafts leaves."""
+        """Shorten each request's drafts to a length; a request with length 0 is removed."""
         staying = [at for at, length in enumerate(lengths) if length]
         self.lengths = [lengths[at] for at in staying]
         self.drafts = [self.drafts[at][: lengths[at]] for at in staying]
@@ -72,10 +71,10 @@ class Verifications:
         self.forced = {new for new, at in enumerate(staying) if at in self.forced}
 
     def settle(self, tokens: Sequence[int], sampled: Sequence[int]) -> None:
-        """Set `accepted` by what was sampled.
+        """Set `accepted` from the sampled tokens.
 
-        tokens: the sampled tokens of the step's entries without drafts.
-        sampled: the tokens of the drafts' entries, in order.
+        tokens: the sampled tokens of the step's entries that are not drafts.
+        sampled: the tokens sampled at the drafts' entries, in order.
         """
         if self.synthetic is None:
             accepted = self._equal(np.asarray(tokens), np.asarray(sampled))
@@ -86,10 +85,10 @@ class Verifications:
         self.accepted = accepted.tolist()
 
     def _equal(self, tokens: Ints, sampled: Ints) -> Ints:
-        """Return how many leading drafts of each request equal the samples before them."""
+        """Return how many leading drafts of each request equal the sampled tokens."""
         counts, width = np.asarray(self.lengths), max(self.lengths)
         used = np.arange(width) < counts[:, None]
-        # what is sampled at each draft's place: of the decode, then after the drafts before it
+        # column i: the token sampled at the place of draft i, column 0 by the decode itself
         right = np.full((len(counts), width + 1), -1)
         right[:, 0] = tokens[self.entries]
         right[:, 1:][used] = sampled
