@@ -3,7 +3,7 @@
 A block is in exactly one of three states:
 
  used        refs > 0        in the tables of `refs` requests; may have a hash
- evictable   refs == 0       keeps a prefix (has a hash); least recently used goes first
+ evictable   refs == 0       keeps a prefix (has a hash); least recently used is evicted first
  free        refs == 0       holds nothing (no hash)
 
 free + evictable blocks can be allocated. Every operation is O(1) for each block. If groups of
@@ -25,7 +25,7 @@ from engine.scheduling.request import Request
 
 
 class FreeBlocks(Protocol):
-    """The free blocks; all blocks are free at first. len() is exact."""
+    """A container of free blocks, which are all blocks at first. len() is their exact number."""
 
     def __len__(self) -> int: ...
 
@@ -41,7 +41,7 @@ class FreeBlocks(Protocol):
 
 
 class FreeList(list[int]):
-    """A list of free blocks, the last freed taken first. The default."""
+    """A list of free blocks, of which the last freed is taken first. The default."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(range(num_blocks - 1, -1, -1))
@@ -73,7 +73,7 @@ class LowestFirst(list[int]):
         super().extend(blocks)
 
     def cut(self, num_blocks: int) -> None:
-        """Remove the blocks from num_blocks on."""
+        """Remove the free blocks numbered num_blocks or higher."""
         self[:] = [block for block in self if block < num_blocks]
         heapq.heapify(self)
 
@@ -125,11 +125,11 @@ class BlockManager:
 
     @property
     def room(self) -> int:
-        """The most blocks that one new request can have now."""
+        """The maximum number of blocks that one new request can have now."""
         return self.num_free if self.regions is None else self.regions.largest
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` <= room allocated blocks, evicting prefixes if necessary.
+        """Allocate and return `count` blocks, at most `room`, evicting prefixes if necessary.
 
         Their contents are undefined.
         """
@@ -147,7 +147,7 @@ class BlockManager:
         self._free.append(block)
 
     def grow(self, num_blocks: int) -> None:
-        """Add free blocks, up to this many in all. Only of a manager of `LowestFirst`."""
+        """Add free blocks until there are num_blocks. The free blocks must be a `LowestFirst`."""
         assert isinstance(self._free, LowestFirst)
         new = num_blocks - self.num_blocks
         assert new >= 0
@@ -158,8 +158,8 @@ class BlockManager:
         self.num_blocks = num_blocks
 
     def withdraw(self, num_blocks: int) -> int:
-        """Remove the last blocks that no request uses, down to num_blocks, and return how many
-        blocks there are now.
+        """Remove the last blocks that no request uses, down to num_blocks at most; return how many
+        blocks remain.
 
         Cached prefixes in blocks from num_blocks on are evicted, even if a block in use cannot be
         removed yet.
@@ -262,7 +262,7 @@ class BlockManager:
     def match_prefix(
         self, hashes: Sequence[bytes], elsewhere: Sequence[Mapping[bytes, int]] = ()
     ) -> list[int]:
-        """Return the table of the longest resident prefix from which a request can continue.
+        """Return the block table of the longest resident prefix from which a request can continue.
 
         Changes nothing: follow with `share`.
 
@@ -290,10 +290,10 @@ class BlockManager:
         ]
 
     def _resumable(self, found: list[list[int]], count: int) -> int:
-        """Return the most positions, up to count, after which each group has the blocks that it
-        reads.
+        """Return the maximum number of positions, up to count, after which each group has the
+        blocks that it reads.
 
-        found: each group's blocks; blocks that the group does not read become -1.
+        found: by group, the block of each position; blocks that the group does not read become -1.
         """
         size, best = self.block_size, 0
         runs = [0] * self.num_groups  # number of consecutive resident blocks
@@ -329,11 +329,11 @@ class BlockManager:
         return all(digest in resident for resident, named in groups if named)
 
     def num_unused(self, blocks: Iterable[int]) -> int:
-        """Return how many of the blocks no request uses; sharing them lowers num_free."""
+        """Return the number of blocks that no request uses; sharing them lowers num_free."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def num_exclusive(self, blocks: Iterable[int]) -> int:
-        """Return how many of the blocks exactly one request uses; freeing them raises num_free."""
+        """Return the number of blocks that one request alone uses; freeing them raises num_free."""
         return sum(self._refs[block] == 1 for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:

@@ -50,8 +50,10 @@ class BlockFiles(Protocol):
         ...
 
     def look_up(self, digests: Iterable[bytes]) -> bool:
-        """Learn which blocks other engines have just written, in the order of a prefix up to the
-        first that has no file; return whether there are any."""
+        """Look for blocks that other engines have just written; return whether there are any.
+
+        digests: hashes in the order of a prefix; the search ends at the first without a file.
+        """
         ...
 
     def room(self) -> int:
@@ -61,12 +63,12 @@ class BlockFiles(Protocol):
     def write(self, key: Key, slot: int, rank: int = 0) -> None:
         """Queue the write of a slot, which does not change until `written` names it.
 
-        rank: the place in its prefix; of equally old files the last one is evicted first.
+        rank: the block's index in its prefix; of equally old files the highest is evicted first.
         """
         ...
 
     def written(self) -> list[tuple[Key, int]]:
-        """Return the slots that are no longer read for a write, each once."""
+        """Return (key, slot) of writes that no longer read their slot, each once."""
         ...
 
     def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:
@@ -90,7 +92,7 @@ class BlockFiles(Protocol):
         ...
 
     def stats(self) -> dict[str, Any]:
-        """Return the fields of `EngineStats` that the files know."""
+        """Return the fields of `EngineStats` that this object counts."""
         ...
 
     def close(self) -> None:
@@ -129,14 +131,14 @@ class _Read:
 
 
 class DiskTier:
-    """The directory of blocks on their way to or from files, and the choice of these blocks."""
+    """The choice of blocks to write to and read from files, and the record of these transfers."""
 
     def __init__(self, host: "HostTier", files: BlockFiles) -> None:
         self.files = files
         self._host = host
-        self._to_write: deque[list[tuple[Key, int]]] = deque()  # until their copies are done
+        self._to_write: deque[list[tuple[Key, int]]] = deque()  # stores still being copied
         self._reads: dict[int, _Read] = {}  # by ticket
-        self._coming: dict[Key, int] = {}  # of reads in flight -> ticket
+        self._coming: dict[Key, int] = {}  # key in a read in flight -> its ticket
         self.writing: dict[Key, int] = {}  # key -> slot
         self.reset_counts()
 
@@ -246,8 +248,8 @@ class DiskTier:
     def _reach(
         self, pool: BlockManager, hashes: Sequence[bytes], snapshots: Snapshots | None
     ) -> tuple[int, list[int], list[Key]]:
-        """Return how many entries of a prefix's table are in memory, its table with what is on disk
-        too, and the snapshot that has to be read."""
+        """Return (number of elements of a prefix's table that are in memory, the table including
+        blocks on disk, the key of the snapshot to read, if any)."""
         host, groups = self._host, pool.num_groups
         either = [
             _Either(slots, self.files.hashes(group), host.num_slots)

@@ -16,7 +16,7 @@ class Loadable:
     held: the blocks of the prefix on the device.
     missing: (index in the table, name, slot) of each block to load.
     state: the block whose snapshot has to be loaded; b"" = none.
-    awaited: tickets of loads that bring further parts of it.
+    awaited: tickets of loads in flight that bring further parts of the prefix.
     num_tokens: tokens that the device lacks.
     num_blocks: device blocks of the whole prefix.
     """
@@ -66,7 +66,8 @@ def resumable(
     """Return the block table of the longest prefix of more than `near` blocks with a snapshot.
 
     hashes: the hashes of the request's blocks.
-    slots, states: the blocks, by group, and the snapshots that are not on the device.
+    slots, states: by group, hash -> slot of further blocks; hashes of further snapshots. Both count
+        as present.
 
     Returns [] if there is no such prefix.
     """

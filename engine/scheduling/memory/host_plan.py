@@ -31,17 +31,17 @@ class HostCopies(Protocol):
 
     @property
     def load_rate(self) -> float:
-        """Bytes a second of the last loads, or measured at the start; 0 = unknown."""
+        """The bytes a second of the last loads, or measured at the start; 0 = unknown."""
         ...
 
     @property
     def store_seconds(self) -> float:
-        """Seconds of copies to the host, since the start."""
+        """The seconds of copies to the host, since the start."""
         ...
 
     @property
     def load_seconds(self) -> float:
-        """Seconds of copies from the host, since the start."""
+        """The seconds of copies from the host, since the start."""
         ...
 
     def room(self) -> int:

@@ -99,7 +99,7 @@ class HostTier:
 
     @property
     def num_loads(self) -> int:
-        """The number of loads, and of steps of the disk tier, that `take_arrived` waits for."""
+        """The number of loads and disk jobs in flight, whose ends `take_arrived` collects."""
         return len(self._loads) + (0 if self.disk is None else self.disk.num_pending)
 
     def tables(self, pool: BlockManager) -> list[list[int]]:
@@ -125,7 +125,7 @@ class HostTier:
         snapshots: Snapshots | None = None,
         done_step: int = 0,
     ) -> None:
-        """Store those of a request's blocks and snapshots that are worth it and not on the host.
+        """Store a request's blocks and snapshots, if they are worth it and not on the host yet.
 
         blocks: in the order of its table; no step in flight uses them.
         worth: the hashes of the blocks that are worth a copy, from `Worth.leave`.

@@ -108,7 +108,7 @@ class ImageCache:
         request.next_image = index
 
     def restart(self, request: Request) -> None:
-        """Need all images of a request again, as it computes its prompt again."""
+        """Count all images of a request as needed again, as it computes its prompt again."""
         for image in request.images[: request.next_image]:
             self._needed[image.digest] += 1
         request.next_image = 0
@@ -235,7 +235,7 @@ class ImageCache:
         return replace(image, pixels=self._pixels[image.digest])
 
     def _between(self, request: Request, start: int, stop: int) -> Iterator[Image]:
-        """Yield the images that have tokens in [start, stop), whose earlier tokens are computed."""
+        """Yield the images with tokens in [start, stop); earlier tokens are computed already."""
         for index in range(request.next_image, len(request.images)):
             image = request.images[index]
             if max(image.start, start) >= stop:
@@ -264,7 +264,7 @@ class ImageCache:
         self._claims.pop(digest, None)
 
     def build(self, batch: Batch) -> list[Request]:
-        """Give the step its images to encode and to drop; the next step begins.
+        """Set the batch's images to encode and to drop; begin the account of the next step.
 
         Returns the requests for which it encodes ahead.
         """
@@ -281,7 +281,7 @@ class ImageCache:
         return requests
 
     def cancel(self) -> None:
-        """Forget the step, because nothing can run in it; the next step begins."""
+        """Drop the account of the step, as nothing can run in it; begin that of the next one."""
         for digest in self._ahead:
             self._forget(digest)
         self._begin()

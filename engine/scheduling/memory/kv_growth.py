@@ -71,7 +71,7 @@ class KVGrowth:
 
     pages: the memory of blocks; `least` of them are mapped.
     share: this engine's share of the device's memory.
-    least: number of blocks that stay.
+    least: number of blocks that are never removed.
     growths, shrinks: numbers of times that blocks were added and removed.
     pause_seconds: the time that the step loop spent for that.
     longest_pause: the longest of these times.
@@ -91,8 +91,9 @@ class KVGrowth:
         self._busy = False  # whether a job runs or its result is not published
         self._done = -1  # number of blocks that have pages, as a job found it; -1 = no result
         self._again = 0.0  # when memory may be asked for again
-        self._used = self._short = self._asked = 0  # bytes
-        self._look = False  # whether the step loop should look at what is asked
+        # bytes that this engine's requests use and lack, and that other engines ask for
+        self._used = self._short = self._asked = 0
+        self._look = False  # whether `poll` has to look at `_asked`
         self._polled = time.monotonic()
         self._asleep = self._closed = self._failed = False
         self._after_sleep = least  # number of blocks to map after a sleep

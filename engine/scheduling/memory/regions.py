@@ -1,8 +1,8 @@
 """Regions: free blocks as gaps between regions of consecutive blocks, each taken by first fit.
 
 OpenPPL and liteqwen keep KV memory like this: a request has one region from its start to its end,
-as long as it may ever become. Attention needs no table then, but a region that is not used yet is
-no one else's, and gaps may be too small while enough blocks are free.
+as long as it may ever become. Attention then needs no block table. But nobody else can use the rest
+of a region, and gaps may be too small while enough blocks are free.
 """
 
 from bisect import bisect_left

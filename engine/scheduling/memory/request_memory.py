@@ -87,10 +87,10 @@ class RequestMemory:
             self.tier.on_drop = self._dropped
 
     def _forgotten(self, digest: bytes) -> None:
-        """Drop what is known of a block that has left the device's prefix cache.
+        """Record that a block was evicted from the device's prefix cache.
 
-        Its snapshot goes, and its prefix is reported to routers as gone, or as lowered if host
-        memory has it.
+        Its snapshot is dropped. Its prefix is reported to routers as `gone`, or as `lowered` if
+        host memory or disk still has it (see StepFrame).
         """
         if self.snapshots is not None:
             self.snapshots.forget(digest)
@@ -107,7 +107,7 @@ class RequestMemory:
             self._lowered += name
 
     def _dropped(self, digest: bytes) -> None:
-        """Report the prefix of a block that has left host memory as gone, if no tier has it."""
+        """Report the prefix of a block that left host memory as `gone`, if no tier has it."""
         if digest not in self._routed or any(pool.is_resident(digest) for pool in self.pools):
             return
         if self.tier is None or not self.tier.has(digest):
@@ -116,7 +116,7 @@ class RequestMemory:
                 self._gone += name
 
     def _name_prefixes(self, request: Request) -> None:
-        """Record by which names routers know a request's cached prefixes, for `take_evicted`."""
+        """Record the routers' names of a request's cached prefixes, for `take_evicted`."""
         names, size = request.prefix_hashes, self._config.block_size
         if not names or PREFIX_STRIDE % size or request.num_virtual or not request.cacheable:
             return

@@ -340,10 +340,10 @@ class Snapshots:
             request.marks = None
 
     def forget(self, digest: bytes) -> None:
-        """Drop a block's snapshot, because the block has left the cache or the slot is needed.
+        """Drop a block's snapshot, for example because the block has left the prefix cache.
 
-        A copy to the slot that is due in this step is still made. A request may have started from
-        the snapshot before the slot was freed.
+        A copy into its slot that this step has ordered is still made: a request that began from the
+        snapshot in this step may need it.
         """
         slot = self._slots.pop(digest, None)
         if slot is not None:

@@ -41,9 +41,9 @@ class Worth:
         self._evicted.clear()
 
     def start(self, request: Request, hashes: Sequence[bytes], num_cached: int) -> None:
-        """Decide how many of a request's blocks are to be stored, in `num_reused`, as it starts.
+        """Set `request.num_reused`, the number of leading blocks to store, as the request starts.
 
-        hashes: the hashes of the blocks that it could share.
+        hashes: the hashes of the blocks that the request could share.
         num_cached: leading blocks that it found in the prefix cache.
         """
         again = request.num_cached >= 0  # it was preempted

@@ -39,10 +39,10 @@ from engine.scheduling.request import Request
 logger = logging.getLogger("manta.engine")
 
 KV_MOVES_OFF = "kv_moves_off"
-_MOST_PULLS = 16  # further requests are computed
+_MOST_PULLS = 16  # pulls at once; further requests compute their prompts
 _LEASED_SHARE = 4  # leased blocks are at most one in so many of the pool's
 _LOG_SECONDS = 5.0
-_PIECES = 8  # pieces of the slots, so that both devices copy at once
+_PIECES = 8  # a copy takes 1 / so much of the slots, so that both devices copy at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class _Import:
 
 @dataclass(slots=True)
 class _Lease:
-    """The blocks of a request that has left, for a pull that will come."""
+    """The blocks of a request that has left, held for an expected pull."""
 
     pool: BlockManager
     blocks: list[int]
@@ -263,7 +263,7 @@ class BlockMoves:
     # ---- the source ----------------------------------------------------------------------------
 
     def keep(self, request: Request, pool: BlockManager, seconds: float) -> None:
-        """Hold the cached blocks of a request that leaves, for a pull that will come."""
+        """Hold the cached blocks of a request that leaves, for an expected pull."""
         hashes = request.hashes[: request.num_registered]
         blocks = [block for block in pool.match_prefix(hashes) if block >= 0]
         held = sum(len(lease.blocks) for lease in self._leases.values())
@@ -507,7 +507,7 @@ class BlockMoves:
             imported.error = imported.error or error
 
     def _finish_import(self, number: int, imported: _Import) -> None:
-        """Give the blocks of a pull to the prefix cache alone; its request goes on."""
+        """Release a pull's blocks, which stay in the prefix cache; its request goes on."""
         del self._imports[number]
         pull = imported.pull
         imported.pool.free([block for _, block in sorted(imported.table)])

@@ -36,7 +36,7 @@ logger = logging.getLogger("manta.engine")
 PULL_SECONDS = 10.0  # longest time of a pull; its request is computed afterwards
 _STRIPE_BYTES = 4 << 20  # bytes that are worth a connection of their own
 _MOST_STRIPES = 4
-_MOST_SOURCES = 64  # whose memory is mapped, or for which it is known that it cannot be
+_MOST_SOURCES = 64  # remembered sources, whose memory is mapped or cannot be mapped
 
 
 @dataclass(eq=False, slots=True)
@@ -46,9 +46,9 @@ class Pull:
     request: id of the request that waits for it.
     hashes: the hashes of all blocks that the request can share.
     near: leading blocks that this engine had when the pull began.
-    groups: blocks of each position.
+    groups: number of KV groups, each of which has a block at each position.
     cancelled: whether nobody wants the blocks any more.
-    borrowed: the source's slots, if the blocks come in these.
+    borrowed: the source's slots, if the blocks are read from them.
     """
 
     request: int

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from engine.scheduling.moves.wire import NUMBER, Peer, Place
 
 _NAME = "manta-kv"
-_LINK = f"/memfd:{_NAME} (deleted)"  # what /proc says of it
+_LINK = f"/memfd:{_NAME} (deleted)"  # target of the file's link in /proc
 _KEY_BYTES = 32
 _FILL_BYTES = 4
 _NEVER_RESIZED = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
@@ -79,7 +79,7 @@ class OwnSlots(SharedSlots):
 
 
 class PeerSlots(SharedSlots):
-    """The memory of another engine. first: number of its first slot in this one."""
+    """The memory of another engine. first: number of its first slot among this engine's slots."""
 
     def __init__(self, place: Place) -> None:
         """Map the memory. Raises OSError and ValueError if this is not the source's machine."""
@@ -116,7 +116,7 @@ class Sharing:
     own: the memory of its slots.
     attach: makes other slots known to the copies, and returns the number of the first one; raises
         RuntimeError. Called from any thread.
-    detach: forgets them, given this number.
+    detach: forgets attached slots, given the number of the first one.
     """
 
     own: OwnSlots

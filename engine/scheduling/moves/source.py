@@ -168,7 +168,7 @@ class SourceServer:
             sent = order.num_sent
 
     def _check_proof(self, peer: Peer, ask: Ask) -> bytes:
-        """Return the source's proof that it reads the slots; empty without the puller's."""
+        """Return the source's `memory_proof`; empty if the puller has sent no valid one."""
         if self._shared is None or not ask.proof:
             return b""
         key = self._shared.key
@@ -221,7 +221,7 @@ class SourceServer:
                 self._sent(order, slot)
         except PeerError as error:
             logger.debug("a puller of KV blocks reads no more: %s", error)
-            self._lost(order)  # means nothing if it has read all
+            self._lost(order)  # no effect if all blocks were read
             peer.shut()
 
     def _send_stripe(self, peer: Peer, order: Order, stripe: int) -> None:

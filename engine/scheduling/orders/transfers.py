@@ -13,7 +13,10 @@ logger = logging.getLogger("manta.engine")
 
 
 class WeightReceiver(Protocol):
-    """The end of a trainer's transport. One thread calls its methods, which raise MantaError."""
+    """The engine's end of a trainer's transport, which receives weights.
+
+    One thread calls its methods, which raise MantaError.
+    """
 
     def init(self, info: dict[str, Any]) -> None: ...
     def start(self, info: dict[str, Any]) -> None: ...
@@ -46,7 +49,7 @@ class WeightReceiver(Protocol):
 class WeightTransfers:
     """The transfers to one engine. Orders are carried out one after the other, on one thread.
 
-    receiver: None = the engine takes no weights from a trainer.
+    receiver: takes the weights; None = the engine takes none from a trainer.
     """
 
     def __init__(self, receiver: WeightReceiver | None) -> None:

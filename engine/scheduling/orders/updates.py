@@ -100,7 +100,7 @@ class WeightUpdates:
     def replace(self) -> bool:
         """Carry the checked update out, with no step in flight; return whether it succeeded.
 
-        Raises EngineDead if the weights are mixed.
+        Raises EngineDead if only some of the weights were replaced.
         """
         message = self._running
         assert message is not None and self._loader is not None
@@ -140,7 +140,7 @@ class WeightUpdates:
 
 
 def _here(folders: str, loader: WeightLoader) -> str:
-    """Return the one of several folders, one a line, that the loader holds or this node has.
+    """Return the first of several folders, one a line, that is in memory, else on this node.
 
     Raises UpdateFailed (folder_not_found).
     """

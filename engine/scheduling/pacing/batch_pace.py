@@ -2,12 +2,12 @@
 
 A request that arrives waits for the steps in flight, so batch work bounds the time to first tokens:
 
-- While prompts of other requests wait or are computed, their chunks grow by as much as decodes of
-  batch work lengthen a step, so that they are computed as quickly as without. As many requests of
-  batch work decode as the budget has room for that, but a 32nd of the rows at least. The others
-  keep their rows and blocks and go on afterwards.
-- Otherwise it decodes in all rows, as a decode costs little. Its prompts get 18 % of the budget,
-  but no more tokens than 25 ms have room for.
+- While prompts of other requests wait or are computed, decodes of batch work lengthen each step.
+  The prompts' chunks grow in the same ratio, so that prompts are computed as quickly as without
+  batch work. The token budget bounds this growth, and with it the decodes of batch work; at least a
+  32nd of the rows decode. Other batch work keeps its rows and blocks, and goes on afterwards.
+- Otherwise batch work decodes in all rows, as a decode costs little. Its prompts get 18 % of the
+  budget, but no more tokens than fit into 25 ms.
 - One batch ahead, a request waits for the rest of the running step and for the whole next one.
   While batch work runs, the loop therefore takes input until the device is about to become idle,
   and decides the next step then. So a request waits for one step at most.
@@ -16,7 +16,7 @@ A request that arrives waits for the steps in flight, so batch work bounds the t
 from engine.scheduling.pacing.chunking import prefill_tokens
 from engine.scheduling.pacing.step_costs import StepCosts
 
-CALM_STEPS = 64  # steps of batch work alone, after which it fills them
+CALM_STEPS = 64  # steps without other requests, after which batch work fills steps
 
 _ROWS = 32  # 1 / the least share of the rows
 _SHARE = 0.18  # share of the budget
@@ -33,7 +33,7 @@ class BatchPace:
     def __init__(self) -> None:
         self._costs = StepCosts()
         self._lead = _LEAD  # seconds
-        self._early = 0.0  # share of its expected time by which a step ended before
+        self._early = 0.0  # recent maximum of 1 - time / expected time of a step
 
     def observe(
         self, decodes: int, context: int, tokens: int, seconds: float, waited: float
@@ -54,8 +54,8 @@ class BatchPace:
     def _beside_prompts(
         self, rows: int, budget: int, waiting: int, decodes: tuple[int, int], context: float
     ) -> tuple[int, int]:
-        """Return the most decodes of batch work beside prompts of other requests, and the prompts'
-        tokens; see `limits`."""
+        """Return the maximum of batch work's decodes beside prompts of other requests, and the
+        tokens of these prompts; see `limits`."""
         chunk, least = prefill_tokens(waiting, budget), max(1, rows // _ROWS)
         others, batch = decodes
         if self._costs.steps < _ENOUGH or not batch:
@@ -69,20 +69,20 @@ class BatchPace:
         allowed = int(room * fixed / row)
         tokens = int(chunk * (1 + min(batch, allowed) * row / fixed))
         later = waiting - tokens
-        if later <= prefill_tokens(later, budget):  # it would be a step of its own
+        if later <= prefill_tokens(later, budget):  # the rest would be a step of its own
             tokens = waiting
         return min(rows, max(least, allowed)), min(budget, tokens)
 
     def limits(
         self, rows: int, budget: int, waiting: int, decodes: tuple[int, int], context: float
     ) -> tuple[int, int, int]:
-        """Return the most decodes and prompt tokens of batch work in a step beside other requests,
-        and the prompt tokens of these.
+        """Return the limits of a step beside other requests: batch work's decodes, its prompt
+        tokens, and the prompt tokens of the other requests.
 
         rows: the most requests that may run.
         budget: tokens of a step.
         waiting: prompt tokens that other requests lack.
-        decodes: the requests that could decode: others, and those of batch work.
+        decodes: the numbers of requests that could decode: others, and those of batch work.
         context: tokens of a request's context, on average.
         """
         if waiting:
@@ -94,7 +94,7 @@ class BatchPace:
         return rows, max(1, tokens), 0
 
     def launch_after(self, decodes: int, context: int, tokens: int) -> float:
-        """Return the seconds from a step's begin to the launch of the next one."""
+        """Return the seconds from a step's start to the launch of the next one."""
         if self._costs.steps < _ENOUGH:
             return 0.0
         expected = self._costs.expected(decodes, context, tokens)

@@ -7,8 +7,7 @@ class StepTimer:
     """The timer of an engine's steps, for the stats of frames.
 
     step: seconds of the last step.
-    total: seconds with work to do, between steps too, up to the last step with a result. So they
-        match the counts of results.
+    total: seconds with work to do, between steps too, up to the result of the last finished step.
     between: the seconds that the last result added to `total`, which is the time between a
         request's last two tokens.
     since: time.perf_counter() of the last result, from which `total` goes on; 0: there was no work.
