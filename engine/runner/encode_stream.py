@@ -1,4 +1,4 @@
-"""EncodeStream: the CUDA stream on which a tower encodes images while steps decode."""
+"""EncodeStream: the CUDA stream on which a vision encoder encodes images while steps decode."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Encoding:
-    """A run of the tower on the stream of encodes.
+    """A run of the vision encoder on the stream of encodes.
 
-    start, end: recorded before it and after its embeddings are in the cache.
-    awaited: recorded where the stream of steps begins to wait for it.
+    start, end: events before the run, and after its embeddings are in the cache.
+    awaited: an event where the stream of steps begins to wait for the run.
     """
 
     start: torch.cuda.Event
@@ -22,18 +22,18 @@ class Encoding:
 
 
 class EncodeStream:
-    """A stream beside the one of steps, and the order of both at the cache of embeddings.
+    """The stream for encodes beside the stream of steps, and the order of both at the cache.
 
     A step that gathers embeddings waits for the encode that wrote them. An encode that writes waits
-    for the gathers that were launched before, which may read what its places held. The host waits
-    for neither.
+    for the gathers that were launched before, which may read the slots that it overwrites. The host
+    waits for neither.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._gathered: torch.cuda.Event | None = None  # after the newest gather
-        self.launched: deque[Encoding] = deque()  # those not yet in `take_seconds`
+        self.launched: deque[Encoding] = deque()  # encodes that `take_seconds` has not counted
 
     @contextmanager
     def encoding(self) -> Iterator[Encoding]:
@@ -81,7 +81,7 @@ class EncodeStream:
             encoding = self.launched.popleft()
             took += encoding.start.elapsed_time(encoding.end) / 1000
             awaited = encoding.awaited
-            if awaited is not None and awaited.query():  # else the encode was done before
+            if awaited is not None and awaited.query():  # False: it ended before the wait
                 waited += max(0.0, awaited.elapsed_time(encoding.end) / 1000)
         return took, waited
 

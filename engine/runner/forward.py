@@ -49,7 +49,7 @@ class OwnInputs:
     def assemble(
         self, batch: Batch, lora: LoraDevice | None
     ) -> tuple[Tensor | None, list[AttentionMeta]]:
-        """Return `DeviceStep.own`: the tokens whose keys this rank has, and their metas."""
+        """Return `DeviceStep.own`: the tokens with keys on this rank, and their AttentionMetas."""
         here = self._kv_rank[batch.rows] == self.rank
         entries = np.flatnonzero(here)
         tokens = torch.from_numpy(np.flatnonzero(np.repeat(here, batch.lengths)))
@@ -130,14 +130,14 @@ class ModelForward:
     def wants_routes(self, batch: Batch) -> bool:
         """Whether a request of the step asks for the experts that its tokens choose.
 
-        Graphs and programs do not note them.
+        CUDA graphs and recorded programs do not return these experts.
         """
         return self._some_routed and bool(self._routed[batch.rows].any())
 
     def routes_of(self, batch: Batch) -> list[tuple[int, Tensor]]:
-        """Return the experts that the last run has chosen, by entries that ask for them.
+        """Return (entry, experts that its tokens chose in the last run) of entries that ask.
 
-        Each is [length, num_layers, chosen], of the device.
+        Experts are [length, num_layers, chosen] on the device.
         """
         if not self.model.routes.on:
             return []

@@ -94,11 +94,11 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """Images that each rank has encoded a share of, until all ranks have all embeddings.
+    """The images of which each rank has encoded a share, until all ranks have all embeddings.
 
     rows: [most, width], this rank's embeddings, padded to those of the largest share.
     slots: [size] int64, the rows of the cache that the embeddings get, rank by rank.
-    places: [size] int64, their places in the gathered rows.
+    places: [size] int64, the embeddings' indices in the gathered rows of all ranks.
     encoding: this rank's encode; None without a stream.
     """
 
@@ -109,7 +109,7 @@ class _Shares:
 
 
 def shares_of(images: Sequence[Image], ranks: int, least: int) -> list[list[Image]]:
-    """Return the images of each rank, about equally many embeddings, or one list for all ranks.
+    """Return the images that each rank encodes, divided evenly; one list = all ranks encode all.
 
     least: the fewest embeddings that are divided among ranks.
     """
@@ -167,7 +167,7 @@ class StepImages:
         self._stream = stream
         self._group = group or TensorParallelGroup()
         self._least = _LEAST_SHARED if stream is not None else 0
-        self._shares: _Shares | None = None  # shares of the newest encode, if ranks have not met
+        self._shares: _Shares | None = None  # shares of the newest encode, until they are gathered
         self._slots: dict[bytes, NDArray[np.int64]] = {}  # digest -> rows of the cache
         # digest -> the encode of the image, until a step waits for it
         self._encodings: dict[bytes, Encoding] = {}
@@ -293,7 +293,7 @@ class StepImages:
     def timer(self) -> Callable[[], tuple[float, float]] | None:
         """Return a function for the seconds of encodes and of waits for them, once a step is done.
 
-        None if no encode was launched whose seconds are not known.
+        None if no encode was launched whose seconds are not reported yet.
         """
         if self._stream is not None:
             return self._stream.take_seconds if self._stream.launched else None
@@ -310,9 +310,9 @@ class StepImages:
         return numbers.view(getattr(torch, image.rows_dtype)).view(image.size, -1)
 
     def _keep(self, images: Sequence[Image], make: Callable[[], Tensor]) -> None:
-        """Write the embeddings of images, one after the other, into free places of the cache.
+        """Write the embeddings of images, one after the other, into free slots of the cache.
 
-        make: launches what makes the embeddings.
+        make: launches the work that computes or copies the embeddings, and returns them.
         """
         with nullcontext() if self._stream is None else self._stream.encoding() as encoding:
             rows = make()
@@ -337,9 +337,9 @@ class StepImages:
         return [[image] for image in images] if self._apart else [images] if images else []
 
     def _keep_share(self, encoder: Encoder, shares: Sequence[Sequence[Image]]) -> None:
-        """Encode this rank's share of images; `_gather_shares` brings those of the others.
+        """Encode this rank's share of images; `_gather_shares` gets the shares of other ranks.
 
-        Ranks meet on the stream of steps, where all their calls are in one order.
+        Ranks communicate on the stream of steps, where all collective calls are in one order.
         """
         own = shares[self._group.rank]
         sizes = [sum(image.size for image in share) for share in shares]

@@ -254,7 +254,7 @@ class CudaInputs:
             last[len(which) :] = num_tokens - 1
             chosen = array[5 * entries + 1 : 5 * entries + 1 + num_entries]
             chosen[: len(which)] = which
-            chosen[len(which) :] = count  # not read unless there is padding
+            chosen[len(which) :] = count  # read by padding entries alone
             counts = batch.num_decodes, count
         array[self._counts_at : self._updates_at] = counts
 

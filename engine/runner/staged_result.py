@@ -30,7 +30,7 @@ class StagedResult:
         return self._pending is not None or self._failure is not None
 
     def sample(self, masks: NDArray[np.int32]) -> None:
-        """Keep the masks for the sampling that `conclude` will launch."""
+        """Store the masks for the sampling that `conclude` will launch."""
         self.masks = masks
 
     def conclude(self) -> None:

@@ -7,7 +7,8 @@ That launch names the accepted tokens, and each kernel computes them again, now 
 No other part of a layer runs again. Inputs are the smallest of what a step could keep: a state for
 each draft would take megabytes a layer.
 
-On CUDA both are graphs for up to GRAPHED decodes; their inputs are uploaded before each launch.
+On CUDA a step with up to GRAPHED decodes is a CUDA graph, and so is the second computation of its
+accepted tokens. Their inputs are uploaded before each launch.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ class _Layout:
         self.fill([], [], [])
 
     def fill(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Upload entries; those that are left over have no tokens."""
+        """Upload the entries of a step; unused ones get no tokens."""
         count = len(rows)
         own_rows, query_start, kv_len, counts = self._numbers.arrays
         own_rows[:count], own_rows[count:] = rows, self._pad_row
@@ -61,10 +62,12 @@ class _Layout:
 
 
 class GraphRuns:
-    """The runs of a captured step of decodes: what its graph reads, and the replay's graph.
+    """The runs of a captured step of decodes, and the graph that replays their accepted tokens.
 
-    runs: for the metas of the step while it is captured.
-    settle: launches the replay, once it is captured.
+    A run is a decode with its drafts.
+
+    runs: the value of `AttentionMeta.state_runs` while the step is captured.
+    settle: launches the graph, once it is captured; until then it computes without one.
     """
 
     def __init__(

@@ -45,9 +45,9 @@ def capture_graphs(
 def capture_drafts(
     runner: ModelRunner, drafting: Drafting, graphs: StepGraphs | None, record: Record
 ) -> None:
-    """Capture the passes of a drafter; where that fails, as memory is short, do without.
+    """Capture the passes of a drafter; where memory does not suffice, go on without these graphs.
 
-    graphs: get the passes over the tokens of steps; None = these are launched kernel by kernel.
+    graphs: stores the passes over the tokens of steps; None = they run without CUDA graphs.
     """
     try:
         _warm_up_drafts(runner, drafting)  # this runner may not have run a step yet

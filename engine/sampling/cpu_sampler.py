@@ -73,6 +73,7 @@ def choose(
 ) -> tuple[I64, NDArray[np.bool_]]:
     """Choose a token for each row of edited logits x [num_samples, vocab].
 
+    rows, positions: the row of each sample, and the position of its new token.
     Returns tokens [num_samples] and bad [num_samples]: whether a row has no valid token; its token
     is then 0. Overwrites the logits of rows with filters.
     """

@@ -27,7 +27,7 @@ class ParameterRows:
     device_words: the copy, as of the last `flush`; None on the CPU.
     processed: for each row, whether its log-probabilities are of the distribution that is sampled
         from.
-    needs: bits of each row. Rows start as greedy, without other operations.
+    needs: by row, the bits of the operations that it needs, such as SAMPLED. Rows start as greedy.
     """
 
     def __init__(

@@ -202,7 +202,7 @@ class StepSampler:
         )
 
     def _launch_choice(self, batch: Batch, samples: StepSamples, hidden: Hidden) -> DeviceResult:
-        """Launch the logits and the sampling kernel by kernel; return the pending result."""
+        """Launch logits and sampling without CUDA graphs; return the pending result."""
         states, plan, masked = hidden.states, samples.plan, batch.masked
         by_parts = self.by_parts(plan, masked)
         if hidden.last is not None:

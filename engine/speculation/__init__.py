@@ -2,5 +2,5 @@
 
 The package knows token ids alone. The scheduler asks `DraftLengths` for the length of drafts and
 each request's `Drafts` for tokens; verification accepts the drafts that equal the sampled tokens,
-so nothing here can change a text. docs/speculation.md
+so nothing here can change a text. See docs/speculation.md.
 """

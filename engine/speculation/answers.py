@@ -1,4 +1,4 @@
-"""Answers: earlier answers that later requests of the same key draft from, bounded and aged."""
+"""Answers: earlier answers that later requests of the same key draft from, for a limited time."""
 
 import time
 from array import array
@@ -43,7 +43,7 @@ class _Answers:
     def forget(self, before: float, most: int) -> None:
         """Forget answers older than `before`, and the oldest beyond `most` tokens.
 
-        The rest has to be indexed again, so it happens when half of the tokens can go.
+        The remaining tokens are indexed again, so answers are dropped once half of the tokens can.
         """
         while self.num_waiting > most or (self.waiting and self.waiting[0][0] < before):
             _, _, begin, end = self.waiting.popleft()
@@ -60,10 +60,10 @@ class _Answers:
 
 
 class Answers:
-    """The tables of all keys, least recently used first.
+    """The tables of all keys' answers, least recently used first.
 
-    most_tokens: the most tokens of all tables together.
-    clock: monotonic seconds.
+    most_tokens: the maximum number of tokens of all tables together.
+    clock: returns monotonic seconds.
     """
 
     def __init__(self, most_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -112,7 +112,7 @@ class Answers:
             self._tables.popitem(last=False)
 
     def _read(self, key: bytes) -> _Answers | None:
-        """Return the table of this key after reading one answer more; None = it is empty."""
+        """Read one more waiting answer into the key's table; return it, or None if it is empty."""
         if (table := self._tables.get(key)) is None:
             return None
         table.read_newest(self._clock() - _AGE, self._most_tokens // _SHARE)

@@ -1,12 +1,12 @@
 """ComputedDrafts, ComputedDrafter: drafts that a model computes on the device after a step.
 
-They continue the text of that step, so only the next step can verify them. It is launched before
-the host knows the tokens, which `StepResult.drafts` returns.
+The drafts continue the text as of that step, so only the next step can verify them. The next step
+is launched before the host knows the drafts' tokens, which `StepResult.drafts` returns.
 """
 
 from collections.abc import Sequence
 
-ON_DEVICE = -1  # a draft that the drafter has left in its row, and that the host does not know yet
+ON_DEVICE = -1  # a draft in its request's row on the device, which the host does not know yet
 
 
 class ComputedDrafts:

@@ -11,7 +11,7 @@ model_lengths.py decides about drafts of a model.
     lengths.observe_drafts([record], [drafted], [accepted])      verified drafts (drafted >= 1)
     lengths.observe_step(entries, drafts, seconds)      each step of decodes alone
 
-It decides twice, from figures that the engine measures:
+The controller decides twice, from figures that the engine measures:
 
 1. For each draft: a token is verified if its acceptance probability exceeds the price of a row, the
    share of a step's time for one more token. Probabilities are those of drafts of equal length (a
@@ -34,7 +34,7 @@ _BLANK = 64  # consecutive steps without an accepted draft after which a rest be
 _LOOK, _LOOK_FEW = 32, 16  # steps between two looks; the second with at most _FEW decodes
 _REPEATED, _REPEATED_FEW = 3, 2  # tokens that have to repeat in a look; the second as above
 _REPEATS = 2  # consecutive looks with a repeat that end a rest begun for lack of accepted drafts
-_FEW = 16  # most decodes of a step at which the time for asking drafters is negligible
+_FEW = 16  # up to so many decodes in a step, the time for asking drafters is negligible
 
 # ---- Thresholds. Speed-up: tokens a second with drafts, divided by tokens a second without.
 _KEEPS = 0.994  # least speed-up at which drafts go on
@@ -52,7 +52,9 @@ _HIT_WEIGHT = 0.04  # weight of a new draft in the mean acceptance
 _FADING = 0.97  # factor of the line's earlier steps at each step with drafts
 _RETURNING = 0.994  # factor at a step without drafts, where the line moves to its first guess
 _SURPRISE = 0.2  # most deviation of a step's time from the line, in steps; outliers are clipped
-_MOST_FIXED = 0.5  # most extra time apart from draft tokens, in steps; more is other programs'
+# Most fixed extra time of a step with drafts (the line's intercept), in steps; what is beyond it is
+# taken for other programs' load.
+_MOST_FIXED = 0.5
 
 
 class DraftRecord:
@@ -241,7 +243,7 @@ class DraftLengths:
         self._current = _StepCosts(1)
 
     def begin_step(self, entries: int) -> int:
-        """Return the most drafts that a request may have in the next step; 0 = no drafts at all.
+        """Return the maximum number of drafts of a request in the next step; 0 = no drafts at all.
 
         entries: decoding requests of the step. A step may begin several times.
         """
@@ -253,7 +255,7 @@ class DraftLengths:
 
     @property
     def dormant(self) -> bool:
-        """Whether a drafter need not read the tokens of steps: no, as it costs nothing."""
+        """Whether the drafter may skip the tokens of steps: False, as they cost look-up nothing."""
         return False
 
     def look_due(self) -> int:
@@ -283,11 +285,11 @@ class DraftLengths:
             self._begin_block(self._current)
 
     def limit(self, record: DraftRecord) -> int:
-        """Return the most drafts of this request in the step that `begin_step` began."""
+        """Return the maximum of this request's drafts in the step that `begin_step` began."""
         return self._most if self._current.on else 0
 
     def worth(self, records: Sequence[DraftRecord], lengths: Sequence[int]) -> list[int]:
-        """Return of each request how many leading tokens of its draft gain more time than they
+        """Return, for each request, how many leading tokens of its draft gain more time than they
         cost.
 
         lengths: tokens of the drafts, each at most `limit`.

@@ -64,7 +64,7 @@ class Lookup:
         return LookupDrafts(self, token_ids, num_prompt, prediction, key)
 
     def remember(self, token_ids: list[int], num_prompt: int, key: bytes) -> None:
-        """Add the answer of a request that never drafted to those that later ones draft from.
+        """Store the answer of a request that never drafted, for later requests of the same key.
 
         token_ids: prompt and answer, a list that must not change.
         """
@@ -155,7 +155,7 @@ class LookupDrafts:
         return source.follow(places, most, options.min_probability)
 
     def end(self) -> None:
-        """Give the answer to later requests of the same key."""
+        """Store the answer for later requests of the same key."""
         text = self._text
         self._lookup.room += text.num_indexed
         begin = max(0, self._answer_begin + self._offset)

@@ -1,12 +1,12 @@
 """ModelLengths: how many drafts of a model a step has, by measured step times and acceptance.
 
-It has the interface of `DraftLengths`, for drafters that run on the device. They always have
-drafts, whose acceptance changes little, and each draft costs a pass. Padding of CUDA graphs makes
-steps of three drafts a request as long as those of two. So all requests get drafts of one length,
-and each length's step time is measured. Lengths take turns in short trials, and the one with the
-most tokens a second goes on in long blocks. If none gains, drafts rest. A rest lasts until what was
-lost is a small share of all steps. A lost trial whose drafts were mostly right is repeated soon
-once, as the first steps of new shapes take longer.
+The class has the interface of `DraftLengths`, for drafters that run on the device. Such drafters
+always have drafts, whose acceptance changes little, and each draft costs a pass of the drafter.
+Padding of CUDA graphs makes steps of three drafts a request as long as those of two. So all
+requests get drafts of one length, and each length's step time is measured. Lengths take turns in
+short trials, and the one with the most tokens a second goes on in long blocks. If none gains,
+drafts rest, until the time that drafts have lost is a small share of all steps. A lost trial whose
+drafts were mostly right is repeated soon once, as the first steps of new shapes take longer.
 """
 
 import math
@@ -27,8 +27,9 @@ _RETRIALS = 4  # long blocks until another length is measured again; the first o
 
 # ---- Speed-ups: tokens a second with drafts, divided by tokens a second without
 _LEAST = 1.02  # least speed-up at which drafts go on
-# The same as long as steps without drafts are known only with a drafter that reads, which takes up
-# to a tenth of a step. Up to the second, steps without it are measured before drafts go on.
+# _LEAST_READING replaces _LEAST while steps without drafts were measured only with a drafter that
+# reads their tokens, which takes up to a tenth of a step. Up to a speed-up of _CLOSE, steps without
+# such reads are measured before drafts go on.
 _LEAST_READING, _CLOSE = 1.05, 1.15
 _PROMISING = 1.18  # guessed speed-up at which an untried length is tried at once
 _PROBABLE = 1.7  # tokens of a step at which a lost trial is repeated soon
@@ -39,14 +40,15 @@ _WORST = 4.0  # most steps without drafts that a step of a trial counts for
 _CHEAPEST = 0.03  # least cost of a draft, in steps without drafts
 _LIKELY = 0.7  # first guess of the acceptance of a draft after accepted ones
 _FEW = 96  # decodes up to which the longest drafts are tried first
-_CHEAP = 0.85  # guess of the cost of a length that was not tried, as a share of a line's
+_CHEAP = 0.85  # guessed cost a draft of an untried length, as a share of a tried one's
 _WEIGHT = 0.1  # weight of a new step in a length's mean time
 _HIT_WEIGHT = 0.02  # least weight of a new draft in its mean acceptance; the first weigh more
 _POOR = 0.3  # share of the expected acceptance below which a request gets a draft alone
 
 
 class _Seconds:
-    """The mean time of steps: the median of the first, then a running mean without outliers."""
+    """The mean time of a step: the median of the first _MEASURED times, then a running mean that
+    clips outliers."""
 
     __slots__ = ("_first", "value")
 
@@ -93,13 +95,13 @@ class _Losses:
         self.steps = max(-_CREDIT, self.steps + steps)
 
     def fade(self) -> None:
-        """Let a step pass."""
+        """Reduce the losses after each step."""
         if self.steps > 0:
             self.steps = max(0.0, self.steps - _LOSS)
 
 
 class _Block:
-    """The measured drafts for steps of about as many decodes, by length, and the length now tried.
+    """The step times of about as many decodes, by length of drafts, and the length now in use.
 
     A block is a number of consecutive steps whose drafts have one length.
 
@@ -129,10 +131,10 @@ class _Block:
 
     def __init__(self, entries: int, most: int, losses: _Losses) -> None:
         self._entries, self._losses = entries, losses
-        # by length; without drafts, of steps in which the drafter does not read
+        # by length of drafts; [0]: steps without drafts, in which the drafter does not read
         self.seconds = [_Seconds() for _ in range(most + 1)]
         self._reading = _Seconds()  # of steps without drafts in which the drafter reads
-        self._share = 0.0  # the former divided by the latter; 0 = not known
+        self._share = 0.0  # time without reading / time with reading; 0 = not known
         self._tried: set[int] = set()
         self._rests = 0  # consecutive rests
         self._rest = _SECOND_REST
@@ -172,7 +174,7 @@ class _Block:
     def speed_up(self, length: int, gain: float) -> float:
         """Return the tokens a second with drafts of a length, divided by those without.
 
-        gain: accepted drafts of a request in a step. A time that was not measured lies on a line.
+        gain: accepted drafts of a request in a step. An unmeasured time is estimated from others.
         """
         plain, own = self.seconds[0].value, self.seconds[length].value
         if not own:
@@ -259,8 +261,8 @@ class ModelLengths:
         self._entries = 1
         self._losses = _Losses()
         self._current = _Block(1, most, self._losses)
-        # by position: share of drafts that were accepted, of those after accepted ones; the number
-        # of these, and a first one by guess
+        # by position: the share of accepted drafts among those whose predecessors were accepted
+        # (`_hits`), and the number of these drafts (`_seen`), with 1 for the guess
         self._hits = [_LIKELY] * most
         self._seen = [1] * most
 

@@ -56,8 +56,8 @@ class SpeculationSettings:
     tokens: the most draft tokens of a request in a step.
     explicit: whether the configuration names a method, and not "auto".
     rates: the rates of synthetic acceptance (synthetic.py), for as many drafts as there are rates;
-        () = drafts are accepted where they are right.
-    method: "lookup"; where a model drafts "mtp", a layer of the checkpoint itself, "eagle3" or
+        () = drafts are accepted where they equal the sampled tokens.
+    method: "lookup", or where a model drafts "mtp" (a layer of the checkpoint itself), "eagle3" or
         "draft_model".
     model: the folder of the model that drafts; "" = the checkpoint's.
     """
@@ -135,8 +135,8 @@ def check_speculation(
     generates: whether the model writes text.
     stages: pipeline stages.
     most: entries that a step has room for.
-    Raises ConfigError if the configuration asks for what the engine cannot do. With "auto" it is
-    off then.
+    Raises ConfigError if the configuration asks for what the engine cannot do. With "auto" the
+    result is None instead.
     """
     why = ""
     if settings is None or not generates:

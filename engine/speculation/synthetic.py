@@ -1,8 +1,8 @@
 """SyntheticAcceptance, AnyDrafter: speculation at stated acceptance rates, to measure steps with no
 model that drafts well.
 
-As many drafts are accepted as a hash of seed and position says, whatever they are; the text goes on
-with what the model sampled. It is not the text without speculation: this is for benchmarks alone.
+A hash of seed and position decides how many drafts are accepted, whatever their tokens. The text
+goes on with what the model sampled, so it differs from that without speculation: for benchmarks.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ class SyntheticAcceptance:
     def accepted(self, places: Iterable[tuple[int, int, int]]) -> list[int]:
         """Return how many leading drafts of each request are accepted, if it has as many.
 
-        places: seed, choice and the position where the drafts begin.
+        places: (seed, choice, position of the first draft) of each request.
         """
         # The hash of a tuple of integers is the same in all processes, and costs a step little.
         least, most = self._least, len(self._least)

@@ -1,4 +1,4 @@
-"""BlockFormat: the file of one KV block or snapshot, and what makes it a miss.
+"""BlockFormat: the format of a file with one KV block or snapshot, and the checks of such files.
 
 A file is a page of 4 KiB with the header, then the slot's bytes. The header names fingerprint,
 group, hash and length. A checksum covers both; with a key, AES-256-GCM encrypts the bytes and
@@ -150,7 +150,7 @@ def path_of(folder: Path, key: Key) -> Path:
 
 
 def key_of(name: str) -> Key | None:
-    """Return the group and hash that a file's name tells; None for other names."""
+    """Return the group and hash of a block from its file's name; None for other names."""
     digest, _, group = name.partition(".")
     try:
         return STATES if group == "s" else int(group), bytes.fromhex(digest)
@@ -170,7 +170,7 @@ def opened(path: Path, flags: int, *, direct: bool = False) -> Any:
         if not direct or error.errno != errno.EINVAL:
             raise
         with contextlib.suppress(FileNotFoundError):
-            if flags & os.O_CREAT:  # the refusal may come after the file
+            if flags & os.O_CREAT:  # O_DIRECT may be refused after the file was created
                 path.unlink()
         file = os.open(path, flags, 0o600)
     try:

@@ -62,7 +62,7 @@ class HostRange:
         """Do nothing: the system maps zero pages at first use."""
 
     def unmap(self, offset: int, chunk: int, count: int) -> None:
-        """Give the pages back; what is read there afterwards is zero."""
+        """Return the pages of [offset, offset + chunk * count); reads there then yield zeros."""
         self._pages.madvise(mmap.MADV_DONTNEED, offset, chunk * count)
 
 
@@ -96,7 +96,7 @@ class BlockPages:
 
     device: where the caches are.
     most: the most blocks, for which addresses are reserved.
-    make: reserves addresses.
+    make: (bytes, device) -> reserved addresses.
     step: bytes of a step of growth in all planes of a cache.
     """
 

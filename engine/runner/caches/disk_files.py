@@ -93,9 +93,9 @@ class DiskFiles:
         """Open a folder, measure its rate, and find what earlier engines have left there.
 
         num_bytes: the most bytes of all files of the folder.
-        identity: what has to be equal for the bytes to be of use.
+        identity: texts, such as the model's key, on which the meaning of the bytes depends.
         key: encrypts the files, 32 bytes; b"" = they are plain.
-        clear: delete what is there, at the start and at `close`, unless other engines use it.
+        clear: whether to delete all files at the start and at `close`, unless others use them.
             A folder in memory is cleared at `close` in any case.
         free_memory: bytes of host memory that a folder in memory may take.
         Raises ConfigError.
@@ -193,7 +193,7 @@ class DiskFiles:
         self._jobs.put(lambda: self._write_job(own, fingerprint, key, slot, used_ns))
 
     def written(self) -> list[tuple[Key, int]]:
-        """Return the slots that are no longer read for a write, each once."""
+        """Return (key, slot) of writes that no longer read their slot, each once."""
         return [self._written.popleft() for _ in range(len(self._written))]
 
     def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:
@@ -249,7 +249,7 @@ class DiskFiles:
         }
 
     def close(self, seconds: float = 5.0) -> None:
-        """Write what is queued, for some seconds at most, and give the folder up."""
+        """Write what is queued, for some seconds at most, and release the folder."""
         if self._closing:
             return
         self._closing = True

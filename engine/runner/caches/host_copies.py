@@ -152,7 +152,7 @@ def _states_of(storage: Tensor) -> Callable[[], Tensor]:
 
 
 def _ends(blocks: Iterable[int], states: Iterable[int]) -> frozenset[int]:
-    """Return one set of both: blocks by their numbers, snapshots by -1 minus theirs."""
+    """Return one set of numbers: n for block n, -1 - n for snapshot n."""
     return frozenset(blocks).union(-1 - slot for slot in states)
 
 
@@ -363,8 +363,8 @@ class CudaCopies:
     def before(self, batch: Batch) -> None:
         """Make the next step wait, on its stream, for stores of the blocks and states it writes.
 
-        On ranks other than 0 it also waits for loads of what it reads, of which rank 0 has seen
-        only its own end.
+        On ranks other than 0 it also waits for loads of what it reads, as rank 0 knows only the end
+        of its own loads.
         """
         if not (self._stores or self._loads):
             return

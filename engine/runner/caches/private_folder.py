@@ -20,7 +20,10 @@ def make_private(path: Path) -> None:
 
 
 def open_folder(folder: Path) -> int:
-    """Make the folder if it is not there; return its lock, held shared. Raises ConfigError."""
+    """Make the folder if it is not there; return the descriptor of its lock, held shared.
+
+    Raises ConfigError.
+    """
     make_private(folder)
     stat = folder.stat(follow_symlinks=False)
     if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:

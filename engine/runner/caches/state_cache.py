@@ -1,7 +1,7 @@
 """StateCache: states of recurrent layers, and snapshots from which other requests continue.
 
 A slot has one state of each such layer. The first slots are the rows of requests, the others are
-for snapshots (see `engine.scheduling.memory.snapshots`). Rows without a request have some, too.
+for snapshots (see `engine.scheduling.memory.snapshots`). Rows without a request have states, too.
 
 Layers know nothing of snapshots: a request continues from one that was copied into its row.
 """

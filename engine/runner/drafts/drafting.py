@@ -1,15 +1,16 @@
 """Drafting: computes drafts of next tokens on the device, after a step has sampled.
 
 A drafter (engine/models/drafters/) first gets all tokens of the step, so that its cache has keys of
-each, those of rejected drafts until the next step writes over them. Where the batch has proposals,
-the row of the text's last token gives the first draft, and passes of one token the others. A draft
-model, which reads no states, reads chunks in their own steps, and other tokens of a row only when
-it is to draft for it; at rest it costs nothing. Another drafter reads each token, except in dormant
-steps, and requests whose tokens it has not read get worse drafts.
+each, those of rejected drafts until the next step writes over them. The drafter's rows are its
+output vectors, one a token. Where the batch has proposals, the row of the text's last token gives
+the first draft, and passes of one token the others. A draft model, which reads no states, reads
+chunks in their own steps, and other tokens of a request only when it is to draft for it; while
+drafts rest it costs nothing. Another drafter reads each token, except in dormant steps, and
+requests whose tokens it has not read get worse drafts.
 
-Drafts are drawn as the model's tokens are, with the noise of the same seed, choice and position, so
-that they agree wherever the distributions do. They stay on the device, in their rows, where the
-next step reads them. Nothing here waits for the device.
+Drafts are sampled like the model's tokens, with the noise of the same seed, choice and position, so
+that they agree wherever the distributions do. Drafts stay on the device, in the requests' rows,
+where the next step reads them. Nothing here waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,14 +47,14 @@ class Drafting:
         """
         self.passes, self.kv, self.reads_states = passes, passes.kv, passes.drafter.reads_states
         self._inputs, self._max_tokens = inputs, max_tokens
-        # by row: how many of its tokens the draft model has computed; -1 = none of this request's
+        # by row: how many of its tokens the draft model has computed; -1 = none of its request's
         self._read = [-1] * (passes.rows.pad_row + 1)
         self._like: Tensor | None = None  # a row of the drafter, for its width and dtype
         self.graphs: DraftGraphs | None = None  # CUDA graphs of the passes that draft
 
     @property
     def tables(self) -> list[Tensor]:
-        """The block tables of its own inputs on a CUDA device."""
+        """The block tables of a draft model's own inputs on a CUDA device."""
         return [self._inputs.block_table] if isinstance(self._inputs, CudaInputs) else []
 
     @property

@@ -4,8 +4,9 @@ Drafts of one step are a chain of graphs, whatever their number:
 
  begin   which drafts of the step were accepted
          -> one launch without a graph copies the drafter's rows of the last accepted tokens
- draw    logits and the choice of the first draft
- extend  the pass over the newest draft, then logits and choice of the next; once a further draft
+ draw    logits and the sampling of the first draft
+ extend  the pass over the newest draft, then logits and sampling of the next; once for each draft
+         after the first
 
 The number of the draft is a tensor that `extend` counts up. Proposals are padded to the next size
 by the padding row, which keeps no key. What one graph leaves to the next lies in buffers outside of
@@ -104,7 +105,7 @@ class DraftGraphs:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launch all that is to be captured, kernel by kernel, to find its kernels."""
+        """Launch all passes that are to be captured, without capturing, to find their kernels."""
         for size, sampled in self._each():
             self._begin(size)
             self._draw(size, sampled)

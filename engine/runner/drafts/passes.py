@@ -1,4 +1,4 @@
-"""DraftPasses: the passes of a drafter and the draws between them, kernel by kernel.
+"""DraftPasses: a drafter's passes and the sampling between them, launched without CUDA graphs.
 
 Nothing here waits for the device, and all of it can be captured in a CUDA graph: drafts/graphs.py.
 """
@@ -20,11 +20,11 @@ Number = int | Tensor  # the number of a draft, from 1 on; a tensor [1] int64 in
 
 
 class DraftPasses:
-    """The passes of a drafter, and the rows that it drafts for.
+    """The passes of a drafter, and the requests' rows that it drafts for.
 
-    A table of proposals is [7, n] int64: row; the position of the last token before its drafts; the
-    index of the drafter's row if no draft of the step is accepted; its index if one is; the numbers
-    of new, of verified and of synthetically accepted drafts (-1: as many as agree).
+    A table of proposals is [7, n] int64, see `Batch.proposals`. Lines ENTRY and FIRST_DRAFT are
+    here indices of the drafter's rows (its output vectors, one a token): that to draft from if no
+    draft of the step is accepted, and that of the first draft, to draft from if it alone is.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DraftPasses:
         # by row: the newest drafts, as the step that verifies them samples over those in rows
         shape = rows.pad_row + 1, MAX_TOKENS
         self.drafts = torch.zeros(shape, dtype=torch.int64, device=rows.tokens.device)
-        # positions by which the token that a row reads lies after the row's own
+        # the token that the drafter reads at a row lies so many positions after the row's own
         self._ahead = 1 if drafter.reads_states else 0
         self.cuda = rows.tokens.device.type == "cuda"
 
@@ -85,7 +85,7 @@ class DraftPasses:
         return self.rows.tokens[rows, meta.positions.long() + 1].long()
 
     def accept(self, table: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Return the index of each proposal's row, and the position of its last accepted token.
+        """Return the index of the drafter's row to draft from, and the last accepted position.
 
         most: the most drafts that the step verifies of a request.
         """
@@ -106,11 +106,11 @@ class DraftPasses:
     def draw(
         self, table: Tensor, last: Tensor, states: Tensor, number: Number, plan: SamplePlan
     ) -> Tensor:
-        """Draw a draft of each proposal from the drafter's rows, and write it; return it.
+        """Sample a draft of each proposal from the drafter's rows, write it and return it.
 
         last: [n] int64, positions of the last accepted tokens.
         states: the drafter's rows.
-        number: how many drafts each has with this one.
+        number: the number of this draft within its proposal, from 1.
         """
         tokens, row, counts = self.rows.tokens, table[0], table[4]
         logits, position = self.drafter.logits(states), last + 1 + number
@@ -134,9 +134,9 @@ class DraftPasses:
         """Return the drafter's rows after the newest drafts.
 
         drawn: [n] int64, the newest drafts.
-        states: the rows that they were drawn from; may be overwritten.
-        number: place of the drafts that the new rows give, counted within a proposal.
-        longest: the most tokens of a row.
+        states: the rows from which they were sampled; may be overwritten.
+        number: the number of the next draft within its proposal, from 1.
+        longest: the maximum number of tokens of a request.
         """
         row, wanted = table[0], table[4] >= number
         at = torch.where(wanted, last + number - self._ahead, last)

@@ -10,9 +10,9 @@ short prompt would wait for the host. A size is (entries, tokens), which are equ
 
 Steps are padded to the next size: padding uses the padding row, writes no key, and its token is
 dropped.
-A graph of a pipeline stage has only the layers. They read the activations of the stage before from
-one buffer and write theirs to another. Sampling waits for the last stage while further steps are
-uploaded, so that it is launched kernel by kernel.
+A graph of a pipeline stage has only the layers. It reads the activations of the stage before from
+one buffer and writes its own to another. Sampling waits for the last stage while further steps are
+uploaded, so it is launched without CUDA graphs.
 A batch with drafts has several decodes of a row, whose keys are read once. Such steps have graphs
 of their own, as the kernel for them is slower where each row has one decode. In models with states
 a second graph brings the states to the accepted tokens, before the next step (state_runs.py).
@@ -144,7 +144,7 @@ class StepGraphs:
         self._pool: Any = None
 
     def size_of(self, batch: Batch) -> Size | None:
-        """Return the size of the graph for a batch; None = launch it kernel by kernel."""
+        """Return the size of the graph for a batch; None = launch it without CUDA graphs."""
         count = len(batch.rows)
         if batch.num_decodes == count:
             for sizes in (self._with_drafts if batch.drafts else (), self._decodes):
@@ -207,7 +207,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launch all steps that may become graphs, kernel by kernel, to find their kernels."""
+        """Launch all steps that may become graphs, uncaptured, so that their kernels are found."""
         self._allocate()
         mixed = ((entries, size) for entries, sizes in self._mixed.items() for size in sizes)
         for size in chain(((count, count) for count in reversed(self._decodes)), mixed):
@@ -235,14 +235,14 @@ class StepGraphs:
 
     @torch.inference_mode()
     def launch_reads(self, passes: DraftPasses, like: Tensor) -> None:
-        """Launch what `capture_reads` captures, kernel by kernel; after `launch_all`."""
+        """Launch what `capture_reads` would capture, to find its kernels; after `launch_all`."""
         out = like.new_zeros(max(self._decodes), like.shape[1])
         for (count, _), launch in self._drafter_reads(passes, out):
             self._all_padding((count, count))
             launch()
 
     def drop_reads(self) -> None:
-        """Launch a drafter's passes kernel by kernel from now on."""
+        """Launch a drafter's passes without CUDA graphs from now on."""
         self._reads.clear()
 
     def _drafter_reads(
@@ -429,9 +429,8 @@ class StepGraphs:
     def choose_masked(self, size: Size) -> MaskedChoice:
         """Launch the logits of a batch with masks; return the function that launches the sampling.
 
-        The function takes the masks: [M, ceil(vocab / 32)], not changed until sampling is done;
-            None on a
-        rank that does not sample. It has to be called before the next `launch`.
+        The function takes the masks [M, ceil(vocab / 32)], which must not change until sampling is
+        done; None on a rank that does not sample. It has to be called before the next `launch`.
         """
         choice = self._choice(size, "masked")
         assert choice.logits is not None

@@ -1,6 +1,6 @@
 """Launchers: the ways to run a step up to its hidden states, behind one `launch(batch)`.
 
- EagerStep      kernel by kernel
+ EagerStep      without CUDA graphs
  ProgramStep    decodes on the CPU, as a recorded program
  GraphStep      a step in a CUDA graph, of a whole model or of a pipeline stage
  StageStep      one of these over a stage's layers, then the send to the next stage
@@ -48,7 +48,7 @@ class StepLauncher(Protocol):
 
 
 class EagerStep:
-    """The launcher of steps kernel by kernel, without a CUDA graph."""
+    """The launcher of steps without CUDA graphs: each kernel is launched by itself."""
 
     def __init__(self, forward: ModelForward) -> None:
         self._forward = forward
@@ -71,8 +71,8 @@ class EagerStep:
 class ProgramStep:
     """The launcher of decodes on the CPU as a recorded program; see programs.py.
 
-    Other steps, and steps that cannot be recorded, are launched kernel by kernel. So are drafts of
-    models with states.
+    Other steps, steps that cannot be recorded, and drafts of models with recurrent states are
+    launched without a program.
     """
 
     def __init__(self, forward: ModelForward, programs: StepPrograms, otherwise: EagerStep) -> None:
@@ -107,7 +107,7 @@ class ProgramStep:
 class GraphStep:
     """The launcher of steps as CUDA graphs; see graphs.py.
 
-    Drafts of models with states have graphs of their own, or are launched kernel by kernel.
+    Drafts of models with states have graphs of their own, or are launched without one.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class StepPrograms:
     ) -> None:
         """Set up the programs.
 
-        leaves: whether they may end with logits, instead of the last layer's output.
+        leaves: whether programs may end with logits, instead of the last layer's output.
         """
         self._model, self._kv = model, kv
         most = self._most = min(_MOST, rows.pad_row)
