@@ -97,10 +97,10 @@ class Batch:
     # Rows to draft for after sampling, [7, rows] int64. The next step is launched when the samples
     # are known, while the drafts are still computed. Lines:
     #   ROW, POSITION   the row, and the position of the last token that its entry computes
-    #   ENTRY           its decode, or its chunk that samples
-    #   FIRST_DRAFT     entry of the first of its drafts; has no meaning without any
+    #   ENTRY           index of the row's entry that samples: its decode or its chunk
+    #   FIRST_DRAFT     index of the entry of the row's first draft; has no meaning without drafts
     #   COUNT           new drafts, at least 1; the row has blocks for as many further tokens
-    #   VERIFIED        its drafts in this step; where some are accepted, the new ones follow these
+    #   VERIFIED        the row's drafts in this step; new drafts follow the accepted ones of these
     #   SYNTHETIC       how many of these count as accepted, whatever was sampled; -1 = those that
     #                   equal the samples
     proposals: "NDArray[np.int64] | None" = None
@@ -120,7 +120,7 @@ class Batch:
     masked: Sequence[int] = ()
     # images to encode in this step, before an entry reads their embeddings
     images: list[Image] = field(default_factory=list)
-    # to encode beside this step, for entries of later ones
+    # images to encode beside this step, for entries of later steps
     ahead_images: list[Image] = field(default_factory=list)
     # digests of images whose embeddings are freed before any image is encoded
     dropped_images: list[bytes] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""convert: write a model folder that the engine can load without converting tensors."""
+"""convert, convert_rounded: write a model folder in the engine's own form, or a quantised copy."""
 
 import json
 import os

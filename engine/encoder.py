@@ -1,4 +1,4 @@
-"""ImageEncoder: a model's tower without its layers, which makes embeddings for other engines.
+"""ImageEncoder: a model's vision encoder (tower) alone, which computes images for other engines.
 
 It encodes each image by itself. So an image's embeddings depend on the image alone, and are those
 that an engine on the same device computes when it encodes the image alone.
@@ -83,7 +83,7 @@ class TowerAlone:
 
 
 class ImageEncoder:
-    """The tower of a model on one device. All calls come from the thread that made it.
+    """The vision encoder of a model on one device. All calls come from the thread that made it.
 
     dtype: the type of the embeddings, as `Image.rows_dtype` has it.
     """

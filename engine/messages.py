@@ -331,9 +331,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     image_encode_seconds: float = 0.0
     image_cache_hits: int = 0
     image_cache_tokens: int = 0  # embeddings that are kept
-    image_cache_size: int = 0  # the most of them
+    image_cache_size: int = 0  # maximum number of embeddings that are kept
     weights_dropped: bool = False  # weights were dropped by a sleep; requests wait for new ones
-    # Of the host tier: blocks that it has, and the most of them; the others since the start.
+    # Of the host tier: blocks that it has, and their maximum; other numbers are since the start.
     host_kv_blocks: int = 0
     host_kv_slots: int = 0
     host_kv_stored_bytes: int = 0
@@ -359,8 +359,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     disk_kv_evicted: int = 0  # files that made room for others
     disk_kv_damaged: int = 0  # files that were short, foreign or damaged
     disk_kv_failed_reads: int = 0
-    # Images, since start, whose embeddings came from an encoder pool, and those whose embeddings
-    # should have and did not, which the replica sets.
+    # Since start: images whose embeddings came from an encoder pool, and images whose embeddings
+    # should have come and did not. The replica sets the second number.
     images_received: int = 0
     images_not_received: int = 0
     # Of KV blocks from other replicas, since the start: pulls, those that failed in part or as a
@@ -405,7 +405,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
-    """A sign of life from a thread next to the step loop, sent also in the middle of a step.
+    """A heartbeat from a thread beside the step loop, sent also in the middle of a step.
 
     doing: "step" = in a step; "device" = in a step and waiting for the device; "input" = waiting
         for a message or an adapter, with nothing to run; "" = none of these.

@@ -1,6 +1,6 @@
 """Pooling: the computation of one vector from a text's hidden states. No torch and no files here.
 
-`engine.pooled_checkpoint` reads what a checkpoint's files say of it.
+`engine.pooled_checkpoint` reads the pooling of a checkpoint from its files.
 """
 
 import math

@@ -44,7 +44,7 @@ _ROWS_OF_STATES = {"cuda": 128, "cpu": 32}
 # float32 numbers, each pending update reads 1 KiB a head and saves writing 64 KiB.
 _PENDING_UPDATES = 3
 _ALIKE = 0.95  # GPUs of one kind may differ by this ratio of memory
-_IMAGE_TOKENS = {"cuda": 16384, "cpu": 4096}  # default of embeddings of images on the device
+_IMAGE_TOKENS = {"cuda": 16384, "cpu": 4096}  # default of the most image embeddings on the device
 _CUDA_THREADS = 2  # for the remaining CPU work of torch
 
 
@@ -80,7 +80,7 @@ class Resolved:
 
     @property
     def kv_ranks(self) -> int:
-        """The number of ranks that divide requests' keys and values, by request."""
+        """The number of ranks among which requests, with their keys and values, are divided."""
         return self.ranks if self.config.attention_data_parallel else 1
 
     @property
@@ -95,7 +95,7 @@ class Resolved:
 
     @property
     def image_cache_tokens(self) -> int:
-        """The most embeddings of images on the device at once; 0 = the engine takes no images."""
+        """The maximum of image embeddings on the device at once; 0 = the engine takes no images."""
         if self.model.vision is None:
             return 0
         return self.config.image_cache_tokens or _IMAGE_TOKENS[self.device.type]

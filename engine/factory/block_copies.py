@@ -31,7 +31,7 @@ _LEAST_STAGED = 4  # blocks
 
 
 def host_tier(part: RankPart, config: CoreConfig, ranked: RankedRunner | None) -> HostTier | None:
-    """Return the directory of the KV blocks in host memory, if the engine keeps any there.
+    """Return the host tier of KV blocks; None if the engine keeps no blocks in host memory.
 
     Raises ConfigError.
     """
@@ -127,7 +127,7 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
         repr([(tuple(part().shape[::2]), config.block_size) for part in copies.blocks.parts]),
         repr(resolved.config.speculation),
     ]
-    if resolved.config.deterministic:  # texts are equal on equal devices alone
+    if resolved.config.deterministic:  # only equal devices compute the same bits
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         meaning.append(name)
     digest = blake2b("\0".join(meaning).encode(), digest_size=16).digest()

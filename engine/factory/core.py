@@ -151,7 +151,7 @@ def _receiver(part: RankPart, ranks: Ranks | None) -> WeightTransfer | None:
     resolved = part.resolved
     if part.pooling is not None or resolved.config.pipeline_nodes > 1:
         return None
-    # Memory that is free while an engine sleeps is not for tensors.
+    # Tensors are held on the device only if no sleep frees its memory.
     hold = part.refill.hold if ranks is None and part.memory is None else None
     num_bytes = max(checkpoint_bytes(resolved.folder), part.runner.model.num_bytes)
     return WeightTransfer(
@@ -183,8 +183,8 @@ def build_rank(
 ) -> tuple[ModelRunner, Refill, Place, AdapterLoader | None, SleepMemory | None]:
     """Build the part of the model on a rank other than the first.
 
-    Returns the rank's runner, what replaces its weights, its place among the ranks, the loader of
-    its adapter slots, and the memory that it frees for a sleep.
+    Returns the rank's runner, the Refill that replaces its weights, its place among the ranks, the
+    loader of its adapter slots, and the memory that it frees for a sleep.
 
     memory, meet: see `engine.parallel.rendezvous.other`.
     """
@@ -198,7 +198,9 @@ def build_rank(
 def build_alone(config: EngineConfig) -> tuple[Resolved, ModelRunner, Refill]:
     """Build a model on one rank for a caller that lays out batches itself, without a scheduler.
 
-    Returns the resolved config, the runner, and what replaces the weights. Raises ConfigError.
+    Returns the resolved config, the runner, and the Refill that replaces the weights.
+
+    Raises ConfigError.
     """
     part = build_part(config, 0, alone, StartTimes(None), None, None)
     return part.resolved, part.runner, part.refill
@@ -207,7 +209,7 @@ def build_alone(config: EngineConfig) -> tuple[Resolved, ModelRunner, Refill]:
 def _rehearse(core: EngineCore) -> None:
     """Serve a few short requests, so that the first real one finds all kernels compiled and loaded.
 
-    The earlier requests compile. From the last one the scheduler learns the time of prompt tokens.
+    The first requests compile kernels. From the last one the scheduler learns prompt tokens' time.
     """
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     if not core.config.generates:

@@ -1,4 +1,4 @@
-"""A rank's runner, with the memory for rows, KV blocks and the host tier that it is given."""
+"""build_runner: builds a rank's ModelRunner, and the memory of rows, KV blocks and host tier."""
 
 import gc
 import logging
@@ -261,7 +261,7 @@ def _hand_over(
 ) -> None:
     """Give the compilers every kernel that the rest of the start will launch.
 
-    Meanwhile the GEMMs of graphs are tuned, which needs no kernel of theirs.
+    Meanwhile the GEMMs of graphs are tuned, which needs none of these kernels.
 
     make_runner: makes the runner of a model of one layer.
     A failure is only logged: a kernel that is needed fails again where it is launched.

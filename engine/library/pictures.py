@@ -37,7 +37,7 @@ class Clip:
 
     images: its frames in RGB.
     fps: frames a second.
-    place: the part of the message or argument that has it, such as "videos[0]", for errors.
+    place: path of the field that has the clip, such as "videos[0]", for errors.
     """
 
     images: list[Pillow.Image]
@@ -49,7 +49,7 @@ Visual = Picture | Clip
 
 
 def read_messages(chat: Sequence[Message]) -> tuple[list[Message], list[Visual]]:
-    """Return a chat with the template's placeholders for pictures and clips, and the list of them.
+    """Return a chat with the template's placeholders for visuals, and its pictures and clips.
 
     Raises InvalidRequest naming a message or part that cannot be used.
     """
@@ -142,7 +142,7 @@ def _read(message: Message, path: str, pictures: list[Visual]) -> Message:
 
 
 def _type(part: Any, place: str) -> str:
-    """Return a part's type, "text" for one with a text alone. Raises InvalidRequest."""
+    """Return a part's type; "text" for a part that has only a text. Raises InvalidRequest."""
     if not isinstance(part, Mapping):
         raise InvalidRequest(
             f"{place} must be an object with a type", param=place, code="invalid_type"
@@ -188,7 +188,10 @@ def _clip(part: Message, kind: str, place: str) -> Clip:
 
 
 def _of_frames(frames: Any, at: str, fps: float, place: str) -> Clip:
-    """Return a clip. at: the field with its frames. Raises InvalidRequest."""
+    """Return a clip of frames. Raises InvalidRequest.
+
+    at, place: paths of the field with the frames, and of the clip's field.
+    """
     if isinstance(frames, str):
         try:
             frames = frame_urls(frames)

@@ -47,7 +47,7 @@ _MOST_THREADS = 8  # for the images of a batch of prompts
 class EncodedPrompt:
     """The checked token ids of a prompt, and its pictures.
 
-    images: resizes and hashes the pictures, which takes milliseconds for each; `list` = none.
+    images: resizes, hashes and returns the pictures, in milliseconds each; `list` = no pictures.
     verbatim: as in `EngineRequest`.
     """
 
@@ -173,7 +173,7 @@ class Prompts:
     ) -> EncodedPrompt:
         """Return a prompt whose placeholders are expanded to its images' tokens.
 
-        encode: returns the tokens of the prompt's text, which a function may change before.
+        encode: returns the tokens of the prompt's text, after a given function has changed it.
         text: the program's text, whose placeholders say in which order pictures and clips stand;
             None = they are in the order in which the template writes them.
         """
@@ -331,7 +331,7 @@ def _token_id(token: object) -> int:
 
 
 def _place(processor: ImageProcessor, picture: Visual, param: str) -> Place:
-    """Return the place of a picture or clip in a prompt. Raises InvalidRequest."""
+    """Return the tokens of a picture or clip in a prompt. Raises InvalidRequest."""
     clip = isinstance(picture, Clip)
     try:
         if isinstance(picture, Clip):

@@ -44,7 +44,7 @@ class RequestManager:
         self._client = EngineClient(self._on_frame, self._on_death)
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[RequestHandle, int]] = {}  # engine id -> (handle, choice)
-        # by ticket, which the engine returns with its answer
+        # ticket of an order "stats" -> the call that waits for the frame with this ticket
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
 
     @property

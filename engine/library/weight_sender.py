@@ -1,7 +1,7 @@
 """WeightSender: a trainer's end of the transports by which engines take weights.
 
 Messages go another way, such as HTTP: `init_info` to /init_weight_transfer_engine, `update_info` to
-/update_weights. They are vLLM's, so the sender works for its engines too.
+/update_weights. Both messages are vLLM's, so the sender works for vLLM's engines too.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Links: they send a pipeline's activations from each stage to the next, and from last to first.
+"""Link: sends a pipeline's activations from each stage to the next, and from the last to the first.
 
 `SharedMemoryLink` is for processes of one machine. Its memory has a line of counters and some slots
 for each stage:

@@ -97,8 +97,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """The activations that pipeline stages send: `steps` steps at once, of up to `tokens`
-    tokens."""
+    """The size of the activations that pipeline stages send: of up to `steps` steps at once, each
+    of up to `tokens` tokens."""
 
     steps: int
     tokens: int
@@ -112,7 +112,7 @@ Open = Callable[[torch.device, Activations, bool], Place]
 
 
 def alone(device: torch.device, handed_on: Activations, exact: bool) -> Place:
-    """Return the place of a rank that has the whole model."""
+    """Return the place of a rank that has the whole model; the arguments are those of `Open`."""
     return Place()
 
 

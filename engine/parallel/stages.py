@@ -15,7 +15,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a pipeline of `count` stages."""
+    """The stage with index `number` of a pipeline of `count` stages."""
 
     number: int = 0
     count: int = 1
@@ -44,12 +44,12 @@ class Stage:
 
 
 def divide(costs: Sequence[int], ends: int, count: int) -> list[int]:
-    """Return the cuts of consecutive layers into `count` stages that minimise the largest cost.
+    """Divide consecutive layers into `count` stages whose largest cost is the least possible.
 
-    The result is 0, the first layer of each other piece, and the number of layers.
+    Returns [0, the first layer of each further stage, the number of layers].
 
     costs: the cost of each layer, in any unit.
-    ends: the further cost of the first piece.
+    ends: the further cost of the first stage.
     """
     sums = list(accumulate(costs, initial=0))
     total = len(costs)

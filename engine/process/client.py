@@ -1,6 +1,6 @@
-"""EngineClient: the parent's side of one engine process, which passes on whole frames.
+"""EngineClient: sends orders to one engine process, and passes its frames on whole.
 
-It keeps nothing for each request: its user maps ids to requests.
+The client keeps no state of requests: its user maps ids to requests.
 """
 
 import asyncio
@@ -90,11 +90,11 @@ class EngineClient:
         self._failed: Failed | None = None
         self._error: MantaError | None = None  # why the engine cannot be used any more
         self._tickets = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[AdapterInfo]] = {}  # by ticket
-        self._ordered: dict[int, asyncio.Future[str]] = {}  # by ticket
+        self._asked: dict[int, asyncio.Future[AdapterInfo]] = {}  # ticket -> waiting call
+        self._ordered: dict[int, asyncio.Future[str]] = {}  # likewise, for orders with an Answer
         self.ready: Ready | None = None
         self.stats = EngineStats()
-        self.pulses = 0  # number of signs of life received
+        self.pulses = 0  # number of heartbeats received
         self.pulse = Pulse()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fd = -1
@@ -107,7 +107,7 @@ class EngineClient:
         timeout: float = START_SECONDS,
         progress: OnProgress | None = None,
     ) -> Ready:
-        """Spawn the process, wait until it can serve, and return its message.
+        """Spawn the process, wait until it can serve, and return its Ready message.
 
         timeout: seconds that the start may take.
         progress: called with (phase, fraction) during the start.
@@ -176,7 +176,7 @@ class EngineClient:
         await self._order(lambda ticket: Control("pause", ticket, mode))
 
     async def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None:
-        """Free memory once no request runs; return when it is free. A request wakes the engine.
+        """Free memory once no request runs; return when it is free. A new request wakes the engine.
 
         level, tags: see `Control`.
         Raises InvalidRequest, ConfigError, EngineDead.
@@ -192,7 +192,7 @@ class EngineClient:
 
         Returns (address and secret, bytes of a token's keys and values).
 
-        Raises UpdateFailed where there are no moves, and EngineDead.
+        Raises UpdateFailed where the engine has no kv_moves, and EngineDead.
 
         host: the address to listen on.
         """
@@ -227,7 +227,10 @@ class EngineClient:
     async def _order(
         self, message: Callable[[int], Control | UpdateWeights | TransferWeights]
     ) -> str:
-        """Give an order; return the message of its answer."""
+        """Send an order; return the message of its answer.
+
+        message: makes the order from its ticket.
+        """
         engine, ticket = self._live(), next(self._tickets)
         future = self._ordered[ticket] = asyncio.get_running_loop().create_future()
         try:

@@ -1,11 +1,11 @@
 """FakeCore: an engine core without a model, for tests and benchmarks of everything around it.
 
 `EngineConfig(model="fake:key=value,...")` selects it. The token at position p of a sequence is
-first + p % (vocab_size - first). It depends only on the position, and on the adapter's name and
-revision, the version of changed weights and the digests of images, which shift p. A token's
+first + p % (vocab_size - first). The token depends only on the position, and on the adapter's name
+and revision, the version of changed weights and the digests of images, which shift p. A token's
 log-probability depends only on the token. So a stream that was resumed elsewhere can be checked for
 gaps and repeats, and the CPU cost of router and client is measured without a model's. The embedding
-of a text is [tokens, their sum, the first, the last].
+of a text is [number of tokens, sum of their ids, first id, last id].
 """
 
 import os
@@ -105,7 +105,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _routed(tokens: list[int]) -> RoutedExperts:
-    """Return the experts of tokens in two layers: the token's last two hexadecimal digits."""
+    """Return the experts of tokens in two layers: the last two hexadecimal digits of its id."""
     data = bytes(digit for token in tokens for digit in (token & 15, token >> 4 & 15) * 2)
     return RoutedExperts((len(tokens), 2, 2), "uint8", data)
 
@@ -183,7 +183,7 @@ class FakeReceiver:
 
 
 class FakeMemory:
-    """The fake core's memory, which is freed and taken in name only."""
+    """The fake core's memory, which is never really freed or allocated."""
 
     def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
         """Do nothing."""
@@ -218,8 +218,8 @@ class FakeCore:
         )
         loader = FakeLoader(self._options.adapter_seconds)
         self._store = AdapterStore(loader, config.max_loras, config.lora_host_bytes or 1 << 30)
-        self._adapters: dict[int, Adapter] = {}  # by request
-        self._slots: dict[int, int] = {}  # by request that has one
+        self._adapters: dict[int, Adapter] = {}  # request id -> its adapter
+        self._slots: dict[int, int] = {}  # request id -> its adapter's slot, once it has one
         self._blocked: set[int] = set()  # requests that wait for their adapters
         self.lost = False  # whether the device was lost
         self.end_process: Callable[[int], object] = os._exit

@@ -179,7 +179,7 @@ class EngineLoop:
         self, core: Core, inbox: "zmq.Socket[bytes]", send: Callable[[FromEngine], None]
     ) -> None:
         self.stepping = False
-        self._waiting = False  # waits for input
+        self._waiting = False  # whether the loop waits for input
         self._core = core
         self._inbox = inbox
         self._send = send
@@ -238,7 +238,7 @@ class EngineLoop:
                 self._send(frame)
 
     def pulse(self) -> Pulse:
-        """Return a sign of life of the loop; called from another thread."""
+        """Return a heartbeat that says what the loop does; called from another thread."""
         doing = "input" if self._waiting else ""
         if self.stepping:
             doing = "device" if self._core.on_device else "step"
@@ -333,7 +333,7 @@ class LogToParent(logging.Handler):
 
 
 def _give_pulse(loop: EngineLoop, send: Callable[[FromEngine], None]) -> None:
-    """Send signs of life, also during long steps; a stopped process sends none."""
+    """Send heartbeats, also during long steps; a stopped process sends none."""
     while True:
         send(loop.pulse())
         time.sleep(PULSE_SECONDS)

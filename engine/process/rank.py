@@ -1,8 +1,8 @@
 """The process of a rank: `python -m engine.process.rank`.
 
-`engine.parallel.ranks.Ranks` starts it, or on another node `engine.parallel.rank_host.RankHost`. It
-holds its part of the model and runs each step with rank 0, from which it receives the sampled
-tokens. It knows nothing of requests.
+`engine.parallel.ranks.Ranks` starts it, or on another node `engine.parallel.rank_host.RankHost`.
+The process holds its part of the model and runs each step with rank 0, from which it receives the
+sampled tokens. It knows nothing of requests.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ logger = logging.getLogger("manta.engine")
 
 
 class RankLoop:
-    """The loop that runs rank 0's calls: each is the name of a method here and its arguments."""
+    """The loop that runs rank 0's calls. A call is a method's name and its arguments."""
 
     def __init__(
         self,

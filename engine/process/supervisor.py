@@ -1,4 +1,4 @@
-"""EngineProcess: the parent's side of one engine process, with its sockets."""
+"""EngineProcess: starts one engine process, owns the parent's sockets to it, and awaits its end."""
 
 import contextlib
 import os
