@@ -60,7 +60,7 @@ class TowerAlone:
         self.num_bytes = filled + sum(linear.num_bytes - linear.loading_bytes for linear in linears)
         self.open_bytes = sum(linear.loading_bytes for linear in linears if linear.transient)
         self.loading_bytes = self.num_bytes + self.open_bytes
-        # The most embeddings of an image, and the bytes of activations beside them.
+        # The maximum number of embeddings of an image, and the bytes of activations beside them.
         self.largest = tower.config.largest or resolved.image_cache_tokens
         self.step_bytes = tower.step_bytes(self.largest)
 

@@ -419,7 +419,7 @@ class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The message that the engine can serve, with its decisions for logs, plan and /v1/models."""
 
-    # the most tokens of a request, prompt and output, that the KV cache can hold
+    # the maximum number of tokens of a request, prompt and output, that the KV cache can hold
     max_model_len: int
     vocab_size: int
     block_size: int
@@ -427,7 +427,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     eos_token_ids: list[int]
     start_seconds: dict[str, float]  # phase -> seconds
     memory_table: str
-    step_tokens: int  # the most tokens of a step
+    step_tokens: int  # the maximum number of tokens in a step
     vector_size: int = 0  # elements of an embedding; 0: the model makes none
     prefix_caching: bool = True  # whether computed prompts may be reused
     # state before the first step, which shows the engine's capacity

@@ -79,7 +79,7 @@ def read_pooling(folder: str | Path) -> Pooling | None:
 
 
 def _max_tokens(folder: Path) -> int:
-    """Return the most tokens of a text; 0 if the files do not say.
+    """Return the maximum number of tokens of a text; 0 if the files do not say.
 
     Version 6 of sentence-transformers leaves the limit to the tokenizer's file. There a number
     beyond all contexts means no limit.
@@ -161,7 +161,7 @@ def _head_layer(
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Return (last part of its class name, its folder) of each module."""
+    """Return (last part of the class name, folder) of each module in modules.json."""
     path = folder / MODULES
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))

@@ -66,7 +66,7 @@ class Pooling:
     prompts: name -> a text that is put before a text.
     matryoshka: whether the first elements of a vector are a vector themselves.
     dimensions: the allowed numbers of first elements; () = any.
-    max_tokens: the most tokens of a text; 0 = the model's context.
+    max_tokens: the maximum number of tokens of a text; 0 = the model's context.
     labels: the label of each number of a classifier's "vector"; () for an embedder.
     independent: whether labels do not exclude each other, so that each gets a sigmoid instead of
         all a softmax.

@@ -135,7 +135,7 @@ def _weights(
     part: RankPart, ranks: Ranks | None, ranked: RankedRunner | None
 ) -> WeightLoader | None:
     """Return the loader by which `update_weights` replaces the weights; None for a pooling model,
-    whose head it would not replace."""
+    whose head the loader would not replace."""
     if part.pooling is not None:
         return None
     if ranks is None or ranked is None:

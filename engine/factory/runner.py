@@ -243,7 +243,10 @@ def _host_kv(config: EngineConfig) -> int:
 def _take_host_memory(
     runner: ModelRunner, num_blocks: int, num_states: int, device: torch.device
 ) -> None:
-    """Allocate the host tier of a runner, for so many blocks and snapshots. Raises ConfigError."""
+    """Allocate the host tier of a runner for num_blocks and num_states snapshots.
+
+    Raises ConfigError.
+    """
     caches = [runner.kv] if runner.drafting is None else [runner.kv, runner.drafting.kv]
     reread = not all(kind.whole for kind in runner.kv.groups.kinds) or runner.kv.states is not None
     try:

@@ -230,7 +230,7 @@ class Prompts:
         """Encode texts that will be embedded.
 
         before: the text that is put before each text.
-        limit: the most tokens of one text.
+        limit: the maximum number of tokens of one text.
         truncate: whether longer texts are cut.
         """
 

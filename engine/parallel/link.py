@@ -58,7 +58,7 @@ class SharedMemoryLink:
     at: the offset of the first link's memory in the file.
     number: the number of this link, and of this rank in its stage.
     steps: the number of steps in flight at once.
-    shape: (the most tokens of a step, hidden_size).
+    shape: (the maximum number of tokens in a step, hidden_size).
     """
 
     def __init__(

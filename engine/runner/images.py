@@ -31,7 +31,7 @@ from engine.runner.memory import image_cache_shape
 from engine.runner.request_rows import RequestRows
 from kernels.metadata import AttentionMeta, RotaryPlaces
 
-# On a GPU a tower takes about as long for fewer embeddings, in all, as for so many.
+# On a GPU a vision encoder takes about as long for fewer embeddings, in all, as for this number.
 _LEAST_SHARED = 256
 
 
@@ -301,11 +301,11 @@ class StepImages:
         return (lambda: (seconds, seconds)) if seconds else None
 
     def _encoded(self, encoder: Encoder, images: Sequence[Image]) -> Tensor:
-        """Return the embeddings of images by the tower, [sum of sizes, width]."""
+        """Return the vision encoder's embeddings of images, [sum of sizes, width]."""
         return encoder.encode([self._pixels(image) for image in images])
 
     def _received(self, image: Image) -> Tensor:
-        """Return the embeddings that came with an image on the device, [size, width]."""
+        """Return a copy on the device of the embeddings that came with an image, [size, width]."""
         numbers = self._on_device(np.frombuffer(image.rows, np.uint8))
         return numbers.view(getattr(torch, image.rows_dtype)).view(image.size, -1)
 
@@ -427,9 +427,9 @@ class StepImages:
             self._stream.await_encoding(encoding)
 
     def warm_up(self, tokens: int) -> None:
-        """Encode as many embeddings as a step may, and drop them.
+        """Encode the maximum of embeddings of a step, and drop them.
 
-        tokens: the most tokens of a step.
+        tokens: the maximum number of tokens in a step.
         """
         if self._encoder is None:
             return

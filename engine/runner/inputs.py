@@ -159,7 +159,7 @@ def make_inputs(
 
 
 def max_entries(max_num_seqs: int) -> int:
-    """Return the most entries of a step on CUDA, a multiple of 8.
+    """Return the maximum number of entries of a step on CUDA, a multiple of 8.
 
     A mixed batch needs one further entry for padding.
     """

@@ -134,7 +134,7 @@ def host_kv_bytes(config: EngineConfig, available: int) -> int:
 
 
 def chunk_bytes(resolved: Resolved) -> int:
-    """Return the most buffer bytes of a recurrent layer's kernels in a prompt step on CUDA.
+    """Return the maximum buffer size, in bytes, of a recurrent layer in a prompt step on CUDA.
 
     Each request may begin a chunk that its tokens do not fill. `model.step_bytes` does not include
     these buffers.
@@ -308,7 +308,7 @@ def plan_memory(
 def plan_growth(
     plan: "MemoryPlan", config: EngineConfig, longest: int, least: int, free: int, others: int
 ) -> None:
-    """Plan KV memory that grows: the blocks that it begins with, and the most that it may have.
+    """Plan KV memory that grows: its number of blocks at the start, and their maximum number.
 
     longest, least: see `count_blocks`.
     free: bytes that the plan's parts leave.
@@ -346,7 +346,7 @@ class MemoryPlan:
     total: int
     rows: list[tuple[str, int]] = field(default_factory=list)
     num_blocks: int = 0
-    most_blocks: int = 0  # the most blocks of memory that grows
+    most_blocks: int = 0  # the maximum number of blocks of memory that grows
     block_bytes: int = 0
     block_size: int = 0
     groups: KVGroups | None = None
@@ -371,7 +371,7 @@ class MemoryPlan:
         """Plan the snapshots of states, if there are any, and return their bytes.
 
         share: bytes for snapshots unless the configuration gives a number.
-        spare: the most bytes for snapshots.
+        spare: the maximum number of bytes for snapshots.
         Raises ConfigError.
         """
         size = self.state_bytes

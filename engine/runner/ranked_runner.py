@@ -155,7 +155,7 @@ class RankedRunner:
         """Prepare all ranks for the next step after one has raised; return False if the engine is
         lost.
 
-        Between CPU ranks, all waits for the failed step are ended, and counting begins anew.
+        On the CPU, all ranks' waits for the failed step are ended, and their counters reset.
         Between GPUs or nodes the engine is lost. Raises the error of a rank that has ended, if
         there is one.
         """

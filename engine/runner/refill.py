@@ -159,7 +159,7 @@ class Refill:
             ) from error
 
     def _part_bytes(self) -> int:
-        """Return the most bytes of layers to load at a time: at most a third of free memory."""
+        """Return the maximum of bytes to load at a time: at most a third of free memory."""
         if self._model.device.type != "cuda":
             return PART_BYTES
         return min(PART_BYTES, torch.cuda.mem_get_info(self._model.device)[0] // 3)

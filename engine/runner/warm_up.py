@@ -69,7 +69,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, *, drafts: bool = False) -> No
 
     This compiles kernels and shows the peak of memory.
 
-    A tower is left to `warm_up_tower`.
+    Vision encoders are run by `warm_up_tower`.
 
     drafts: whether steps may have drafts.
     """
@@ -109,7 +109,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, *, drafts: bool = False) -> No
 
 @torch.inference_mode()
 def warm_up_tower(runner: ModelRunner, num_tokens: int) -> None:
-    """Encode as many embeddings of images as a step may, where the model takes images.
+    """Encode the maximum of image embeddings of a step, if the model takes images.
 
     num_tokens: the tokens of the largest step.
     """
@@ -180,9 +180,9 @@ def _run_step(forward: ModelForward, step: DeviceStep) -> Tensor:
 
 @torch.inference_mode()
 def _warm_up_drafts(runner: ModelRunner, drafting: Drafting) -> None:
-    """Draft two tokens for one row, for a few, and for as many rows as there are.
+    """Draft two tokens for one row, for a few rows, and for all rows.
 
-    A few rows have matmul kernels of their own number.
+    Matmul kernels for a few rows depend on the number of rows.
     """
     pad, forward = runner.rows.pad_row, runner.forward
     for count in dict.fromkeys((*range(1, min(pad, FEW_ROWS) + 1), pad)):
@@ -241,7 +241,7 @@ def _warm_up_verification(runner: ModelRunner, num_tokens: int) -> None:
 def _warm_up_images(runner: ModelRunner, most: int) -> None:
     """Run a chunk with images, of which graphs have none.
 
-    most: the most tokens of a step.
+    most: the maximum number of tokens in a step.
     """
     pad, forward = runner.rows.pad_row, runner.forward
     assert forward.images is not None

@@ -30,7 +30,7 @@ _MINUS_INF = -0x800000  # the bits of float32 -inf, as int32
 class SamplePlan:
     """The sampler's operations for a batch, decided on the host. Equal plans launch equal kernels.
 
-    logprobs: the most alternatives that any row reports; -1 = no row reports any.
+    logprobs: the maximum number of alternatives that any row reports; -1 = no row reports any.
     processed: whether some row reports log-probabilities of the distribution that it samples from.
     """
 
@@ -58,7 +58,7 @@ class SamplePlan:
         return not (self.filtered or self.edits) and self.logprobs < 0
 
 
-# All operations, and as many log-probabilities as a request may ask for.
+# All operations, and the maximum number of log-probabilities of a request.
 MOST = SamplePlan(
     sampled=True,
     filtered=True,

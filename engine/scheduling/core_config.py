@@ -20,8 +20,8 @@ class CoreConfig:
     num_blocks, block_size: blocks of the KV cache, and tokens of a block.
     kv_ranks: ranks that each have num_blocks blocks, for different requests.
     async_scheduling: launch a micro-batch's next step before the tokens of its last one are known.
-    micro_batches: groups of requests, each in a separate step. There are as many as pipeline
-        stages, which compute steps of different micro-batches at the same time.
+    micro_batches: the number of groups of requests, each in steps of its own; equal to that of
+        pipeline stages, which compute steps of different micro-batches at the same time.
     target_tpot: the TPOT target in seconds, for the pace of steps; 0 = none.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
     kinds: which tokens each group of layers keeps; the order is that of a request's block tables.

@@ -84,7 +84,7 @@ class RequestPreparation:
                 self._constrain(request)
 
     def _constrain(self, request: Request) -> None:
-        """Queue a request, once its grammar is compiled if it has one."""
+        """Queue a request; one with a grammar only when the grammar is compiled."""
         params, output = request.params, request.token_ids[request.num_prompt :]
         vocab_size = self._scheduler.config.vocab_size
         limits: TokenLimits | None = None

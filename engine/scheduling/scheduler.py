@@ -200,7 +200,7 @@ class Scheduler(RequestPhases):
             self._admit(builder)
 
     def _schedule_chunk(self, request: Request, builder: StepBuilder) -> None:
-        """Schedule as many of the request's tokens as budget and blocks allow, perhaps none."""
+        """Schedule the request's next tokens, within budget and blocks; perhaps none."""
         budget = self._budget(builder)
         if request.batch_work:
             decodes = request.remaining == 1

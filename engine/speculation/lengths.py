@@ -212,7 +212,7 @@ class _StepCosts:
 class DraftLengths:
     """The controller of draft lengths; one for each engine.
 
-    most: the most draft tokens of a request in a step.
+    most: the maximum number of draft tokens of a request in a step.
     """
 
     def __init__(self, most: int = 7) -> None:
@@ -245,7 +245,7 @@ class DraftLengths:
     def begin_step(self, entries: int) -> int:
         """Return the maximum number of drafts of a request in the next step; 0 = no drafts at all.
 
-        entries: decoding requests of the step. A step may begin several times.
+        entries: decoding requests of the step. May be called several times for a step.
         """
         if entries <= 0:
             return 0

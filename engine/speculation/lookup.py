@@ -24,13 +24,13 @@ _LEAD = 16  # last prompt tokens, stored with an answer so that its first tokens
 class LookupOptions:
     """The settings of look-up.
 
-    min_match, max_match: the least tokens before a draft that have to match, and the most compared.
-    factor: the most draft tokens for each token of the match.
+    min_match, max_match: the minimum of matching tokens before a draft, and the maximum compared.
+    factor: the maximum number of draft tokens for each token of the match.
     min_probability: a draft ends where its estimated probability falls below. Estimates are shares
         among up to eight occurrences with equal matches.
-    shared_tokens: the most stored tokens of earlier answers, of all keys; 0 = requests draft from
-        their own text.
-    text_tokens: the most indexed tokens of all running requests together.
+    shared_tokens: the maximum of stored tokens of earlier answers, of all keys; 0 = requests draft
+        from their own text.
+    text_tokens: the maximum number of indexed tokens of all running requests together.
     """
 
     min_match: int = 1
@@ -41,9 +41,9 @@ class LookupOptions:
     text_tokens: int = 2**20
 
     def num_bytes(self, num_seqs: int, max_model_len: int) -> int:
-        """Return the most host memory that look-up takes, in bytes.
+        """Return the maximum of host memory that look-up takes, in bytes.
 
-        num_seqs, max_model_len: requests that run at once, and the most tokens of each.
+        num_seqs, max_model_len: requests that run at once, and the maximum of tokens of each.
         """
         texts = num_seqs * min(2 * _WINDOW, max_model_len)
         return (self.shared_tokens + min(self.text_tokens, texts)) * BYTES_PER_TOKEN

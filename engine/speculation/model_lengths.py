@@ -101,12 +101,12 @@ class _Losses:
 
 
 class _Block:
-    """The step times of about as many decodes, by length of drafts, and the length now in use.
+    """The step times for one range of decodes a step, by length of drafts, and the current block.
 
     A block is a number of consecutive steps whose drafts have one length.
 
     length: the length of drafts in the current block; 0 = no drafts.
-    block, left: the number of the current block's steps, and how many of them are left.
+    block, left: how many steps the current block has, and how many of them are to come.
     resting: whether the current block is without drafts because drafts did not pay.
     dormant: whether the drafter reads nothing in the current block, but for a rest's last steps.
     """
@@ -252,7 +252,7 @@ class _Block:
 class ModelLengths:
     """The controller of the lengths of a model's drafts; one for each engine.
 
-    most: the most draft tokens of a request in a step.
+    most: the maximum number of draft tokens of a request in a step.
     """
 
     def __init__(self, most: int) -> None:
@@ -275,7 +275,7 @@ class ModelLengths:
     def begin_step(self, entries: int) -> int:
         """Return the drafts that each request gets in the next step; 0 = none.
 
-        entries: decoding requests of the step. A step may begin several times.
+        entries: decoding requests of the step. May be called several times for a step.
         """
         if entries <= 0:
             return 0
@@ -289,7 +289,7 @@ class ModelLengths:
         return self._current.sleeps
 
     def limit(self, record: DraftRecord) -> int:
-        """Return the most drafts of a request in the step that `begin_step` began."""
+        """Return the maximum number of drafts of a request in the step that `begin_step` began."""
         return self._current.length
 
     def look_due(self) -> int:

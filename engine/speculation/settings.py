@@ -53,7 +53,7 @@ _RANGES: Mapping[str, tuple[type, float, float]] = {
 class SpeculationSettings:
     """The settings of an engine that drafts.
 
-    tokens: the most draft tokens of a request in a step.
+    tokens: the maximum number of draft tokens of a request in a step.
     explicit: whether the configuration names a method, and not "auto".
     rates: the rates of synthetic acceptance (synthetic.py), for as many drafts as there are rates;
         () = drafts are accepted where they equal the sampled tokens.
@@ -201,7 +201,7 @@ def _synthetic(entries: Mapping[str, Any]) -> SpeculationSettings:
 def _rates(value: Any) -> tuple[float, ...]:
     """Return the rates of synthetic acceptance, of which benchmarks give one for each draft.
 
-    value: numbers with spaces between; None = drafts are accepted where they are right.
+    value: numbers with spaces between; None = drafts are accepted where they equal the samples.
     """
     if value is None:
         return ()

@@ -55,7 +55,7 @@ class Suffixes(Generic[Tokens]):
 
         text: at least one token.
         least, most: bounds of a match in tokens; below `least` it is (0, []).
-        tries: the most positions to compare, newest first.
+        tries: the maximum number of positions to compare, newest first.
         """
         if len(text) < 2 or (place := self._pairs.get(text[-2] << 24 | text[-1], -1)) < 0:
             place = self._singles.get(text[-1], -1) if least < 2 else -1

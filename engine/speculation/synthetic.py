@@ -22,7 +22,7 @@ class SyntheticAcceptance:
         self._least = [round(share * 2**32) for share in accumulate(rates, mul)][::-1]
 
     def accepted(self, places: Iterable[tuple[int, int, int]]) -> list[int]:
-        """Return how many leading drafts of each request are accepted, if it has as many.
+        """Return the maximum number of leading drafts of each request that are accepted.
 
         places: (seed, choice, position of the first draft) of each request.
         """

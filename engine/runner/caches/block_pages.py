@@ -1,7 +1,7 @@
 """BlockPages: the memory of KV blocks that grows and shrinks while its addresses stay.
 
-Each cache reserves addresses for the most blocks that there may be. Its planes (the keys, or the
-values, of one layer) lie behind each other, and each has pages for its first blocks only:
+Each cache reserves addresses for its maximum number of blocks. Its planes (the keys, or the values,
+of one layer) lie behind each other, and each has pages for its first blocks only:
 
  plane 0   [ block 0 | block 1 | ... mapped | ......... addresses alone ]
  plane 1   [ block 0 | block 1 | ... mapped | ......... addresses alone ]
@@ -95,7 +95,7 @@ class BlockPages:
     `grow` and the function that `retract` returns may run on another thread, one at a time.
 
     device: where the caches are.
-    most: the most blocks, for which addresses are reserved.
+    most: the maximum number of blocks, for which addresses are reserved.
     make: (bytes, device) -> reserved addresses.
     step: bytes of a step of growth in all planes of a cache.
     """
@@ -149,7 +149,7 @@ class BlockPages:
         return min(self.most, first.chunks(num_blocks) * first.chunk // first.width)
 
     def num_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of pages that this many blocks need."""
+        """Return the bytes of pages that num_blocks blocks need."""
         num_blocks = self.rounded(num_blocks)
         return sum(
             planes.count * planes.chunk * max(1, planes.chunks(num_blocks))
@@ -163,7 +163,7 @@ class BlockPages:
 
     @torch.inference_mode()
     def grow(self, num_blocks: int) -> None:
-        """Map pages for this many blocks, filled with zeros. Raises OutOfMemory."""
+        """Map pages for the first num_blocks blocks, filled with zeros. Raises OutOfMemory."""
         num_blocks = self.rounded(num_blocks)
         before = [planes.mapped for planes in self._caches]
         if self._stream is not None:

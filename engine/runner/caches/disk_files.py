@@ -92,7 +92,7 @@ class DiskFiles:
     ) -> None:
         """Open a folder, measure its rate, and find what earlier engines have left there.
 
-        num_bytes: the most bytes of all files of the folder.
+        num_bytes: the maximum number of bytes of all files of the folder.
         identity: texts, such as the model's key, on which the meaning of the bytes depends.
         key: encrypts the files, 32 bytes; b"" = they are plain.
         clear: whether to delete all files at the start and at `close`, unless others use them.
@@ -184,7 +184,7 @@ class DiskFiles:
     def write(self, key: Key, slot: int, rank: int = 0) -> None:
         """Queue the write of a slot, which must not change until `written` names it.
 
-        rank: the place in its prefix; of equally old files the last one is evicted first.
+        rank: the block's index in its prefix; of equally old files the highest is evicted first.
         """
         own, fingerprint = self._own, self.fingerprint
         size, used_ns = self._memory(key).num_bytes, time.time_ns() - rank
@@ -561,7 +561,7 @@ class DiskFiles:
                     hashes.pop(digest, None)
 
     def _evict(self, most: int) -> None:
-        """Delete the files that were used least recently, until so many bytes are left."""
+        """Delete the least recently used files, until at most `most` bytes are left."""
         files = []
         for path in self.folder.glob("kv-*/??"):
             with contextlib.suppress(OSError), os.scandir(path) as entries:

@@ -340,7 +340,7 @@ class CudaCopies:
         return not load.failed
 
     def _begin(self, ticket: int, pairs: Pairs, states: Pairs, stream: torch.cuda.Stream) -> _Copy:
-        """Return a copy that begins now. pairs, states: (item, slot)."""
+        """Begin a copy on a stream and return it. pairs, states: (item of the device, slot)."""
         items = _ends((item for item, _ in pairs), (item for item, _ in states))
         slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
         copy = _Copy(
@@ -418,7 +418,7 @@ class CudaCopies:
     def _copy(
         self, pairs: Pairs, states: Pairs, stream: torch.cuda.Stream, *, to_host: bool
     ) -> bool:
-        """Enqueue the copies of (item, slot); return False after an error."""
+        """Enqueue copies between (item of the device, slot); return False after an error."""
         try:
             _enqueue(self.blocks, pairs, stream.cuda_stream, to_host)
             if self.states is not None:
@@ -451,7 +451,7 @@ Copies = CpuCopies | CudaCopies
 
 
 def _size(copies: Copies, pairs: Pairs, states: Pairs) -> int:
-    """Return the bytes of so many blocks and snapshots."""
+    """Return the bytes of the blocks in `pairs` and the snapshots in `states`."""
     of_states = 0 if copies.states is None else len(states) * copies.states.num_bytes
     return len(pairs) * copies.blocks.num_bytes + of_states
 

@@ -43,7 +43,7 @@ class Drafting:
 
         inputs: make the inputs of a draft model's passes, with room for max_tokens and one token
             more for each row; None for a drafter that reads states.
-        max_tokens: the most tokens of a step.
+        max_tokens: the maximum number of tokens in a step.
         """
         self.passes, self.kv, self.reads_states = passes, passes.kv, passes.drafter.reads_states
         self._inputs, self._max_tokens = inputs, max_tokens

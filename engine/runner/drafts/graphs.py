@@ -42,7 +42,7 @@ def chain_sizes(most: int) -> list[int]:
 def graph_bytes(most: int, vocab: int) -> int:
     """Return the bytes to reserve for a drafter's graphs: logits in 16 and 32 bits, and objects.
 
-    most: the most proposals of a step.
+    most: the maximum number of proposals of a step.
     """
     return _OBJECTS + max(chain_sizes(most)) * vocab * 8
 
@@ -76,7 +76,7 @@ class DraftGraphs:
 
         sizes: the numbers of proposals, ascending.
         like: rows of the drafter [any, width], for their width and dtype.
-        longest: the most tokens of a row.
+        longest: the maximum number of tokens of a row.
         """
         self._passes, self._longest, self._record = passes, longest, record
         self._sizes, most = list(sizes), max(sizes)

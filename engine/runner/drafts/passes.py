@@ -87,7 +87,7 @@ class DraftPasses:
     def accept(self, table: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """Return the index of the drafter's row to draft from, and the last accepted position.
 
-        most: the most drafts that the step verifies of a request.
+        most: the maximum number of drafts that the step verifies of a request.
         """
         row, last, index, first_draft, _, verified, synthetic = table.unbind(0)
         if not most:
@@ -147,7 +147,7 @@ class DraftPasses:
 
         at: [n] int64, the token's position.
         writes: [n] bool, whether the row has a block for the token's keys.
-        longest: the most tokens of a row.
+        longest: the maximum number of tokens of a row.
         """
         size, groups, count = self.kv.block_size, self.rows.num_groups, len(row)
         width = min(-(-longest // size), self.rows.block_table.shape[1] // groups)

@@ -70,7 +70,7 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 
 
 def draft_sizes(decodes: Sequence[int]) -> list[int]:
-    """Return the batch sizes of decodes to capture for steps with drafts: the powers of two."""
+    """Return the given sizes that are captured for steps with drafts: the powers of two."""
     return [size for size in decodes if size > 1 and size & (size - 1) == 0]
 
 
@@ -85,8 +85,8 @@ class _Choice:
 class StepGraphs:
     """The CUDA graphs of a model's steps, all captured at start, as capturing stalls the device.
 
-    Where the engine takes adapters, steps are captured with and without. Steps without adapters
-    have no extra cost.
+    If the engine takes adapters, each step is captured with and without adapters, so that steps
+    without them have no extra cost.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class StepGraphs:
         self._masks = torch.zeros(most, words, dtype=torch.int32, device=device)
 
     def _variants(self) -> tuple[bool, ...]:
-        """Return the variants of each forward: whether tokens may have adapters."""
+        """Return the values of "tokens may have adapters" for which each step is captured."""
         return (False, True)[: 1 + (self._forward.lora is not None)]
 
     @torch.inference_mode()

@@ -22,7 +22,7 @@ from kernels.metadata import AttentionMeta, RotaryPlaces
 logger = logging.getLogger("manta.engine")
 
 _MOST = 64  # decodes; in larger steps launching costs little compared with the kernels
-# The most bytes of states that are copied while trying whether steps can be recorded.
+# The maximum number of bytes of states that are copied while trying whether steps can be recorded.
 _MOST_COPIED = 1 << 28
 
 

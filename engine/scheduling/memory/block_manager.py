@@ -186,7 +186,7 @@ class BlockManager:
         return blocks_for(self.kinds, tokens, self.block_size)
 
     def positions(self, blocks: int) -> int:
-        """Return how many positions of a typical request this many blocks hold."""
+        """Return how many positions of a typical request the given number of blocks holds."""
         return positions(self.kinds, blocks, self.block_size)
 
     def next_cost(self, request: Request, count: int = 1) -> int:

@@ -38,7 +38,7 @@ class BlockFiles(Protocol):
 
     @property
     def read_rate(self) -> float:
-        """Bytes a second of the last reads, or measured at the start; 0 = unknown."""
+        """The bytes a second of the last reads, or measured at the start; 0 = unknown."""
         ...
 
     def has(self, key: Key) -> bool:

@@ -197,7 +197,7 @@ class HostTier:
         return list(due.items())
 
     def _oldest_state(self) -> bytes | None:
-        """Return the snapshot that was used least recently and is not being read."""
+        """Return the hash of the least recently used snapshot that is not being read, if any."""
         if self.disk is not None:
             self.disk.take_written()
         busy = self._busy(STATES)
@@ -250,7 +250,7 @@ class HostTier:
     def find(
         self, pool: BlockManager, hashes: Sequence[bytes], snapshots: Snapshots | None = None
     ) -> Loadable | None:
-        """Return the prefix to load before a request starts; None if the device has as much, or
+        """Return the prefix to load before a request starts; None if the device has all of it, or
         computing is faster. Changes nothing: follow with `begin`.
 
         hashes: the hashes of the blocks that the request can share.

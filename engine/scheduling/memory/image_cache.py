@@ -142,7 +142,7 @@ class ImageCache:
 
         Changes nothing: follow with `use`.
 
-        step_tokens: the most embeddings that a step encodes beyond its first image.
+        step_tokens: the maximum number of embeddings that a step encodes beyond its first image.
         """
         start = request.num_computed
         planned: set[bytes] = set()

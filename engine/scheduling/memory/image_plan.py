@@ -17,9 +17,9 @@ class ImagePlan:
     """The tokens that stand for images in prompts, and the limits of an engine's images.
 
     token_ids: the tokens that stand for an embedding in a prompt: of images, then of clips.
-    cache_tokens: the most embeddings that the runner has at once, dropped ones excluded.
-    largest: the most embeddings of an image; larger ones are refused. A step encodes at most this
-        many or as many as its token budget, whichever is more.
+    cache_tokens: the maximum of embeddings that the runner has at once, without dropped ones.
+    largest: the maximum of embeddings of an image; larger images are refused. A step encodes at
+        most this number or its token budget, whichever is larger.
     bidirectional: whether tokens of an image see each other, so that no step computes a part of
         an image.
     row_size: elements of an embedding, levels that are added after the first layers included.
@@ -44,8 +44,8 @@ class ImagePlan:
         """Return the plan of a model.
 
         cache_tokens: the setting `engine.image_cache_tokens`, resolved.
-        step_tokens: the most tokens of a step.
-        rows: the most requests that run at once, each of which may decode beside an image.
+        step_tokens: the maximum number of tokens in a step.
+        rows: the maximum of requests that run at once; each may decode beside an image.
         whole: tokens of the largest image, if tokens of an image see each other; 0 = they do not.
         row_size: elements of an embedding.
         Raises ConfigError if an image has no room in a step or in the cache.

@@ -186,7 +186,7 @@ class KVGrowth:
         return True
 
     def add(self, pool: BlockManager, size: int) -> None:
-        """Begin to add so many bytes of blocks, before requests need them."""
+        """Begin to add blocks of `size` bytes, before requests need them."""
         self.settle(pool)
         self._begin_growth(pool.num_blocks, pool.num_blocks + size // self._block_bytes)
 

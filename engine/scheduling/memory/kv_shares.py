@@ -147,7 +147,7 @@ class KVShare:
         return min(bounded, self._free() - promised)
 
     def claim(self, size: int, *, last: bool = False) -> int:
-        """Claim memory, as much of `size` bytes as is free, and return how much.
+        """Claim up to `size` bytes of free memory; return the number of claimed bytes.
 
         last: whether to leave free the bytes that the other engines lack.
         """
@@ -187,7 +187,7 @@ class KVShare:
         return True
 
     def settle(self, mapped: int, *, least: int | None = None) -> None:
-        """Write into the engine's file that it has so many bytes mapped, and claims no more.
+        """Write into the engine's file that it has mapped `mapped` bytes, and claims no more.
 
         least: the bytes that it keeps from now on; None = as before.
         """

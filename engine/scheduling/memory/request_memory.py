@@ -63,7 +63,7 @@ class RequestMemory:
         self.empty(config.num_blocks)
 
     def empty(self, num_blocks: int) -> None:
-        """Reset all pools to this many empty blocks. Legal when no request has any block."""
+        """Reset all pools to num_blocks empty blocks. Legal when no request has any block."""
         assert not self.running and not self.deferred
         config, size = self._config, self._config.block_size
         self.pools = [
@@ -181,9 +181,9 @@ class RequestMemory:
         self.reserved_blocks += self.most_blocks(request)
 
     def extend_to(self, request: Request, tokens: int) -> list[int]:
-        """Allocate blocks for the request's keys up to this many tokens; enough must be free.
+        """Allocate blocks for the keys of the request's first `tokens` tokens; enough must be free.
 
-        Returns the blocks. A request with a region has them already.
+        Returns the new blocks; of a request with a region, the blocks that it has already.
         """
         pool = self.pool(request)
         if pool.regions is not None:

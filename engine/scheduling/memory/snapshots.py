@@ -67,7 +67,7 @@ class SnapshotPlan:
         step_tokens, so that no full step is split.
 
         form: the format of keys.
-        step_tokens: the most tokens of a step.
+        step_tokens: the maximum number of tokens in a step.
         """
         token = sum(num_bytes for _, num_bytes in groups.token_bytes(form).values())
         every = max(groups.state_bytes // token, step_tokens)
@@ -75,7 +75,7 @@ class SnapshotPlan:
         return cls(slots, -(-every // block_size) * block_size, worth=worth)
 
     def cuts(self, tokens: int) -> int:
-        """Return the most steps that snapshots add to a chunked prompt of this many tokens."""
+        """Return the maximum number of steps that snapshots add to a prompt of `tokens` tokens."""
         return tokens // self.every + 2 if self.slots else 0
 
 
@@ -187,8 +187,8 @@ class Snapshots:
             self._take_snapshot(request, marks, position, step, rolling=True)
 
     def room(self, request: Computed, position: int) -> int:
-        """Return the most drafts of a decode at `position`, whose step may not pass a border where
-        a snapshot will be due."""
+        """Return the maximum number of drafts of a decode at `position`, so that its step does not
+        pass a border where a snapshot will be due."""
         marks, size = request.marks, self._block_size
         if marks is None or not request.cacheable or not self.plan.slots:
             return self.plan.every
@@ -276,10 +276,8 @@ class Snapshots:
     def match(
         self, hashes: Sequence[bytes], table_of: Callable[[Sequence[bytes]], list[int]], groups: int
     ) -> tuple[list[int], int]:
-        """Return the table of the longest prefix from which a request can continue. Changes
-        nothing.
-
-        The second result counts all cached positions of the prefix, with or without a snapshot.
+        """Return the block table of the longest prefix from which a request can continue, and the
+        number of all cached positions, which may lie beyond the last snapshot. Changes nothing.
 
         table_of: `BlockManager.match_prefix`.
         groups: number of groups of layers.

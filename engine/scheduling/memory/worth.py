@@ -57,7 +57,7 @@ class Worth:
         request.num_reused = count
 
     def leave(self, request: Request, block_size: int) -> Sequence[bytes]:
-        """Return the hashes of the blocks to store when a request leaves, in order.
+        """Return the hashes of the blocks to store when a request leaves the batch, in order.
 
         Its blocks are in the prefix cache already, under these hashes.
         """
@@ -74,7 +74,7 @@ class Worth:
         _remember(self._evicted, digest)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """Learn the time of a prompt token from a step that computed so many of them."""
+        """Learn the time of a prompt token from a step that computed `tokens` prompt tokens."""
         if 2 * tokens < self._largest or not tokens:
             return
         self._largest = max(self._largest, tokens)
@@ -82,7 +82,7 @@ class Worth:
         self._token_seconds = new if not old else (new + old) / 2
 
     def loading(self, tokens: int, size: int, from_disk: int = 0, read_rate: float = 0.0) -> bool:
-        """Whether loading so many bytes takes less time than computing the tokens.
+        """Whether loading `size` bytes takes less time than computing the tokens.
 
         from_disk: bytes that have to be read from disk before, at read_rate bytes a second; 0 =
             unknown.

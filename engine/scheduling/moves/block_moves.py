@@ -98,7 +98,7 @@ class _Lease:
 
 
 class BlockMoves:
-    """The pulls of KV blocks by this engine from other replicas, and by these from it.
+    """The pulls of KV blocks by this engine from other replicas, and by other replicas from it.
 
     All methods are called by the step loop.
 

@@ -161,7 +161,7 @@ class Peer:
             raise PeerError(f"sending failed: {error}") from error
 
     def fill(self, view: memoryview) -> None:
-        """Receive as many bytes as the view has. Raises PeerError."""
+        """Fill the view with received bytes. Raises PeerError."""
         try:
             while view:
                 self._limit()
@@ -173,7 +173,7 @@ class Peer:
             raise PeerError(f"receiving failed: {error}") from error
 
     def receive(self, count: int) -> bytes:
-        """Return that many received bytes. Raises PeerError."""
+        """Return `count` received bytes. Raises PeerError."""
         data = bytearray(count)
         self.fill(memoryview(data))
         return bytes(data)
@@ -191,7 +191,7 @@ class Peer:
         self.send(b"".join(parts))
 
     def receive_announced(self, most: int) -> list[tuple[int, int, int]]:
-        """Return what `announce` has sent, at most so many. Raises PeerError."""
+        """Return the triples that `announce` has sent, at most `most`. Raises PeerError."""
         count = self.receive_number()
         if count > most:
             raise PeerError(f"{count} blocks instead of {most}")
@@ -237,7 +237,7 @@ class Peer:
         self._nonces = nonces
 
     def memory_proof(self, role: bytes, key: bytes) -> bytes:
-        """Return the proof of a role ("puller", "source") that it reads the key in the slots."""
+        """Return the proof of a role ("puller", "source") that it can read the slots' key."""
         return _mac(key, b"memory of " + role, self._nonces)
 
 

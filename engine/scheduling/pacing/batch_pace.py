@@ -79,7 +79,7 @@ class BatchPace:
         """Return the limits of a step beside other requests: batch work's decodes, its prompt
         tokens, and the prompt tokens of the other requests.
 
-        rows: the most requests that may run.
+        rows: the maximum number of requests that may run.
         budget: tokens of a step.
         waiting: prompt tokens that other requests lack.
         decodes: the numbers of requests that could decode: others, and those of batch work.

@@ -29,10 +29,10 @@ def prefill_tokens(waiting: int, budget: int) -> int:
 
 
 def scored_prefill_tokens(budget: int) -> int:
-    """Return the most prompt tokens with log-probabilities in a step with decodes.
+    """Return the maximum number of prompt tokens with log-probabilities in a step with decodes.
 
-    Each of them also costs a row of logits over the whole vocabulary. In small models that costs up
-    to as much as the token itself.
+    Each such token also costs a row of logits over the whole vocabulary. In small models the row
+    may take as long as the token itself.
     """
     return max(_LEAST, budget // _SCORED)
 
@@ -46,7 +46,7 @@ def startable_tokens(tokens: int, requests: int, startable: int) -> int:
 
 
 def steps_until_computed(tokens: int, budget: int) -> int:
-    """Return the most steps for `tokens` prompt tokens, if `prefill_tokens` chooses each chunk."""
+    """Return the maximum of steps for `tokens` prompt tokens, in chunks by `prefill_tokens`."""
     steps = 0
     while tokens > 0:
         tokens -= prefill_tokens(tokens, budget)
@@ -69,7 +69,7 @@ class PromptPace:
         self._decodes = (0.0, 0.0)  # seconds of the last two steps without prompt tokens
 
     def observe(self, decodes: int, context: int, tokens: int, seconds: float) -> None:
-        """Learn from a step that took this many seconds.
+        """Learn the time of a prompt token from the time of a step.
 
         decodes: number of decodes in the step.
         context: tokens whose keys the decodes read, together.
