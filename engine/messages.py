@@ -211,7 +211,7 @@ class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
     revision: str
     kind: str  # "lora", "prompt_tuning", "p_tuning" or "prefix_tuning"
     rank: int  # the largest rank of LoRA; 0 for other kinds
-    num_bytes: int  # on the device
+    num_bytes: int  # bytes on the device
     targets: list[str]  # the linear layers it changes, e.g. "q_proj"
     virtual_tokens: int = 0  # virtual tokens before every prompt, which count only in max_model_len
 

@@ -45,7 +45,7 @@ _ROWS_OF_STATES = {"cuda": 128, "cpu": 32}
 _PENDING_UPDATES = 3
 _ALIKE = 0.95  # GPUs of one kind may differ by this ratio of memory
 _IMAGE_TOKENS = {"cuda": 16384, "cpu": 4096}  # default of the most image embeddings on the device
-_CUDA_THREADS = 2  # for the remaining CPU work of torch
+_CUDA_THREADS = 2  # threads for the remaining CPU work of torch
 
 
 logger = logging.getLogger("manta.engine")

@@ -166,7 +166,7 @@ def _receiver(part: RankPart, ranks: Ranks | None) -> WeightTransfer | None:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return available_host_memory() // 2  # the files are in host memory, too
+    return available_host_memory() // 2  # transferred files take host memory, too
 
 
 def _memory(part: RankPart, ranks: Ranks | None) -> Sleeper | None:
@@ -218,7 +218,7 @@ def _rehearse(core: EngineCore) -> None:
     tier = core.scheduler.tier
     disk = None if tier is None else tier.disk
     if tier is not None:
-        tier.disk = None  # what an earlier engine has written would not be computed
+        tier.disk = None  # prompts in an earlier engine's files would not be computed
     for number, length in enumerate((5, 100, 100)):
         ids = [0] * min(length, longest)
         core.add_request(EngineRequest(number, ids, len(ids), params, seed=0))

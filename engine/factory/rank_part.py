@@ -77,13 +77,13 @@ class RankPart:
     resolved: Resolved
     place: Place
     runner: ModelRunner
-    plan: MemoryPlan | None  # only on a node's first rank on the CPU, where ranks share the memory
+    plan: MemoryPlan | None  # on the CPU None except on a node's first rank
     adapters: DeviceAdapters | None
     host_bytes: int  # bytes of host memory for adapters
     pooling: Pooling | None
-    memory: SleepMemory | None  # only of an engine that may sleep
+    memory: SleepMemory | None  # None unless the engine may sleep
     refill: Refill
-    growth: KVGrowth | None  # only of KV memory that grows
+    growth: KVGrowth | None  # None unless KV memory grows
 
 
 def build_part(

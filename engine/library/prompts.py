@@ -40,7 +40,7 @@ Messages = Sequence[Mapping[str, Any]]
 # or a data: URL], "videos": [a list of such frames, or {"video": frames, "fps": frames a second}]}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-_MOST_THREADS = 8  # for the images of a batch of prompts
+_MOST_THREADS = 8  # threads for the images of a batch of prompts
 
 
 @dataclass(slots=True)

@@ -56,7 +56,7 @@ START_SECONDS = 600.0  # enough for a large checkpoint on a slow disk
 STOP_SECONDS = 5.0
 # time for the last messages of an ended process to come through the socket
 LAST_FRAMES_SECONDS = 0.02
-MAX_FRAMES_A_TURN = 64  # then other callbacks of the event loop run
+MAX_FRAMES_A_TURN = 64  # frames handled before other callbacks of the event loop run
 
 OnFrame = Callable[[StepFrame], None]
 OnDeath = Callable[[MantaError], None]
@@ -393,7 +393,7 @@ class EngineClient:
         if self._fd < 0:
             return  # closed meanwhile
         assert self._loop is not None and self._engine is not None
-        if self._engine.frames.poll(0):  # its last messages are read first
+        if self._engine.frames.poll(0):  # the process's last messages are read first
             self._loop.call_soon(self._dead, status)
             self._readable()
             return

@@ -32,7 +32,7 @@ class EncodeStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._gathered: torch.cuda.Event | None = None  # after the newest gather
+        self._gathered: torch.cuda.Event | None = None  # event after the newest gather
         self.launched: deque[Encoding] = deque()  # encodes that `take_seconds` has not counted
 
     @contextmanager

@@ -270,7 +270,7 @@ class StepImages:
         """
         if self._encoder is None:
             return
-        self._gather_shares()  # before their rows of the cache may be given away
+        self._gather_shares()  # first, as rows of these shares may be freed
         for digest in dropped:
             if digest in self._slots:
                 self._free = np.concatenate((self._free, self._slots.pop(digest)))

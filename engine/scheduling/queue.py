@@ -18,7 +18,7 @@ class WaitingQueue:
         self.waiting: list[Request] = []  # in the order of service
         # Requests that reached the head of the queue while their adapter was not on the device.
         self.waiting_for_adapter: dict[Adapter, list[Request]] = {}
-        self.waiting_for_blocks: list[Request] = []  # from the host tier
+        self.waiting_for_blocks: list[Request] = []  # requests that wait for loads
         self.num_tokens = 0
         self.retry = True  # whether memory or rows may now suffice for the first request
         self.only: Container[Request] | None = None  # if given, only these requests may start

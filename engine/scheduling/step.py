@@ -69,7 +69,7 @@ class LaunchedStep:
     context: int = 0  # tokens whose keys the decodes read
     num_drafts: int = 0
     proposed: Sequence[Request] = ()  # requests for which the step computes drafts, in batch order
-    proposed_counts: Sequence[int] = ()  # how many drafts each gets
+    proposed_counts: Sequence[int] = ()  # number of new drafts of each
     prompt_tokens: int = 0  # tokens of its chunks
     num_images: int = 0  # images that it encodes
     ahead_tokens: int = 0  # embeddings that it encodes for later steps

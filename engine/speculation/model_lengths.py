@@ -17,12 +17,12 @@ from statistics import median
 from engine.speculation.lengths import DraftRecord
 
 # ---- Blocks, in steps
-_SETTLING, _COLD = 2, 6  # unmeasured first steps of a block; further ones of a length's first
+_SETTLING, _COLD = 2, 6  # unmeasured first steps of a block; further ones of a length's first block
 _MEASURED = 5  # measured steps of a short block
 _LONG, _LONGER = 128, 512  # blocks of the best length; the second where it gains a tenth
 _FIRST_REST, _SECOND_REST, _LONGEST_REST = 32, 512, 8192
 _DORMANT = 128  # in longer rests the drafter reads nothing
-_LAST = 8  # last steps of such a rest, in which it reads
+_LAST = 8  # last steps of such a rest, in which the drafter reads
 _RETRIALS = 4  # long blocks until another length is measured again; the first ones come sooner
 
 # ---- Speed-ups: tokens a second with drafts, divided by tokens a second without
@@ -34,9 +34,9 @@ _LEAST_READING, _CLOSE = 1.05, 1.15
 _PROMISING = 1.18  # guessed speed-up at which an untried length is tried at once
 _PROBABLE = 1.7  # tokens of a step at which a lost trial is repeated soon
 
-_LOSS = 0.003  # most share of steps that trials may lose
-_CREDIT = 8.0  # lost steps that follow won ones and do not count
-_WORST = 4.0  # most steps without drafts that a step of a trial counts for
+_LOSS = 0.003  # maximum share of steps that trials may lose
+_CREDIT = 8.0  # maximum of won steps that later losses are set off against
+_WORST = 4.0  # maximum time of a trial's step, in steps without drafts
 _CHEAPEST = 0.03  # least cost of a draft, in steps without drafts
 _LIKELY = 0.7  # first guess of the acceptance of a draft after accepted ones
 _FEW = 96  # decodes up to which the longest drafts are tried first
@@ -133,7 +133,7 @@ class _Block:
         self._entries, self._losses = entries, losses
         # by length of drafts; [0]: steps without drafts, in which the drafter does not read
         self.seconds = [_Seconds() for _ in range(most + 1)]
-        self._reading = _Seconds()  # of steps without drafts in which the drafter reads
+        self._reading = _Seconds()  # steps without drafts in which the drafter reads
         self._share = 0.0  # time without reading / time with reading; 0 = not known
         self._tried: set[int] = set()
         self._rests = 0  # consecutive rests

@@ -20,7 +20,7 @@ import numpy as np
 from engine.errors import ConfigError
 
 PAGE = 4096
-STATES = -1  # the group of snapshots
+STATES = -1  # the group number of snapshots in keys
 MAGIC = b"MANTAKV2"
 # magic, fingerprint, group, hash, bytes, nonce, tag
 _HEADER = Struct("<8s16si16sQ12s16s")

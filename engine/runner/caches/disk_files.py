@@ -60,7 +60,7 @@ _CLOCK_NS = 20_000_000  # the coarsest step of a file system's clock, which date
 _STALE_SECONDS = 600.0  # age at which an unfinished write belongs to nobody
 _MEASURED_SECONDS = 30.0  # age of the rate of reads after which it is measured again
 _KEPT_SHARE = 0.9  # share of the bytes that an eviction leaves
-_WORTH_TIMING = 1 << 22  # bytes; the time of fewer is that of the call
+_WORTH_TIMING = 1 << 22  # bytes; reads of fewer bytes take the time of a call
 _PROBE_BYTES = 1 << 25
 
 
@@ -287,7 +287,7 @@ class DiskFiles:
                     path.unlink()
         self._look()
         free = shutil.disk_usage(self.folder).free
-        if self._in_memory:  # whose pages count as free until they are written
+        if self._in_memory:  # its pages count as free until written
             free = min(free, self._free_memory)
         free += self._used
         if free < self.num_bytes:

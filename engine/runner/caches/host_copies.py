@@ -43,7 +43,7 @@ FIRST_OF_OTHERS = 1 << 20  # the lowest number of a slot that another process ow
 _QUEUE_BYTES = 8 << 30  # bytes of stores that may wait to be copied
 _PIECE = 32  # blocks between two events
 _PROBED = 64  # blocks whose loads are timed at the start
-_WORTH_TIMING = 1 << 22  # bytes; the time of fewer is that of the launch
+_WORTH_TIMING = 1 << 22  # bytes; copies of fewer bytes take the time of a launch
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -77,7 +77,7 @@ class HostSlots:
         self.memory = memory[:size]
         self.slots = self.memory.view(count, self.num_bytes)
         self._device = device
-        self._others: dict[int, Tensor] = {}  # by the number of their first slot
+        self._others: dict[int, Tensor] = {}  # first slot of attached memory -> slots
         # first slot of own or attached memory -> its address
         self._addresses = {0: self.memory.data_ptr()}
         # first slot of attached memory -> finalizer that unpins the memory

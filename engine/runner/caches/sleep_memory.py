@@ -37,7 +37,7 @@ class SleepMemory(CacheMemory):
     Weights stay in place, and caches free their pages.
     """
 
-    num_bytes = 0  # bytes on a device that torch does not count
+    num_bytes = 0  # bytes of device memory outside torch's allocator
 
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}  # address -> pages of a cache
@@ -128,7 +128,7 @@ class CudaSleepMemory(SleepMemory):
         self._updated: set[int] = set()  # addresses of storages that each update writes
         self._others: list[tuple[_Storage, Tensor]] = []  # copies, after a sleep that drops
         self._dropped = False
-        self._caches: dict[int, Pages] = {}  # by address
+        self._caches: dict[int, Pages] = {}  # address -> pages of a cache
         self._copies: list[Tensor] = []  # copies of _weights in host memory
         self._written = False
         self._stale = True  # whether the copies are older than the weights

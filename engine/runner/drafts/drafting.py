@@ -47,7 +47,8 @@ class Drafting:
         """
         self.passes, self.kv, self.reads_states = passes, passes.kv, passes.drafter.reads_states
         self._inputs, self._max_tokens = inputs, max_tokens
-        # by row: how many of its tokens the draft model has computed; -1 = none of its request's
+        # row of a request -> how many of the request's tokens the draft model has computed; -1 =
+        # none
         self._read = [-1] * (passes.rows.pad_row + 1)
         self._like: Tensor | None = None  # a row of the drafter, for its width and dtype
         self.graphs: DraftGraphs | None = None  # CUDA graphs of the passes that draft

@@ -47,7 +47,7 @@ class DraftPasses:
         self.group = group
         self._kernels, self._vocab = kernels, vocab
         self._attention = kv.groups.groups[0].attention
-        # by row: the newest drafts, as the step that verifies them samples over those in rows
+        # by row: a request's newest drafts; the verifying step samples over those in `rows.tokens`
         shape = rows.pad_row + 1, MAX_TOKENS
         self.drafts = torch.zeros(shape, dtype=torch.int64, device=rows.tokens.device)
         # the token that the drafter reads at a row lies so many positions after the row's own

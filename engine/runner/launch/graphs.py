@@ -291,7 +291,7 @@ class StepGraphs:
             return []
         self._all_padding((sizes[0], sizes[0]))
         metas = self._launch_layers((sizes[0], sizes[0]), adapters=False, drafts=True)
-        if self._forward.state_runs is not None:  # the other graphs would take drafts for text
+        if self._forward.state_runs is not None:  # graphs without runs would keep drafts in states
             return sizes
         return (
             sizes if any(meta.plan is not None and meta.plan.queries > 1 for meta in metas) else []

@@ -34,7 +34,7 @@ class StepDrafts:
         self.speculation = speculation
         self.verifying = False
         self._config, self._memory, self._counters = config, memory, counters
-        # of models with recurrent states: the value of `settled` for the next batch
+        # for models with recurrent states: the value of `Batch.settled` of the next batch
         self._settled: list[tuple[int, int]] = []
 
     @property

@@ -107,7 +107,7 @@ class BlockManager:
         # For each group: hash -> its block.
         self._resident: list[dict[bytes, int]] = [{} for _ in kinds]
         self._free = free_blocks(num_blocks)
-        # the free blocks, where a request has one region for its whole length
+        # the free blocks if each request has one region of its whole length; else None
         self.regions = self._free if isinstance(self._free, Regions) else None
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         # Called with each hash whose block leaves the prefix cache, in any group.

@@ -26,7 +26,7 @@ from engine.scheduling.request import Request
 if TYPE_CHECKING:
     from engine.scheduling.memory.host_tier import HostTier
 
-STATES = -1  # the group of snapshots
+STATES = -1  # the group number of snapshots in keys
 _LEAST_WAIT = 1.0  # seconds that a request waits for a read at least
 _WAIT_FACTOR = 4.0  # factor of the expected time of a read, for which a request waits in addition
 
@@ -137,7 +137,7 @@ class DiskTier:
         self.files = files
         self._host = host
         self._to_write: deque[list[tuple[Key, int]]] = deque()  # stores still being copied
-        self._reads: dict[int, _Read] = {}  # by ticket
+        self._reads: dict[int, _Read] = {}  # ticket -> read
         self._coming: dict[Key, int] = {}  # key in a read in flight -> its ticket
         self.writing: dict[Key, int] = {}  # key -> slot
         self.reset_counts()

@@ -58,7 +58,7 @@ class HostTier:
         self._free = list(range(plan.blocks - 1, -1, -1))
         self._order: OrderedDict[int, None] = OrderedDict()  # slots with a name, oldest first
         self._reading: set[int] = set()  # slots of loads in flight
-        self._loads: dict[int, Load] = {}  # by ticket
+        self._loads: dict[int, Load] = {}  # ticket -> load
         self._coming: dict[Name, int] = {}  # blocks of loads in flight -> ticket
         self.states: OrderedDict[bytes, int] = OrderedDict()  # hash -> slot, oldest first
         self._free_states = list(range(plan.states - 1, -1, -1))

@@ -97,7 +97,7 @@ class Marks:
     """The positions, in tokens, that decide where a running request's snapshots are taken."""
 
     last: int = 0  # position of the newest snapshot that it has taken or started from
-    border: int = -1  # where its chunk will end and a snapshot be taken
+    border: int = -1  # where its chunk will end, for a snapshot there
     branch: int = 0  # end of its cached blocks when it started, which may lack a snapshot
     rolling: bytes = b""  # hash of the newest snapshot of its output
 

@@ -142,10 +142,10 @@ class BlockMoves:
         self._free = list(range(plan.slots))  # slots to send from
         self._exports: dict[Order, _Export] = {}
         self._stages: deque[list[tuple[_Export, int, int]]] = deque()  # (export, entry, slot)
-        self._imports: dict[int, _Import] = {}  # by the request's id
+        self._imports: dict[int, _Import] = {}  # request id -> import
         self._came: list[tuple[_Import, int, int]] = []  # (import, index, slot)
-        self._loads: dict[int, _Import] = {}  # by ticket
-        self._leases: dict[bytes, _Lease] = {}  # by the last hash
+        self._loads: dict[int, _Import] = {}  # ticket of a load -> import
+        self._leases: dict[bytes, _Lease] = {}  # last hash of a request -> lease
         self._pulled: list[int] = []
         self._answers: list[Answer] = []
         self._tickets = 0

@@ -20,7 +20,7 @@ CALM_STEPS = 64  # steps without other requests, after which batch work fills st
 
 _ROWS = 32  # 1 / the least share of the rows
 _SHARE = 0.18  # share of the budget
-_SECONDS = 0.025  # of prompts in a step
+_SECONDS = 0.025  # seconds of batch work's prompts in a step
 _LEAD = 0.002  # least seconds from a launch to the expected end of the step before
 _ENOUGH = 8  # steps before times are predicted
 _LATE = 0.0002  # seconds: a result that took no longer to come was ready, so the device was idle
