@@ -124,7 +124,7 @@ class Pooling:
         return normalized(cut) if self.scaled else cut
 
     def check_dimensions(self, dimensions: int, size: int, name: str = "dimensions") -> None:
-        """Raise InvalidRequest if vectors of `size` elements cannot be cut to this many.
+        """Raise InvalidRequest if vectors of `size` elements cannot be cut to `dimensions`.
 
         name: the request field.
         """

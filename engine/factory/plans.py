@@ -72,7 +72,7 @@ def snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
 
 
 def free_blocks(config: EngineConfig, device: torch.device) -> Callable[[int], FreeBlocks]:
-    """Return the constructor of the free blocks that `allocation` names."""
+    """Return the constructor (number of blocks -> FreeBlocks) that `allocation` names."""
     if config.kv_memory == "growing":
         return LowestFirst
     if config.allocation == "contiguous":

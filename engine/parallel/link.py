@@ -126,7 +126,7 @@ class SharedMemoryLink:
                 raise RankFailed(f"the step has failed on stage {rank} of {self._size}")
 
     def stragglers(self) -> list[tuple[int, int]]:
-        """Return the stage that this one waits for, and how many steps that stage has finished."""
+        """Return [(the first stage that rank 0 waits for, steps that it has finished)], or []."""
         sent = [self._words[rank * LINE_WORDS + _SENT] for rank in range(self._size)]
         behind = [(rank, done) for rank, done in enumerate(sent) if rank and done < self._waiting]
         return behind[:1]

@@ -44,7 +44,7 @@ def _watch_parent() -> None:
 def set_threads(count: int) -> None:
     """Set OpenMP's environment before torch is imported, as OpenMP reads it only once.
 
-    count: the number of threads; 0 leaves the choice to the core.
+    count: the number of threads; 0 leaves the choice to the engine core.
     """
     # A thread that waits for the others of its step burns a core. GNU OpenMP spins 300,000 times by
     # default, 14 ms, in which a second engine or a router on the same cores gets nothing done. Two

@@ -77,7 +77,7 @@ class ModelForward:
     own: the inputs of this rank's requests, with data-parallel attention.
     lora: the adapters of rows.
     link: the link to the stages before and after this one.
-    images: the images of rows, in models that see any.
+    images: the images of rows; None if the model takes no images.
     """
 
     def __init__(

@@ -439,7 +439,7 @@ class StepImages:
             self._encoder.encode([pixels])
 
     def add_warm_up_inputs(self, step: DeviceStep) -> None:
-        """Give a warm-up step the inputs that images have, so that their kernels are compiled."""
+        """Add inputs to a warm-up step as images need them, so that their kernels are compiled."""
         tokens = torch.arange(len(step.token_ids), device=self._device)
         if len(self._cache):
             rows = self._cache.index_select(0, tokens % len(self._cache))

@@ -204,7 +204,7 @@ class Refill:
 
 
 def _refuse_ordered(model: Refillable) -> None:
-    """Raise ConfigError for GPTQ weights in an order of their own, whose layout depends on them."""
+    """Raise ConfigError for GPTQ weights with activation order, which decides their layout."""
     for layer in getattr(model, "layers", ()):
         for linear in layer.linears:
             for piece in getattr(linear.state, "pieces", ()):

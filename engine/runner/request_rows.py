@@ -40,7 +40,7 @@ class RequestRows:
     ) -> "RequestRows":
         """Allocate the rows.
 
-        axes: whether images stand at places of several axes, see `VisionConfig.mrope_section`.
+        axes: whether rotary positions of images have several axes: `VisionConfig.mrope_section`.
         """
         max_blocks = -(-max_model_len // block_size) * num_groups
         return cls(

@@ -83,8 +83,8 @@ class Masked:
     def upload(
         cls, which: Sequence[int], count: int, masks: NDArray[np.int32], device: torch.device
     ) -> "Masked":
-        """Upload masks to the device; asynchronous on CUDA, without a host copy for masks in
-        `memory`.
+        """Upload masks to the device; asynchronous on CUDA, and without a host copy for masks that
+        `memory` has allocated.
 
         which: the samples, among `count`, that have these masks.
         """
@@ -232,7 +232,7 @@ class Sampler:
 
     @staticmethod
     def simple_plan(greedy: bool) -> SamplePlan:
-        """Return the plan of a batch that is all greedy, or has only temperatures."""
+        """Return the plan of a batch whose rows all are greedy, or else have only a temperature."""
         return SamplePlan(sampled=not greedy)
 
     def sample(

@@ -177,7 +177,7 @@ class BlockPages:
             raise OutOfMemory(str(error)) from None
 
     def _map(self, planes: _Planes, chunks: int) -> None:
-        """Map the planes' chunks up to this number. Raises torch.OutOfMemoryError."""
+        """Map pages until each plane has `chunks` chunks. Raises torch.OutOfMemoryError."""
         new = chunks - planes.mapped
         if new <= 0:
             return
@@ -201,7 +201,7 @@ class BlockPages:
             self._stream.synchronize()
 
     def _unmap(self, planes: _Planes, chunks: int) -> None:
-        """Unmap the planes' chunks down to this number."""
+        """Unmap pages until each plane has `chunks` chunks."""
         old = planes.mapped - chunks
         if old <= 0:
             return

@@ -147,10 +147,10 @@ class DiskFiles:
         return self._index[group]
 
     def look_up(self, digests: Iterable[bytes]) -> bool:
-        """Learn which blocks other engines have written to memory since the last look, in the order
-        of a prefix up to the first that has no file; return whether there are any.
+        """Look for blocks that other engines have just written to a folder in memory; return
+        whether there are any. Files on a disk wait for the next look, as a disk may hang.
 
-        A file of a disk waits for the next look, as a disk may hang.
+        digests: hashes in the order of a prefix; the search ends at the first without a file.
         """
         if not self._in_memory:
             return False

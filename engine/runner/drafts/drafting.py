@@ -60,7 +60,7 @@ class Drafting:
 
     @property
     def like(self) -> Tensor:
-        """A row of the drafter [1, width], for its width and dtype. Legal after a warm-up."""
+        """An output row of the drafter [1, width], for width and dtype. Legal after a warm-up."""
         assert self._like is not None, "the drafter has not run yet"
         return self._like
 

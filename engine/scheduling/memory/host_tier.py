@@ -469,7 +469,7 @@ class HostTier:
             self._free.append(slot)
 
     def written(self, name: Name, slot: int) -> None:
-        """Free a slot whose write to a file is done, unless it has a block or another user."""
+        """Free a slot whose write to a file is done, unless the slot has a block or is in use."""
         if slot in self._busy(name[0]):
             return
         if name[0] == STATES:

@@ -266,7 +266,7 @@ class ImageCache:
     def build(self, batch: Batch) -> list[Request]:
         """Set the batch's images to encode and to drop; begin the account of the next step.
 
-        Returns the requests for which it encodes ahead.
+        Returns the requests for which the step encodes ahead.
         """
         batch.images, self._images = self._images, []
         batch.ahead_images = [image for image, _ in self._ahead.values()]

@@ -119,7 +119,7 @@ def _check_each(message: EngineRequest, plan: ImagePlan | None) -> None:
 def _problem(image: Image, message: EngineRequest, plan: ImagePlan, end: int) -> str:
     """Return the fault of an image as a text; "" = none.
 
-    end: where the image before it ends.
+    end: the position where the previous image ends.
     """
     if len(image.digest) != _DIGEST_BYTES:
         return f"the digest must have {_DIGEST_BYTES} bytes"

@@ -350,7 +350,7 @@ class Snapshots:
             del self._steps[digest]
 
     def forget_after(self, step: int) -> None:
-        """Drop the snapshots taken by steps after this one, whose results are dropped."""
+        """Drop the snapshots taken by steps after `step`, whose results are dropped."""
         self._to_save.clear()
         for digest in [digest for digest, taken_at in self._steps.items() if taken_at > step]:
             self.forget(digest)

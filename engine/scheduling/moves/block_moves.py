@@ -78,7 +78,7 @@ class _Export:
 
 @dataclass(eq=False, slots=True)
 class _Import:
-    """The step loop's part of a pull: what has arrived."""
+    """The step loop's record of a pull: the blocks that have arrived."""
 
     pull: Pull
     pool: BlockManager

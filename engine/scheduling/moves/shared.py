@@ -114,8 +114,8 @@ class Sharing:
     """The parts that an engine needs to move blocks by shared memory.
 
     own: the memory of its slots.
-    attach: makes other slots known to the copies, and returns the number of the first one; raises
-        RuntimeError. Called from any thread.
+    attach: makes another engine's slots known to the copies, and returns the number of the first
+        one; raises RuntimeError. Called from any thread.
     detach: forgets attached slots, given the number of the first one.
     """
 
@@ -158,7 +158,7 @@ class Borrowed:
             self._changed.notify()
 
     def finish(self, seconds: float) -> None:
-        """Close the connection once all is given back, at the latest after so long."""
+        """Close the connection once all slots are given back, at the latest after `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self.fills or self._closed, timeout=seconds)
             self._close()

@@ -42,7 +42,7 @@ Staged = tuple[int, int]  # (index in the request's table, slot with the block's
 
 @dataclass(eq=False, slots=True)
 class Order:
-    """A pull that the step loop has to answer, and then to stage.
+    """A pull by another replica, which the step loop answers and whose blocks it stages.
 
     proof: `Offer.proof`, if the puller reads the slots itself, over one connection.
     answer: gets the offer, once.
