@@ -21,7 +21,7 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
 from engine.parallel.stages import Stage
 
-BACKEND = "nccl"  # torch.distributed's between GPUs; CPUs of several nodes use gloo
+BACKEND = "nccl"  # torch.distributed's backend between GPUs; CPUs of several nodes use gloo
 _HOST = "127.0.0.1"
 _STRAGGLER_SECONDS = (5, 30, 300)  # delays after which a rank that others wait for is logged
 

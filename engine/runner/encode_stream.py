@@ -72,9 +72,9 @@ class EncodeStream:
         steps.wait_stream(self._stream)
 
     def take_seconds(self) -> tuple[float, float]:
-        """Return the seconds of the encodes that are done and not yet returned.
+        """Return the seconds of the encodes that have ended since the last call.
 
-        The first number is what they took, the second what steps waited for them.
+        Returns (seconds that the encodes took, seconds for which steps waited for them).
         """
         took = waited = 0.0
         while self.launched and self.launched[0].end.query():

@@ -252,7 +252,7 @@ class StepImages:
         self._places[row], delta = rotary_places(new.images)
         if delta != self._deltas[row]:
             self._deltas[row] = delta
-            self._rows.deltas[row : row + 1].fill_(delta)  # setting an element would wait
+            self._rows.deltas[row : row + 1].fill_(delta)  # an assignment would wait
 
     def clear(self) -> None:
         """Free all places of the cache of embeddings, and forget the encodes in flight."""
@@ -333,7 +333,7 @@ class StepImages:
                 self._encodings[image.digest] = encoding
 
     def _together(self, images: Sequence[Image]) -> list[Sequence[Image]]:
-        """Return the images in groups, one for each run of the tower."""
+        """Return the images in groups, one for each run of the vision encoder."""
         return [[image] for image in images] if self._apart else [images] if images else []
 
     def _keep_share(self, encoder: Encoder, shares: Sequence[Sequence[Image]]) -> None:

@@ -32,7 +32,7 @@ class RankedCopies:
         self._copies = copies
         self._ranks = ranks
         self._owed: deque[int] = deque()  # tickets of loads that the ranks have not replied to
-        self._begun: dict[int, bool] = {}  # ticket -> whether all of them could begin it
+        self._begun: dict[int, bool] = {}  # ticket -> whether all ranks could begin the load
         self._ended: dict[int, bool] = {}  # ticket -> how rank 0's copy ended
 
     @property

@@ -77,7 +77,7 @@ class Refill:
     def hold(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
         """Use these tensors as a folder's weights, instead of its files, until they are dropped.
 
-        tensors: contiguous ones on the model's device, by checkpoint names.
+        tensors: name in the checkpoint -> contiguous tensor on the model's device.
         """
         self._held = {key: value for key, value in self._held.items() if value}
         self._held[folder] = tensors

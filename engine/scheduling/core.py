@@ -288,6 +288,7 @@ class EngineCore:
         """Launch the step after one with drafts, before that step's deltas are published.
 
         The device would be idle meanwhile, or compute drafts of a model and nothing else.
+
         deltas: gets the last deltas of requests whose grammar allows no token.
         """
         if self._pending or self._depth == 1 or self._recovery.bisection is not None:

@@ -267,7 +267,7 @@ class LaunchedStep:
         failed: dict[int, str],
         ended: list[int],
     ) -> int:
-        """Append a request's accepted tokens one by one; return how many its text has got.
+        """Append a request's accepted tokens one by one; return the number of appended tokens.
 
         places: indices of the tokens in `drafted`.
         over, failed, ended: get the entries that end or fail, see `_accept_drafts`.

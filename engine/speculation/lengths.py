@@ -43,7 +43,7 @@ _NOISE = 0.1  # random error of the measured speed-up with one decode a step; le
 _MARGIN = 1.15  # least gain of a draft token, as a multiple of its price
 _LIKELY = 0.7  # first guess of the acceptance of a token of a long draft
 _LEAST_GAIN = 0.004  # accepted drafts per decode below which drafts rest
-_PROBES = 0.004  # most share of time for drafts not worth their price, so that they are measured
+_PROBES = 0.004  # maximum share of time for drafts not worth their price, to measure them
 
 # ---- Running means, and the fitted line of a step's extra time over its draft tokens
 _STEP_WEIGHT = 0.15  # weight of a new step with drafts in the means; less with few decodes

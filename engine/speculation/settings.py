@@ -10,13 +10,13 @@ from engine.speculation.lookup import LookupOptions
 
 logger = logging.getLogger("manta.engine")
 
-TOKENS = 7  # most tokens of a draft; with the sampled token a step gives up to eight
+TOKENS = 7  # maximum tokens of a draft; with the sampled token a step gives up to eight
 MAX_TOKENS = 16
 MAX_MATCH = 256
 MAX_SHARED_TOKENS = 2**24
 _ANSWER_TOKENS = 256  # tokens that an answer counts as, where a setting counts answers
 _METHODS = ("lookup", "ngram", "ngram_gpu", "suffix")  # one drafter; vLLM's names are aliases
-_MODEL_TOKENS = 3  # most tokens of a model's draft, each a pass of that model
+_MODEL_TOKENS = 3  # maximum tokens of a model's draft, each a pass of that model
 # vLLM names MTP layers by model, too
 _MTP_NAMES = (
     "mtp",

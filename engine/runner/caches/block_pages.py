@@ -56,7 +56,7 @@ class HostRange:
         self.bytes = torch.from_numpy(np.frombuffer(self._pages, np.uint8))
 
     def close(self) -> None:
-        """Do nothing: the addresses go with the last tensor over them."""
+        """Do nothing: the addresses are freed with the last tensor over them."""
 
     def map(self, offset: int, chunk: int, count: int) -> None:
         """Do nothing: the system maps zero pages at first use."""

@@ -15,8 +15,8 @@ from torch import Tensor
 def pinned_bytes(size: int, device: torch.device) -> Tensor:
     """Return uint8 [size] of host memory, which is pinned if the device is a CUDA device.
 
-    It has exactly this size, as torch would round it up to a power of two. Huge pages are pinned
-    many times faster.
+    The memory has exactly this size, where torch would round up to a power of two. It has huge
+    pages if the system gives them, as these are pinned many times faster.
     Raises RuntimeError if the memory cannot be pinned.
     """
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

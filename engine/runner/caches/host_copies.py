@@ -249,7 +249,7 @@ def _reversed(pairs: Pairs) -> Pairs:
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy in flight: what it uses on the device and on the host (`_ends`)."""
+    """A copy in flight, with the device items and host slots that it uses (`_ends`)."""
 
     ticket: int  # ticket of the load; 0 = a store
     items: frozenset[int]

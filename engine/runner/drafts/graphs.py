@@ -29,7 +29,7 @@ from engine.speculation.settings import MAX_TOKENS
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], None]], Replay]  # captures what a function launches
 
-_MOST = 256  # proposals of the largest graph; of more the device takes longer than the host
+_MOST = 256  # proposals of the largest graph; with more, the device takes longer than the host
 
 _OBJECTS = 128 << 20  # an estimate: bytes of graph objects and of small buffers
 

@@ -268,7 +268,7 @@ class DiskTier:
         return near, table, [(STATES, digest)] if absent else []
 
     def _finish(self, ticket: int, read: _Read, failed: frozenset[Key]) -> None:
-        for key, slot in reversed(read.entries):  # so that a tail leaves before its head
+        for key, slot in reversed(read.entries):  # so that a tail is evicted before its head
             del self._coming[key]
             usable = key not in failed and key not in read.stale
             self._host.fill(key, slot, usable=usable)

@@ -58,7 +58,7 @@ class ImageCache:
         self.encode_seconds = 0.0
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # digest -> size, oldest first
         self._pixels: dict[bytes, bytes] = {}
-        self._came: dict[bytes, Image] = {}  # digest -> an image with embeddings, until a step
+        self._came: dict[bytes, Image] = {}  # digest -> image with embeddings that no step took
         self._came_tokens = 0  # embeddings of the images in _came
         self._holders: Counter[bytes] = Counter()  # digest -> requests that have the image
         self._needed: Counter[bytes] = Counter()  # digest -> requests that will use its embeddings
@@ -127,7 +127,7 @@ class ImageCache:
     def _release(counts: Counter[bytes], digest: bytes) -> bool:
         """Count one request fewer for an image; return whether it was the last.
 
-        The last one's entry is deleted.
+        The entry of an image without requests is deleted.
         """
         counts[digest] -= 1
         if counts[digest]:
@@ -161,9 +161,9 @@ class ImageCache:
         return length
 
     def whole(self, request: Request, length: int) -> int:
-        """Return the least `length` of a chunk that cuts no image, if images must not be cut.
+        """Return the length of a chunk that cuts no image, if images must not be cut.
 
-        The chunk of `length` tokens may end in an image. It is cut before the image, or if it
+        A chunk of `length` tokens that ends inside an image is cut before the image, or if it
         begins in the image, prolonged to the image's end.
         """
         start = request.num_computed
@@ -200,9 +200,9 @@ class ImageCache:
             self._images.append(self._encoded(image))
 
     def hand_out(self, request: Request, length: int, most: int, step_tokens: int) -> int:
-        """Add to this step's encodes the images of tokens that later steps compute of a request.
+        """Let this step encode those of a request's images whose tokens later steps compute.
 
-        Returns how many of the next `length` tokens need no embeddings of such encodes.
+        Returns how many of the next `length` tokens lie before such images.
 
         most: the tokens that this step and the next may compute of the request.
         step_tokens: see `reach`.

@@ -132,8 +132,8 @@ class Snapshots:
         self._rolling: set[bytes] = set()  # hashes that the request which took them will replace
         self._to_save: dict[int, int] = {}  # slot -> row, copied at the beginning of the next step
         self._to_resume: set[int] = set()  # slots that the next step copies to rows
-        self._reserved: set[int] = set()  # slots with their own memory, for states from elsewhere
-        self.evicted = 0  # number evicted to make room while their blocks were still cached
+        self._reserved: set[int] = set()  # slots with their own memory, for states from the host
+        self.evicted = 0  # number of snapshots evicted for room while their blocks were cached
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -30,7 +30,7 @@ class Worth:
     def __init__(self, plan: HostPlan, copies: HostCopies) -> None:
         self._plan = plan
         self._copies = copies
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes, oldest first
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # evicted hashes, oldest first
         self._ends: OrderedDict[bytes, None] = OrderedDict()  # last hashes of requests
         self._token_seconds = 0.0  # seconds per prompt token in the largest steps; 0 = unknown
         self._largest = 0

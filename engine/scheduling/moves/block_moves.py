@@ -42,7 +42,7 @@ KV_MOVES_OFF = "kv_moves_off"
 _MOST_PULLS = 16  # pulls at once; further requests compute their prompts
 _LEASED_SHARE = 4  # leased blocks are at most one in so many of the pool's
 _LOG_SECONDS = 5.0
-_PIECES = 8  # a copy takes 1 / so much of the slots, so that both devices copy at once
+_PIECES = 8  # slots are copied in so many parts, so that both devices copy at once
 
 
 @dataclass(frozen=True, slots=True)

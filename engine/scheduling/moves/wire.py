@@ -132,7 +132,7 @@ class Peer:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def readable(self, seconds: float) -> bool:
-        """Wait until bytes or the end have come, at most so long; return whether they have."""
+        """Wait at most `seconds` for bytes or the stream's end; return whether they have come."""
         poll = select.poll()
         try:
             poll.register(self.sock, select.POLLIN)

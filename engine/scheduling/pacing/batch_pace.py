@@ -18,8 +18,8 @@ from engine.scheduling.pacing.step_costs import StepCosts
 
 CALM_STEPS = 64  # steps without other requests, after which batch work fills steps
 
-_ROWS = 32  # 1 / the least share of the rows
-_SHARE = 0.18  # share of the budget
+_ROWS = 32  # 1 / the least share of the rows for batch work's decodes
+_SHARE = 0.18  # share of the token budget for batch work's prompts
 _SECONDS = 0.025  # seconds of batch work's prompts in a step
 _LEAD = 0.002  # least seconds from a launch to the expected end of the step before
 _ENOUGH = 8  # steps before times are predicted

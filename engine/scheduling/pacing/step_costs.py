@@ -13,7 +13,7 @@ class StepCosts:
     """A linear model of a step's seconds, newer steps counting more.
 
     steps: the number of observed steps.
-    costs: seconds of a step, a decode, a token of the decodes' contexts, and a prompt token.
+    costs: [4], the seconds of a step, a decode, a token of the decodes' contexts, a prompt token.
     """
 
     def __init__(self) -> None:
