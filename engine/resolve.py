@@ -146,7 +146,7 @@ def acting(config: EngineConfig, name: str, own: Capability) -> Capability:
 
     name: the GPU's name, for messages.
 
-    Raises ConfigError if `gpu_capability` is none that kernels compile for, or a later one.
+    Raises ConfigError if kernels do not compile for `gpu_capability`, or it exceeds the GPU's own.
     """
     if config.gpu_capability is None:
         return own

@@ -123,7 +123,7 @@ class ModelForward:
     def sees_images(self, batch: Batch) -> bool:
         """Whether tokens of the step stand before the end of their request's images.
 
-        Graphs and programs have neither embeddings of images nor their rotary places.
+        CUDA graphs and programs have neither embeddings of images nor their rotary positions.
         """
         return self.images is not None and self.images.within(batch)
 

@@ -199,7 +199,7 @@ class StateVerification:
     def _record_runs(self, batch: Batch) -> list[int]:
         """Record rows, starts and lengths of a batch's runs: a decode and its drafts each.
 
-        Returns the batch's indices of their tokens.
+        Returns the indices of the runs' tokens among the tokens of the batch.
         """
         at = batch.num_decodes - sum(len(drafts) for _, _, drafts in batch.drafts)
         entries = {row: entry for entry, row in enumerate(batch.rows[:at])}

@@ -239,7 +239,7 @@ def _warm_up_verification(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def _warm_up_images(runner: ModelRunner, most: int) -> None:
-    """Run a chunk with images, of which graphs have none.
+    """Run a chunk with images, for which there are no CUDA graphs.
 
     most: the maximum number of tokens in a step.
     """

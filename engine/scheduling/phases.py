@@ -322,7 +322,7 @@ class RequestPhases:
         return self.queue.num_tokens + computing + in_flight
 
     def interactive_tokens(self) -> int:
-        """Return the prompt tokens to compute of requests that are not batch work."""
+        """Return how many prompt tokens of requests other than batch work are to be computed."""
         tokens = sum(r.remaining for r in self.computing if not r.batch_work)
         for request in self.queue.waiting:
             if request.batch_work:  # requests behind it are batch work, too

@@ -51,7 +51,7 @@ _PLAIN_WEIGHT = 0.15  # weight of a new step without drafts, of which there are 
 _HIT_WEIGHT = 0.04  # weight of a new draft in the mean acceptance
 _FADING = 0.97  # factor of the line's earlier steps at each step with drafts
 _RETURNING = 0.994  # factor at a step without drafts, where the line moves to its first guess
-_SURPRISE = 0.2  # most deviation of a step's time from the line, in steps; outliers are clipped
+_SURPRISE = 0.2  # maximum deviation of a step's time from the line, in steps; outliers are clipped
 # Most fixed extra time of a step with drafts (the line's intercept), in steps; what is beyond it is
 # taken for other programs' load.
 _MOST_FIXED = 0.5

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.speculation.answers import Answers
 from engine.speculation.suffixes import BYTES_PER_TOKEN, Suffixes, stands_in
 
-_TRIES = 8  # most occurrences of a pair of tokens that a look-up compares
+_TRIES = 8  # maximum occurrences of a pair of tokens that a look-up compares
 _WINDOW = 16_384  # newest tokens of a request that are searched for matches
 _PIECE = 4_096  # tokens indexed in one call, so that a long prompt delays no step: under 1 ms
 _SEEN = 4_096  # newest tokens of a text in which a check for repeats searches

@@ -235,7 +235,7 @@ class DiskFiles:
         self._jobs.put(lambda: make_private(own))
 
     def stats(self) -> dict[str, Any]:
-        """Return the fields of `EngineStats` that the files know."""
+        """Return the fields of `EngineStats` that this object counts."""
         return {
             "disk_kv_blocks": sum(len(h) for group, h in self._index.items() if group != STATES),
             "disk_kv_used_bytes": self._used,

@@ -80,7 +80,7 @@ class MemoryShortages:
     def count_success(self) -> bool:
         """Count a step that had memory enough; return whether larger steps may be tried again.
 
-        That is so after every `_patience` of them.
+        Larger steps may be tried after every `_patience` such steps.
         """
         self.in_a_row = 0
         self._good_steps += 1

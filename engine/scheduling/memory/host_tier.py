@@ -479,7 +479,7 @@ class HostTier:
             self._free.append(slot)
 
     def wait_for(self, request: Request, tickets: set[int], until: float) -> None:
-        """Let a request wait for reads, until a time at most."""
+        """Let a request wait for reads, at most until `until`, in monotonic seconds."""
         self._waiting[request] = Waiting(tickets, time.monotonic(), until)
 
     # ---- the disk tier -------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class ImageCache:
             self._came_tokens += image.size
 
     def _give_rows(self, digest: bytes) -> Image | None:
-        """Return an image with the embeddings that came for it, which are not kept any longer."""
+        """Remove and return the image with embeddings that came with a request, if there is one."""
         image = self._came.pop(digest, None)
         if image is not None:
             self._came_tokens -= image.size

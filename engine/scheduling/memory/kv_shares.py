@@ -199,7 +199,7 @@ class KVShare:
     def asked(self) -> int:
         """Return the bytes that this engine should give, for engines that lack memory.
 
-        Free memory goes first, and each engine gives in proportion to what it can do without.
+        Free memory is used first, and each engine gives in proportion to what it can spare.
         """
         others = self.others()
         short = sum(other.short for other in others)

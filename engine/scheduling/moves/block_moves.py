@@ -66,7 +66,7 @@ class _Export:
 
     order: Order
     pool: BlockManager
-    step: int  # the last step that was scheduled before it
+    step: int  # the last step that was scheduled before the pull
     table: list[int]  # held blocks
     entries: list[tuple[int, int, tuple[int, bytes]]]  # (index in the table, block, name)
     hashes: list[bytes]
@@ -143,7 +143,7 @@ class BlockMoves:
         self._exports: dict[Order, _Export] = {}
         self._stages: deque[list[tuple[_Export, int, int]]] = deque()  # (export, entry, slot)
         self._imports: dict[int, _Import] = {}  # request id -> import
-        self._came: list[tuple[_Import, int, int]] = []  # (import, index, slot)
+        self._came: list[tuple[_Import, int, int]] = []  # arrived: (import, index, slot)
         self._loads: dict[int, _Import] = {}  # ticket of a load -> import
         self._leases: dict[bytes, _Lease] = {}  # last hash of a request -> lease
         self._pulled: list[int] = []
@@ -213,8 +213,8 @@ class BlockMoves:
     def weights_changed(self, version: str, updates: int) -> None:
         """Change the name of the weights that other engines compare before they pull blocks.
 
-        updates: number of updates so far; a version of this name, or "", is no name of its own.
-        Weights without a name of their own are equal to those of no other engine.
+        updates: number of updates so far. A version "" or equal to this number was given by nobody;
+            such weights count as equal to those of no other engine.
         """
         named = version not in ("", str(updates))
         self._weights = version.encode() if named else secrets.token_bytes(16)
