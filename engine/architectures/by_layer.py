@@ -17,7 +17,7 @@ FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> list[str]:
     """Return the attention of each layer: FULL, WINDOW or CHUNK.
 
-    default: gives the kind of layer i where config.json has no layer_types.
+    default: layer number -> its attention, where config.json has no layer_types.
     """
     kinds = config.listed("layer_types", str)
     if kinds is None:
@@ -30,11 +30,12 @@ def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> l
 
 
 def periodic(config: Reader, layers: int, period: int) -> list[str]:
-    """Return the attention of each layer, also for files that may give a period instead.
+    """Return the attention of each layer, by layer_types or by sliding_window_pattern.
 
-    Every `period`-th layer is FULL. A text like "LLLG" makes the layers of "G" FULL.
+    The pattern is a period, of which the last layer is FULL, or a repeated text like "LLLG", in
+    which "G" stands for a FULL layer. All other layers are WINDOW.
 
-    period: the period where the file has none.
+    period: the period where config.json has neither key.
     """
     key = "sliding_window_pattern"
     text = config.get(key)

@@ -19,9 +19,9 @@ FILE = Path(__file__).with_suffix(".json")
 class ClassDefaults:
     """The defaults of one class of transformers.
 
-    values: key of config.json -> its value where it is missing; of a wrapper, what a missing
-        text_config means.
-    aliases: other names of keys -> the key's own name.
+    values: key of config.json -> its default; for a wrapper, the keys and values of a missing
+        text_config.
+    aliases: another name of a key -> the key's own name.
     text: of a wrapper, the model_type of a text_config that names none.
     only_text: of a wrapper, whether every text_config is of type `text`, whatever it says.
     tied: of a wrapper, whether head and embedding share weights where the wrapper does not say.

@@ -1,4 +1,4 @@
-"""find: return the record of the architecture that a config.json names."""
+"""find: returns the record of the architecture that a config.json names."""
 
 from difflib import get_close_matches
 

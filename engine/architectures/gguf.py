@@ -1,8 +1,8 @@
-"""The layout of GGUF files: an entry for each architecture. No torch here.
+"""The layout of GGUF files: a `Gguf` entry for each architecture. No torch here.
 
-llama.cpp names tensors by their function, so that most names follow from the record's own
-(`STEMS`). An entry has only the differences of its family. `deployments.checkpoints.gguf` converts
-a file to a folder with the checkpoint's names and order of rows, so that adapters fit.
+llama.cpp names tensors by their function, so most names follow from our names (`STEMS`). An entry
+has only what differs in its family. `deployments.checkpoints.gguf` converts a file to a folder with
+the original checkpoint's names and order of rows, so that adapters fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -149,10 +149,10 @@ class Gguf:
         )
 
     def targets(self, record: Architecture) -> dict[str, str]:
-        """Return {the file's name without "blk.<layer>.": the folder's name}.
+        """Return {tensor name in the file, without "blk.<layer>.": tensor name in the folder}.
 
-        "{i}" stands for the layer. "{e}" or "{h}" stands for an expert or a head, all of which the
-        file has in one tensor.
+        In the folder's names "{i}" stands for the layer, and "{e}" or "{h}" for an expert or a
+        head, all of which the file has in one tensor.
 
         record: the record that `applied` has returned.
         """

@@ -1,8 +1,8 @@
-"""The layout of the GGUF files that have a model's tower (mmproj): an entry for each projector.
+"""The layout of GGUF files with a vision tower (mmproj): an `Mmproj` entry for each projector.
 
-llama.cpp writes the tower of a model that sees into a file of its own. Its tensors are named alike
-in all families. `deployments.checkpoints.gguf_tower` converts them, with the names and the shapes
-that transformers' checkpoints have. No torch here.
+llama.cpp writes a multimodal model's tower into a file of its own, with tensor names that are alike
+in all families. `deployments.checkpoints.gguf_tower` converts the tensors to the names and shapes
+of transformers' checkpoints. No torch here.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +37,9 @@ class Mmproj:
 
     projector: the value of clip.projector_type.
     wrapper: the class of transformers that the converted folder's config.json names.
-    text: values of general.architecture of the text models that it belongs to.
-    tensors: the file's name without ".weight" -> the folder's; {i} stands for the layer. Tensors of
-        one name in the folder follow each other there. A name may also be complete in the file.
+    text: values of general.architecture of the text models that the tower belongs to.
+    tensors: tensor name in the file, complete or without ".weight" -> its name in the folder; {i}
+        stands for the layer. Tensors of one name in the folder are joined, in this order.
     tokens: key of config.json -> texts of the token, of which the first that the vocabulary has is
         taken.
     out: (a tensor, the axis of it that is as long as an embedding).
@@ -48,9 +48,11 @@ class Mmproj:
     outer: the function that returns further keys of config.json.
     optional: names of `tensors` that some models of the family lack.
     plus_one: a norm to whose weights one was added.
-    permuted: names whose rows are in pairs, as the text model's queries and keys are.
+    permuted: names of matrices in which the rows of a rotary pair are adjacent, as llama.cpp
+        writes a Llama's queries and keys.
     sections: whether the text model has rotary positions of three axes.
-    levels: the function that returns the layers after which a level of embeddings is made.
+    levels: the function that returns the layers after which a further level of embeddings is
+        computed (deepstack).
     when: whether the entry is for this file, among entries of one projector; the first is taken.
     """
 
@@ -162,9 +164,9 @@ def _deepstack(file: Tower) -> list[int]:
 
 
 def _qwen_settings(least: int, most: int) -> Callable[[Tower], Values]:
-    """Return a function for the settings of a Qwen.
+    """Return a function that computes a Qwen's processor settings, for `Mmproj.settings`.
 
-    least, most: the area in pixels that the publisher's files have, where the file is silent.
+    least, most: the limits of a picture's area in pixels, where the GGUF file has none.
     """
 
     def settings(file: Tower) -> Values:

@@ -78,11 +78,11 @@ class HeadLayer:
 class Mtp:
     """The names of a multi-token-prediction layer in a checkpoint, without ".weight".
 
-    "{layers}" is the model's number of layers, which is the layer's number in ours.
+    In names "{layers}" stands for the model's number of layers, which is the MTP layer's number.
 
     layer: the beginning of the names of a decoder layer's tensors, up to "self_attn".
     embedding_norm, hidden_norm: norms of the next token's embedding and of the hidden state.
-    project: the matrix from both, one beside the other, to the layer's input.
+    project: the matrix from the embedding and the hidden state, concatenated, to the layer's input.
     norm: the norm before the model's own head.
     hidden_first: whether the hidden state comes before the embedding in the matrix's columns.
     copies: tensors that repeat the model's own, and are not read.
@@ -126,17 +126,20 @@ class Architecture:
         here, and a gated MLP if there is a gate_up, else a plain one (up).
     models: the models' names for users, for the list in the documentation.
     model_type: the value in config.json; wrappers name their text model by it alone.
-    switches: field of ModelConfig -> its reader, where it differs from `model_config`.
+    switches: field of ModelConfig -> the function that reads it from config.json, in place of the
+        one in `model_config._SWITCHES`, if any.
     keys: our name of a config.json key -> the file's name (see Reader).
-    defaults: the file's key -> its value where it is missing, in addition to the class's defaults.
-    attention: computes the attention of each layer from config.json and a plain layer.
+    defaults: the file's key -> its value where config.json lacks it and its transformers class has
+        no default.
+    attention: (config.json, the attention of a full-context layer without special features, number
+        of layers) -> the attention of each layer.
     experts: the reader of the mixture of experts.
     computed: our name of a config.json key -> the function that computes it from other keys.
     only: key -> its supported values; the first is the value of a missing key.
-    variant: gives the name of the record that a config.json needs, which may be another one.
-    renames: other beginnings of names in checkpoints.
-    ignored: patterns of tensors that the model does not use. "{layers}" is its number of layers,
-        and so the number of the first layer that is not part of the model.
+    variant: config.json -> the name of the record to use, this one or another; None = this one.
+    renames: (another beginning of checkpoints' tensor names, the usual one) pairs.
+    ignored: patterns of the names of tensors that the model does not use. "{layers}" stands for its
+        number of layers, and so for the number of the first layer that is not part of the model.
     network: the key in `registry.MODELS` of the class that computes the model.
     encoder: whether it is an embedding model with bidirectional attention.
     absent: (the model, a layer) -> our names in `tensors` that the layer does not have.
@@ -207,7 +210,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A multimodal model around a text model, of which only the text model is run.
+    """The record of a multimodal model: where its text model is, and the family of its tower.
 
     config.json has the text model's keys in text_config, where model_type names the record. Flat
     files have them among their own keys.
@@ -221,7 +224,7 @@ class Wrapper:
         pictures are not supported.
     tower: model_type of the one vision_config that `images` is for; "" = of every one.
     text_key: the key of config.json that has the text model's config.
-    place: what stands for a picture in a chat template that knows of none; "" = nothing does.
+    place: the text that is put for a picture into a chat template without images; "" = none.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Wrappers: multimodal models of which only the text model is run."""
+"""WRAPPERS: the records of multimodal models, whose text model has a record of its own."""
 
 from engine.architectures.record import Wrapper
 

@@ -1,4 +1,7 @@
-"""draft_config: the configuration of a draft model, compared with the model's. No torch."""
+"""draft_config: reads a draft model's configuration and checks it against the target model's.
+
+No torch here.
+"""
 
 from pathlib import Path
 
@@ -8,9 +11,11 @@ from engine.errors import ConfigError
 
 
 def draft_config(folder: str | Path, model: ModelConfig) -> ModelConfig:
-    """Read the configuration of a draft model, for texts as long as the model's.
+    """Return the configuration of a draft model, limited to the target model's length of texts.
 
-    Raises ConfigError if the draft model cannot draft for the model.
+    folder: the draft model's folder.
+    model: the target model, for which it drafts.
+    Raises ConfigError if the draft model cannot draft for the target model.
     """
     config = ModelConfig.from_folder(folder)
     why = ""

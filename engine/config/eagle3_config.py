@@ -1,7 +1,7 @@
-"""Eagle3Config: an EAGLE-3 drafter, as its config.json describes it beside the model's. No torch.
+"""Eagle3Config: the configuration of an EAGLE-3 drafter, read from its config.json. No torch here.
 
-Two spellings are read: LlamaForCausalLMEagle3, whose keys are flat, and those of the speculators
-library, which have the layer's keys in transformer_layer_config.
+Two formats are read: LlamaForCausalLMEagle3, whose keys are flat, and that of the speculators
+library, which has the layer's keys in transformer_layer_config.
 """
 
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ class Eagle3Config:
     """The sizes and switches of an EAGLE-3 drafter.
 
     layer: the drafter's layer, as a Llama of one layer with the drafter's hidden size.
-    vocab_size: tokens that it can draft.
-    taps: layers of the model whose inputs it reads, ascending; the number of layers stands for the
-        last one's output.
+    vocab_size: the number of tokens that the drafter can draft.
+    taps: the target model's layers whose inputs the drafter reads, ascending. The model's number
+        of layers stands for the output of its last layer.
     norm_before_residual: whether the residual begins with the normed state.
-    norm_before_fc: whether all inputs together have one norm before the matmul that joins them.
+    norm_before_fc: whether the joined inputs have one norm before the matmul that fuses them.
     fc_norm: whether each input has a norm of its own before that matmul.
-    norm_output: whether the next pass reads the normed row.
+    norm_output: whether the next pass reads the drafter's hidden state after its final norm.
     """
 
     layer: ModelConfig
@@ -41,7 +41,7 @@ class Eagle3Config:
 
     @classmethod
     def from_folder(cls, folder: str | Path, model: ModelConfig) -> "Eagle3Config":
-        """Read config.json of a drafter for a model.
+        """Read the config.json of a drafter for a target model.
 
         Raises ConfigError naming file and key if the folder has no EAGLE-3 drafter, or one of
         another model.

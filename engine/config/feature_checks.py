@@ -26,7 +26,7 @@ def check_capability(quantization: str, name: str, capability: tuple[int, int]) 
 
 
 def check_regions(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if this model's requests cannot have one region each."""
+    """Raise ConfigError for `allocation: contiguous` if the model has layers that forget keys."""
     if config.allocation == "contiguous" and kv_groups(model).kinds != (Full(),):
         raise ConfigError(
             "allocation: contiguous needs layers that keep the keys of the whole text, and "
@@ -95,7 +95,7 @@ def check_growth(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:
-    """Raise ConfigError if the engine cannot compute the model's images in this way."""
+    """Raise ConfigError if the engine cannot compute the model's images with this configuration."""
     vision = model.vision
     if vision is None:
         return
@@ -126,9 +126,9 @@ def check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:
 
 
 def check_drafter(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if a model that drafts is asked for and cannot.
+    """Raise ConfigError if `speculation` names a drafter that cannot draft for the model.
 
-    model: for texts of at most max_model_len tokens.
+    model: the target model's configuration, limited to max_model_len (`ModelConfig.within`).
     """
     settings = read_speculation(config.speculation)
     if settings is None or not settings.by_model:

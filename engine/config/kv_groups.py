@@ -22,8 +22,9 @@ from engine.architectures.recurrent.mixer import Mixer
 from engine.config.model_config import LayerAttention, ModelConfig
 from kernels.kv.format import KVFormat
 
-TYPICAL = 4096  # tokens of the request in which the free room is reported
-MOST_GROUPS = 8  # most block tables of a request; beyond it, blocks hold more layers instead
+TYPICAL = 4096  # length of the requests for which free blocks are converted to tokens
+# the wanted maximum of a request's block tables, above which blocks hold more layers
+MOST_GROUPS = 8
 
 
 class KVKind(Protocol):
@@ -50,7 +51,7 @@ class KVKind(Protocol):
     def behind(self, position: int, size: int) -> int:
         """Return the number of leading blocks that tokens from `position` on do not read.
 
-        A sliding window leaves such blocks, which the request frees.
+        The request frees these blocks, for example those that a sliding window has passed.
         """
         ...
 
@@ -165,8 +166,8 @@ class KVGroups:
     """The groups of a model's layers, and how a block is shared among layers.
 
     groups: the groups, never empty.
-    slots: places in a block for layers of the largest shape; a group has at most that many layers,
-        or several in a place where its layers are smaller.
+    slots: the number of places in a block. A place holds one layer of the largest shape, or several
+        smaller layers of a group.
     """
 
     groups: tuple[KVGroup, ...]
@@ -208,7 +209,7 @@ class KVGroups:
 
     @property
     def tensors(self) -> int:
-        """The number of tensors for each place: 2 for keys and values, 1 if all layers have
+        """The number of tensors for each place in a block: 2 for keys and values, 1 if all have
         latents."""
         return max(group.tensors for group in self.groups)
 

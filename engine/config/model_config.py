@@ -35,7 +35,7 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-CODES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # of safetensors -> of torch
+CODES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' dtype -> torch's
 DTYPES = tuple(CODES.values())
 
 
@@ -72,10 +72,11 @@ class LayerAttention:
     value_size: elements of a value where it is narrower than head_dim, the cache being padded with
         zeros; 0 = head_dim.
     qk_norm: whether queries and keys are normed, if the model has such norms.
-    temperature: (beta, trained, shift): q *= 1 + beta * ln(1 + floor((t + shift) / trained)).
+    temperature: (beta, trained, shift): q *= 1 + beta * ln(1 + floor((t + shift) / trained)); None
+        = no factor.
     value_is_key: whether values are the keys before their norm and rotation.
     value_norm: whether values are divided by their root mean square.
-    keys_of: an earlier layer whose keys and values this layer reads instead of its own.
+    keys_of: the number of an earlier layer whose keys and values this layer reads; None = its own.
     bidirectional: whether tokens see all keys of their text, or those with |t - s| <= window; the
         cache then keeps nothing.
     latent: latent attention, whose cache has one "head" of head_dim elements for each token, and no
@@ -84,7 +85,7 @@ class LayerAttention:
     softplus_gates: elements for each head, 1 or head_dim, of a projection whose softplus multiplies
         the output; 0 = none.
     attended_scale: the factor of the output.
-    mixer: the recurrent part, which keeps a state of each request.
+    mixer: the recurrent part, which keeps a state of each request; None = none.
     attends: whether the layer has attention; otherwise the fields above have no meaning. A layer
         with a mixer and attention adds both up. A layer with neither is an MLP alone.
     """
@@ -242,7 +243,7 @@ class ModelConfig:
     def within(self, max_model_len: int) -> "ModelConfig":
         """Return this configuration for texts of at most max_model_len tokens.
 
-        A window or chunk that holds such a text hides nothing, so that its layers become plain.
+        A window or chunk of at least this length hides no keys, so its layers get full attention.
         """
         layers = tuple(
             replace(
@@ -270,7 +271,7 @@ class ModelConfig:
     def with_mtp(self) -> "ModelConfig":
         """Return this configuration with its multi-token-prediction layer as one more layer.
 
-        The layer is like the last one, and its attention like that of the last one that has any.
+        The MTP layer is like the last layer, with the attention of the last layer that has any.
         """
         last, experts = self.num_layers - 1, self.experts
         attending = [layer for layer in self.attention if layer.mixer is None]

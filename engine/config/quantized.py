@@ -37,19 +37,20 @@ Kind = Literal[
 class Scheme:
     """The format of a stored matrix [out, in] (`engine.quantization.layouts`).
 
-    kind: which tensors there are, and the order of their fields.
+    kind: the checkpoint's layout: a matrix's tensors, and how codes are packed in them.
     bits: bits of a code.
     group: inputs that share a scale; 0 = all.
     rows: outputs that share a scale; 0 = all.
     symmetric: whether there are no zero points.
     zeros_less_one: whether zero points are stored less one (kind "gptq").
-    ordered: whether a tensor gives the group of each input.
-    weight, scale, total: suffixes of the tensors' names, where a kind has several.
+    ordered: whether a tensor gives the group of each input (act-order).
+    weight, scale, total: the suffixes of the names of codes, scales and the matrix's own scale,
+        where files of one kind differ; total "" = the matrix has no scale of its own.
     divides: whether the scale of the whole matrix divides (kind "nvfp4").
     nested: whether scales are quantised to 8 bits themselves (kind "nf4").
     activations: bits of matmul inputs, as the file says; inputs are quantised only with 8.
-    sparse: whether two of each four weights are stored, with a bit mask. Of kind "sparse" these
-        are numbers of 16 or 32 bits.
+    sparse: whether two of each four weights are stored, with a bit mask. With kind "sparse" the
+        stored weights are numbers of 16 or 32 bits.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Reads quantization_config: the keys of each method -> Quantized. No torch here."""
+"""read_quantized: reads the quantization_config of each method as a Quantized. No torch here."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -98,7 +98,7 @@ def _auto_round(read: Reader) -> Rules:
             kind,
             _bits(each, "bits", each.size("bits"), (4,) if kind == "awq" else (4, 8)),
             _group(each, "group_size", each.get("group_size", 128)),
-            # Files that serve GPTQ and AWQ have zero points in any case.
+            # AWQ's layout always has zero points, also for symmetric weights.
             symmetric=bool(each.get("sym", True)) and kind == "gptq",
             zeros_less_one=kind == "gptq",
         )
@@ -153,7 +153,7 @@ def _compressed(read: Reader) -> Rules:
 
 
 def _sparsity(read: Reader) -> Reader | None:
-    """Return sparsity_config, where matrices are stored without their zeros.
+    """Return sparsity_config if matrices are stored without their zeros, else None.
 
     Raises ConfigError naming another kind than 2:4 with a bit mask.
     """
@@ -169,13 +169,13 @@ def _sparsity(read: Reader) -> Reader | None:
     if sparse.one_of("format", stored, "dense") == "dense":
         if file_format.startswith("sparse"):
             raise read.error("format", f"{file_format!r} needs a sparsity_config")
-        return None  # zeros are stored as others are
+        return None  # zeros are stored like other weights
     sparse.one_of("sparsity_structure", ("2:4",), "2:4")
     return sparse
 
 
 def _with_sparse(read: Reader, rules: Rules) -> Rules:
-    """Return rules by which the matrices that sparsity_config names are sparse as well.
+    """Return the rules, extended so that the matrices that sparsity_config names are sparse.
 
     read: sparsity_config.
     """

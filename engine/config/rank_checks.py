@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from engine.config.model_config import LayerAttention, ModelConfig
 from engine.errors import ConfigError
 
-# experts are not split from this many ranks on, or below this many columns on each
+# With this many ranks or more, or fewer columns on each, ranks get whole experts.
 _MANY_RANKS, _THIN = 8, 64
 
 

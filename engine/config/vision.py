@@ -1,4 +1,4 @@
-"""VisionConfig: the tower of a model that takes pictures, as its folder describes it. No torch."""
+"""VisionConfig: the configuration of a model's vision tower, read from its folder. No torch here."""
 
 import logging
 from collections.abc import Mapping
@@ -15,26 +15,28 @@ Colour = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """The sizes and switches that the towers of all families have; families add their own.
+    """The configuration that the vision towers of all families have; each family adds its own.
 
     family: the key in `engine.models.vision.registry.TOWERS` of the class that computes the tower,
         which is `Wrapper.images`.
     image_token_id: the token at whose positions embeddings of pictures stand.
-    clip_token_id: the token at whose positions embeddings of clips stand; None = it takes none.
-    names: (beginning of the tower's names in a checkpoint, our beginning) pairs; the first match is
-        taken.
+    clip_token_id: the token at whose positions embeddings of clips stand; None = the model takes no
+        clips.
+    names: (beginning of the tower's tensor names in a checkpoint, our beginning) pairs; the first
+        match is taken.
     hidden_size: the width of the tower's layers.
     out_size: the width of an embedding of one level; that of the text model.
     mean, deviation: normalisation of pixels from 0 to 1, by colour.
-    deepstack: levels of embeddings beside the first, which are added after the text model's first
-        layers.
-    mrope_section: the frequencies of each of the three axes of rotary positions; None = pictures
-        have plain positions.
+    deepstack: the number of further levels of embeddings; the text model adds one after each of its
+        first layers.
+    mrope_section: the number of frequencies of each of the three axes of rotary positions; None =
+        pictures have plain positions.
     interleaved: whether the axes' frequencies alternate.
     bidirectional: whether the tokens of a picture see each other in the text model.
-    windows_alone: whether they do so in layers with a window alone.
-    largest: the most tokens of a picture; needed where they see each other.
-    padding_id: the token whose inputs of layers image tokens have, if layers have inputs.
+    windows_alone: whether they see each other only in layers with a sliding window.
+    largest: the maximum number of tokens of a picture; needed where they see each other.
+    padding_id: the token whose per-layer inputs image tokens get (`LayerInputs`), if the model has
+        such inputs.
     """
 
     family: str
@@ -70,19 +72,19 @@ class VisionConfig:
         return self.hidden_size // self.num_heads
 
     def step_size(self, tokens: int, cache_tokens: int) -> int:
-        """Return the most embeddings that a step encodes.
+        """Return the maximum number of embeddings that a step encodes.
 
-        tokens: the most tokens of a step.
-        cache_tokens: the most embeddings that are kept.
+        tokens: the maximum number of tokens of a step.
+        cache_tokens: the maximum number of cached embeddings.
         """
         return max(tokens, self.largest or cache_tokens)
 
     def owns(self, stored: str) -> bool:
-        """Whether a checkpoint's tensor is the tower's; a converted folder has our names."""
+        """Whether a tensor is the tower's, by its name in a checkpoint or a converted folder."""
         return any(stored.startswith(pair) for pair in self.names)
 
     def tensor_name(self, stored: str) -> str | None:
-        """Return our name of a checkpoint's tensor; None for one that is not the tower's."""
+        """Return our name of a checkpoint's tensor; None if the tensor is not the tower's."""
         for begin, ours in self.names:
             if stored.startswith(begin):
                 return ours + stored[len(begin) :]
@@ -91,10 +93,10 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileVision(VisionConfig):
-    """A tower of square tiles of one size.
+    """The configuration of a vision tower that encodes square tiles of one size.
 
-    tile: pixels on the side of a tile.
-    merge: patches on the side of one embedding.
+    tile: the side of a tile in pixels.
+    merge: the side, in patches, of the square that becomes one embedding.
     """
 
     tile: int
@@ -102,7 +104,7 @@ class TileVision(VisionConfig):
 
     @property
     def patches(self) -> int:
-        """The number of patches on the side of a tile."""
+        """The side of a tile in patches."""
         return self.tile // self.patch_size
 
     @property
@@ -126,9 +128,9 @@ HALF = (0.5, 0.5, 0.5)
 def normalisation(
     settings: Reader, mean: Colour = HALF, deviation: Colour = HALF
 ) -> Mapping[str, Any]:
-    """Return `mean` and `deviation` of the processor's settings.
+    """Return the fields `mean` and `deviation` of VisionConfig, read from the processor's settings.
 
-    mean, deviation: defaults of the processor's class, where the file is silent.
+    mean, deviation: defaults of the processor's class.
     """
     if not settings.flag("do_normalize", True):
         return {"mean": (0.0, 0.0, 0.0), "deviation": (1.0, 1.0, 1.0)}
@@ -149,7 +151,7 @@ def _colours(settings: Reader, key: str, default: Colour, scale: float) -> Colou
 
 
 def rotary_section(text: Reader, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `mrope_section` of a text model's config; default where the file is silent."""
+    """Return `mrope_section` of a text model's config; `default` if the file has none."""
     for key in ("rope_parameters", "rope_scaling"):
         section = text.inner(key).listed("mrope_section", int)
         if section is not None:

@@ -49,9 +49,9 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
-    """Return each layer's MLP width: intermediate_size, or else computed from ffn_mult.
+    """Return each layer's MLP width: intermediate_size, or the width that ffn_mult gives.
 
-    The width is then 2/3 * ffn_mult * hidden_size, rounded up to a multiple of 256.
+    That width is 2/3 * ffn_mult * hidden_size, rounded up to a multiple of 256.
     """
     hidden, sizes = config.size("hidden_size"), []
     for own in _layers(config, "ffn"):

@@ -32,9 +32,11 @@ _BLOCK = f"{LAYER}block_sparse_moe."
 def experts_at(
     router: str, gate: str, up: str, down: str, **others: str
 ) -> dict[str, CheckpointTensor]:
-    """Return the tensor names of experts that have a tensor for each matrix.
+    """Return the tensors of experts each of whose matrices is a tensor of its own.
 
-    others: our names -> the checkpoint's.
+    router: the router's name in the checkpoint, inside of the layer.
+    gate, up, down: the names of an expert's matrices, without ".weight".
+    others: our names of further tensors -> the checkpoint's, inside of the layer.
     """
     names = {
         "router": CheckpointTensor((f"{LAYER}{router}",)),

@@ -1,7 +1,7 @@
 """LongCat-Flash: scaled latent attention, and experts of which some return their input.
 
-A layer of the file is two of ours; its mixture of experts reads the first and is added after the
-second.
+A layer of the checkpoint is two decoder layers here. Its experts read the input of the first one's
+MLP, and their output is added after the second one's.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _of_pair(stored: CheckpointTensor) -> CheckpointTensor:
-    """Return the place of a tensor of Llama or DeepSeek in LongCat's files.
+    """Return the names in LongCat's files for a tensor of Llama or DeepSeek.
 
     These files count two layers as one, so names have "{pair}" and "{half}" instead of "{i}".
     """

@@ -57,7 +57,7 @@ class DeltaNet:
         """The shapes of a request's float32 states: convolution inputs, matrices, pending updates.
 
         A pending update is not yet in the matrices. For each head and decode it has a key, a
-        correction, and a sum in the first of four further elements, which align the next entry to
+        correction, and a sum in the first of four further elements, which align the next update to
         16 bytes.
         """
         matrices = (self.value_heads, self.key_size, self.value_size)

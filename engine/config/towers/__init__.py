@@ -1,4 +1,4 @@
-"""read_vision: reads the tower of a model folder. A file here has what one family adds."""
+"""read_vision: reads the configuration of a model's vision tower; each module has one family."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -20,8 +20,8 @@ from engine.config_reader import Reader
 from engine.images.settings import ProcessorSettings
 from engine.shards import find_shards, read_headers
 
-# (config.json, settings of the processor) -> the tower; None if it is one that is not supported,
-# of which the log says why
+# (config.json, settings of the image processor) -> the tower's configuration; None for a tower that
+# is not supported, after a log line that says why
 _Read = Callable[[Reader, Reader], VisionConfig | None]
 
 # Wrapper.images -> the reader of its tower.
@@ -41,7 +41,7 @@ FAMILIES: Mapping[str, _Read] = {
     "pixtral": read_pixtral,
     "qwen3_vl": read_qwen3_vl,
 }
-# A part of the names of a tower's tensors, in all families.
+# Matches the names of a vision tower's tensors, in all families.
 _OF_TOWER = re.compile(r"(^|\.)vis(ion|ual)[^.]*\.")
 # Last parts of the names of quantised matrices' tensors.
 _OF_QUANTIZED = (
@@ -51,7 +51,7 @@ _OF_QUANTIZED = (
 
 
 def lacks_settings(file: Path, wrapper: str) -> bool:
-    """Whether a folder has the weights of a tower, and no settings of its pictures.
+    """Whether a folder has a vision tower's weights but no settings of an image processor.
 
     file: config.json in the folder.
     wrapper: the name of the multimodal model; "" = none.
@@ -66,11 +66,11 @@ def lacks_settings(file: Path, wrapper: str) -> bool:
 
 
 def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> VisionConfig | None:
-    """Return the tower of a multimodal model; None if its text model is served alone.
+    """Return a multimodal model's vision configuration; None if its text model is served alone.
 
-    That is so for a family without a tower here, for a folder whose weights are without a tower,
-    with a quantised one or without the processor's settings, and for rotary positions that have no
-    three axes.
+    The result is None if the family's tower is not supported, if the folder lacks the image
+    processor's settings or the tower's weights, if these are quantised, and if tiles or
+    mrope_section do not fit the model.
 
     config: config.json with its outer keys.
     wrapper: the name of the multimodal model; "" = none.

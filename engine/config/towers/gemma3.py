@@ -1,4 +1,4 @@
-"""The tower of Gemma 3."""
+"""read_gemma3: reads the configuration of Gemma 3's vision tower."""
 
 import math
 
@@ -22,7 +22,7 @@ _NAMES = (
 
 
 def read_gemma3(config: Reader, settings: Reader) -> TileVision:
-    """Read the tower. Raises ConfigError naming file and key."""
+    """Read the tower's configuration. Raises ConfigError naming file and key."""
     vision, text = config.inner("vision_config"), config.inner("text_config")
     side, patch = vision.square("image_size", 224), vision.square("patch_size", 16)
     count = config.size("mm_tokens_per_image", 256)

@@ -1,4 +1,4 @@
-"""The tower of Gemma 4."""
+"""The configuration of Gemma 4's vision tower."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,13 @@ _PARTS = ("vision_tower.", "embed_vision.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Vision(VisionConfig):
-    """The tower of Gemma 4.
+    """The configuration of Gemma 4's vision tower.
 
     theta: the base of rotary positions.
-    pool: patches on the side of one embedding, which is their mean.
+    pool: the side, in patches, of the square whose mean is one embedding.
     positions: rows of each axis's table of learned positions.
-    clipped: whether inputs and outputs of linear layers have bounds, which the checkpoint has.
-    standardised: whether means are shifted and scaled, by vectors of the checkpoint.
+    clipped: whether inputs and outputs of linear layers are clamped, to bounds in the checkpoint.
+    standardised: whether embeddings are shifted and scaled, by vectors of the checkpoint.
     """
 
     theta: float
@@ -29,7 +29,7 @@ class Gemma4Vision(VisionConfig):
 
 
 def read_gemma4(config: Reader, settings: Reader) -> Gemma4Vision | None:
-    """Read the tower; None for one whose heads or positions are not supported.
+    """Read the tower's configuration; None if its heads or positions are not supported.
 
     Raises ConfigError naming file and key.
     """

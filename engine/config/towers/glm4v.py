@@ -1,20 +1,20 @@
-"""The tower of GLM-4.1V, GLM-4.5V and GLM-4.6V."""
+"""The configuration of the vision tower of GLM-4.1V, GLM-4.5V and GLM-4.6V."""
 
 from dataclasses import dataclass
 
 from engine.config.towers.qwen_vl import ACTIVATIONS, QwenVision, shared_fields
 from engine.config_reader import Reader
 
-_IMAGE = 151343  # the token of pictures, where the file is silent
+_IMAGE = 151343  # the token of pictures, if config.json names none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlmVision(QwenVision):
-    """The tower of GLM-4.1V and later, whose MLPs have the width of its embeddings.
+    """The configuration of the tower of GLM-4.1V and later, whose MLPs are as wide as embeddings.
 
     qkv_bias: whether the projections to queries, keys and values have biases.
     merger_size: the inner width of the MLP that makes embeddings.
-    positions: rows of the table of learned positions, a square.
+    positions: rows of the table of learned positions, which is a square grid.
     """
 
     qkv_bias: bool
@@ -23,7 +23,7 @@ class GlmVision(QwenVision):
 
 
 def read_glm4v(config: Reader, settings: Reader) -> GlmVision:
-    """Read the tower of GLM-4.1V and later. Raises ConfigError naming file and key."""
+    """Read the tower's configuration. Raises ConfigError naming file and key."""
     vision = config.inner("vision_config")
     shared = shared_fields(config, settings, 14, (8, 12, 12), _IMAGE)
     out = vision.size("out_hidden_size", 4096)

@@ -1,4 +1,4 @@
-"""The tower of Idefics 3 and SmolVLM."""
+"""The configuration of the vision tower of Idefics 3 and SmolVLM."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics3Vision(TileVision):
-    """The tower of Idefics 3 and SmolVLM.
+    """The configuration of the vision tower of Idefics 3 and SmolVLM.
 
-    positions: patches on the side of the pictures that the learned positions are made for.
+    positions: the side, in patches, of the square pictures that learned positions are made for.
     """
 
     positions: int
 
 
 def read_idefics3(config: Reader, settings: Reader) -> Idefics3Vision:
-    """Read the tower. Raises ConfigError naming file and key."""
+    """Read the tower's configuration. Raises ConfigError naming file and key."""
     vision = config.inner("vision_config")
     patch = vision.square("patch_size", 32)
     side = vision.square("image_size", 224)

@@ -1,4 +1,4 @@
-"""The tower of InternVL: InternViT."""
+"""The configuration of InternVL's vision tower, InternViT."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,10 @@ _PARTS = ("vision_tower.", "multi_modal_projector.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternVision(TileVision):
-    """The tower of InternVL.
+    """The configuration of InternVL's vision tower.
 
-    positions: patches on the side of the pictures that the learned positions are made for; 0 = the
-        tower has none.
+    positions: the side, in patches, of the square pictures that learned positions are made for; 0 =
+        the tower has no learned positions.
     norm: "layer_norm" or "rms_norm".
     qkv_bias: whether the projections to queries, keys and values have biases.
     qk_norm: whether queries and keys are normed over all heads together.
@@ -39,7 +39,7 @@ class InternVision(TileVision):
 
 
 def read_internvl(config: Reader, settings: Reader) -> InternVision | None:
-    """Read the tower; None if the embeddings are not those of its last layer.
+    """Read the tower's configuration; None if embeddings are not taken from its last layer.
 
     Raises ConfigError naming file and key.
     """
@@ -60,7 +60,9 @@ def read_internvl(config: Reader, settings: Reader) -> InternVision | None:
 
 
 def read_internvl_chat(config: Reader, settings: Reader) -> InternVision | None:
-    """Read the tower of the publisher's format; None if its pictures are put together otherwise.
+    """Read the tower's configuration in the publisher's format.
+
+    Returns None, after a log line, for values of its keys that are not supported.
 
     Raises ConfigError naming file and key.
     """
@@ -99,7 +101,7 @@ def _tower(
     qkv_bias: str,
     qk_norm: str,
 ) -> InternVision:
-    """Return the tower of either format. qkv_bias, qk_norm: keys of vision_config."""
+    """Return the configuration, in either format. qkv_bias, qk_norm: keys of vision_config."""
     vision = config.inner("vision_config")
     patch, side = vision.square("patch_size", 14), vision.square("image_size", 448)
     return InternVision(

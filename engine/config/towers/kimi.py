@@ -1,4 +1,4 @@
-"""The tower of Kimi-VL, Kimi K2.5 and K2.6: MoonViT."""
+"""The configuration of MoonViT, the vision tower of Kimi-VL, Kimi K2.5 and K2.6."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from engine.config.vision import normalisation, text_alone
 from engine.config_reader import Reader
 from engine.images.families.kimi import settings_of_media
 
-_IMAGE = 163605  # the token of pictures, where the file is silent
+_IMAGE = 163605  # the token of pictures, if config.json names none
 _PROJECTOR = (("in_proj.", "linear_1."), ("out_proj.", "linear_2."), ("pre_norm.", "pre_norm."))
 _NAMES = (
     *((f"{name}vision_tower.", "visual.") for name in ("model.", "")),
@@ -21,13 +21,14 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KimiVision(QwenVision):
-    """The tower of Kimi-VL and later.
+    """The configuration of the vision tower of Kimi-VL and later.
 
-    positions: rows of the table of learned positions, a square.
+    positions: rows of the table of learned positions, which is a square grid.
     theta: the base of rotary positions.
     merger_eps: epsilon of the norm before patches are joined.
     fused: whether queries, keys and values are in one matrix, whose rotary pairs are adjacent, as
-        in published files; else three, whose pairs are half a head apart, as in transformers.
+        in published files. Otherwise they are in three matrices, whose rotary pairs are half a
+        head apart, as in transformers.
     """
 
     positions: int
@@ -37,12 +38,14 @@ class KimiVision(QwenVision):
 
 
 def read_kimi_split(config: Reader, settings: Reader) -> KimiVision | None:
-    """Read a tower in transformers' format; the result and errors are those of `read_kimi`."""
+    """Read the configuration of a tower in transformers' format; see `read_kimi`."""
     return read_kimi(config, settings, fused=False)
 
 
 def read_kimi(config: Reader, settings: Reader, *, fused: bool = True) -> KimiVision | None:
-    """Read the tower; None for one of another kind. Raises ConfigError naming file and key.
+    """Read the tower's configuration; None for a tower of another kind.
+
+    Raises ConfigError naming file and key.
 
     fused: see `KimiVision`.
     """

@@ -1,4 +1,4 @@
-"""The tower of Llama 4."""
+"""The configuration of Llama 4's vision tower."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _PARTS = ("vision_model.", "multi_modal_projector.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4Vision(TileVision):
-    """The tower of Llama 4.
+    """The configuration of Llama 4's vision tower.
 
     theta: the base of rotary positions.
     adapted_size: the width of the adapter's two layers.
@@ -21,7 +21,7 @@ class Llama4Vision(TileVision):
 
 
 def read_llama4(config: Reader, settings: Reader) -> Llama4Vision:
-    """Read the tower. Raises ConfigError naming file and key."""
+    """Read the tower's configuration. Raises ConfigError naming file and key."""
     vision = config.inner("vision_config")
     rotary = vision.inner("rope_parameters")
     return Llama4Vision(

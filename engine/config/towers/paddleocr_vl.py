@@ -1,11 +1,11 @@
-"""The tower of PaddleOCR-VL."""
+"""The configuration of PaddleOCR-VL's vision tower."""
 
 from dataclasses import dataclass
 
 from engine.config.towers.qwen_vl import ACTIVATIONS, QwenVision, shared_fields
 from engine.config_reader import Reader
 
-_IMAGE = 100295  # the token of pictures, where the file is silent
+_IMAGE = 100295  # the token of pictures, if config.json names none
 _TOWERS = ("model.visual.vision_model.", "visual.vision_model.")
 # Published files also have a head and a table of packed positions, which nothing reads.
 _PARTS = ("embeddings.position_embedding.", "encoder.", "post_layernorm.")
@@ -19,16 +19,16 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddleVision(QwenVision):
-    """The tower of PaddleOCR-VL: SigLIP's layers with rotary positions.
+    """The configuration of PaddleOCR-VL's tower: SigLIP's layers with rotary positions.
 
-    positions: rows of the table of learned positions, a square.
+    positions: rows of the table of learned positions, which is a square grid.
     """
 
     positions: int
 
 
 def read_paddleocr_vl(config: Reader, settings: Reader) -> PaddleVision:
-    """Read the tower of PaddleOCR-VL. Raises ConfigError naming file and key."""
+    """Read the tower's configuration. Raises ConfigError naming file and key."""
     vision = config.inner("vision_config")
     text = config.inner("text_config") if config.get("text_config") else config
     shared = shared_fields(config, settings, 14, (16, 24, 24), _IMAGE)

@@ -1,4 +1,4 @@
-"""The tower of Pixtral and Mistral 3."""
+"""The configuration of the vision tower of Pixtral and Mistral 3."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,10 @@ _PARTS = ("vision_tower.", "multi_modal_projector.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralVision(VisionConfig):
-    """The tower of Pixtral and Mistral 3.
+    """The configuration of the vision tower of Pixtral and Mistral 3.
 
     theta: the base of rotary positions.
-    merge: patches on the side of one embedding.
+    merge: the side, in patches, of the square that becomes one embedding.
     merger_eps: epsilon of the norm before patches are merged; None = each patch is an embedding.
     projector_activation, projector_bias: the activation and biases of the two layers from the
         tower's width to the text model's.
@@ -35,7 +35,7 @@ class PixtralVision(VisionConfig):
 
 
 def read_pixtral(config: Reader, settings: Reader) -> PixtralVision | None:
-    """Read the tower; None if the embeddings are not of its last layer.
+    """Read the tower's configuration; None if embeddings are not taken from its last layer.
 
     Raises ConfigError naming file and key.
     """

@@ -1,4 +1,4 @@
-"""The towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6."""
+"""The configurations of the vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVision(VisionConfig):
-    """The tower of Qwen2-VL, whose fields later towers of Qwen share.
+    """The configuration of Qwen2-VL's vision tower, whose fields Qwen's later towers share.
 
-    frames: frames of a patch; a still picture is repeated.
-    merge: patches on the side of one embedding.
+    frames: the frames of a clip that a patch covers; a still picture is repeated.
+    merge: the side, in patches, of the square that becomes one embedding.
     """
 
     frames: int
@@ -31,9 +31,9 @@ class QwenVision(VisionConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen25Vision(QwenVision):
-    """The tower of Qwen2.5-VL.
+    """The configuration of Qwen2.5-VL's vision tower.
 
-    window: embeddings on the side of a window, whose patches see each other.
+    window: the side, in embeddings, of a square window, whose patches see each other.
     full_layers: the layers in which all patches of a picture see each other.
     """
 
@@ -43,10 +43,10 @@ class Qwen25Vision(QwenVision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Vision(QwenVision):
-    """The tower of Qwen3-VL and later.
+    """The configuration of the vision tower of Qwen3-VL and later.
 
-    positions: rows of the table of learned positions, a square.
-    deepstack_layers: the layers after which a level of embeddings is made.
+    positions: rows of the table of learned positions, which is a square grid.
+    deepstack_layers: the tower's layers after which a further level of embeddings is computed.
     """
 
     positions: int
@@ -60,10 +60,9 @@ def shared_fields(
     section: tuple[int, ...],
     image_token_id: int = 151655,
 ) -> Mapping[str, Any]:
-    """Return the fields that all versions read alike.
+    """Return the fields of VisionConfig that all versions read alike.
 
-    patch, section, image_token_id: patch_size, mrope_section and the token of pictures where the
-        files are silent.
+    patch, section, image_token_id: defaults of patch_size, mrope_section and the token of pictures.
     """
     vision = config.inner("vision_config")
     # Flat files have the text model's keys among their own.
@@ -82,7 +81,7 @@ def shared_fields(
 
 
 def read_qwen2_vl(config: Reader, settings: Reader) -> QwenVision:
-    """Read the tower of Qwen2-VL. Raises ConfigError naming file and key."""
+    """Read the configuration of Qwen2-VL's tower. Raises ConfigError naming file and key."""
     vision = config.inner("vision_config")
     width = vision.size("embed_dim", 1280)
     return QwenVision(
@@ -99,7 +98,7 @@ def read_qwen2_vl(config: Reader, settings: Reader) -> QwenVision:
 
 
 def read_qwen2_5_vl(config: Reader, settings: Reader) -> Qwen25Vision:
-    """Read the tower of Qwen2.5-VL. Raises ConfigError naming file and key."""
+    """Read the configuration of Qwen2.5-VL's tower. Raises ConfigError naming file and key."""
     vision = config.inner("vision_config")
     shared = shared_fields(config, settings, 14, (16, 24, 24))
     unit = shared["patch_size"] * shared["merge"]
@@ -123,7 +122,10 @@ def read_qwen2_5_vl(config: Reader, settings: Reader) -> Qwen25Vision:
 
 
 def read_qwen3_vl(config: Reader, settings: Reader) -> Qwen3Vision:
-    """Read the tower of Qwen3-VL and later. Raises ConfigError naming file and key."""
+    """Read the configuration of Qwen3-VL's tower, or of a later one.
+
+    Raises ConfigError naming file and key.
+    """
     vision, text = config.inner("vision_config"), config.inner("text_config")
     layers = tuple(vision.listed("deepstack_visual_indexes", int) or ())
     return Qwen3Vision(
