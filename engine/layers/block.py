@@ -31,7 +31,7 @@ class Block(Protocol):
 
     @property
     def activations(self) -> int:
-        """The most elements for each token inside the block at once, without residual and norm."""
+        """The peak number of elements for each token inside the block, without residual and norm."""
         ...
 
     def forward(

@@ -26,8 +26,10 @@ class Builder:
     """A maker of a model's layers, with the settings that they share.
 
     Methods take sizes of the whole model, whatever part this rank has. Their parameter `ours` is a
-    name in the record's tensors.
+    name in the record's tensors. Ranges are half-open.
 
+    method: the linear method of layers without a format of their own.
+    group: the ranks that divide the layers.
     layer: the number of a decoder layer; None outside of the layers.
     """
 
@@ -46,9 +48,9 @@ class Builder:
     # Names of tensors, and of modules with all their tensors, that only other ranks hold.
     elsewhere: set[str] = field(default_factory=set)
     layer_methods: LayerMethods | None = None  # methods of layers with formats of their own
-    # outputs of experts, passed to the next layer
+    # the output of one layer's experts, which the next layer adds (`ExpertsAhead`)
     ahead: list[torch.Tensor] = field(default_factory=list)
-    routes: RouteTap = field(default_factory=RouteTap)  # the choices of routers, where asked for
+    routes: RouteTap = field(default_factory=RouteTap)  # the experts that routers choose
 
     def method_of(self, layer: str, names: Sequence[str]) -> LinearMethod:
         """Return the linear method of a layer that merges the checkpoint's matrices `names`."""
@@ -60,7 +62,7 @@ class Builder:
         return replace(self, layer=layer)
 
     def outline(self) -> "Builder":
-        """Return a builder for another rank's parts, which take no memory here."""
+        """Return a builder for parts that only other ranks or stages hold; they take no memory."""
         return replace(self, device=torch.device("meta"))
 
     def undivided(self) -> "Builder":
@@ -94,8 +96,8 @@ class Builder:
     ) -> Linear:
         """Make a linear layer whose output features are divided among the ranks.
 
-        sizes: output features of each piece, one below the other.
-        ranges: the range of each piece that this rank has; None = equal parts.
+        sizes: output features of each piece; pieces are stacked along rows.
+        ranges: the rows of each piece that this rank has; None = equal parts.
         stored: the number of pieces in each of the checkpoint's tensors; () = all in one tensor, or
             one piece in each.
         """
@@ -115,11 +117,11 @@ class Builder:
     ) -> RowParallelLinear:
         """Make a linear layer whose input features are divided among the ranks.
 
-        columns: the range that this rank has; None = an equal part.
+        columns: the range of columns that this rank has; None = an equal part.
         """
         columns = columns or self.group.part(in_features, f"{ours} columns")
         parts = self._parts(ours, (out_features,), [(0, out_features)], in_features, columns)
-        if bias and self.group.rank:  # rank 0 adds it
+        if bias and self.group.rank:  # rank 0 adds the bias
             self.elsewhere.update(f"{part.name}.bias" for part in parts)
             bias = False
         spec = self._spec(ours, parts, bias)
@@ -158,7 +160,7 @@ class Builder:
     ) -> LatentProjection:
         """Make the layer that projects latents to keys and values.
 
-        rows: the range that this rank has.
+        rows: the range of rows that this rank has.
         """
         parts = self._parts(ours, (out_features,), (rows,), rank, (0, rank))
         spec = self._spec(ours, parts, False)
@@ -227,9 +229,8 @@ class Builder:
     ) -> Parameter:
         """Make a float32 vector that joins one or more of the checkpoint's vectors.
 
-        sizes: the elements of each. The checkpoint stores each under its own name, or all under
-            one, in any shape.
-
+        sizes: the elements of each vector. The checkpoint stores each under its own name, or all
+            under one name, in any shape.
         ranges: the range of each vector that this rank has; None = all.
         std, scale: see `Parameter`.
         """
@@ -270,7 +271,7 @@ class Builder:
         if experts.bias:
             gate_up_bias = self._of_experts("experts_gate_up_bias", here, (rows,), both[1], None)
             down_bias = self._of_experts("experts_down_bias", here, (hidden,), down[1], None)
-            if group.rank:  # rank 0 adds it
+            if group.rank:  # rank 0 adds the bias
                 self.elsewhere.update(source.name for source in down_bias)
                 down_bias = ()
         return ExpertsSpec(
@@ -339,7 +340,10 @@ class Builder:
         return tuple(sources)
 
     def numbers(self, ours: str, names: Sequence[str]) -> Parameter:
-        """Make a float32 vector of single numbers, each stored under its own name."""
+        """Make a float32 vector of single numbers, each stored as a tensor of its own.
+
+        names: the ends of the tensors' names, after the checkpoint's name of `ours`.
+        """
         (prefix,) = self.stored(ours).names
         tensor = torch.empty(len(names), dtype=torch.float32, device=self.device)
         sources = tuple(Source(f"{prefix}.{name}", (1,)) for name in names)

@@ -164,10 +164,12 @@ class Experts:
             self.routes.note(self.layer, ids, self.config.choices)
 
     def _real(self, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Replace zero experts, which return their input, by a chosen expert with weight 0.
+        """Replace zero experts, which return their input, by another chosen expert with weight 0.
 
-        Returns the weights and ids of the experts, and the sum [n, 1] of the zero experts' weights.
-        The token's heaviest expert stands in, so that no further expert's weights are read.
+        That is the token's expert of the largest weight, so no further expert's weights are read.
+
+        Returns the experts' weights and ids [n, chosen], and the sum [n, 1] of the zero experts'
+        weights.
         """
         same = ids >= self.config.count
         own_weights = weights.masked_fill(same, 0.0)
@@ -274,7 +276,7 @@ class ExpertsAhead(Experts):
         x, weights, ids = self._routed(x, norm, residual)
         weights, ids, of_same = self._real(weights, ids)
         routed = self.stack.apply(x, weights, ids, None)
-        # This overwrites an output that a step left when it failed between two layers.
+        # Overwrites the output that is left over from a step that failed between two layers.
         self.ahead[:] = [self.group.all_reduce(routed).addcmul_(x, of_same.to(x.dtype))]
         return self.mlp.forward(x, kv, meta, residual=residual)
 

@@ -95,9 +95,9 @@ class Linear:
 
 
 class RowParallelLinear(Linear):
-    """A linear layer of which each rank holds columns; rank 0 adds the bias.
+    """A linear layer of which each rank holds some columns.
 
-    An all-reduce adds the outputs of all ranks.
+    An all-reduce adds the outputs of all ranks. Rank 0 adds the bias.
     """
 
     def __init__(self, spec: LinearSpec, method: LinearMethod, group: TensorParallelGroup) -> None:
@@ -106,9 +106,9 @@ class RowParallelLinear(Linear):
         self.then: RMSNorm | None = None  # see `add_reduced`
 
     def takes_gate(self, x: Tensor, lora: LoraStep | None) -> bool:
-        """Whether the gate before this layer should be fused into it with `inner`, for x's rows.
+        """Whether `inner` should fuse the gate before this layer into it, for x's number of rows.
 
-        It cannot be with adapters, which read the gate's output.
+        A step with adapters cannot fuse the gate, because adapters read its output.
         """
         return lora is None and self.method.takes_gate(self.state, x)
 
@@ -133,7 +133,7 @@ class RowParallelLinear(Linear):
             y = self.method.apply_add(self.state, x, residual)
             return y if lora is None else self._adapted(y, x, lora)
         y = self.method.apply(self.state, x)
-        if lora is not None:  # in a sharded layer both are partial sums
+        if lora is not None:  # with several ranks, y and the adapter's output are partial sums
             y = self._adapted(y, x, lora)
         return self._summed(y, residual)
 
@@ -182,7 +182,7 @@ class LatentProjection(Linear):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Compute the dense `weight`, if quantised by a matmul with the identity."""
+        """Set the dense `weight`; a quantised one is dequantised by a matmul with the identity."""
         super().finish()
         spec = self.spec
         if isinstance(self.state, DenseState):

@@ -7,7 +7,7 @@ from torch import Tensor
 class RouteTap:
     """The expert ids of the layers of one step.
 
-    on: whether layers note their choices; False costs them one look at this flag.
+    on: whether layers record the experts that they choose.
     """
 
     def __init__(self) -> None:
@@ -15,7 +15,7 @@ class RouteTap:
         self._chosen: dict[int, Tensor] = {}
 
     def begin(self, on: bool) -> None:
-        """Forget the last step, and say whether layers note the choices of the next one."""
+        """Drop the last step's choices, and set whether layers record those of the next step."""
         self.on = on
         self._chosen = {}
 

@@ -94,8 +94,8 @@ class Decoder:
             self.head = ends.column(
                 "head", (vocab,), hidden, bias=config.head_bias, ranges=((first, end),)
             )
-        # Layers whose inputs a drafter reads, ascending; the number of layers stands for the last
-        # one's output. `through` leaves copies of these in `tapped`, [n, hidden_size] each.
+        # Numbers of the layers whose inputs a drafter reads, ascending; the number of all layers
+        # stands for the last one's output. `through` puts copies into `tapped`, [n, hidden_size].
         self.taps: tuple[int, ...] = ()
         self.tapped: list[Tensor] = []
         self.tower: Tower | None = build_tower(ends)
@@ -148,8 +148,8 @@ class Decoder:
         self.open_bytes = self._most_open(transient)
         self.loading_bytes += sum(layer.num_bytes - layer.loading_bytes for layer in transient)
         self.loading_bytes += self.open_bytes
-        # Quantised parameters have fewer elements than their matrices, so these are counted by
-        # spec.
+        # Quantised parameters have fewer elements than their matrices, so matrices are counted by
+        # their specs.
         stacks = self._stacks()
         elsewhere = in_table | {
             parameter.name for linear in linears for parameter in linear.parameters
@@ -165,7 +165,7 @@ class Decoder:
             if parameter.name not in elsewhere
         )
         self.num_active_parameters = self.num_parameters
-        if self.tower is not None:  # a token of text passes it by
+        if self.tower is not None:  # text tokens do not pass through the tower
             self.num_active_parameters -= sum(
                 parameter.tensor.numel() for parameter in self.tower.parameters()
             )
@@ -304,9 +304,9 @@ class Decoder:
         inputs: Tensor | None,
         images: ImageRows | None,
     ) -> Tensor:
-        """Run this stage's layers and return the residual; keep the inputs of the layers `taps`.
+        """Return the residual after this stage's layers, as `through`, and fill `tapped`.
 
-        The inputs are then in `tapped`, for a drafter that reads them.
+        `tapped` gets the inputs of the layers `taps`, for a drafter that reads them.
         """
         self.tapped, scale = [], self.config.residual_scale
         for layer in self.layers:
@@ -317,7 +317,7 @@ class Decoder:
             residual = layer.forward(residual, own, metas[self._view_of[number]], inputs)
             if images is not None:
                 residual = images.after(number, residual)
-        # the last layer's output, or all that `one_layer` has left out
+        # the last layer's output, and stand-ins for taps at layers that `one_layer` leaves out
         while len(self.tapped) < len(self.taps):
             self.tapped.append(residual * scale)
         return residual
@@ -393,7 +393,7 @@ class Decoder:
 
     def _in_units(self) -> Iterator[Linear | Stack]:
         for linear in self._all_linears():
-            # with `unit_head` the head's rows are divided by their lengths first
+            # `finish` divides a `unit_head`'s rows by their lengths before packing
             if linear is not self.head or not self.config.unit_head:
                 yield linear
         yield from self._of_tower()
@@ -413,12 +413,12 @@ class Decoder:
         return min(sum(sizes), max(most, LEAST_OPEN[self.build.runs_on]))
 
     def parts(self, most_bytes: int) -> Iterator[tuple["Decoder", "Decoder"]]:
-        """Yield an unfilled copy of each part of this model, and the model with that part alone.
+        """Yield for each part of this model an unfilled copy, and this model with that part alone.
 
         The first part of the first stage is the embedding and the head; others are layers. A copy
         has memory of its own, so each should be dropped before the next one is made.
 
-        most_bytes: bytes of layers in one part, of at least one layer.
+        most_bytes: the maximum bytes of the layers in one part, which has at least one layer.
         """
         build, made_with = self.build, self._made_with
         numbers = [layer.number for layer in self.layers]
@@ -426,7 +426,7 @@ class Decoder:
             original = copy.copy(self)
             original.layers = []
             yield Decoder(build, *made_with, range(0)), original
-        later = Stage(max(1, self.stage.number), max(2, self.stage.count))  # without the ends
+        later = Stage(max(1, self.stage.number), max(2, self.stage.count))  # without embedding and head
         inner = replace(build, stage=later)
         size = sum(owner.num_bytes for layer in self.layers for owner in layer.packed)
         step = max(1, most_bytes * len(numbers) // max(1, size))

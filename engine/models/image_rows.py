@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Encoder(Protocol):
-    """The tower of a model, from pixels to embeddings."""
+    """The interface of a vision tower, which computes embeddings of images from pixels."""
 
     def encode(self, pixels: Sequence[Tensor]) -> Tensor:
         """Return the embeddings of images, one after the other.
@@ -35,13 +35,17 @@ class ImageRows:
     rows: Tensor
 
     def enter(self, residual: Tensor) -> Tensor:
-        """Write the embeddings over the first layer's input; return it, [num_tokens, hidden]."""
+        """Write the embeddings into `residual` [num_tokens, hidden], the first layer's input.
+
+        Returns `residual`.
+        """
         return residual.index_copy_(0, self.tokens, self._level(0, residual))
 
     def after(self, layer: int, residual: Tensor) -> Tensor:
         """Return the residual [num_tokens, hidden_size] with a layer's level added, if it has one.
 
-        The result is another tensor: a norm that was computed ahead is of the old one.
+        The result is a new tensor, because a norm that was computed ahead (`RMSNorm.ahead`) is the
+        old tensor's.
         """
         if (layer + 2) * residual.shape[1] > self.rows.shape[1]:
             return residual

@@ -1,4 +1,4 @@
-"""Model: the interface of a network to the engine, and the classes that implement it.
+"""Model: the interface of a network to the engine; build_model: makes a network for a config.json.
 
 docs/adding-a-model.md says how to add a class.
 """
@@ -33,9 +33,10 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    group: TensorParallelGroup  # the ranks that divide layers; this model has one part
+    # the ranks that divide each layer; this model is one rank's part
+    group: TensorParallelGroup
     head_group: TensorParallelGroup  # the ranks that divide attention heads
-    # the pipeline stage; layers, num_parameters and bytes below are those of the stage
+    # the pipeline stage; layers, num_parameters and bytes are those of this stage alone
     stage: Stage
     layer_numbers: range
     kv: KVGroups  # groups of these layers in the KV cache
@@ -46,10 +47,10 @@ class Model(Protocol):
     modules_elsewhere: set[str]  # modules that adapters may change, in layers of other stages
     num_parameters: int  # number on this rank
     num_active_parameters: int  # number that one token uses
-    # The most bytes of weights and tables while loading: unpacked parameters, all packed ones, and
+    # The peak bytes of weights and tables while loading: unpacked parameters, all packed ones, and
     # open_bytes.
     loading_bytes: int
-    # the most bytes of parameters that wait to be packed, at once: two layers or more
+    # the maximum bytes of parameters that wait to be packed at one time: two layers or more
     open_bytes: int
     num_bytes: int  # bytes of weights and tables after `finish`
     # [vocab_size + virtual_tokens, hidden_size]: the table of embeddings. The rows after the
@@ -107,8 +108,8 @@ class Model(Protocol):
     def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
         """Compute logits [n, vocab_size] of hidden [n, hidden_size].
 
-        They are float32 on the CPU, else in the model's dtype. Every rank has to call this; only
-        the first rank's result is valid.
+        Logits are float32 on the CPU, else in the model's dtype. Every rank has to call this
+        method; only the first rank's result is valid.
 
         whole: False returns [n, share], this rank's share of the vocabulary
           (`TensorParallelGroup.share`).
@@ -146,7 +147,7 @@ class Model(Protocol):
         ...
 
     def tensor_name(self, stored: str) -> str:
-        """Return the `Source.name` under which parameters ask for the files' tensor `stored`."""
+        """Return the name that parameters use (`Source.name`) for the files' tensor `stored`."""
         ...
 
     def ignores(self, stored: str) -> bool:
@@ -158,10 +159,10 @@ class Model(Protocol):
         ...
 
     def step_bytes(self, tokens: int, samples: int) -> int:
-        """Return an estimate of the most bytes of activations at once in a step.
+        """Return an estimate of the peak bytes of activations in a step.
 
-        tokens: tokens of the step.
-        samples: tokens of these that sample.
+        tokens: the number of the step's tokens.
+        samples: the number of tokens of which logits are computed.
         """
         ...
 
@@ -170,15 +171,15 @@ class Model(Protocol):
         ...
 
     def parts(self, most_bytes: int) -> "Iterator[tuple[Decoder, Decoder]]":
-        """Yield an unfilled copy of each part, and the model with that part alone.
+        """Yield for each part of the model an unfilled copy, and the model with that part alone.
 
-        most_bytes: the bytes of layers in a part.
+        most_bytes: the maximum bytes of the layers in one part, which has at least one layer.
         """
         ...
 
 
-# Architecture.network -> the class. Its arguments are the builder, the method of a head that is the
-# embedding, and the number of rows after the vocabulary.
+# Architecture.network -> the model's class, which takes the builder, the linear method of a head
+# that shares the embedding's weights, and the number of rows after the vocabulary.
 MODELS: dict[str, Callable[[Builder, LinearMethod, int], Model]] = {"decoder": Decoder}
 
 
@@ -200,7 +201,9 @@ def build_model(
 ) -> Model:
     """Allocate the model on its device; its weights are undefined until ``load_weights``.
 
+    quantization: the value in the configuration.
     quantization_layers: pattern of the names of matrices -> their quantization, where it differs.
+    group: the ranks that divide each layer; None = a single rank.
     spread_experts: whether ranks of the group have whole experts instead of a part of each.
     data_parallel_attention: whether each rank has all heads, for its own requests.
     virtual_tokens: rows after the vocabulary in the embedding table.
@@ -241,7 +244,7 @@ def build_tower_alone(
     *,
     runs_on: str | None = None,
 ) -> Tower | None:
-    """Return the allocated tower of a model, without the layers; None for text alone.
+    """Return a model's vision tower, allocated without the text model; None if it has no tower.
 
     runs_on: see `build_model`.
     """

@@ -75,7 +75,7 @@ class LatentAttention:
     ) -> Tensor:
         """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`).
 
-        kv: the cache of latents, twice.
+        kv: (cache of latents, the same cache), in place of keys and values.
         """
         down = self.down.forward(x, meta.lora, norm=norm)
         latent_size = self.latent.rank + self.latent.rope

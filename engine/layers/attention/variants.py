@@ -27,21 +27,23 @@ class HeadNorm(Norm):
     def __init__(self, build: Builder, ours: str, heads: int, size: int, kept: tuple[int, int]):
         """Make the norm and its parameter.
 
+        ours: the name in the record's tensors.
         heads: the number of heads of all ranks.
-        kept: the range of heads that this rank has.
+        size: elements of a head.
+        kept: the half-open range of heads that this rank has.
         """
         self.kernels, self.eps = build.kernels, build.config.norm_eps
         self.flat = build.config.qk_norm == "flat"
-        # With fewer heads than ranks, several ranks have each head.
+        # With fewer heads than ranks, several ranks have each head, and the sum counts it again.
         self.counted = heads * size * max(1, build.group.size // heads)
         parameter = build.head_norm(ours, heads, size, kept)
         self.weight = parameter.tensor
         self.parameters: tuple[Parameter, ...] = (parameter,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the norm of x [n, heads, head_dim], where no sum over ranks is needed.
+        """Return the norm of x [n, heads, head_dim], without a sum over ranks.
 
-        That is with one rank, or with a norm for each head.
+        Valid with one rank, or if each head has a norm of its own.
         """
         if self.flat:
             return self.kernels.rms_norm(x.flatten(1), self.weight, self.eps).view(x.shape)

@@ -67,7 +67,7 @@ class Mamba2Mixer:
             counts = torch.tensor([end - begin for begin, end in ranges])
             factors = torch.tensor(mixer.factors, dtype=torch.float32).repeat_interleave(counts)
             self.factors = factors.to(build.device)
-        # With a norm, its weight contains the factor.
+        # factor of each input of the last matmul; None if the norm's weight contains it, or it is 1
         self.out_factors: Tensor | None = None
         if self.norm is None and mixer.out_factor != 1.0:
             factor = torch.full((mixer.inner,), mixer.out_factor, dtype=torch.float32)

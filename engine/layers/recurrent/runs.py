@@ -1,4 +1,4 @@
-"""Runs kernels that write states, where a step verifies drafts (`kernels.metadata.StateRuns`)."""
+"""compute_runs: runs a kernel that writes recurrent states so that drafts change no state."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,9 +16,10 @@ def compute_runs(
 ) -> Tensor:
     """Return kernel(inputs, states, meta), computed so that drafts change no state.
 
-    In a step with drafts the kernel runs on copies of the states, and a function that computes the
-    accepted tokens on the states themselves is added to `meta.state_runs.replays`.
+    In a step that verifies drafts the kernel runs on copies of the states. A function that computes
+    the accepted tokens on the states themselves is added to `meta.state_runs.replays`.
 
+    inputs: the kernel's inputs, [num_tokens, ...] each.
     states: the tensors that the kernel writes, [rows, ...] each.
     """
     runs = meta.state_runs

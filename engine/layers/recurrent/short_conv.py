@@ -16,7 +16,7 @@ from kernels.metadata import AttentionMeta
 class GatedConvolution:
     """The layer out(c * conv(b * x)).
 
-    kv: for all rows the last inputs b * x of the convolution, twice.
+    kv: the last inputs b * x of the convolution, of all rows, in place of both keys and values.
     """
 
     def __init__(self, build: Builder) -> None:

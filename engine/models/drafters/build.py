@@ -1,4 +1,4 @@
-"""Builds and loads the drafter that `engine.speculation` names."""
+"""build_drafter, load_drafter: make the drafter network that the setting `speculation` names."""
 
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from engine.weights.stored import StoredTensor
 def build_drafter(
     settings: SpeculationSettings | None, model: Model, quantization: str
 ) -> ModelDrafter | None:
-    """Return the drafter, allocated on the device of the model; None if no model drafts.
+    """Return the drafter, allocated on the model's device; None if no drafter network is used.
 
-    settings: the section `engine.speculation`, which `resolve` has checked for this model.
+    settings: the setting `speculation`, which `resolve` has checked for this model.
     quantization: see `build_model`.
     """
     if settings is None or not settings.by_model:
@@ -36,7 +36,7 @@ def build_drafter(
     folder = Path(settings.model)
     if settings.method == "draft_model":
         return DraftModel(draft_config(folder, model.config), model, quantization)
-    # a plan may have config.json alone
+    # `manta plan` may have config.json alone
     stored = read_index(folder) if weight_files(folder) else {}
     own_embedding = any(name.endswith("embed_tokens.weight") for name in stored)
     config = Eagle3Config.from_folder(folder, model.config)
@@ -63,10 +63,11 @@ def load_drafter(
 def check_drafter(drafter: ModelDrafter, settings: SpeculationSettings, folder: Path) -> None:
     """Raise ConfigError naming file and tensor for faults of the drafter's files.
 
-    Faults are a tensor that is missing, unexpected or of another shape, and other tokens.
+    Faults are a tensor that is missing, unexpected or of another shape, and a draft model's
+    tokenizer whose tokens are not the target model's.
 
-    drafter: on any device.
-    folder: the model's folder.
+    drafter: a drafter on any device.
+    folder: the target model's folder.
     """
     own = Path(settings.model or folder)
     if isinstance(drafter, DraftModel):
@@ -88,8 +89,8 @@ def _check_vocabulary(own: Path, folder: Path) -> None:
 def _read(drafter: ModelDrafter, folder: Path) -> dict[str, StoredTensor]:
     """Return the drafter's tensors in its folder, by the names that it uses.
 
-    drafter: on any device.
-    Raises ConfigError naming file and tensor for one that is missing, unexpected or of another
+    drafter: a drafter on any device.
+    Raises ConfigError naming file and tensor for a tensor that is missing, unexpected or of another
     shape.
     """
     if Manifest.read(folder) is not None:

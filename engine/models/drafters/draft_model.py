@@ -17,14 +17,14 @@ from kernels.metadata import AttentionMeta
 class DraftModel:
     """A model that drafts for another one; implements drafter.ModelDrafter.
 
-    It reads tokens alone, and no states of the other model.
+    A draft model reads tokens alone, and no hidden states of the target model.
     """
 
     taps: tuple[int, ...] = ()
     reads_states = False
 
     def __init__(self, config: ModelConfig, model: Decoder, quantization: str) -> None:
-        """Allocate the draft model beside a model, on its device.
+        """Allocate the draft model on the device of its target model, `model`.
 
         quantization: the format for weights that are stored in 16 or 32 bits.
         """
@@ -43,7 +43,7 @@ class DraftModel:
         self.loading_bytes = self.model.loading_bytes
 
     def tensor_name(self, stored: str) -> str:
-        """Return the `Source.name` under which parameters ask for the files' tensor `stored`."""
+        """Return the name that parameters use (`Source.name`) for the files' tensor `stored`."""
         return self.model.tensor_name(stored)
 
     def ignores(self, stored: str) -> bool:

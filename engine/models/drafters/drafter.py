@@ -1,13 +1,13 @@
 """ModelDrafter: the interface of networks that draft the next tokens of a model's texts.
 
-Most drafters have a layer whose row i belongs to token i of a text, and reads the model's state of
-token i and the embedding of token i + 1. Its keys lie in blocks of the same numbers as the model's:
+Most drafters have one layer. Its row i reads the target model's hidden state of token i and the
+embedding of token i + 1. Its keys lie in KV blocks with the same ids as the target model's:
 
- step     states of all its tokens, next tokens -> rows; the last true row gives the first draft
- pass     that row, the draft -> the next row, which gives the next draft; and so on
+ step     states and next tokens of all tokens -> rows; the last accepted one gives the first draft
+ pass     the row before, the last draft -> a row, which gives the next draft; and so on
 
-A draft model reads no states. Its row i reads token i, as the model's does, so that the first draft
-takes a pass, too.
+A draft model reads no states. Its row i reads token i, as the target model's does, so its first
+draft takes a pass, too.
 """
 
 from collections.abc import Mapping
@@ -22,22 +22,24 @@ from kernels.metadata import AttentionMeta
 
 
 class ModelDrafter(Loadable, Protocol):
-    """The interface of a network that drafts the next tokens of a model."""
+    """The interface of a network that drafts the next tokens of a target model."""
 
-    taps: tuple[int, ...]  # layers whose inputs it reads, see `Decoder.taps`; () = final states
+    taps: tuple[int, ...]  # layers whose inputs are read, see `Decoder.taps`; () = final states
     reads_states: bool  # whether it reads states of the model
     kv: KVGroups  # the cache of the drafter's layers: one group that keeps all tokens
 
     @property
     def loading_bytes(self) -> int:
-        """The most bytes of weights and tables while loading."""
+        """The peak bytes of weights and tables while loading."""
         ...
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return the states of a step's first pass [n, drafter's hidden size], in new memory.
+        """Return the input `states` of a step's first pass [n, drafter's hidden size].
 
-        states: [n, taps * hidden_size] inputs of the model's layers, one beside the other; without
-            taps [n, hidden_size], after the final norm.
+        The result is in new memory.
+
+        states: [n, taps * hidden_size], the concatenated inputs of the target model's layers;
+            without taps [n, hidden_size], its hidden states after the final norm.
         """
         ...
 
@@ -46,8 +48,9 @@ class ModelDrafter(Loadable, Protocol):
     ) -> Tensor:
         """Compute the tokens' hidden states [n, drafter's hidden size], the next pass's `states`.
 
-        token_ids: [n] int64, the token after each row's own; its own without states.
-        states: the result of `fused`, or the rows of the last pass; may be overwritten.
+        token_ids: [n] int64, the token after each row's own; the row's own if `reads_states` is
+            False.
+        states: the result of `fused`, or the result of the pass before; may be overwritten.
         kv: the layers' caches, written in place.
         """
         ...

@@ -37,15 +37,15 @@ _EMBEDDING = "model.embed_tokens.weight"
 class Eagle3Drafter:
     """An EAGLE-3 drafter; implements drafter.ModelDrafter.
 
-    Each pass reads the next token's embedding and a hidden state. The first pass of a step computes
-    that state from the inputs of some of the model's layers; later passes read the drafter's own
-    output.
+    Each pass reads the next token's embedding and a hidden state. In a step's first pass that state
+    is computed from the inputs of some of the target model's layers. Later passes read the
+    drafter's own output.
     """
 
     reads_states = True
 
     def __init__(self, config: Eagle3Config, model: Decoder, *, own_embedding: bool) -> None:
-        """Allocate the drafter beside a model, which then keeps the inputs of the layers it reads.
+        """Allocate the drafter on its target model's device, and set the target model's `taps`.
 
         own_embedding: whether the drafter's files have a table of embeddings.
         Raises ConfigError if the files have no such table, and the model's has another width.
@@ -108,7 +108,7 @@ class Eagle3Drafter:
     # ---- weights -------------------------------------------------------------------------------
 
     def tensor_name(self, stored: str) -> str:
-        """Return the `Source.name` under which parameters ask for the files' tensor `stored`."""
+        """Return the name that parameters use (`Source.name`) for the files' tensor `stored`."""
         name = stored.removeprefix("model.")
         for begin, ours in _RENAMES:
             if name.startswith(begin):
@@ -144,12 +144,12 @@ class Eagle3Drafter:
 
     @property
     def open_bytes(self) -> int:
-        """The bytes of parameters that wait to be packed: at most all."""
+        """The peak bytes of parameters that wait to be packed, which is all of them."""
         return sum(linear.loading_bytes for linear in self._linears if linear.transient)
 
     @property
     def loading_bytes(self) -> int:
-        """The most bytes while loading: `num_bytes`, and parameters that wait to be packed."""
+        """The peak bytes while loading: `num_bytes`, and parameters that wait to be packed."""
         return self.num_bytes + self.open_bytes
 
     @property
@@ -166,7 +166,7 @@ class Eagle3Drafter:
                 linear.finish()
         if self._numbers is None:
             return
-        # files have the distance of each number from the model's
+        # the files store the difference of the model's id and the drafter's
         self._numbers += torch.arange(len(self._numbers), device=self.device)
         if self._numbers.min() < 0 or self._numbers.max() >= self._config.layer.vocab_size:
             raise ConfigError(
@@ -214,6 +214,8 @@ class Eagle3Drafter:
 
 
 def _no_offset(tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill a random drafter's table of token ids with zero offsets: its tokens are the model's
-    first."""
+    """Fill a drafter's table of token id offsets with zeros, for random weights.
+
+    The drafter's tokens then are the first ones of the target model.
+    """
     tensor.zero_()

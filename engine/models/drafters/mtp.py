@@ -24,7 +24,7 @@ from kernels.metadata import AttentionMeta
 class MtpDrafter:
     """The multi-token-prediction layer of a model; implements drafter.ModelDrafter.
 
-    Its weights are those of the model's files that the model itself ignores.
+    Its weights are in the model's own files, where the model itself ignores them.
     """
 
     taps: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class MtpDrafter:
     # ---- weights -------------------------------------------------------------------------------
 
     def tensor_name(self, stored: str) -> str:
-        """Return the `Source.name` under which parameters ask for the files' tensor `stored`."""
+        """Return the name that parameters use (`Source.name`) for the files' tensor `stored`."""
         name = self._ours(self._model.config.tensor_name(stored))
         quantized = self._model.config.quantized
         return name if quantized is None else quantized.canonical(name)
@@ -115,12 +115,12 @@ class MtpDrafter:
 
     @property
     def open_bytes(self) -> int:
-        """The most bytes of parameters that wait to be packed at one time, which is all of them."""
+        """The peak bytes of parameters that wait to be packed, which is all of them."""
         return sum(owner.loading_bytes for owner in self._packed if owner.transient)
 
     @property
     def loading_bytes(self) -> int:
-        """The most bytes while loading: `num_bytes`, and parameters that wait to be packed."""
+        """The peak bytes while loading: `num_bytes`, and parameters that wait to be packed."""
         return self.num_bytes + self.open_bytes
 
     @property

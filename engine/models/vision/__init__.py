@@ -1,1 +1,1 @@
-"""Towers: from 8-bit pixels to the embeddings of pictures. A file has what one family adds."""
+"""Vision towers, which compute embeddings of pictures from 8-bit pixels; one family a module."""

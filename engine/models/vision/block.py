@@ -46,7 +46,7 @@ class GatedMLP(MLP):
 
 
 class Block:
-    """A layer whose norms stand before attention and MLP.
+    """A layer of a tower, with norms before attention and MLP.
 
     qkv: the projection to queries, keys and values, in this order.
     """

@@ -67,8 +67,9 @@ class _Block:
         for part, (values, norm) in enumerate(zip(heads.unbind(1), self.head_norms, strict=True)):
             normed = norm(values.reshape(-1, config.head_dim)).view(values.shape)
             if part < 2:
-                # Each half of a head is rotated by its own axis, the first quarter with the second.
-                # Here the first half is rotated with the second, so that quarters change places.
+                # In the checkpoint each half of a head has its own axis, and its two quarters are
+                # rotated together. `attend` rotates the two halves together, so the two middle
+                # quarters change places.
                 normed = normed.unflatten(-1, (2, 2, -1)).transpose(-3, -2).flatten(-3)
             values.copy_(normed)
         attended = tower.attend(qkv, segments, scale=1.0)
@@ -110,7 +111,7 @@ class Gemma4Tower(Tower):
         return RMSNorm(self.kernels, ones, self.config.norm_eps)
 
     def bounds(self, name: str) -> tuple[Tensor, ...]:
-        """Make the bounds of a layer's input and output: least and most of each, all [1]."""
+        """Make a layer's bounds, [1] each: minimum, maximum of its input, then of its output."""
         limits = (("min", -math.inf), ("max", math.inf))
         return tuple(
             self.vector(

@@ -1,4 +1,4 @@
-"""The tower of GLM-4.1V, GLM-4.5V and GLM-4.6V: that of Qwen's with bicubic positions."""
+"""The tower of GLM-4.1V, GLM-4.5V and GLM-4.6V: Qwen's, with positions sampled bicubically."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _MERGER_EPS = 1e-5  # epsilon of the merger's LayerNorm, whatever the file says
 
 
 class GlmTower(QwenTower):
-    """A tower whose patches are joined by a convolution, and then go through a gated MLP."""
+    """A tower that joins blocks of patches by a convolution, followed by a gated MLP."""
 
     gated = True
 
@@ -59,7 +59,7 @@ class GlmTower(QwenTower):
         for block in self.blocks:
             residual = block.forward(residual, segments)
         blocks = self.after(residual).view(-1, self.vision.merge**2, self.config.hidden_size)
-        # The elements of a block's patches alternate in the matrix.
+        # A row of the convolution's matrix has a feature of all patches of a block, then the next.
         joined = linear(blocks.transpose(1, 2).flatten(1).float(), self.join, self.join_bias)
         merged = self.norm(self.project.forward(joined.to(self.activation_dtype)))
         inner = self.kernels.activation(merged, "gelu")

@@ -1,4 +1,4 @@
-"""The tower of Idefics 3 and SmolVLM: SigLIP over tiles, and one product for each embedding."""
+"""The tower of Idefics 3 and SmolVLM: SigLIP over tiles, and a matmul that makes embeddings."""
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ class Idefics3Tower(TileTower):
 
 
 def nearest_lines(count: int, side: int) -> Tensor:
-    """Return the nearest line of the position table for each of `count` lines of patches, [count].
+    """Return the line of the position table for each of `count` lines of patches, [count].
 
-    Both are float32, in which a line may fall into the one before even where count is side.
+    side: the number of the table's lines.
+    Positions are computed in float32, whose rounding may give a line of patches the table's line
+    before its own, even if count == side.
     """
     ends = torch.arange(1 / side, 1.0, 1 / side)
     lines = (torch.arange(count) * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6)

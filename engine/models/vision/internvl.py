@@ -19,9 +19,11 @@ _PROJECTOR_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The names of the tower's tensors in one format; a layer's without `layers` and its number.
+    """The names of the tower's tensors in one format of checkpoints.
 
-    qkv: the projections to queries, keys and values, or one of all three.
+    layers: the beginning of the names of layers, which the layer's number follows. The names in
+        norms, qkv, qk_norm, out and scales come after it.
+    qkv: the projections to queries, keys and values, or one projection to all three.
     projector: the norm and the two layers from the tower's width to the text model's.
     """
 
@@ -113,7 +115,7 @@ class InternTower(TileTower):
         self.vision = config
         width, joined = config.hidden_size, config.hidden_size * config.merge**2
         self.class_token = self.matrix(names.class_token, 1, width)
-        self.table: Tensor | None = None  # the class token's position first
+        self.table: Tensor | None = None  # learned positions, the class token's first
         if config.positions:
             self.table = self.matrix(names.positions, 1 + config.positions**2, width)
         self.blocks = [_Block(self, f"{names.layers}.{i}") for i in range(config.num_layers)]

@@ -29,8 +29,9 @@ class KimiTower(QwenTower):
     def _block(self, name: str) -> Block:
         config = self.kimi
         width, heads = config.hidden_size, config.num_heads
-        # Rotary pairs alternate between columns and rows, which turn with the same frequencies.
-        # Here those of columns come first, and a pair's elements are half a head apart.
+        # In the checkpoint rotary pairs alternate between columns and rows, with the same
+        # frequencies. `attend` needs the columns' pairs first, and a pair's elements half a head
+        # apart.
         rows = np.arange(width).reshape(heads, -1, 2, 2).transpose(0, 3, 2, 1)
         if not config.fused:
             rows = np.arange(width).reshape(heads, 2, -1, 2).swapaxes(2, 3)
@@ -41,7 +42,7 @@ class KimiTower(QwenTower):
         else:
             parts = [f"{name}.attn.{part}_proj" for part in "qkv"]
             qkv = self.linear(parts, width, width, rows=(turned, turned, whole))
-        first = 0 if config.fused else 1  # the number of a block's first norm and layer
+        first = 0 if config.fused else 1  # number in the names of a block's first norm and MLP matrix
         norms = (
             self.layer_norm(f"{name}.norm{first}", width),
             self.layer_norm(f"{name}.norm{first + 1}", width),

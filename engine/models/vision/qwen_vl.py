@@ -21,7 +21,7 @@ class Merger:
     """The layers that make one embedding of a block of patches.
 
     name, up, down: names of the checkpoint's tensors.
-    joined: whether the norm is of the whole block, and not of each patch.
+    joined: whether one norm covers the whole block; otherwise each patch is normed.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Merger:
 
 @dataclass(slots=True)
 class Entered:
-    """Pictures that were cut into patches, block by block of merge x merge patches.
+    """The projected patches of pictures, block by block of merge x merge patches.
 
-    A clip's frames that share patches count as one picture.
+    The frames of a clip that share patches count as one picture.
 
     x: [n, hidden_size] float32, projected patches.
     grids: rows and columns of patches of each picture.
-    rows, columns: [n], a patch's place in its picture.
+    rows, columns: [n], the row and column of each patch in its picture.
     """
 
     x: Tensor
@@ -153,7 +153,7 @@ class Qwen2Tower(QwenTower):
 
 
 class Qwen25Tower(QwenTower):
-    """The tower of Qwen2.5-VL, whose patches mostly see those of their window.
+    """The tower of Qwen2.5-VL, in most layers of which patches see only their own window.
 
     Patches are in the order of windows from the first to the last layer.
     """
@@ -199,9 +199,10 @@ class Qwen25Tower(QwenTower):
 
 
 def _windows(rows: int, columns: int, side: int) -> tuple[NDArray[np.int64], list[int]]:
-    """Return a grid's elements window by window, and how many each window has.
+    """Return the indices of a grid's elements window by window, and the size of each window.
 
-    side: elements on the side of a window; those at the right and bottom edge may be smaller.
+    rows, columns: the grid's size in elements.
+    side: the side of a window in elements; windows at the right and bottom edge may be smaller.
     """
     row, column = np.divmod(np.arange(rows * columns), columns)
     window = row // side * -(-columns // side) + column // side
@@ -261,8 +262,10 @@ class Qwen3Tower(QwenTower):
     def _learned(self, height: int, width: int, rows: Tensor, columns: Tensor) -> Tensor:
         """Return learned position embeddings [n, width] of patches at rows and columns of a grid.
 
-        They are interpolated between the four nearest ones of the table, whose corners are the
-        grid's corners.
+        Each is interpolated between the four nearest entries of the table, which is stretched so
+        that its corners are the grid's corners.
+
+        height, width: the grid's size in patches.
         """
         side = round(self.sizes.positions**0.5)
         above, below, down = _between(height, side, rows)
@@ -277,7 +280,10 @@ class Qwen3Tower(QwenTower):
 def _between(count: int, side: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the two lines of the table around each line of patches, and the weight of the second.
 
-    index: [n] numbers, out of `count`, of lines of patches. The weights are [n, 1].
+    count: the number of the picture's lines of patches.
+    side: the number of the table's lines.
+    index: [n], numbers of lines of patches.
+    Returns (lines before [n], lines after [n], weights of the lines after [n, 1]).
     """
     lines = torch.linspace(0, side - 1, count, device=index.device)[index]
     before = lines.long()
@@ -285,7 +291,9 @@ def _between(count: int, side: int, index: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def sampled_positions(table: Tensor, entered: Entered, mode: str) -> Tensor:
-    """Return learned positions [n, width] of patches, whose grids have the table's outer edges.
+    """Return the learned positions [n, width] of patches, sampled from a table.
+
+    For each picture the table is stretched so that its outer edges are the picture's.
 
     table: [side * side, width] float32.
     mode: the interpolation, as in torch's `grid_sample`.
@@ -294,7 +302,7 @@ def sampled_positions(table: Tensor, entered: Entered, mode: str) -> Tensor:
     counts = torch.tensor(entered.grids, dtype=torch.float32)
     sides = counts.repeat_interleave(torch.tensor(entered.lengths), 0)
     high, wide = sides.T.to(table.device, non_blocking=True)
-    # From -1 to 1, with x first.
+    # coordinates of `grid_sample`: from -1 to 1, with x first
     across = ((entered.columns + 0.5) / wide) * 2 - 1
     down = ((entered.rows + 0.5) / high) * 2 - 1
     places = torch.stack((across, down), -1)[None, :, None]

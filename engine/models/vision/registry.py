@@ -1,4 +1,4 @@
-"""build_tower: makes the tower of a model that takes pictures."""
+"""build_tower: makes the vision tower of a model that takes pictures."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,6 +36,6 @@ TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
 
 
 def build_tower(build: Builder) -> Tower | None:
-    """Return the tower, its weights undefined until they are loaded; None for text alone."""
+    """Return the vision tower, allocated but not filled; None for a model of text alone."""
     vision = build.config.vision
     return None if vision is None else TOWERS[vision.family](build, vision)

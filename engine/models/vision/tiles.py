@@ -1,4 +1,4 @@
-"""TileTower: what towers of square tiles of one size compute alike."""
+"""TileTower: the base class of vision towers that encode square tiles of one size."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from engine.models.vision.tower import Tower, patches_of, places, segments_of
 class TileTower(Tower):
     """A tower that encodes the tiles of all pictures alike, each as a segment of its own.
 
-    Subclasses make `blocks`. Patches stand block by block in a tile, so that those of one embedding
-    follow each other.
+    Subclasses make `blocks`, the layers. The patches of a tile are ordered so that the patches of
+    one embedding are consecutive.
     """
 
     blocks: Sequence[Block]
@@ -39,16 +39,23 @@ class TileTower(Tower):
         """Return patches with their positions and, where the family has one, a class token.
 
         x: float32 [tiles, patches of a tile, hidden_size].
-        rows, columns: the places of a tile's patches.
+        rows, columns: the row and column of each patch in its tile.
         """
 
     def rotation(self, tiles: int, rows: Tensor, columns: Tensor) -> Tensor | None:
-        """Return the rotary cosines and sines of `placed`'s result; None = no rotary embedding."""
+        """Return rotary cosines and sines for the result of `placed`; None = not rotary.
+
+        tiles: the number of tiles.
+        rows, columns: as in `placed`.
+        """
         return None
 
     @abstractmethod
     def projected(self, x: Tensor) -> Tensor:
-        """Return the embeddings [n, out_size] of what blocks return [tiles, ..., hidden_size]."""
+        """Return the embeddings [n, out_size] of x, the last layer's output.
+
+        x: [tiles, patches of a tile and class token, hidden_size].
+        """
 
     def shape_of(self, size: int) -> tuple[int, int, int]:
         return max(1, size // self.tiles.tile_size), self.tiles.tile, self.tiles.tile

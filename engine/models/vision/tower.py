@@ -1,4 +1,4 @@
-"""Tower: the parameters and layers of a picture encoder, and what all families compute alike."""
+"""Tower: the base class of vision towers, with what all families compute alike."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,10 @@ from kernels.metadata import AttentionMeta, RotaryPlaces
 
 
 class Tower(ABC):
-    """The encoder of pictures, which every rank has whole and in 16 bits.
+    """A vision tower, the encoder of pictures, which every rank has whole and in 16 bits.
 
-    Subclasses make their layers by the methods below, which register them. `name` is a tensor's
-    name in `VisionConfig.names`' terms, without ".weight" or ".bias".
+    Subclasses make their layers and parameters by its methods, which register them for loading.
+    `name` is our name of a tensor (`VisionConfig.names`), without ".weight" or ".bias".
     """
 
     def __init__(self, build: Builder, config: VisionConfig) -> None:
@@ -38,8 +38,8 @@ class Tower(ABC):
     def encode(self, pixels: Sequence[Tensor]) -> Tensor:
         """Return the embeddings of pictures, one after the other, in the model's dtype.
 
-        They are [sum of sizes, out_size * (1 + deepstack)]. A picture's numbers may depend in their
-        last bits on the others of the call.
+        Their shape is [sum of sizes, out_size * (1 + deepstack)]. The last bits of a picture's
+        embeddings may depend on the other pictures of the call.
 
         pixels: uint8 [tiles, height, width, 3] of each picture, on the device.
         """
@@ -50,7 +50,7 @@ class Tower(ABC):
 
     @abstractmethod
     def step_bytes(self, size: int) -> int:
-        """Return an estimate of the most bytes of activations for pictures of `size` embeddings."""
+        """Return an estimate of the peak bytes of activations for pictures of `size` embeddings."""
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._parameters
@@ -67,10 +67,11 @@ class Tower(ABC):
         transposed: bool = False,
         rows: Sequence[Rows] = (),
     ) -> Linear:
-        """Make a linear layer of one matrix of `out` rows, or of several, one below the other.
+        """Make a linear layer of one matrix, or of several matrices stacked along rows.
 
-        transposed: whether the checkpoint has their columns as rows.
-        rows: the order in which each matrix's rows are taken; () = as they are.
+        out, features: rows and columns of each matrix.
+        transposed: whether the checkpoint stores the matrices as [in, out].
+        rows: for each matrix, the order in which its rows are taken; () = as stored.
         """
         linear = Linear(self._spec(names, out, features, bias, transposed, rows), self._method)
         self.linears.append(linear)
@@ -145,7 +146,7 @@ class Tower(ABC):
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return pixels [..., 3] as float32 with the checkpoint's mean and deviation.
 
-        The mean is taken away in float32, before anything is rounded to 16 bits.
+        The mean is subtracted in float32, before anything is rounded to 16 bits.
         """
         if self._mean.device != pixels.device:
             self._mean = self._mean.to(pixels.device)
@@ -162,8 +163,9 @@ class Tower(ABC):
     def attend(self, qkv: Tensor, segments: AttentionMeta, scale: float | None = None) -> Tensor:
         """Attend in both directions inside of each segment, and rotate as the segments say.
 
-        qkv: [n, 3 * num_heads * head_dim], which is written over.
-        segments: made by `segments_of`.
+        qkv: [n, 3 * num_heads * head_dim], which is overwritten.
+        segments: the result of `segments_of`.
+        scale: the factor of scores; None = 1 / sqrt(head_dim).
         Returns [n, num_heads * head_dim].
         """
         table = None if segments.rotary is None else segments.rotary.table
@@ -178,8 +180,8 @@ def segments_of(
 ) -> AttentionMeta:
     """Return the layout of consecutive segments with the given lengths, for `Tower.attend`.
 
-    rotation: float32 [n, head_dim], cosines, then sines of each token, by which the first half of a
-        head is rotated with the second; None: not at all.
+    rotation: float32 [n, head_dim], cosines, then sines of each token, by which the two halves of a
+        head are rotated together; None = no rotary embedding.
     """
     starts = [0]
     for length in lengths:
@@ -205,7 +207,8 @@ def segments_of(
 def patches_of(pixels: Tensor, size: int, merge: int = 1) -> Tensor:
     """Return the patches [n, size * size * 3] of tiles [tiles, height, width, 3].
 
-    They come tile by tile, in rows of blocks of merge x merge patches, block by block.
+    Tiles follow each other. In a tile blocks of merge x merge patches come row by row, and the
+    patches of a block are consecutive.
     """
     tiles, height, width, _ = pixels.shape
     block = size * merge
@@ -223,11 +226,14 @@ def places(rows: int, columns: int, merge: int, device: torch.device) -> tuple[T
 def turns(
     rows: Tensor, columns: Tensor, dim: int, theta: float = 1e4, *, apart: bool = False
 ) -> Tensor:
-    """Return the cosines, then the sines of two axes, [n, dim].
+    """Return rotary cosines, then sines, for positions on two axes, [n, dim].
 
-    The first half of the frequencies is turned by the row, the second by the column.
+    The first half of the angles is of the row, the second half of the column.
 
-    apart: whether columns have frequencies between those of rows, and not the same ones.
+    rows, columns: [n], positions.
+    dim: the elements of a head.
+    theta: the base of the frequencies.
+    apart: whether columns have frequencies between those of rows; otherwise the same ones.
     """
     steps = torch.arange(0, dim // 2, 2, dtype=torch.float32, device=rows.device)
     frequencies = theta ** -(steps / (dim // 2))
