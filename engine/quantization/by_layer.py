@@ -1,4 +1,4 @@
-"""LayerMethods: gives some layers of a model other formats than the rest have."""
+"""LayerMethods: chooses the linear method of each layer, where some have formats of their own."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -10,11 +10,11 @@ KEY = "quantization_layers"
 
 
 class LayerMethods:
-    """The methods of the layers that `quantization_layers` names.
+    """The linear methods of a model's layers, as `quantization_layers` sets them.
 
-    default: the method of all other layers.
-    methods: pattern of the names of matrices, without ".weight" -> method. The first that matches
-        holds.
+    default: the method of layers that no pattern matches.
+    methods: pattern of the names of matrices, without ".weight" -> method. The first pattern that
+        matches decides.
     """
 
     def __init__(self, default: LinearMethod, methods: Mapping[str, LinearMethod]) -> None:
@@ -25,7 +25,7 @@ class LayerMethods:
         """Return the method of a layer that merges the checkpoint's matrices `names`.
 
         layer: the layer's name, for errors.
-        Raises ConfigError if a pattern names only some of them.
+        Raises ConfigError if a pattern matches only some of the merged matrices.
         """
         patterns = {pattern_of(self._methods, name): name for name in names}
         for pattern in patterns:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ExpertsApart:
-    """The linear method's state of each expert of a layer; other fields are as in
-    `ExpertWeights`."""
+    """The states of a layer's experts, one of the linear method for each expert.
+
+    Other fields are as in `ExpertWeights`.
+    """
 
     gate_up: list[Any]
     down: list[Any]
@@ -45,7 +47,7 @@ def apply_apart(
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount(minlength=len(state.down)).tolist()
     begin = 0
-    for expert, count in enumerate(counts[: len(state.down)]):  # further ids belong to another rank
+    for expert, count in enumerate(counts[: len(state.down)]):  # later ids are other ranks' experts
         if not count:
             continue
         pairs = order[begin : begin + count]

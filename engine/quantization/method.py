@@ -1,4 +1,4 @@
-"""LinearMethod: the way in which a linear layer stores its weight and multiplies by it.
+"""LinearMethod: the interface by which linear layers store weights and multiply by them.
 
 Each kind of quantisation is a subclass, which `registry` chooses. ``create`` allocates the weights
 and names the checkpoint tensors that fill them. ``finish`` packs them after loading. ``apply`` is
@@ -28,7 +28,8 @@ LayerNormParts = tuple[Tensor | None, Tensor | None, float]
 class Part:
     """A checkpoint matrix [out, in] in a (merged) layer, of which this rank holds rows x columns.
 
-    rows: the rows of this rank, in the order of the layer.
+    out_features, in_features: the size of the whole matrix.
+    rows, columns: those of this rank, rows in the layer's order; columns are a half-open range.
     """
 
     name: str  # without ".weight"
@@ -37,7 +38,7 @@ class Part:
     rows: Rows
     columns: tuple[int, int]
     transposed: bool = False  # whether the checkpoint stores [in, out]
-    # (index, count) of this matrix in a tensor that stacks several; None: its own tensor
+    # (index, count) of this matrix in a tensor that stacks several; None = a tensor of its own
     stack: tuple[int, int] | None = None
 
 
@@ -116,7 +117,7 @@ class ExpertsSpec:
 
 
 class LinearMethod(ABC):
-    """A way in which linear layers store and apply their weights.
+    """The interface of a way to store the weights of linear layers and to multiply by them.
 
     Subclasses define `create` and `apply`, and override what they can fuse with the GEMM.
     """
@@ -178,9 +179,10 @@ class LinearMethod(ABC):
     def tune(self, states: Sequence[Any], sizes: Sequence[int], add: bool) -> None:  # noqa: B027
         """Search for a faster `apply` for states of one shape, before CUDA graphs are captured.
 
+        A method without alternatives does nothing.
+
         sizes: numbers of rows of x.
-        add: whether to tune `apply_add`.
-        A method without alternatives leaves this empty.
+        add: whether to tune `apply_add` instead of `apply`.
         """
 
     def table(
@@ -189,7 +191,8 @@ class LinearMethod(ABC):
         """Make the embedding table.
 
         virtual: the number of rows after the vocabulary.
-        head: the rows that this rank multiplies by, if the head is the embedding.
+        head: the half-open range of rows that this rank multiplies by, if the head shares the
+            embedding's weights; else None.
         """
         return EmbeddingTable(spec, virtual)
 
@@ -221,10 +224,12 @@ class LinearMethod(ABC):
         """Compute the rest of a post-norm layer after attention, over residual [n, hidden] in
         place.
 
-        Returns None, with nothing written, if the steps have to be computed one by one. The numbers
-        are the same in both cases.
+        Returns None, with nothing written, if the caller has to compute the operations one by one,
+        which gives the same numbers.
 
-        states: the states of out, up and down.
+        states: the states of the linear layers out, up and down.
+        attended: the input of `out`.
+        norms: the norms after attention and after the MLP.
         act: a key of `Kernels.activation`.
         """
         return None
@@ -267,9 +272,9 @@ class EmbeddingTable:
         return embedding(ids, self.lookup)
 
     def head(self) -> "tuple[LinearMethod, Any] | None":
-        """Return (method, state) that multiply by the head's rows of the finished table.
+        """Return (method, state) to multiply by the head's rows of the finished table.
 
-        None = the method for dense weights multiplies by them.
+        Returns None if the method for dense weights is to multiply by the rows of `embedding`.
         """
         return None
 

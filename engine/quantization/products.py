@@ -1,4 +1,4 @@
-"""products: describes how a device multiplies quantised weights, for `manta plan` and `doctor`."""
+"""products: describes a device's matmuls of quantised weights, for `manta plan` and `doctor`."""
 
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -15,7 +15,7 @@ from kernels.experts.candidates import FIXED_PACKED_EXPERTS, PACKED_EXPERTS
 from kernels.gemm.packed.candidates import FIXED_LINEAR, PACKED_LINEAR
 from kernels.packed import BLOCK, Format
 
-# Compute capabilities that are tried to find the one a format needs: T4, A100, L40, H100, B200.
+# Compute capabilities that are tried to find the least one for a format: T4, A100, L40, H100, B200.
 _CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
 _ROUNDED = ("8-bit floats", "8-bit integers")  # operands of kernels that quantise activations too
 _WORDS = {"single": "one stream", "uniform": "256 requests", "prefill": "prompts"}

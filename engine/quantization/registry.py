@@ -15,12 +15,12 @@ from engine.quantization.stored.cpu import StoredCpu
 from engine.quantization.stored.cuda import StoredCuda
 from kernels.dispatch import Kernels
 
-AS_STORED = "gguf"  # keeps the blocks of a .gguf file
+AS_STORED = "gguf"  # the value that keeps the blocks of a .gguf file
 _AS_THEY_ARE = ("auto", "none")  # weights stay as the folder has them
 
 
 def _methods(quant: QuantFormat) -> dict[str, Callable[[Kernels], LinearMethod]]:
-    """Return type of device -> the method of this format."""
+    """Return {type of device: function that makes the linear method of this format}."""
     makers: dict[str, Callable[[Kernels], LinearMethod]] = {
         "cpu": partial(RoundedCpu, quant=quant) if quant.activations == 8 else Int8Cpu,
         "cuda": partial(RoundedCuda, quant=quant),
@@ -28,7 +28,7 @@ def _methods(quant: QuantFormat) -> dict[str, Callable[[Kernels], LinearMethod]]
     return {device: makers[device] for device in quant.devices}
 
 
-# Values of `quantization` for a checkpoint with 16- or 32-bit weights -> methods by type of device.
+# Value of `quantization` for a checkpoint with 16- or 32-bit weights -> methods by type of device.
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
     "none": {"cpu": DenseCpu, "cuda": DenseCuda},
     **{name: _methods(quant) for name, quant in QUANT_FORMATS.items()},

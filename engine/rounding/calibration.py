@@ -1,11 +1,11 @@
-"""Runs a calibration text through a model, layer by layer, and hands out each matrix's inputs.
+"""calibrate: runs a calibration text through a model by layers, and hands out matrices' inputs.
 
-A matrix is seen with the inputs that it will have when it serves: all that comes before it, in its
-own layer too, is rounded by then. The inputs that the unrounded model gives the same matrix are
-recorded too, so that a matrix can make up for errors of those before it.
+A matrix gets the inputs that it will have when the model serves: all matrices before it, in its own
+layer too, are rounded already. The inputs that the unrounded model gives the same matrix are
+recorded too, so that the matrix can compensate for errors of the matrices before it.
 
-Memory holds the embedding, the layer that runs, one Hessian, and the text's activations: twice
-those between layers, and those inside of one layer in bfloat16.
+Memory holds the embedding, the layer that runs, one Hessian, and the text's activations: those
+between layers twice, unrounded and rounded, and those inside of one layer in bfloat16.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +59,8 @@ class Inputs(NamedTuple):
     owed: Tensor | None
 
 
-# Rounds the matrices of Inputs; returns the rounded values by name, for the layers after them.
+# A function that rounds the matrices of Inputs, and returns {matrix's name: rounded values} for
+# the computation of the layers after them.
 Take = Callable[[Inputs], dict[str, Tensor]]
 
 
@@ -146,12 +147,12 @@ class _Seen(Exception):
 
 
 class _Sums:
-    """The sums of Inputs for the matrices of one state, over the calls of its method."""
+    """The sums of Inputs for the matrices of one state, over all calls of its matmul."""
 
     def __init__(self, calls: list[list[tuple[Tensor, Tensor | None]]]) -> None:
         """Set up the sums.
 
-        calls: by piece of the text, the inputs and residuals of the unrounded model.
+        calls: by piece of the text, by call: the unrounded model's (input, residual).
         """
         self._calls = calls
         self._piece, self._call = -1, 0
@@ -193,9 +194,10 @@ class _Sums:
 
 
 class _Observer(Dense):
-    """The dense method in float32, which sees what its matrices multiply.
+    """The dense linear method in float32, which observes the inputs of its matrices.
 
-    Weights have memory only while their layer runs.
+    Weights have memory only while their layer runs. A state is what `LinearMethod.create` returns
+    for one linear layer, or for the experts of a layer.
 
     states: ids of the states of the layer that ran last, in the order of their first calls.
     """
@@ -203,7 +205,7 @@ class _Observer(Dense):
     def __init__(self, kernels: Kernels) -> None:
         super().__init__(kernels)
         self._names: dict[int, tuple[str, ...]] = {}  # id of a state -> its matrices
-        # the inputs and residuals of the unrounded model: id of a state -> piece -> calls
+        # id of a matrix's state -> by piece of the text, by call: the unrounded (input, residual)
         self._exact: dict[int, list[list[tuple[Tensor, Tensor | None]]]] = {}
         self._pieces = 0  # pieces that the unrounded layer has read
         self._records = False
@@ -215,7 +217,7 @@ class _Observer(Dense):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what the matrices get in the `with` block, as inputs of the unrounded model."""
+        """Record the matrices' inputs in the `with` block as those of the unrounded model."""
         self._exact.clear()
         self._pieces, self._records = 0, True
         yield
@@ -228,9 +230,9 @@ class _Observer(Dense):
 
     @contextmanager
     def watching(self, state: int) -> Iterator[Callable[[], Inputs]]:
-        """Sum the inputs of a state; yield a function that returns the sums.
+        """Sum the inputs of a state in the `with` block; yield a function that returns the sums.
 
-        The inputs that were kept for it are freed.
+        The unrounded model's inputs of this state are freed.
         """
         sums = _Sums(self._exact.pop(state))
         self._watched = state, sums
@@ -275,7 +277,7 @@ class _Observer(Dense):
         if self._records:
             pieces = self._exact.setdefault(key, [])
             pieces.extend([] for _ in range(self._pieces - len(pieces)))
-            # a residual's largest numbers would hide its errors in 16 bits
+            # residuals stay in float32: beside their largest numbers 16 bits would hide errors
             pieces[-1].append((x.bfloat16(), None if residual is None else residual.clone()))
         elif self._watched is not None and self._watched[0] == key:
             self._watched[1].add(x, residual)

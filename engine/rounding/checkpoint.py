@@ -1,8 +1,8 @@
-"""Writes a quantised copy of a checkpoint, in layouts of compressed-tensors and bitsandbytes.
+"""round_checkpoint: writes a quantised copy of a checkpoint, as compressed-tensors or bitsandbytes.
 
-It works matrix by matrix, so that host memory only needs to hold the largest; with a calibration
-text layer by layer. The embedding, a tied head and matrices that no layout can hold stay
-unquantised.
+The copy is written matrix by matrix, so that host memory only needs to hold the largest matrix, or
+layer by layer with a calibration text. The embedding, a tied head and matrices that no layout can
+hold stay unquantised.
 """
 
 import json
@@ -71,7 +71,7 @@ def _description(
     """Return the `quantization_config` of a format.
 
     group: the group size of weights in 4 bits.
-    layers: (name of another format or this one, another group size) -> the modules that have it.
+    layers: (name of a format, group size) -> the modules that have these in place of the defaults.
     """
     if quant.checkpoint == "bitsandbytes":
         return {
@@ -193,7 +193,7 @@ def round_checkpoint(
 
 
 class _Copy:
-    """The tensors of a checkpoint on their way into the copy.
+    """A writer of the copy, which takes the checkpoint's tensors one by one.
 
     ours: name of a tensor in the file -> name of its matrix in the model.
     """
@@ -217,7 +217,7 @@ class _Copy:
         """Write a tensor; return its codes if it becomes a matrix of 4-bit integers.
 
         rounds: whether it is quantised.
-        feedback: what the calibration says of the matrix's inputs.
+        feedback: the calibration's statistics of the matrix's inputs; None = no calibration.
         Raises ConfigError for NaN and infinity in a matrix that is quantised.
         """
         tensor = self._stored[name]
@@ -284,7 +284,7 @@ def _in_wide_groups(
     names: Mapping[str, str],
     formats: Mapping[str, str],
 ) -> set[str]:
-    """Return the tensors in int4 that have fewer scales than the others.
+    """Return the tensors in int4 that get wider groups, and so fewer scales, than the others.
 
     names: a quantised matrix's name in the model -> its tensor.
     formats: a matrix's name in the model -> its format.

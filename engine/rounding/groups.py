@@ -1,4 +1,4 @@
-"""in_wide_groups: chooses which matrices in 4 bits get fewer scales, to keep a copy to a size."""
+"""in_wide_groups: chooses the matrices in 4 bits that get fewer scales, to limit a copy's size."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.rounding.integers import searched
 from engine.weights.stored import StoredTensor
 
-GROUP = 32  # inputs that share a scale; with 64 everywhere small models lose several times as much
+GROUP = 32  # inputs that share a scale; 64 would cost small models several times the accuracy
 WIDE = 64
 MOST = 4.6  # bits of a weight with its scale and zero point, on average
 _ROWS = 32  # rows of each matrix that are rounded to compare groups
@@ -16,10 +16,10 @@ _BITS = {group: 4 + 20 / group for group in (GROUP, WIDE)}
 
 
 def in_wide_groups(layers: Sequence[Sequence[str]], stored: Mapping[str, StoredTensor]) -> set[str]:
-    """Return the matrices to round in groups of WIDE, so that all of them take MOST bits a weight.
+    """Return the names of matrices to round in groups of WIDE, so that weights average MOST bits.
 
-    Chosen are the matrices whose squared error grows least for the bits that they save. A sample of
-    rows decides.
+    These are the matrices whose squared error grows least for the bits that they save, by a sample
+    of rows.
 
     layers: the matrices that must have equal groups, as names of tensors [out, in].
     """

@@ -18,7 +18,7 @@ _REFITS = 3  # times that scales are refitted to their codes
 _PASSES = 4  # passes of coordinate descent; further ones change little
 _STEP = 4 << 20  # weights that are searched at once, with some float32 temporaries each
 _DAMPING = 0.01  # share of the mean diagonal that is added to the Hessian's diagonal
-_RIDGE = 0.05  # that share where a matrix makes up for errors of those before it
+_RIDGE = 0.05  # the same for matrices that compensate for errors of matrices before them
 
 
 class Codes(NamedTuple):
@@ -41,7 +41,9 @@ class Codes(NamedTuple):
 
 
 def searched(weight: Tensor, group: int, importance: Tensor | None = None) -> Codes:
-    """Return the codes of a matrix for which each group's squared error is the least tried.
+    """Return the codes of a matrix, each group with the scale and zero point of least error.
+
+    Several are tried for each group; the error is the sum of squares.
 
     weight: float32 [out, in].
     group: inputs that share a scale and a zero point; it divides the inputs.
@@ -101,16 +103,16 @@ def _grid(groups: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Feedback(NamedTuple):
-    """The Hessian of the inputs of some matrices, as `fed_back` uses it.
+    """The statistics of the inputs of some matrices, by which `fed_back` rounds them.
 
     order: int64 [in], the order in which columns are rounded.
     inverse: float32 [in, in], the upper Cholesky factor of the inverse of the ordered Hessian.
     importance: float32 [in], the mean square of each input, relative to all.
     hessian: float32 [in, in], damped, in the order of the inputs.
-    correction: float32 [in, in]; W + W @ correction gives for the inputs what W gives for those of
-        the unrounded model. None = the inputs are the same.
-    due: float32 [out, in], whose product with the inputs is what the residual lacks, by least
-        squares; None = nothing.
+    correction: float32 [in, in]; the matrix W + W @ correction computes from the rounded model's
+        inputs what W computes from the unrounded model's. None = the inputs are the same.
+    due: float32 [out, in], the matrix that best computes, from the inputs, the difference of the
+        unrounded model's residual and this one's. None = no difference.
     """
 
     order: Tensor
@@ -128,10 +130,10 @@ class Feedback(NamedTuple):
         missing: Tensor | None = None,
         owed: Tensor | None = None,
     ) -> "Feedback | None":
-        """Prepare a Hessian; return None for zeros, where no token came.
+        """Return the feedback of a Hessian; None if it is zero, because no token reached a matrix.
 
-        A short text says little of how two inputs go together, so what is not on the diagonal
-        shrinks, as if as many tokens as there are inputs had come with independent inputs.
+        A short text says little about correlations of inputs, so elements off the diagonal are
+        shrunk, as if further tokens had come, one for each input, with independent inputs.
 
         hessian: float32 [in, in], the sum of x x^T over the calibration's inputs x.
         tokens: the number of inputs x.

@@ -87,7 +87,7 @@ class Manifest:
 
 
 def named(parameters: Iterable[Parameter]) -> Iterator[tuple[str, Parameter]]:
-    """Return each parameter with a name that no other parameter has."""
+    """Yield (unique name, parameter) pairs; a repeated name gets a number at its end."""
     seen: dict[str, int] = {}
     for parameter in parameters:
         count = seen[parameter.name] = seen.get(parameter.name, 0) + 1
@@ -95,7 +95,11 @@ def named(parameters: Iterable[Parameter]) -> Iterator[tuple[str, Parameter]]:
 
 
 def as_converted(parameter: Parameter, name: str, stored: dict[str, StoredTensor]) -> Parameter:
-    """Return the parameter with a converted folder's tensor as its only source."""
+    """Return the parameter with a converted folder's tensor as its only source.
+
+    name: the parameter's unique name.
+    stored: the folder's tensors by name.
+    """
     shape = tuple(parameter.tensor.shape)
     rows = None
     there = stored.get(name)
@@ -112,7 +116,7 @@ class Writer:
     def __init__(self, folder: Path, parameters: Iterable[Parameter], stem: str = "manta") -> None:
         entries = list(named(parameters))
         self._names = {id(parameter.tensor): name for name, parameter in entries}
-        self._places: dict[str, tuple[int, int]] = {}  # (descriptor, offset)
+        self._places: dict[str, tuple[int, int]] = {}  # name -> (descriptor, offset)
         self._digests: dict[str, str] = {}
         self._lock = Lock()
         self._open: list[int] = []
@@ -190,7 +194,7 @@ def copy_others(source: Path, target: Path, dtype: str | None) -> None:
 
 
 def damaged(folder: Path, progress: Callable[[Loading], None] | None = None) -> list[str]:
-    """Return the tensors whose bytes differ from the written ones.
+    """Return the names of a converted folder's tensors whose bytes no longer have their digests.
 
     Raises ConfigError for a folder that is not converted, or that lacks a tensor.
     """

@@ -9,10 +9,10 @@ from engine.weights.stream import EXPONENTS, Job, allocate
 
 
 def copy_jobs(jobs: Sequence[Job], device: torch.device) -> None:
-    """Run all jobs whose tensors are in memory on the caller's stream.
+    """Run jobs whose stored tensors are in memory, on the caller's stream.
 
-    Numbers are not checked. Each job ends as in `run_jobs`. The copies of jobs that allocate
-    nothing are one call.
+    Values are not checked for NaN and infinity. Jobs end as in `run_jobs`. The copies of all jobs
+    without `allocate` are launched together.
     """
     copies = Copies()
     for job in jobs:
@@ -38,9 +38,10 @@ def _add_copies(job: Job, copies: "Copies") -> None:
 
 
 class Copies:
-    """Copies between tensors of equal shapes. Those of 16 and 32-bit floats are launched together.
+    """A list of copies between tensors of equal shapes, launched together.
 
-    Other dtypes are copied one by one, as not all of them have a kernel for lists.
+    Only copies of 16- and 32-bit floats wait for the common launch. Other dtypes are copied at
+    once, as not all of them have a kernel for lists.
     """
 
     def __init__(self) -> None:

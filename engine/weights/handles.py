@@ -1,7 +1,7 @@
-"""The tensors that a trainer on the same machine shares: CUDA IPC handles, and shared memory.
+"""Opens the tensors that a trainer on the same machine shares by CUDA IPC or shared memory.
 
-Trainers send them as a pickle. None is run: of its names only those that torch's reductions of
-tensors write are known, and the tensors are opened here.
+Trainers send handles as a pickle, which is never executed. Of the names in a pickle only those that
+torch's reductions of tensors write are accepted, and the tensors are opened here.
 """
 
 import base64
@@ -32,7 +32,7 @@ _TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _TYPES = {*_STORAGES, *_TENSORS, *(f"torch.{name}" for name in DTYPES)}
 _SHARED_MEMORY = "/dev/shm"
 
-# What SGLang's trainers serialise beside torch's own calls; modules have moved between versions.
+# Calls in the pickles of SGLang's trainers beside torch's own; modules differ between versions.
 _SGLANG_REBUILD = {
     f"sglang.srt.{module}._rebuild_cuda_tensor_modified"
     for module in ("utils.patch_torch", "patch_torch")
@@ -56,7 +56,7 @@ _CALLS = {
     _REBUILD, *_SGLANG_REBUILD, *_METADATA, *_PER_RANK, _BY_VALUE, _BY_FILE, _BY_DESCRIPTOR,
     _EMPTY, _TYPED, _SHARED_TENSOR, _TENSOR, _PARAMETER, "multiprocessing.resource_sharer.DupFd",
 }  # fmt: skip
-_FILE_HEADER = 64  # bytes before the data of torch's shared files, which count their users
+_FILE_HEADER = 64  # bytes before the data in torch's shared files: a count of users
 _SERIALIZED = "serialized_named_tensors"
 
 
@@ -81,10 +81,11 @@ class SharedBytes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_handles(encoded: str) -> list[dict[str, Any]]:
-    """Return a base64 pickle's handles: of each tensor, GPU's UUID -> what `reduce_tensor` gave.
+    """Return the handles in a base64 pickle: for each tensor {GPU's UUID: handle}.
 
-    A single dictionary is the handle of a buffer with all tensors. Names are strings. Raises
-    UpdateFailed for a pickle that holds anything else.
+    A handle is the result of torch's `reduce_tensor`, in which strings stand for functions and
+    types. A pickle of a single dictionary holds the handle of one buffer with all tensors.
+    Raises UpdateFailed for a pickle that holds anything else.
     """
     field = "ipc_handles_pickled"
     handles = read_plain(_decoded(encoded, field), {*_TYPES, _REBUILD}, field)
@@ -103,7 +104,7 @@ def _decoded(encoded: str, field: str) -> bytes:
 
 
 def plain_handle(handle: Any) -> list[Any]:
-    """Return what torch's `reduce_tensor` gives as plain data, for `UpdateInfo.cuda_handles`."""
+    """Return the result of torch's `reduce_tensor` as plain data, for `UpdateInfo.cuda_handles`."""
     _, arguments = handle
     return [_plain(argument) for argument in arguments]
 
@@ -173,9 +174,11 @@ def rebuild_arguments(handle: Any, device: torch.device) -> tuple[Any, ...]:
 
 
 class SerializedTensors:
-    """Tensors as SGLang's trainers serialise them: each entry for a rank, all with all tensors.
+    """The tensors of a message of SGLang's trainers, which serialise them for each rank.
 
-    encoded: base64 pickles. load_format: "" for (name, tensor) pairs, or "flattened_bucket".
+    encoded: a base64 pickle for each rank, with handles of all tensors.
+    load_format: "" for (name, tensor) pairs; "flattened_bucket" for one tensor that holds all.
+    device: the engine's device, by which the engine's pickle is chosen.
     Raises UpdateFailed.
     """
 
@@ -204,7 +207,7 @@ class SerializedTensors:
                 raise refused(f"{_SERIALIZED} is not {form}; load_format names its form")
 
     def _own(self, pickles: list[bytes]) -> Any:
-        """Return the data of the pickle for this engine: that with handles of its own GPU."""
+        """Return the data of the pickle whose handles are of this engine's GPU."""
         gpus = set()
         for raw in pickles:
             data = read_plain(raw, _TYPES, _SERIALIZED, _CALLS)
@@ -254,7 +257,11 @@ class SerializedTensors:
         raise refused(f"{_SERIALIZED} holds {call.function} where a tensor is wanted")
 
     def _bucket(self, flat: Tensor, parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a bucket. flat: bytes, or elements of the one dtype of all."""
+        """Yield the tensors of a flattened bucket.
+
+        flat: the bucket, as bytes or as elements of a dtype that all tensors have.
+        parts: the metadata of each tensor: name, shape, dtype and place in the bucket.
+        """
         for part in parts:
             match part:
                 case Call(
@@ -275,9 +282,10 @@ class SerializedTensors:
 
 
 def _gpu(data: Any) -> str:
-    """Return the GPU's UUID of the first CUDA handle in a pickle's data; "" if there is none.
+    """Return the GPU's UUID in the first CUDA handle of a pickle's data; "" without a handle.
 
-    torch's own reductions write the trainer's number of the GPU, which says nothing elsewhere.
+    torch's own reductions write the GPU's index in the trainer's process instead. For these the
+    result is "number INDEX", which no engine's GPU has.
     """
     values = [*data.values()] if isinstance(data, dict) else data
     for value in values if isinstance(values, list) else [values]:
@@ -292,7 +300,7 @@ def _values(storage: Call) -> Tensor:
     """Return all elements of a serialised storage in host memory."""
     match storage.function, storage.arguments:
         case name, (bytes(raw),) if name == _BY_VALUE:
-            # torch's unpickler for weights alone, which runs none of their code
+            # torch's unpickler for weights only, which executes no code of the pickle
             try:
                 loaded: Any = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
             except Exception as error:  # the unpickler may raise anything on damaged bytes

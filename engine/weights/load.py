@@ -110,7 +110,7 @@ def _fill(
     """
     units = _units(model, stored if converted else None)
     in_memory = any(tensor.held is not None for tensor in stored.values())
-    # Numbers of tensors in memory were checked before the refill; the CPU checks as it reads.
+    # Values of tensors in memory were checked before the refill; the CPU checks while reading.
     checks = model.device.type == "cuda" and not in_memory
     jobs = _jobs(model, units, stored, folder, checks=checks)
     if in_memory:
@@ -135,7 +135,7 @@ def read_named(
     """Return a folder's tensors under the names that the model uses.
 
     model: a whole model, on any device.
-    tell: whether to log which of the folder's tensors it does not use.
+    tell: whether to log which of the folder's tensors the model does not use.
     held: tensors in memory that are taken in place of the folder's files.
     Raises ConfigError, as load_weights does, for errors that headers alone show.
     """
@@ -151,7 +151,7 @@ def read_named(
 def fill_part(part: Loadable, stored: dict[str, StoredTensor], folder: Path) -> None:
     """Load and pack a part of a model from the tensors that it uses.
 
-    stored: the tensors of the whole model, as `read_named` returns them. Numbers of tensors in
+    stored: the tensors of the whole model, as `read_named` returns them. Values of tensors in
         memory are not checked.
     Raises ConfigError as load_weights does.
     """
@@ -246,9 +246,12 @@ def _jobs(
     *,
     checks: bool = False,
 ) -> list[Job]:
-    """Return a job for each unit. checks: whether transient units' numbers are checked."""
+    """Return a job for each unit.
+
+    checks: whether transient units are checked for NaN and infinity before they are packed.
+    """
     transfers = _match([unit.parameters for unit in units], stored, folder)
-    freed = 0  # bytes since the last return; inexact with several threads
+    freed = 0  # bytes since the last `trim`; inexact with several threads
 
     def then(unit: Unit) -> Callable[[], None]:
         def run() -> None:
@@ -357,7 +360,7 @@ def _match(
                 )
             if on_disk.dtype == torch.float8_e8m0fnu and target.dtype == torch.uint8:
                 on_disk = replace(on_disk, dtype=torch.uint8)  # the same bytes
-            # Codes are not converted between types, unlike numbers.
+            # Quantised codes are not converted between types, unlike weights.
             number = target.dtype.is_floating_point and target.dtype.itemsize > 1
             fits = on_disk.dtype.is_floating_point if number else on_disk.dtype == target.dtype
             if not fits:
@@ -384,7 +387,7 @@ def _match(
 
 
 def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor, int]]:
-    """Return each source with the tensor that it fills, and the first row that it fills."""
+    """Yield (source, the tensor that it fills, the first row that it fills) of a parameter."""
     at = 0
     for source in parameter.sources:
         yield source, parameter.tensor, at

@@ -1,7 +1,7 @@
 """NcclGroup: NCCL's broadcast among processes that share no group of torch.
 
-The library is the one that torch brings along; it is called through ctypes. The way in which the
-processes meet is vLLM's, whose trainers send to it.
+The library is the one that torch brings along; it is called through ctypes. The processes meet as
+vLLM's do, so trainers that know vLLM can send to this group.
 """
 
 import ctypes
@@ -63,7 +63,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def read_id(pickled: bytes) -> bytes:
-    """Return the 128 bytes of a group's id out of a pickle, of which nothing is run.
+    """Return the 128 bytes of a group's id from a pickle, without executing the pickle.
 
     Raises UpdateFailed.
     """
@@ -86,7 +86,8 @@ def pickled_id(unique: bytes) -> bytes:
 class NcclGroup:
     """The processes that get weights from rank 0 through NCCL.
 
-    store: where they meet (torch's TCPStore).
+    store: torch's TCPStore, by which the processes meet.
+    rank, size: this process's rank, and the number of processes.
     seconds: longest time of a broadcast.
     Raises UpdateFailed.
     """
@@ -95,7 +96,7 @@ class NcclGroup:
         self, store: Any, rank: int, size: int, device: torch.device, seconds: float
     ) -> None:
         self._store = store
-        self._key = ID_KEY  # is in the store as long as the trainer lives
+        self._key = ID_KEY  # a key that is in the store as long as the trainer lives
         self._rank, self._size = rank, size
         self._seconds = seconds
         self._device = device
@@ -125,7 +126,12 @@ class NcclGroup:
             self._run("ncclBroadcast", raw, _TYPES[raw.dtype], 0)
 
     def _run(self, name: str, tensor: Tensor, kind: int, argument: int) -> None:
-        """Run a collective in place, and wait for its end."""
+        """Run a collective operation in place, and wait for its end.
+
+        name: NCCL's function.
+        kind: NCCL's number of the dtype.
+        argument: the number of the reduction, or the rank that broadcasts.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         place, stream = tensor.data_ptr(), self._stream.cuda_stream
         _call(name, place, place, tensor.numel(), kind, argument, self._comm, stream)
@@ -164,9 +170,10 @@ class NcclGroup:
 
 
 class TorchNcclGroup(NcclGroup):
-    """A process group of torch's own, whose rank 0 broadcasts with torch.
+    """The processes that get weights from rank 0 of one of torch's own process groups.
 
-    torch opens it with the first broadcast: only then the trainer puts the id into the store.
+    torch opens such a group at the first broadcast: only then the trainer puts the id into the
+    store.
     """
 
     def _open(self) -> None:
@@ -177,7 +184,7 @@ class TorchNcclGroup(NcclGroup):
             unique = _UniqueId()
             try:
                 raw = self._store.get(self._key)
-            except RuntimeError as error:  # torch's errors of the network and of time
+            except RuntimeError as error:  # torch's network errors and timeouts
                 raise UpdateFailed(
                     f"the trainer has not begun its broadcast: {str(error)[:200]}",
                     code="transfer_failed",

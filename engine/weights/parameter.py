@@ -27,7 +27,7 @@ def num_rows(rows: Rows) -> int:
 
 
 def some_rows(rows: Rows, begin: int, end: int) -> Rows:
-    """Return the rows from begin to end of the given rows."""
+    """Return the slice [begin, end) of the given rows."""
     if isinstance(rows, tuple):
         return rows[0] + begin, min(rows[0] + end, rows[1])
     return rows[begin:end]
@@ -58,9 +58,10 @@ class Source:
     flat: whether a tensor of any shape on disk is taken as a vector of its elements, which rows
         index.
     at: the index of this matrix, where the checkpoint stacks several in one tensor along its first
-        axis. shape is then the whole tensor's; on disk its first two axes may be one, and its last
-        may be two.
-    shorter: whether there may be fewer bytes on disk; the remaining bytes are not written.
+        axis. shape is then the whole tensor's; on disk its first two axes may be joined into one,
+        and its last may be split in two.
+    shorter: whether the tensor on disk may have fewer bytes; the remaining bytes of the parameter
+        are not written.
     """
 
     name: str
@@ -134,9 +135,10 @@ class Parameter:
     changed: Callable[[Tensor], object] | None = None
 
     def release(self) -> None:
-        """Give the tensor's memory back until `allocate`; the tensor must be all of its storage.
+        """Give the tensor's memory back until `allocate`; the tensor must fill its storage.
 
-        Meanwhile the tensor keeps its shape and type, and neither it nor a view may be cut by rows.
+        Meanwhile the tensor keeps its shape and dtype. Neither the tensor nor its views may be
+        sliced by rows.
         """
         storage = self.tensor.untyped_storage()
         assert storage.nbytes() == self.tensor.nbytes, self.name
@@ -162,10 +164,9 @@ class Parameter:
 class Unit:
     """A group of parameters that are packed together.
 
-    The thread that packs them empties the list first.
-
-    finish: a function that packs them, once all are filled.
-    transient: whether they have memory only between `allocate` and `finish`.
+    parameters: the parameters; the thread that packs them empties this list first.
+    finish: a function that packs the parameters, once all are filled.
+    transient: whether the parameters have memory only between `allocate` and `finish`.
     """
 
     parameters: list[Parameter]

@@ -1,6 +1,6 @@
 """The reader of pickled shards (`pytorch_model*.bin`).
 
-It runs none of their code and reads none of their tensors. torch's unpickler for weights alone says
+It executes no code of the shards and reads no tensor data. torch's unpickler for weights only tells
 where in the file each tensor begins.
 """
 

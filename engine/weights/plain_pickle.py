@@ -1,7 +1,7 @@
-"""read_plain: the plain data of a pickle, of which nothing is run.
+"""read_plain: reads the plain data of a pickle without executing the pickle.
 
-Opcodes are read one by one. Names that a caller does not list are refused, and so is each opcode
-beside those of data. A call of a listed function is returned as a `Call` and not carried out.
+Opcodes are read one by one. Names that a caller does not list are refused, and so is every opcode
+that does not build data. A call of a listed function is returned as a `Call` and not carried out.
 """
 
 import pickletools
@@ -15,12 +15,15 @@ _SIZE, _ORDERED = "torch.Size", "collections.OrderedDict"
 
 
 class Name(str):
-    """A name in a pickle, which stands for itself."""
+    """The name of a function or type in a pickle, as text; nothing is imported."""
 
 
 @dataclass(slots=True)
 class Call:
-    """A call or an object in a pickle, as data. state: attributes that the pickle sets."""
+    """A call, or the construction of an object, in a pickle, as data.
+
+    state: attributes that the pickle sets on the result; None = none.
+    """
 
     function: str
     arguments: tuple[Any, ...]
@@ -34,9 +37,9 @@ class _Mark:
 def read_plain(raw: bytes, names: Collection[str], field: str, calls: Collection[str] = ()) -> Any:
     """Return the data of a pickle.
 
-    names: names that may stand in the pickle.
-    field: where the pickle came from, for errors.
-    calls: functions and classes whose `Call` may stand in it.
+    names: functions and types that the pickle may name.
+    field: the request's field with the pickle, for errors.
+    calls: functions and classes that the pickle may call.
     Raises UpdateFailed for a pickle that holds anything else.
     """
     reader = _Reader({*names, *calls, _SIZE, _ORDERED}, field, calls)

@@ -1,8 +1,9 @@
-"""WeightStage: tensors that arrive one by one, as a folder of safetensors in shared memory.
+"""WeightStage: collects tensors that arrive one by one in a folder of safetensors files.
 
-An update of weights is read from such a folder by every rank of the engine, so that a half-sent
-update is never in the model. An engine of one rank need not wait for the files: it holds the
-tensors on its device, and writes the files, which replicas read that join later, once it has them.
+The folder is in shared memory if possible. Every rank of the engine reads an update of weights from
+such a folder, so a half-sent update is never in the model. An engine of one rank need not wait for
+the files: it holds the tensors on its device, loads them, and then writes the files for replicas
+that join later.
 """
 
 import contextlib
@@ -30,24 +31,24 @@ logger = logging.getLogger("manta.engine")
 _FILE_BYTES = 256 << 20
 _PIECE_BYTES = 16 << 20
 _PREFIX, _LOCK = "manta-weights-", "owner.lock"
-_WRITING = "writing"  # the file of a folder whose tensors are not all written, or why not
-_WRITE_SECONDS = 120.0  # longest wait for the files of another
-_YOUNG_SECONDS = 60.0  # a folder's owner may be about to lock it
+_WRITING = "writing"  # a file that exists while tensors are not written; why, if writing failed
+_WRITE_SECONDS = 120.0  # longest wait until another process's files are written
+_YOUNG_SECONDS = 60.0  # a younger folder's owner may be about to lock it
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightStage:
-    """A folder that fills with tensors. Whoever makes it discards it.
+    """A folder to which tensors are added; its creator has to call `discard`.
 
-    folder: where the tensors are, once `close` was called; see `wait_until_written`.
-    held: the tensors on the device that holds them, until they are released.
+    folder: the folder that has the tensors after `close`; see `wait_until_written`.
+    held: name -> tensor on the device `hold_on`, until the files are written after `release`.
     """
 
     def __init__(self, num_bytes: int = 0, hold_on: torch.device | None = None) -> None:
         """Make the folder, in shared memory if it has the room.
 
-        num_bytes: bytes that will come, as far as they are known.
-        hold_on: the device that holds the tensors; None = they are in the files alone.
+        num_bytes: the expected bytes of all tensors; 0 = unknown.
+        hold_on: the device that holds the tensors; None = only files hold them.
         Raises ConfigError if no folder for temporary files can be written.
         """
         parents = [path for path in temporary_folders() if not why_unusable(path)]
@@ -102,7 +103,7 @@ class WeightStage:
 
     def _add_host_copy(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor to the host, for the next file."""
-        # a view of a larger storage, or of one that others share, is copied too
+        # copied even if in host memory: the storage may be larger, or shared with another process
         copied = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._add(name, copied.copy_(tensor.detach()))
 
@@ -114,7 +115,10 @@ class WeightStage:
             self._write()
 
     def close(self) -> None:
-        """Write what waits; held tensors are written after `release`. Raises ConfigError."""
+        """Write the tensors that are not in files yet; held ones only after `release`.
+
+        Raises ConfigError.
+        """
         if not self._names:
             raise ConfigError("no tensor was sent", param="weights")
         if self._hold_on is not None:
@@ -129,7 +133,7 @@ class WeightStage:
 
     def _write_held(self) -> None:
         """Write the held tensors once the engine has them, and free them; a thread's body."""
-        self._over.wait()  # streams would wait for the copies and files
+        self._over.wait()  # else running streams would wait for copies and files
         marker, device = self.folder / _WRITING, self._hold_on
         assert device is not None
         cuda = device.type == "cuda"
@@ -154,7 +158,7 @@ class WeightStage:
             torch.cuda.empty_cache()
 
     def release(self) -> None:
-        """Write the files of the held tensors in the background, then free these."""
+        """Write the held tensors to files in the background, then free them."""
         self._over.set()
 
     def _write(self) -> None:
@@ -181,7 +185,7 @@ class WeightStage:
 
 
 class _PinnedCopy:
-    """A copy of tensors to the host on a stream of its own, in pieces that hold up no step.
+    """A copier of tensors to the host on its own stream, in pieces that do not delay steps.
 
     While the driver copies a large tensor to pageable memory, launches of other threads may wait.
     """
@@ -216,7 +220,7 @@ def save_file(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def wait_until_written(folder: Path, seconds: float = _WRITE_SECONDS) -> None:
-    """Wait until all tensors of a stage's folder are in its files; other folders are complete.
+    """Wait until all tensors of a WeightStage's folder are in files; other folders need no wait.
 
     Raises ConfigError if that fails, or takes longer than `seconds`.
     """
@@ -239,7 +243,7 @@ def _discard_ownerless(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR)
-        except OSError:  # another user's, or one that is being made or deleted
+        except OSError:  # a folder of another user, or one that is being made or deleted
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -48,9 +48,10 @@ EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer from a stored tensor, as the source cuts it, to rows of a parameter's tensor.
+    """A transfer of the rows and columns that `source` takes of a stored tensor to a parameter.
 
-    at: the first row to fill.
+    whole: the parameter's tensor.
+    at: the first row of `whole` to fill.
     """
 
     whole: Tensor
@@ -238,7 +239,7 @@ class _Reader(Protocol):
 
 @dataclass(slots=True)
 class _Piece:
-    """Adjacent parts of a file that a thread reads in one call, and the job of each.
+    """The adjacent parts of a file that a thread reads in one call, and the job of each part.
 
     Separate reads would make a checkpoint with ten thousand small tensors wait for the
     interpreter's lock as often.

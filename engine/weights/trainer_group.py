@@ -1,7 +1,7 @@
-"""TrainerGroup: a trainer and the engines that get its weights, joined by a store of torch.
+"""TrainerGroup: the process group of a trainer and the engines that get its weights.
 
-The trainer is rank 0 and holds the store. On CUDA they broadcast through NCCL, on CPUs through
-gloo.
+The trainer is rank 0 and hosts the TCPStore by which they meet. It broadcasts through NCCL on CUDA,
+through gloo on CPUs.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from engine.errors import UpdateFailed
 from engine.weights.nccl import NcclGroup, TorchNcclGroup
 
-SECONDS = 300.0  # longest wait for the others
+SECONDS = 300.0  # longest wait for the other processes of a group
 
 
 class TrainerGroup(Protocol):
-    """The processes of one trainer's updates."""
+    """The interface of a group in which rank 0, the trainer, broadcasts tensors to engines."""
 
     def broadcast(self, tensor: Tensor) -> None:
         """Fill a contiguous tensor of the group's device with rank 0's. Raises UpdateFailed."""
@@ -32,7 +32,7 @@ class TrainerGroup(Protocol):
 
 
 class GlooGroup:
-    """A group of CPUs, connected through the store."""
+    """A group that broadcasts through gloo, for engines on CPUs."""
 
     def __init__(self, store: Any, rank: int, size: int, seconds: float) -> None:
         wait = timedelta(seconds=seconds)
@@ -57,7 +57,7 @@ class GlooGroup:
 def _failing() -> Any:
     try:
         yield
-    except RuntimeError as error:  # torch's errors of the network and of time
+    except RuntimeError as error:  # torch's network errors and timeouts
         reason = str(error).split("\n")[0][:200]
         raise UpdateFailed(
             f"the connection to the trainer has failed: {reason}", code="transfer_failed"
@@ -73,11 +73,13 @@ def open_group(
     seconds: float = SECONDS,
     name: str = "",
 ) -> TrainerGroup:
-    """Join a trainer's group, or open it as rank 0; return when all have joined.
+    """Join a trainer's group, or open it as rank 0; return when all processes have joined.
 
-    address, port: where the store of rank 0 listens.
-    seconds: longest wait for the others, here and in a broadcast.
-    name: the name of torch's process group that rank 0 has opened; "": vLLM's kind of group.
+    address, port: where rank 0's TCPStore listens.
+    size: the number of processes.
+    seconds: longest wait for the other processes, here and in a broadcast.
+    name: the name of torch's process group that rank 0 has opened; "" = a group as vLLM's trainers
+        open it, which has no name.
     Raises UpdateFailed.
     """
     with _failing():

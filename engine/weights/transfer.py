@@ -1,9 +1,9 @@
-"""WeightTransfer: the weights that a trainer sends to an engine, collected until all are there.
+"""WeightTransfer: collects the weights that a trainer sends to an engine until all have come.
 
 The messages are vLLM's: `init_info`, and `update_info` with names, dtypes and shapes. Tensors come
-by a broadcast (`trainer_group`) or are shared by a trainer on the same machine (`handles`), also
-as SGLang's trainers serialise them. They are staged as a folder, from which an update is loaded as
-from any other.
+by a broadcast (`trainer_group`), or are shared by a trainer on the same machine (`handles`), also
+as SGLang's trainers serialise them. They are staged as a folder, from which the engine loads an
+update as from any other model folder.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from engine.weights.handles import (
 from engine.weights.staging import WeightStage
 from engine.weights.trainer_group import SECONDS, TrainerGroup, open_group
 
-ABANDONED_SECONDS = 60.0  # an update without a message for so long may be dropped by another
+ABANDONED_SECONDS = 60.0  # after so long without a message a new update may replace an old one
 # Name, dtype and shape of a tensor.
 Header = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -41,8 +41,9 @@ def num_bytes(header: Header) -> int:
 
 
 class InitInfo(msgspec.Struct):
-    """The way into a trainer's group.
+    """A message that tells how to join a trainer's group.
 
+    rank_offset: this engine's rank in the group.
     world_size: the number of ranks of trainer and engines together.
     packed, packed_buffer_size_bytes: the values for each update whose UpdateInfo leaves them out,
         as trainers of vLLM 0.28 or later do.
@@ -68,10 +69,10 @@ class SerializedInfo(msgspec.Struct):
 
 
 class CheckpointNames(Protocol):
-    """The names of a checkpoint's tensors, and those that the model uses."""
+    """The mapping of a checkpoint's tensor names to the model's names."""
 
     def name_of(self, stored: str) -> str:
-        """Return the model's name of a checkpoint's tensor; "": the model ignores the tensor."""
+        """Return the model's name for a checkpoint's tensor; "" if the model ignores the tensor."""
         ...
 
     def names(self) -> set[str]:
@@ -80,11 +81,11 @@ class CheckpointNames(Protocol):
 
 
 class UpdateInfo(msgspec.Struct):
-    """The tensors of a message, in the order in which they come.
+    """A message about tensors that the trainer sends or shares, in this order.
 
     packed: whether tensors come as bytes, one after the other, in broadcasts that end with the
         tensor that exceeds packed_buffer_size_bytes; None: as InitInfo says.
-    ipc_handles: where each tensor lies in shared memory, under the key "cpu".
+    ipc_handles: for each tensor {"cpu": its place in shared memory}.
     ipc_handles_pickled: CUDA IPC handles of each tensor, as a pickle in base64.
     cuda_handles: CUDA IPC handles as plain data, from a trainer in the engine's own program.
     tensor_sizes: bytes of each tensor, where the handle is that of one buffer with all of them.
@@ -131,12 +132,13 @@ class WeightTransfer:
     """An engine's end of a trainer's transfers of weights. Calls come from one thread.
 
     device: the engine's device, where broadcasts arrive.
-    num_bytes: size of the checkpoint, as far as it is known.
+    num_bytes: bytes of the checkpoint; 0 = unknown.
     seconds: longest wait for the trainer.
     hold: a function to call with the folder of each complete update and its tensors, on the device;
         None = the engine reads the folder.
-    free_bytes: returns the memory that held tensors could take.
-    checkpoint: names of the tensors that make an update complete; None = `collect` ends none.
+    free_bytes: returns the device's free bytes, which held tensors could take.
+    checkpoint: names of the tensors that make an update complete; None = `collect` completes no
+        update.
     """
 
     def __init__(
@@ -156,23 +158,23 @@ class WeightTransfer:
         self._hold = hold
         self._free_bytes = free_bytes
         self._checkpoint = checkpoint
-        # Steps do not wait for the copies of a stream of its own, nor these for steps.
+        # On a separate stream copies and steps do not wait for each other.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._groups: dict[str, TrainerGroup] = {}  # by name
         self._packing = (False, 0)  # (packed, bytes of a buffer) of updates that leave them out
         self._stage: WeightStage | None = None
-        self._explicit = False  # whether the stage was begun by an order of its own
-        self._heard = 0.0  # when its trainer's last message was carried out
-        self._folders: list[WeightStage] = []  # complete ones
+        self._explicit = False  # whether `start` began the stage, and `finish` has to end it
+        self._heard = 0.0  # time when the trainer's last message was carried out
+        self._folders: list[WeightStage] = []  # complete updates
         self._placed = ""  # the folder whose weights the engine has
-        self._buffer: tuple[dict[str, Any], Tensor] | None = None  # a handle, its tensor
+        self._buffer: tuple[dict[str, Any], Tensor] | None = None  # (handle, its tensor)
         self._names: set[str] | None = None  # names of all tensors, once `collect` was called
         self._missing: set[str] = set()  # names that `collect` waits for
 
     def init(self, info: dict[str, Any]) -> None:
         """Join a trainer's group, and drop an update in progress. Raises UpdateFailed.
 
-        info: {} leaves all groups, and a name alone that group.
+        info: the fields of InitInfo; {} leaves all groups, and group_name alone leaves that group.
         """
         self._drop_stage()
         if not info.keys() - {"group_name"}:
@@ -199,7 +201,7 @@ class WeightTransfer:
         self._packing = wanted.packed, wanted.packed_buffer_size_bytes
 
     def start(self, info: dict[str, Any]) -> None:
-        """Begin an update that comes in several messages; one that nobody goes on with is dropped.
+        """Begin an update that comes in several messages, and drop an abandoned earlier one.
 
         Raises UpdateFailed, also while another trainer's update goes on.
         """
@@ -216,10 +218,11 @@ class WeightTransfer:
         self._explicit, self._heard = True, time.monotonic()
 
     def update(self, info: dict[str, Any]) -> str:
-        """Copy the tensors of a message into the update; begin one if `start` has not.
+        """Copy the tensors of a message into the update that `start` has begun.
 
-        Returns the folder of the update, which this message completes, or "" if `start` was called,
-        so that `finish` has to follow. Raises UpdateFailed, after which the update is dropped.
+        Returns "" after `start`; `finish` then has to follow. Without `start` the message is a
+        whole update, whose folder is returned. Raises UpdateFailed, after which the update is
+        dropped.
         """
         if self._stage is None:
             self.start({})
@@ -230,8 +233,8 @@ class WeightTransfer:
     def collect(self, info: dict[str, Any]) -> str:
         """Copy the tensors of a message into the update that `start` has begun.
 
-        Returns the folder of the update with the last tensor of the checkpoint; "" before. Raises
-        UpdateFailed, after which the update is dropped.
+        Returns the update's folder once all tensors of the checkpoint have come, "" before that.
+        Raises UpdateFailed, after which the update is dropped.
         """
         if self._stage is None:
             raise UpdateFailed("no update of the weights was started", code=NOT_JOINED)
@@ -256,7 +259,7 @@ class WeightTransfer:
                     if checkpoint is None or self._is_needed(name, checkpoint):
                         self._stage.add(name, tensor)
                 if self._stream is not None:
-                    # the trainer may write over shared tensors once it has the answer
+                    # the trainer may overwrite shared tensors once its message is answered
                     self._stream.synchronize()
         except BaseException:
             self._drop_stage()
@@ -314,8 +317,10 @@ class WeightTransfer:
         self.drop({})
 
     def _hold_on(self) -> torch.device | None:
-        """Return the device, if half of its free memory holds the checkpoint. The other half is for
-        the layers being replaced, and for a trainer on the same device."""
+        """Return the device, if half of its free memory has room for the checkpoint; else None.
+
+        The other half is for the layers being replaced, and for a trainer on the same device.
+        """
         if self._hold is None or not self._num_bytes:
             return None
         return self._device if self._free_bytes() // 2 >= self._num_bytes else None
@@ -373,7 +378,7 @@ class WeightTransfer:
             return
         if len(handles) != len(headers):
             raise _wrong(f"{len(handles)} handles for {len(headers)} names")
-        # All stay open until the last copy, as a close waits for the copies launched before it.
+        # All tensors stay open until the last copy, as closing one waits for the copies before.
         tensors = [open_handle(handle, self._device) for handle in handles]
         for (name, dtype, shape), tensor in zip(headers, tensors, strict=True):
             if tensor.dtype != dtype or tensor.shape != shape:
@@ -415,9 +420,11 @@ class WeightTransfer:
 
 
 def chunks(headers: list[Header], limit: int) -> Iterator[list[Header]]:
-    """Yield the tensors that share a broadcast, which ends with the one that goes past the limit.
+    """Yield the headers of the tensors of each broadcast.
 
-    limit: bytes; -1 = each has its own.
+    A broadcast ends with the tensor with which its bytes exceed the limit.
+
+    limit: bytes; -1 = a broadcast for each tensor.
     """
     chunk: list[Header] = []
     size = 0

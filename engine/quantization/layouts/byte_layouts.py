@@ -170,7 +170,7 @@ class FourBitFloats(Layout):
     def decode(self, begin: int, end: int) -> Decoded:
         codes = self._codes[begin:end]
         codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1)
-        # The numbers in the table are twice the floats'.
+        # The table E2M1 has integers, twice the values of the floats.
         return paired(codes), self._scales(self._scale[begin:end]) * 0.5, None
 
     def _scales(self, stored: Tensor) -> Tensor:
@@ -193,9 +193,9 @@ def powers_of_two(stored: Tensor) -> Tensor:
 class Nf4Layout(Layout):
     """The layout of NF4: groups of 64 inputs with one scale, two codes a byte, the high half first.
 
-    nested: whether scales are quantised to bytes themselves. A table of 256 numbers, a factor for
-        each 256 scales and an offset give their values.
-    The file has the matrix as one vector, so that a rank reads whole rows.
+    The file has the matrix as one vector, so that a rank reads whole rows. With `Scheme.nested` the
+    scales are stored as bytes: indices into a table of 256 numbers, with a factor for each 256
+    scales and one offset.
     """
 
     zero_scales = True
@@ -221,8 +221,10 @@ class Nf4Layout(Layout):
         def tensor(
             key: str, dtype: torch.dtype, size: int, fill: Tensor | float = 0.0, row: int = 0
         ) -> Tensor:
-            """Allocate a tensor of the layout.
+            """Allocate the tensor with the suffix `key`.
 
+            size: the elements of the whole tensor on disk.
+            fill: the values for random weights.
             row: elements of a row, if only this rank's rows are read; 0 = read all.
             """
             rows = (first * row, last * row) if row else None
@@ -258,7 +260,10 @@ class Nf4Layout(Layout):
         return paired(codes), self._runs(begin, end, offset), None
 
     def _runs(self, first: int, last: int, offset: float) -> Tensor:
-        """Return the scales [n, groups] of rows [first, last)."""
+        """Return the scales [n, groups] of rows [first, last).
+
+        offset: the number that is added to nested scales.
+        """
         groups = self.part.in_features // self.form.group
         begin, end = first * groups, last * groups
         scale = self._scale[begin:end]

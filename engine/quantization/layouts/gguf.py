@@ -1,4 +1,4 @@
-"""Blocks of GGUF files: decodes the bytes of each type.
+"""BlockType: the types of blocks in GGUF files, with a decoder for each.
 
 Layouts follow llama.cpp's ggml-common.h; tests compare them with `gguf.quants`.
 """
@@ -22,8 +22,7 @@ class BlockType:
     width: weights in a block.
     num_bytes: bytes of a block.
     halves: offsets of the block's float16 numbers.
-    decode: decodes bytes uint8 [n, blocks, num_bytes] of n rows to arguments of
-        `PackedBlocks.fill`.
+    decode: bytes uint8 [n, blocks, num_bytes] of n rows -> the arguments of `PackedBlocks.fill`.
     """
 
     width: int

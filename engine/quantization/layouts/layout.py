@@ -1,4 +1,4 @@
-"""Layouts: decode quantised matrices as checkpoints store them, to `kernels.packed.Format`.
+"""Layout: decodes quantised matrices from checkpoints to the codes of a `kernels.packed.Format`.
 
 A layout names the tensors of a matrix and decodes some of its rows. To add one: subclass Layout
 here or in `byte_layouts`, and choose it in `stored.base.layout_of`.
@@ -35,9 +35,9 @@ class Layout(ABC):
     parameters: dict[str, Parameter]
     scale_name: str  # suffix of the tensor that errors about scales name
     zero_scales = False  # whether files may have groups of zeros with a scale of 0
-    dequantises = False  # whether no kernel can read it, so that the matrix is kept in 16 bits
-    ordered = False  # whether inputs of a group may lie apart: see grouped_order
-    # [in] order of inputs in which decode returns them; None = as stored
+    dequantises = False  # whether no kernel can read the layout: the matrix is kept in 16 bits
+    ordered = False  # whether inputs of a group may be apart (act-order): see `grouped_order`
+    # [in], the stored index of each input that `decode` returns; None = the stored order
     order: Tensor | None = None
 
     def __init__(self, part: Part) -> None:
@@ -83,18 +83,16 @@ class Layout(ABC):
         """Return the codes, scales and offsets of this rank's rows [begin, end)."""
 
     def grouped_order(self) -> Tensor | None:
-        """Return an order of the inputs, int32 [in], that makes the inputs of each group
-        consecutive.
+        """Return an order of the inputs, int32 [in], in which the inputs of a group are adjacent.
 
-        None if groups differ in size. Only for an `ordered` layout that is filled.
+        Returns None if groups differ in size. Only for an `ordered` layout that is filled.
         """
         return None
 
     def decoded(self, step: int) -> Iterator[Decoded]:
         """Yield the codes, scales and offsets of all rows, `step` rows at a time.
 
-        Raises TensorError for a scale that is not finite, or that is zero where this is not
-        allowed.
+        Raises TensorError for a scale that is not finite, or is zero without `zero_scales`.
         """
         for begin in range(0, self.rows, step):
             codes, scale, offset = self.decode(begin, min(begin + step, self.rows))
@@ -123,7 +121,8 @@ class Layout(ABC):
     ) -> Tensor:
         """Allocate a parameter and return its tensor.
 
-        fill: the value of random weights, or the function that draws them.
+        key: the suffix of the tensor's name.
+        fill: the value of random weights, or the function that draws them; None = the default.
         """
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if isinstance(fill, float):
@@ -322,7 +321,7 @@ class IntegerLayout(Layout):
         return order.int() if alike else None
 
     def _groups(self, count: int) -> Tensor:
-        """Return the group of each input. Raises TensorError for an unknown group."""
+        """Return the group of each input, one of `count`. Raises TensorError for another number."""
         order = self.parameters["order"]
         if bool((order.tensor < 0).any()) or bool((order.tensor >= count).any()):
             raise TensorError(order.name, f"there are groups 0 to {count - 1}, and it names others")

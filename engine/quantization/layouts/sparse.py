@@ -1,6 +1,6 @@
-"""Layout of 2:4 sparse matrices: two numbers of each four, and a bit mask that says where they are.
+"""The layout of 2:4 sparse matrices: two numbers of each four, and a bit mask of their places.
 
-compressed-tensors' `sparse-24-bitmask`. Nothing multiplies without the zeros here: a matrix becomes
+compressed-tensors calls it `sparse-24-bitmask`. There is no sparse matmul here: a matrix becomes
 dense when it is loaded.
 """
 
@@ -51,14 +51,14 @@ class SparseRows:
     def dense(self, begin: int, end: int) -> Tensor:
         """Return rows [begin, end) with their zeros, [n, in].
 
-        Raises TensorError if the mask has not two bits of each four.
+        Raises TensorError if the mask does not have two bits set of each four.
         """
         bits = torch.arange(8, dtype=torch.uint8, device=self._mask.device)
         mask = ((self._mask[begin:end].unsqueeze(-1) >> bits) & 1).flatten(1).bool()
         if not bool((mask.unflatten(1, (-1, 4)).sum(-1) == 2).all()):
             raise TensorError(f"{self._name}.bitmask", "has not two bits of each four")
         values = self._values[begin:end]
-        # bytes: 8-bit floats cannot be indexed
+        # as bytes, because 8-bit floats cannot be indexed
         if values.dtype.itemsize == 1:
             values = values.view(torch.uint8)
         dense = torch.zeros(end - begin, self._width, dtype=values.dtype, device=values.device)
@@ -70,7 +70,7 @@ class SparseLayout(Layout):
     """The layout of a sparse matrix of 16- or 32-bit numbers."""
 
     scale_name = "compressed"
-    # says which parts of a layer are alike; no kernel takes such weights
+    # tells which parts of a layer have one format; no kernel takes this format
     form = Format(8, BLOCK, torch.float32)
     dequantises = True
 

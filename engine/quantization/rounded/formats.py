@@ -1,4 +1,4 @@
-"""Computes the packed Format that a QuantFormat becomes on each type of device."""
+"""cuda_format, cpu_format: return the packed Format of a QuantFormat's weights on a device."""
 
 import torch
 

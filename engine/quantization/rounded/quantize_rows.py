@@ -1,4 +1,4 @@
-"""Quantises rows of 16-bit weights to a format."""
+"""rounded: quantises rows of 16-bit weights to a packed format."""
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def rounded(form: Format, weight: Tensor) -> Decoded:
 def _with_offset(form: Format, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes of groups [n, groups, inputs], with a scale and an offset for each group.
 
-    Of the grids that are tried a group takes the one with the least squared error.
+    Several grids (scale and offset) are tried; each group takes the one of least squared error.
     """
     top = (1 << form.bits) - 1
     # Groups of equal weights get the smallest positive scale of its dtype.

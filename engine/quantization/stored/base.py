@@ -1,7 +1,7 @@
 """Linear methods for weights that the checkpoint stores quantised.
 
-Weights are packed once while loading. A matrix without a kernel (an odd size, a machine without a
-compiler) is dequantised to the model's 16 bits then.
+Weights are packed once while loading. A matrix without a kernel, for example of an odd size or on a
+machine without a compiler, is dequantised to the model's 16 bits instead.
 """
 
 import logging
@@ -69,7 +69,10 @@ def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout 
 
 @dataclass(slots=True)
 class LinearPiece:
-    """Consecutive parts of a layer that have one format, or are dense (without layouts)."""
+    """A piece of a layer: consecutive parts that have one format, or are dense.
+
+    layouts: the parts' layouts; empty for dense parts.
+    """
 
     spec: LinearSpec
     layouts: list[Layout]
@@ -146,7 +149,7 @@ class Stored(LinearMethod):
     def whole(state: StoredState) -> bool:
         """Whether the layer is one packed matrix that takes its inputs without a permutation.
 
-        Norm, gate and residual that the piece's matmul can fuse are then fused.
+        Only such a layer fuses norm, gate or residual with its matmul.
         """
         return len(state.pieces) == 1 and state.pieces[0].order is None
 
@@ -250,7 +253,7 @@ class Stored(LinearMethod):
         for piece in self._pieces(replace(spec, device=torch.device("meta"))):
             shape = (piece.spec.out_features, piece.spec.in_features)
             if self.packs(piece):
-                # at most: files may have another order for each part
+                # an upper bound: files may have another order for each part
                 order = 4 * spec.in_features * piece.ordered
                 total += self.bytes_of(piece.form, *shape, spec.bias) + order
                 continue

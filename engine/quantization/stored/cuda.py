@@ -65,7 +65,7 @@ class StoredCuda(Stored):
     def _packs_all(self, *pieces: list[LinearPiece]) -> bool:
         """Whether all experts can be packed; otherwise all of them are dequantised.
 
-        The kernel for experts takes one format, and inputs in their order.
+        The kernel for experts takes one format, and inputs without a permutation.
         """
         return all(
             len(layer_pieces) == 1 and self.packs(layer_pieces[0]) and not layer_pieces[0].ordered
@@ -133,7 +133,7 @@ class StoredCuda(Stored):
 
 @dataclass(slots=True)
 class _Loading:
-    """The experts of a layer until `finish_stored_experts`."""
+    """The state of a layer's experts while weights load, until `finish_stored_experts`."""
 
     spec: ExpertsSpec
     gate_up: StoredState

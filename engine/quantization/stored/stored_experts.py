@@ -1,6 +1,6 @@
-"""Linear layers of experts that the checkpoint stores quantised.
+"""The specs of the linear layers of experts that a checkpoint stores quantised.
 
-Each expert has two of its own, or all experts of a layer share two.
+Each expert has two linear layers of its own, or two linear layers hold all experts of a layer.
 """
 
 from collections.abc import Sequence
