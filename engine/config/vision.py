@@ -1,4 +1,4 @@
-"""VisionConfig: the configuration of a model's vision tower, read from its folder. No torch here."""
+"""VisionConfig: the configuration of a vision tower, read from a model's folder. No torch here."""
 
 import logging
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""run: run requests through an engine core in this process."""
+"""run: runs requests through an engine core in this process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -14,7 +14,7 @@ from kernels.dispatch import kernels_for
 from kernels.kv.format import KVFormat
 from kernels.metadata import AttentionMeta, LoraStep
 
-# A request: (all token ids, its block ids, the position where the step begins).
+# A request of a step: (all token ids, block ids, the first position that the step computes).
 Entry = tuple[Tensor, Sequence[int], int]
 
 

@@ -1,4 +1,4 @@
-"""Traces: intermediate tensors of a model, at points that every decoder has.
+"""traced: records traces, the intermediate tensors of a model at points that every decoder has.
 
  embedding            the input of the first layer
  layers.3.attention   the output of attention of layer 3, before its norm and the residual

@@ -40,12 +40,12 @@ FEW = 2  # number of prompts in checks that need a separate pass for each
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The differences that rounding explains.
+    """The largest differences that rounding explains.
 
-    logits: the largest difference, relative to the largest logit; None = only kl is checked.
-    kl: nats a token.
-    layer: the largest `trace.distance` of a layer's output.
-    tie: nats by which a token of a greedy text may be less likely than the most likely.
+    logits: the difference of logits, relative to the largest logit; None = only kl is checked.
+    kl: the Kullback-Leibler divergence in nats a token.
+    layer: the `trace.distance` of a layer's output.
+    tie: nats by which a token of a greedy text may be less likely than the most likely token.
     """
 
     logits: float | None
@@ -79,8 +79,8 @@ def in_fewer_bits(resolved: Resolved) -> str:
 class Difference:
     """The difference between two ways to compute the same logits.
 
-    logits: the largest difference, as in `Bounds`.
-    kl: nats a token.
+    logits: the largest difference, relative to the largest logit.
+    kl: the Kullback-Leibler divergence in nats a token.
     logprob: the largest difference of the texts' own log-probabilities, in nats.
     same_token: the share of positions with the same most likely token.
     """

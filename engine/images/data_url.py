@@ -1,4 +1,4 @@
-"""decode_base64, decode_data_url, frame_urls: pictures that stand in a request as text."""
+"""decode_base64, decode_data_url, frame_urls: decode pictures that are base64 in a request."""
 
 import binascii
 
@@ -39,7 +39,8 @@ def frame_urls(url: str) -> list[str]:
 def decode_base64(text: str, max_bytes: int, start: int = 0) -> bytes:
     """Return the bytes of base64 in either alphabet, without blanks and with correct padding.
 
-    start: where the base64 begins in the text. Raises InvalidRequest.
+    start: the index in the text where the base64 begins.
+    Raises InvalidRequest.
     """
     if (len(text) - start) // 4 * 3 > max_bytes + 2:
         raise too_large(max_bytes)

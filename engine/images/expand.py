@@ -1,4 +1,4 @@
-"""surround, expand_placeholders: images in the places that a chat template has for them."""
+"""surround, expand_placeholders: replace a chat's image placeholders by the images' tokens."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,9 +13,10 @@ from engine.images.processor import ImageProcessor, clips_of
 class Place:
     """The place of an image or a clip in a chat.
 
-    placeholder: the text that the template writes for it.
+    placeholder: the text that the template writes for the image or clip.
     layouts: the layout of the image, or the layouts of the clip's spans of tokens.
-    outer: the texts before and after the placeholder; replaced with it, if both are there.
+    outer: the texts before and after the placeholder; if both are there, they are replaced together
+        with the placeholder.
     """
 
     placeholder: str
@@ -37,11 +38,12 @@ class Place:
 
 
 def surround(text: str, places: Sequence[Place]) -> str:
-    """Return a rendered chat with the text that its images have around their placeholders.
+    """Return a rendered chat with the images' texts (`ImageLayout.before`, `after`) put in.
 
-    A clip of several spans gets a placeholder for each.
+    A clip of several spans gets a placeholder for each span.
 
-    places: the places in the order of placeholders; a text with other placeholders is unchanged.
+    places: the images' places, in the order of the placeholders. A text that has other placeholders
+        is returned unchanged.
     """
     names = {place.placeholder for place in places}
     pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
@@ -67,15 +69,15 @@ def expand_placeholders(
     places: Sequence[Place],
     count: int,
 ) -> tuple[list[int], list[int]]:
-    """Return a chat's token ids with each layout's tokens in place, and their first indices.
+    """Return a chat's token ids with each layout's tokens, and the index where each layout begins.
 
     ids: tokens of the rendered chat, in which one placeholder stands for each layout.
-    token_id: returns the token of a placeholder.
+    token_id: returns the token id of a placeholder; None if the placeholder is no token.
     places: the layouts of the images and clips in the chat, in the order of the template.
-    count: images and clips of the request.
+    count: the number of images and clips in the request.
 
-    Raises InvalidRequest where the template has not written one placeholder for each, ConfigError
-    for a placeholder that is no token.
+    Raises InvalidRequest if the template has not written one placeholder for each layout,
+    ConfigError for a placeholder that is no token.
     """
     tokens = {place.placeholder: token_id(place.placeholder) for place in places}
     for text, token in tokens.items():

@@ -11,9 +11,9 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     start: index in token_ids of its first placeholder.
     length: tokens from its first to its last placeholder. Ordinary tokens (ends of rows) may lie
         between.
-    size: the embeddings that it gives. They stand, in order, at the positions of the span whose
-        token is its first token, the model's image token or that of clips. Such tokens outside of
-        spans are ordinary tokens.
+    size: the number of its embeddings. They stand, in order, at those positions of this span whose
+        token is the span's first token: the model's image token, or that of clips. Outside of
+        spans these tokens are ordinary tokens.
     grid: (height, width) in embeddings for rotary positions of three axes; (0, 0) with plain
         positions. A span of a clip has one such grid for each temporal patch, in order.
     shape: (tiles, height, width) of pixels; the tiles of a clip's span are its frames.

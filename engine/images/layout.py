@@ -1,11 +1,14 @@
-"""ImageLayout, ImageError: what a picture's width and height alone decide."""
+"""ImageLayout: a picture's place in a prompt and its size, which its width and height decide.
+
+ImageError: the error of a picture that a model cannot take.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
-# What a request may ask for; "low" asks for few tokens.
+# The values of an image's `detail` in a request; "low" asks for few tokens.
 DETAILS = ("auto", "low", "high", "original")
-# Frames a second of a clip: the most, and those of one that says nothing.
+# Frames a second of a clip: the maximum, and the default.
 MAX_FPS, DEFAULT_FPS = 1000, 2.0
 
 
@@ -30,7 +33,7 @@ class ImageLayout:
     length: tokens from the first to the last image token.
     size, grid, shape: see `engine.images.image.Image`.
     before, after: text around the tokens, which is encoded together with the text beside it.
-    frames: the indices of the pictures whose pixels are taken, of those of a clip.
+    frames: the indices of the clip's frames whose pixels the span has; (0,) for a still picture.
     time_step: see `engine.images.image.Image`.
     """
 

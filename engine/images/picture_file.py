@@ -39,19 +39,19 @@ _SIDEWAYS = (5, 6, 7, 8)  # orientations in which width and height change places
 
 
 def invalid_image(message: str, code: str = "invalid_image") -> InvalidRequest:
-    """Return the error of a picture that cannot be used. message: what is said of the picture."""
+    """Return the error of a picture that cannot be used. message: a predicate of "the picture"."""
     return InvalidRequest(message, code=code)
 
 
 @dataclass(frozen=True, slots=True)
 class PictureFile:
-    """A picture of which the header was read.
+    """A picture in a file, of which only the header was read.
 
     width, height: pixels of the upright picture.
     stored: (width, height) in the file.
     format: the decoder's name.
-    orientation: as in EXIF; 1 = upright.
-    frames: whether others follow the first frame, which alone is decoded.
+    orientation: the number of EXIF's orientation; 1 = upright.
+    frames: whether more frames follow the first one, which alone is decoded.
     """
 
     data: bytes

@@ -1,4 +1,4 @@
-"""image_processor: returns how a folder's pictures become tokens and pixels. No torch here."""
+"""image_processor: returns the processor of a model's images; prepare: runs it. No torch here."""
 
 import hashlib
 import threading
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class ImageProcessor(Protocol):
-    """The way from a picture to the tokens and pixels of one model.
+    """The interface of an image processor: from a picture to a model's tokens and pixels.
 
     placeholder: the text that the chat template writes for a picture, such as "<|image_pad|>".
     image_token_id: the token at whose positions the picture's embeddings stand.
@@ -55,7 +55,7 @@ class ImageProcessor(Protocol):
     settings: bytes
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture of this many pixels.
+        """Return the layout of a picture of width x height pixels.
 
         detail: "low" asks for few tokens.
         Raises ImageError for a picture that the model does not take.
@@ -68,7 +68,7 @@ class ImageProcessor(Protocol):
 
 
 class ClipProcessor(Protocol):
-    """The way from a clip, a list of frames, to the tokens and pixels of one model.
+    """The interface of a video processor: from a clip, a list of frames, to tokens and pixels.
 
     placeholder: the text that the chat template writes for a clip.
     outer: the texts before and after the placeholder, which a clip's spans replace as well.
@@ -159,11 +159,11 @@ def clip_layouts(
 
 
 class PixelCache:
-    """A cache of the pixels of the pictures that came last. Thread-safe.
+    """A least recently used cache of pictures' pixels, by digest. Thread-safe.
 
     A conversation sends its pictures again with each turn.
 
-    limit: bytes.
+    limit: the maximum bytes of all pixels.
     """
 
     def __init__(self, limit: int = 64 * 2**20) -> None:
@@ -197,10 +197,10 @@ def prepare(
 ) -> Image:
     """Return a picture, or a span of a clip, with its pixels and digest.
 
-    picture: a file, or an RGB picture, of the width and height that the layout was made of; or all
-        those of a clip.
+    picture: a file or an RGB picture, of the width and height that the layout was made for; for a
+        clip the list of all its frames.
     start: the index in the prompt's token_ids of the layout's first token.
-    cache: where pixels may be already, and are put.
+    cache: the cache from which pixels are taken, and into which they are put.
     Raises InvalidRequest for a file that cannot be decoded.
     """
     frames = picture if isinstance(picture, Sequence) else [picture]
@@ -238,7 +238,7 @@ def _digest(
     clips = clips_of(processor) if len(frames) > 1 else None
     settings = processor.settings if clips is None else processor.settings + clips.settings
     kind = "file" if isinstance(frames[0], PictureFile) else str(frames[0].size)
-    digest = hashlib.sha256()  # which processors have instructions for
+    digest = hashlib.sha256()  # CPUs have instructions for it
     for field in (settings, f"{kind} {layout.grid} {layout.shape}".encode()):
         digest.update(len(field).to_bytes(8, "little") + field)
     for frame in frames:
@@ -255,7 +255,7 @@ def _tiles(
     index: int,
     layout: ImageLayout,
 ) -> "NDArray[np.uint8]":
-    """Return the pixels of one of the frames. Raises InvalidRequest, which names it in a clip."""
+    """Return the pixels of frames[index]. Raises InvalidRequest, which names a clip's frame."""
     picture = frames[index]
     if isinstance(picture, PictureFile):
         try:
@@ -268,7 +268,7 @@ def _tiles(
 
 
 def _bytes(pixels: "NDArray[np.uint8]") -> bytes:
-    """Return the pixels in order, without a copy where the array is a view of all of Pillow's."""
+    """Return an array's bytes in C order, without a copy if the array is a view of them all."""
     buffer: Any = pixels
     while hasattr(buffer, "base"):
         buffer = buffer.base

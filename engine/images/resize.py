@@ -1,4 +1,4 @@
-"""resized: a picture in another size, by several threads where it is large."""
+"""resized: resizes a picture, with several threads if the picture is large."""
 
 import itertools
 from collections.abc import Callable
@@ -15,8 +15,9 @@ def resized(
 ) -> Pillow.Image:
     """Return an RGB picture in another size, with exactly the pixels of Pillow's `resize`.
 
-    Pillow resizes along rows and along columns in two passes, with 8-bit pixels in between. The
-    pass along rows needs no other row and the other no other column, so strips change nothing.
+    Pillow resizes along rows and along columns in two passes, with 8-bit pixels in between. In the
+    pass along rows no row depends on another, in the pass along columns no column. So strips, which
+    threads resize separately, change no pixel.
 
     size: (width, height) in pixels.
     strips: the most strips of a pass; None = by the picture's area and the machine's cores.
@@ -37,10 +38,10 @@ def resized(
 
 
 def _rows_first(width: int, height: int, new_width: int, new_height: int) -> bool:
-    """Whether Pillow resizes along rows first for sure, or has one pass alone.
+    """Whether Pillow certainly resizes along rows first, or in one pass alone.
 
     Pillow 13 begins with columns where they lose more than twice the pixels that rows lose. The
-    limit is lower here, since other versions of Pillow have other rules.
+    limit here is lower, since other versions of Pillow have other rules.
     """
     if new_height >= height or new_width == width:
         return True

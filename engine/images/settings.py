@@ -88,7 +88,7 @@ class ProcessorSettings:
     def token(self, *keys: str) -> int:
         """Return the token id under the first of the given keys that config.json has.
 
-        If it has none, `values` may have the first.
+        If config.json has none of the keys, the first one is looked up in `values`.
         """
         key = next((key for key in keys if self.config.get(key) is not None), keys[0])
         value = self.config.get(key, self.values.get(key))
@@ -117,16 +117,16 @@ class ProcessorSettings:
     def ids(self, *tokens: tuple[str, int]) -> list[int]:
         """Return the ids of special tokens.
 
-        tokens: text and the family's id, where the folder has no tokenizer.json with the text.
+        tokens: (text, the id where the folder has no tokenizer.json with the text) pairs.
         """
         ids = {text: token_id for token_id, text in special_tokens(self.folder).items()}
         return [ids.get(text, default) for text, default in tokens]
 
 
 def special_tokens(folder: Path) -> dict[int, str]:
-    """Return the texts of a tokenizer's special tokens; empty where there are none.
+    """Return {id: text} of a tokenizer's special tokens; {} without a readable file.
 
-    They stand in tokenizer.json, or in added_tokens.json of a folder without one.
+    The file is tokenizer.json, or added_tokens.json in a folder without tokenizer.json.
     """
     try:
         file = folder / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""share_out: runs work on pictures in this thread and in those that have nothing else to do.
+"""share_out: runs work on pictures in this thread and in idle helper threads.
 
 `prepares` counts the pictures that are decoded and resized, so that a lone one is resized by
 several threads.

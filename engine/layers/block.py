@@ -31,7 +31,7 @@ class Block(Protocol):
 
     @property
     def activations(self) -> int:
-        """The peak number of elements for each token inside the block, without residual and norm."""
+        """The peak elements for each token inside the block, without the residual and its norm."""
         ...
 
     def forward(

@@ -72,7 +72,8 @@ class LoraDevice:
     num_parts: the number of parts of the `LoraLayout`.
     deterministic: see `LoraStep`.
     steps: the number of steps in flight at once.
-    layouts: the layouts that a step needs: 2 if some of its tokens need a separate one.
+    layouts: the number of metadata layouts that a step needs: 2 if the layout of a part of its
+        tokens is computed separately.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class LoraDevice:
         self._uploader = uploader
         device = uploader.device
         self.num_slots = slots
-        self._row_slots = np.full(max_rows + 1, -1, dtype=np.int16)  # the last is for padding
+        self._row_slots = np.full(max_rows + 1, -1, dtype=np.int16)  # the last row is for padding
         self._used = False  # whether any row has ever had an adapter
         self._parts: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(slots)]
         self._cuda = device.type == "cuda"
@@ -160,7 +161,7 @@ class LoraDevice:
         """Prepare an eager step's LoRA metadata; return None if no token has an adapter.
 
         beside: whether the batch is a part of the step that was prepared last, whose metadata must
-            stay.
+            remain valid.
         """
         slots = self.slots_of(batch)
         return None if slots is None else self.lay_out(slots, beside=beside)
@@ -204,8 +205,10 @@ class LoraDevice:
         return tile_rows(1 if self._deterministic else tokens, self.num_slots)
 
     def _max_tiles(self, tokens: int, block: int) -> int:
-        """Return the most tiles of a step: each group of equal slots has at most one partial
-        tile."""
+        """Return the maximum number of a step's tiles of `block` tokens.
+
+        The tokens of each slot have at most one partial tile.
+        """
         return tokens // block + min(self.num_slots + 1, tokens)
 
     def _upload(self, slots: "np.ndarray[Any, Any]", layout: "_Layout") -> LoraStep:

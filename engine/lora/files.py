@@ -1,6 +1,6 @@
-"""Reads an adapter's tensors from its file.
+"""list_tensors, read_tensors: read an adapter's tensors from its file.
 
-It uses few large operations, because a step may have to wait each time that Python code runs.
+They use few large operations, because Python code of this thread may make a running step wait.
 """
 
 import os
@@ -29,7 +29,7 @@ def read_tensors(
 ) -> list[Tensor]:
     """Read the values of all tensors of `list_tensors`, as they are stored.
 
-    digest: called with the whole file's bytes.
+    digest: a function that is called with the whole file's bytes.
     Raises AdapterError if the file's length has changed.
     """
     path, size = stored[0].file, stored[-1].offset + stored[-1].num_bytes

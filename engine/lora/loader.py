@@ -20,7 +20,11 @@ logger = logging.getLogger("manta.engine")
 
 @contextmanager
 def _named(path: str, entry: CachedFolder) -> Iterator[None]:
-    """Replace the path of the cached copy by the given URL in errors."""
+    """Replace the path of the cached copy by the adapter's URL in errors of the `with` block.
+
+    path: the URL.
+    entry: the cached copy.
+    """
     folder = str(entry.folder)
     try:
         yield
@@ -31,11 +35,12 @@ def _named(path: str, entry: CachedFolder) -> Iterator[None]:
 class AdapterLoader:
     """A `Loader` (`engine.lora.tiers.adapter`) of LoRA and virtual-token adapters.
 
-    prompts: reader and device of virtual tokens; None = such adapters are refused.
+    prompts: the reader and the device memory of virtual tokens; None = such adapters are refused.
     model: the model's folder. An adapter that was trained for a model of another name is read with
         a warning: names vary between folders and fine-tuned models, and shapes are checked.
+    lora: the reader and the device memory of LoRA adapters.
     disk: the cache, by digest, of adapters from object stores. An adapter whose digest is known is
-        read from it without asking the store; one that is added by hand is always fetched.
+        read from the cache without asking the store. One that is added by hand is always fetched.
     """
 
     def __init__(
@@ -49,7 +54,7 @@ class AdapterLoader:
         self._prompts = prompts
         self._disk = disk or DiskCache()
         self._model = model
-        self._warned: set[str] = set()  # digests of adapters with a warning already
+        self._warned: set[str] = set()  # digests of adapters that were warned of
 
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
         if not is_remote(path):

@@ -30,11 +30,13 @@ class PeftConfig:
     base: base_model_name_or_path; see `engine.lora.base_model`.
     rank, alpha: the values for every layer that no pattern names.
     rslora: whether the scale is alpha / sqrt(rank).
-    targets: the last parts of the module names that it may adapt ("q_proj"); None = those in its
-        file.
-    everywhere: whether all modules of these names must be adapted.
+    rank_pattern, alpha_pattern: (pattern of module names, value) pairs; the first match decides.
+    targets: the last parts of the names of modules that the adapter may change ("q_proj"); None =
+        the modules in its weights file.
+    everywhere: whether the adapter must change all modules of these names.
     virtual_tokens: number of virtual tokens, of kinds other than LoRA.
-    layers, heads: numbers of the model that it was made for; 0 = unknown.
+    layers, heads: the numbers of layers and heads of the model that the adapter was trained for; 0
+        = unknown.
     """
 
     kind: str

@@ -17,10 +17,10 @@ class _OnRanks:
 
 
 class RankedLoader:
-    """A `Loader` (`engine.lora.tiers.adapter`) of which each rank has a part.
+    """A `Loader` (`engine.lora.tiers.adapter`) for a model of which each rank has a part.
 
-    The other ranks read an adapter when it gets a slot, and only if it has the digest that rank 0
-    read.
+    Ranks other than rank 0 read an adapter when it gets a slot. They refuse files with another
+    digest than those that rank 0 has read.
     """
 
     def __init__(self, loader: Loader, ranks: Ranks) -> None:

@@ -33,7 +33,7 @@ from engine.parallel.group import TensorParallelGroup
 
 PutKV = Callable[[Tensor, Tensor, Tensor], None]  # (block ids, places in the blocks, values)
 
-# the only tensor of its file; PEFT has already run the encoder, if there is one
+# the only tensor in an adapter's file; if there is an encoder, PEFT has run it already
 TENSOR = "prompt_embeddings"
 
 

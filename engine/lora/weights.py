@@ -56,8 +56,7 @@ class LoraLayout:
 
 
 def _module_of(tensor: StoredTensor) -> str:
-    """Return the module's name in the adapter's own base model, as the adapter's patterns have
-    it."""
+    """Return the name of a tensor's module in the adapter's base model, as patterns match it."""
     return tensor.name.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
@@ -86,9 +85,9 @@ class HostLora:
 class LoraReader:
     """A reader of LoRA adapters for one model; raises AdapterError for an invalid one.
 
-    renamed: gives the record's name of a module.
+    renamed: name of a module in the adapter -> its name in the model's record.
     elsewhere: the modules that only other ranks have.
-    ignored: whether a text-only model never uses the module of this name.
+    ignored: whether the module of a name, such as one of a vision tower, is never used here.
     """
 
     def __init__(

@@ -91,8 +91,8 @@ class Vocabulary:
     ) -> None:
         """Make a vocabulary from llguidance's tokens.
 
-        marks: id -> real name of tokens that `tokens` has under other names (see `hide_marks`);
-            None = an outline.
+        marks: id -> real name of the control tokens that `tokens` has under secret names (see
+            `hide_marks`); None = this is an outline.
         """
         self.tokens = tokens  # llguidance's tokenizer
         self.num_tokens = num_tokens
@@ -102,7 +102,7 @@ class Vocabulary:
         self._ids = {name: i for i, name in self._marks.items()}
 
     def text_of(self, token: int) -> bytes:
-        """Return the text of one token; for a mark its name."""
+        """Return the text of one token; for a control token its name in the tokenizer."""
         if token in self._marks:
             return self._marks[token].encode()
         text: bytes = self.tokens.decode_bytes([token])
@@ -113,7 +113,7 @@ class Vocabulary:
 
         Llama 2's vocabulary, for example, writes a space as "▁".
         """
-        if self._is_outline:  # it has a token for each byte
+        if self._is_outline:  # an outline has a token for each byte
             return True
         text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
         data = text.encode("utf-8", "replace")
@@ -121,7 +121,7 @@ class Vocabulary:
         return spelt == data
 
     def numbered(self, lark: str) -> str:
-        """Return a Lark grammar in which token ids stand for the names of marks."""
+        """Return a Lark grammar with the names of control tokens replaced by their ids."""
 
         def number(match: re.Match[str]) -> str:
             id = self._ids.get(match.group())

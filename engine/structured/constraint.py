@@ -118,7 +118,7 @@ class Constraint:
     def after(self, token: int) -> "Constraint | None":
         """Return the constraint after one more token; None if it is forbidden or ends the text.
 
-        The constraint itself does not change, and shares no changing state with the other one.
+        The constraint itself does not change, and shares no mutable state with the returned one.
         """
         if self.ends_with(token) or not (self._limits is None or self._limits.allows(token)):
             return None

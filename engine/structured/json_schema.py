@@ -279,7 +279,10 @@ def _escaped(name: str) -> str:
 
 
 def places(schema: Any, keyword: str, at: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (pointer, the object that has it) for each use of a keyword, even inside data."""
+    """Yield (JSON pointer, the object with the keyword) for each use of a keyword, even in data.
+
+    at: the pointer of `schema` itself.
+    """
     if isinstance(schema, dict):
         if keyword in schema:
             yield f"{at}/{_escaped(keyword)}", schema

@@ -1,4 +1,4 @@
-"""Marks: control tokens that no text of a grammar may spell, hidden in a tokenizer.json."""
+"""hide_marks: renames control tokens in a tokenizer.json, so that no grammar's text spells them."""
 
 import secrets
 from collections.abc import Iterable
@@ -21,13 +21,15 @@ def is_mark(content: str, special: bool) -> bool:
 def hide_marks(
     raw: bytes, end_ids: Iterable[int] = (), declared: Iterable[str] = ()
 ) -> tuple[str, dict[int, str]]:
-    """Rename the marks of a tokenizer.json to secret names; return (its text, id -> real name).
+    """Give the control tokens of a tokenizer.json secret names.
 
-    llguidance tokenizes the text that a grammar forces. It would find "<tool_call>" or "<|im_end|>"
-    in a constant there, and then forbid that very token, as a mark is not text.
+    Returns the new text of tokenizer.json, and {id: real name}. llguidance tokenizes the text that
+    a grammar forces. If a constant spells "<tool_call>" or "<|im_end|>", llguidance would find the
+    control token, and then forbid this very token, as it is not text.
 
-    end_ids: end tokens, which become marks even if they are ordinary tokens.
-    declared: names of further marks.
+    raw: the text of tokenizer.json.
+    end_ids: end tokens, which are renamed even if they are ordinary tokens.
+    declared: names of further control tokens.
     Raises ValueError, KeyError, TypeError for an invalid tokenizer.json.
     """
     content: dict[str, Any] = msgspec.json.decode(raw)
@@ -72,7 +74,7 @@ def hide_marks(
         model["vocab"] = [[names.get(name, name), score] for name, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    content["post_processor"] = None  # it refers to marks, and must not add any to forced text
+    content["post_processor"] = None  # it would add control tokens to forced text
     content["normalizer"] = _spaces_alone(content.get("normalizer"))
     return msgspec.json.encode(content).decode(), marks
 

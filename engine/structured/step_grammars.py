@@ -22,7 +22,7 @@ def host_memory(rows: int, words: int) -> Masks:
 
 
 class StepGrammars:
-    """A filler of masks, used by one thread. It must finish one step's masks before the next."""
+    """A filler of masks. One thread uses it, and must wait for a step's masks before the next."""
 
     def __init__(self, num_threads: int, steps: int = 1, memory: HostMemory = host_memory) -> None:
         """Set up the filler.

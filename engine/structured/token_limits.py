@@ -30,7 +30,7 @@ class TokenLimits:
         self._allowed: Masks | None = _mask(allowed, num_words) if allowed else None
         single = [ids[0] for ids in bad if len(ids) == 1]
         self._bad: Masks | None = _mask(single, num_words) if single else None
-        # The tokens before the last of a bad sequence -> the last tokens.
+        # all tokens of a bad sequence but the last -> the last tokens, which may not follow these
         self._endings: dict[tuple[int, ...], list[int]] = {}
         for ids in bad:
             if len(ids) > 1:

@@ -66,7 +66,10 @@ class _TooMuch(Exception):
 
 
 class _Refused(Exception):
-    """The error raised by the template's raise_exception; the text is its author's."""
+    """The error that a template raises by raise_exception.
+
+    Its message is the template author's, so clients may see it.
+    """
 
 
 class _Generation(Extension):
@@ -305,8 +308,8 @@ class ChatTemplate:
             named = f"the {where}" if index is None else where
             reason = str(error)[:MAX_REASON]
             return InvalidRequest(f"the chat template refused {named}: {reason}", param=where)
-        # The error's text is not for callers, because it may reveal objects and paths of this
-        # process. Only the name that a message lacks is shown, as it is the template's.
+        # Callers do not see the error's text, because it may reveal objects and paths of this
+        # process. Only the name of a missing field is shown, as it comes from the template.
         missing = _MISSING.fullmatch(str(error))
         if index is None or missing is None:
             named = f"these {where}" if index is None else where
@@ -323,7 +326,7 @@ class ChatTemplate:
 
 
 def _place_of_images(folder: Path) -> str:
-    """Return `Wrapper.place` of a model folder that sees; "" without one."""
+    """Return `Wrapper.place` of the model in a folder; "" for a model that takes no pictures."""
     if not (folder / "config.json").is_file():
         return ""
     config = Reader.from_file(folder / "config.json")
@@ -348,7 +351,7 @@ def _generate(template: jinja2.Template, context: dict[str, Any], max_chars: int
 def _first_at_fault(
     error: Exception, template: jinja2.Template, context: dict[str, Any]
 ) -> int | None:
-    """Return the index of the first message with which the template fails in this way.
+    """Return the index of the first message with which the template raises the same error.
 
     Returns None if the template fails with any chat, only lacks a user message, or takes too long.
     """
@@ -369,15 +372,14 @@ def _first_at_fault(
     ours = f"{type(error).__name__} {error}"
 
     def fails(messages: list[dict[str, Any]]) -> bool:
-        """Whether the template fails in the same way for these messages, with or without a
-        question.
+        """Whether the template raises the same error for these messages.
 
-        A shortened chat may fail only because the user's message came later.
+        If not, a user's message is added: a shortened chat may fail only because it lacks one.
         """
         refusal = raised(messages)
         return refusal == ours or (refusal is not None and raised([*messages, asked]) == ours)
 
-    fine, failing = 0, len(chat)  # numbers of leading messages that render, and that fail
+    fine, failing = 0, len(chat)  # counts of leading messages with which it renders, and fails
     try:
         if raised([asked]) == ours or raised([*chat, asked]) is None:
             return None

@@ -27,10 +27,12 @@ class ControlTokens:
 
     @classmethod
     def of(cls, added: Mapping[int, AddedToken], template: ChatTemplate | None) -> "ControlTokens":
-        """Find the special tokens among added tokens, and other tokens that the template writes.
+        """Return the special tokens among added tokens, and other tokens that the template writes.
 
-        The turn marks of DeepSeek and Cohere are not special. A tag such as <tool_call> counts only
-        if the template writes it around a plain turn.
+        The tokens that delimit turns of DeepSeek and Cohere are not special. A tag such as
+        <tool_call> is a control token only if the template writes it around a plain turn.
+
+        added: id -> added token.
         """
         source = "" if template is None else "".join(template.sources.values())
         turns = "" if template is None else template.plain_turns()

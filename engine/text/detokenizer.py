@@ -1,8 +1,8 @@
 """ChoiceDecoder: the text of one choice, with stop strings and its end.
 
-Like `TextStream` it depends only on the ids, not on how they were split into calls. After a
-failover a new decoder gets the same prompt and the emitted ids in a single call. It then continues
-exactly where the old decoder was.
+As with `TextStream` the text depends only on the ids, not on how they were split into calls. After
+a failover a new decoder gets the same prompt, and the emitted ids in a single call. The new decoder
+then continues exactly where the old one was.
 """
 
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ class Decoded(msgspec.Struct, frozen=True):
 class ChoiceDecoder:
     """A decoder of one choice's tokens to text, which finds stop strings and end tokens.
 
-    A stop string that ends within the first ``min_tokens`` tokens is ordinary text. Among several,
-    the first complete one wins, then the longest. Text is held back only while it may still become
-    a stop string.
+    A stop string that ends within the first ``min_tokens`` tokens is ordinary text. Of several stop
+    strings the one that is complete first wins, then the longest. Text is held back only while it
+    may still become a stop string.
 
     prompt: the ids before the choice, as in `TextStream`.
     offsets: whether to return where each token's text begins.
@@ -95,8 +95,8 @@ class ChoiceDecoder:
         out: list[str] = []
         offsets: list[int] = []
         banned = min(shown, max(0, self._min_tokens - self.num_tokens))
-        # Tokens below min_tokens are decoded separately, so that they are not searched. With
-        # offsets every token is decoded separately.
+        # The first min_tokens tokens are decoded separately, so that their text is not searched.
+        # With offsets every token is decoded separately.
         cuts = list(range(1, shown + 1)) if self._offsets else sorted({banned, shown} - {0})
         begin = 0
         for cut in cuts:
@@ -151,7 +151,10 @@ class ChoiceDecoder:
         return self._held[: end if self._include_stop else start], stop, end - held
 
     def _emit(self, *, final: bool) -> str:
-        """Return the text that can no longer become part of a stop string. final: all of it."""
+        """Return the held text that can no longer become part of a stop string.
+
+        final: whether to return all held text.
+        """
         text = self._held
         keep = (
             len(text)

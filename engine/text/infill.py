@@ -1,4 +1,4 @@
-"""FillMarks: the control tokens that ask a model for the text between two texts."""
+"""FillMarks: the control tokens that ask a model to fill in the middle between two texts."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.text.tokenizer import Tokenizer
 
-# The marks before the first text, before the second text and before the answer. They are those of
+# The control tokens before the first text, before the second text and before the answer, of
 # Qwen2.5-Coder and CodeGemma, StarCoder and Granite, SantaCoder, CodeLlama (two spellings),
 # DeepSeek-Coder, GLM-4 and Falcon-H1.
 _MARKS = (
@@ -19,8 +19,8 @@ _MARKS = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )
-# Models that take the text after the gap first: Seed-Coder and Codestral. Codestral has no mark
-# before the answer.
+# The same of models that take the text after the gap first: Seed-Coder and Codestral. Codestral has
+# no control token before the answer.
 _SUFFIX_FIRST = (
     ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
     ("[PREFIX]", "[SUFFIX]", ""),
@@ -30,7 +30,7 @@ _ENDS = (
     *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<file_sep>", "<|repo_name|>"),
     *("▁<EOT>", "<EOT>", "<|file_separator|>"),
 )
-# The marks before the name of a repository and before the name of each file.
+# The control tokens before the name of a repository and before the name of each file.
 _REPOSITORY = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"))
 _SNIPPET = "\n\n--- snippet ---\n\n"
 
@@ -53,12 +53,13 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class FillMarks:
-    """The ids of a model's marks.
+    """The ids of a model's control tokens for filling in the middle.
 
-    middle: None where the answer follows the text before the gap without a mark.
-    suffix_first: whether the text after the gap comes before the other.
+    prefix, suffix: the tokens before the text before the gap, and before the text after it.
+    middle: the token before the answer; None if the model has none.
+    suffix_first: whether the text after the gap stands first in the prompt.
     ends: tokens that end an answer.
-    repository, file: the marks before their names; None where the model has no such mark.
+    repository, file: the tokens before the names of these; None if the model has none.
     """
 
     prefix: int
@@ -71,13 +72,13 @@ class FillMarks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "FillMarks | None":
-        """Return the marks of a tokenizer, or None for a model that has no such tokens."""
+        """Return the control tokens of a tokenizer; None for a model that has no such tokens."""
         if tokenizer not in _known:
             _known[tokenizer] = _find(tokenizer)
         return _known[tokenizer]
 
     def ids(self, tokenizer: Tokenizer, gap: Gap, limit: int, *, special: bool = True) -> list[int]:
-        """Return the ids of the prompt.
+        """Return the token ids of the prompt that asks for the text in a gap.
 
         special: whether to add the BOS that tokenizer.json has.
         Raises TooManyTokens for a text that surely has more than `limit` tokens.

@@ -1,8 +1,8 @@
-"""The contents of messages as a chat template takes them: a text, or a list of parts.
+"""find_forms, shaped: give a message's content the form that a chat template takes.
 
-A text model's template prints `message.content`. A vision model's template may go through the parts
-and print nothing of a text, without an error. `find_forms` renders a mark in both forms for each
-role, and so finds which form the template takes.
+The forms are a text and a list of parts. A text model's template prints `message.content`. A vision
+model's template may go through the parts and print nothing of a text, without an error.
+`find_forms` renders a random marker in both forms for each role, and so finds the right form.
 """
 
 import json
@@ -17,7 +17,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
 _WORD = re.compile(r"\w+")
 
-# Makes a text of each content that is a list of parts, with a place for each image.
+# Jinja code that replaces a content that is a list of parts by one text, with PLACE for images.
 _PLACES = """{%- set shown = namespace(messages=[]) -%}
 {%- for message in messages -%}
 {%- if message.content is sequence and message.content is not string -%}
@@ -39,8 +39,8 @@ Message = dict[str, Any]
 class Form(NamedTuple):
     """The forms of message content (a string, a list of parts) that a template renders for a role.
 
-    text: whether it shows a content that is a text; None if it raises an error.
-    parts: whether it shows a content that is a list of parts; None if it raises an error.
+    text: whether the template shows a content that is a text; None if it raises an error.
+    parts: whether the template shows a content that is a list of parts; None if it raises an error.
     """
 
     text: bool | None = None
@@ -94,7 +94,7 @@ def _named(role: str) -> Message:
 def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
     """Return a message in the form that the template takes.
 
-    It leaves out fields that are None, and has the reasoning under each name that templates use.
+    Fields that are None are left out. The reasoning is stored under each name that templates use.
 
     Raises InvalidRequest for parts that are not text.
     """
@@ -118,7 +118,7 @@ def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
 
 
 def with_image_places(source: str, place: str) -> str:
-    """Return a chat template that writes `place` for an image; `source` if it knows of images."""
+    """Return a chat template that writes `place` for an image; `source` if it writes images."""
     if "image" in source or place.strip() in source:
         return source
     return _PLACES.replace("PLACE", json.dumps(place)) + source
@@ -163,12 +163,11 @@ def check_shown(rendered: str, chat: Sequence[Mapping[str, Any]], silent: bool) 
 class Opening:
     """A chat whose last message stays open, so that the model continues it.
 
-    A mark follows the message's text, and everything that the template writes from the mark on is
-    cut.
+    A random marker is put after the message's text, and all that the template writes from the
+    marker on is cut. A search for the text itself would fail: "e" is also in a template's words.
 
-    A search for the text itself would fail: "e" is also in the words of a template.
-    chat: the messages, with the mark.
-    Raises InvalidRequest where the last message has no text.
+    chat: the messages, with the marker.
+    Raises InvalidRequest if the last message has no text.
     """
 
     def __init__(self, chat: Sequence[Message]) -> None:
@@ -193,8 +192,8 @@ class Opening:
     def cut(self, rendered: str) -> str:
         """Return the prompt up to the end of the final message's text.
 
-        Spaces at its end stay where the template keeps them, as in transformers.
-        Raises InvalidRequest where the template changes more than the spaces of that text.
+        Spaces at the text's end remain if the template keeps them, as in transformers.
+        Raises InvalidRequest if the template changes more than the spaces of that text.
         """
         at = rendered.rfind(self._mark)
         prompt = rendered[: max(at, 0)]

@@ -56,8 +56,8 @@ class _DecodeStream(Protocol):
     def follow(self, token_ids: Sequence[int]) -> str:
         """Start the stream after a prompt, whose text is not returned.
 
-        Returns the replacement characters with which the prompt's text ends because its last
-        character is incomplete, or "".
+        Returns the replacement characters (U+FFFD) at the end of the prompt's text, if its last
+        character is incomplete; else "".
         """
         ...
 

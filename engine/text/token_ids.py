@@ -1,6 +1,6 @@
-"""Finds the token ids that a model folder's tokenizer lacks.
+"""missing_ids: finds the ids of a model's vocabulary that its tokenizer lacks.
 
-Models have more rows than the tokenizer has ids. The extra rows pad a matrix and mean nothing.
+An embedding may have more rows than the tokenizer has ids. These rows are padding without meaning.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ class _Tokenizer(msgspec.Struct):
 def missing_ids(folder: Path, vocab_size: int) -> list[int]:
     """Return the ids below vocab_size that tokenizer.json does not have, ascending.
 
-    Returns none if there is no such file. It decodes only the needed fields, which takes a third of
+    Returns [] if there is no such file. Only the needed fields are decoded, which takes a third of
     a second for the largest file.
     Raises ConfigError.
     """

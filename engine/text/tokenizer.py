@@ -73,8 +73,8 @@ class Tokenizer:
         response_template: Any = None,
         same: "Tokenizer | None" = None,
     ) -> None:
-        # A shared backend has neither any more. It may be at work in another thread, and then the
-        # library refuses to change it.
+        # The library refuses to change a backend that another thread uses. In a shared backend both
+        # settings are off already.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
@@ -96,7 +96,7 @@ class Tokenizer:
             i for i, token in added.items() if is_mark(token.content, token.special)
         ).union(i for i in ends if backend.id_to_token(i) is not None)
         self.tables = Tables(self)  # used by TextStream
-        # The same model without the added tokens, so that no text becomes one.
+        # The same model without added tokens, so that no text is encoded as an added token.
         self._plain = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
             self._plain.normalizer = backend.normalizer
@@ -192,9 +192,10 @@ class Tokenizer:
         return ids[:before] + inner + ids[before + len(plain) :]
 
     def written(self, text: str, ids: Sequence[int]) -> tuple[int, int]:
-        """Return the range of a prompt's ids that its text spells, without a BOS that is added.
+        """Return the half-open range of a prompt's ids that encode its text.
 
-        All ids count where the text is their decoded form.
+        Special tokens that were added, such as a BOS, are outside of the range, unless the text
+        spells them.
         """
         everything = 0, len(ids)
         if not ids or (ids[0] not in self.special_ids and ids[-1] not in self.special_ids):
@@ -216,10 +217,12 @@ class Tokenizer:
         max_tokens: int,
         keep_end: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """Encode two texts as tokenizer.json joins them; also return where the second's ids are.
+        """Encode two texts as tokenizer.json joins them.
+
+        Returns the ids, and the indices of the second text's ids.
 
         max_tokens: the limit beyond which text is dropped from the ends of both texts, roughly.
-        keep_end: whether the second text loses its beginning instead.
+        keep_end: whether text is dropped from the beginning of the second text instead.
         """
         most = (max_tokens + 1) * self._longest
         first, second = first[:most], second[-most:] if keep_end else second[:most]
@@ -299,7 +302,7 @@ class Tokenizer:
         Raises InvalidRequest if the model has no template, or the template refuses the messages;
         TooManyTokens.
         """
-        typed: dict[str, str] = {}  # from a control token to the mark that replaces it
+        typed: dict[str, str] = {}  # typed control token -> the digits that replace it
         nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive every filter of a template
 
         def mark(match: re.Match[str]) -> str:
@@ -345,10 +348,13 @@ class Tokenizer:
         return self._encode_marked(text, nonce, written)
 
     def _encode_marked(self, text: str, nonce: str, typed: Mapping[str, str]) -> list[int]:
-        """Encode a text as usual, but plainly where marks stand.
+        """Encode a rendered chat in which digits replace the control tokens that users typed.
 
-        If the text between two control tokens of the template holds a mark, all of it is encoded
-        plainly.
+        If the text between two of the template's control tokens has such digits, all of it is
+        encoded by `encode_plain`.
+
+        nonce: the beginning of all such digits.
+        typed: digits -> the typed control token.
         """
         marker = re.compile(nonce + r"\d{6}")
         ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Pictures of Gemma 3: one square view, whatever their shape."""
+"""Gemma3Images: pictures of Gemma 3, of any shape, become one square view."""
 
 import json
 from typing import TYPE_CHECKING
@@ -19,8 +19,8 @@ _AROUND = "\n\n"  # before and after a picture
 class Gemma3Images:
     """The image processor of Gemma 3, which resizes pictures to a square.
 
-    side: pixels on the side of the square.
-    count: embeddings of a picture.
+    side: the side of the square in pixels.
+    count: the number of embeddings of a picture.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:

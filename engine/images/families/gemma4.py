@@ -1,4 +1,4 @@
-"""Pictures of Gemma 4: one view of any shape, of about as many tokens for every picture."""
+"""Gemma4Images: pictures of Gemma 4 become one view that keeps their shape, of about equal size."""
 
 import json
 import math
@@ -20,10 +20,10 @@ _LOW = 70  # embeddings of a picture with detail: low
 
 
 class Gemma4Images:
-    """The image processor of Gemma 4, which resizes pictures, up or down, to one area.
+    """The image processor of Gemma 4, which enlarges or shrinks all pictures to one area.
 
-    unit: pixels on the side of one embedding.
-    most: the most embeddings of a picture, whose area the model resizes it to.
+    unit: the side, in pixels, of the square that becomes one embedding.
+    most: the maximum number of embeddings, to whose area pictures are resized.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:

@@ -1,17 +1,17 @@
-"""Pictures of GLM-4.1V, GLM-4.5V and GLM-4.6V: one view of any shape."""
+"""GlmImages: pictures of GLM-4.1V, GLM-4.5V and GLM-4.6V become one view that keeps their shape."""
 
 from engine.images.families.qwen_vl import QwenImages
 from engine.images.layout import ImageLayout
 from engine.images.settings import ProcessorSettings
 
-_FRAMES = 2  # frames of a patch, where the file is silent
+_FRAMES = 2  # frames that a patch covers, if config.json does not say
 
 
 class GlmImages(QwenImages):
     """The image processor of GLM-4.1V and later, which resizes as Qwen's does.
 
-    Small pictures are enlarged first. A file's limits of the area count all frames of a temporal
-    patch, in which a still picture is repeated.
+    Small pictures are enlarged first. The limits of the area in the settings count all frames of a
+    temporal patch, in which a still picture is repeated.
     """
 
     name, text = "glm4v", "<|image|>"

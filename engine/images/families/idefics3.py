@@ -1,4 +1,4 @@
-"""Pictures of Idefics 3 and SmolVLM: tiles with their places in words, and a view of the whole."""
+"""Idefics3Images: pictures of Idefics 3 and SmolVLM become named tiles and a view of the whole."""
 
 import json
 import math
@@ -24,10 +24,10 @@ _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 class Idefics3Images:
     """The image processor of Idefics 3 and SmolVLM, which cuts pictures into tiles.
 
-    longest: pixels that the longer side is brought to.
-    tile: pixels of a tile's side.
-    size: embeddings of a tile.
-    splits: whether a picture is cut at all.
+    longest: the length in pixels to which the longer side is resized.
+    tile: the side of a tile in pixels.
+    size: the number of embeddings of a tile.
+    splits: whether pictures are cut into tiles at all.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:

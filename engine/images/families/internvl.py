@@ -1,4 +1,4 @@
-"""Pictures of InternVL: a grid of tiles near the picture's shape, and a view of the whole."""
+"""InternImages: pictures of InternVL become a grid of tiles and a view of the whole."""
 
 import json
 from typing import TYPE_CHECKING
@@ -21,9 +21,9 @@ _BEGIN, _END = "<img>", "</img>"
 class InternImages:
     """The image processor of InternVL, which stretches pictures to a grid of tiles.
 
-    tile: pixels of a tile's side.
-    size: embeddings of a tile.
-    grids: (columns, rows) that a picture may have, those of few tiles first.
+    tile: the side of a tile in pixels.
+    size: the number of embeddings of a tile.
+    grids: the (columns, rows) of tiles that a picture may have, in order of their number of tiles.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:
@@ -58,7 +58,7 @@ class InternImages:
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Return the (columns, rows) nearest to a picture's shape.
 
-        Of equally near ones it is the largest of which the picture would fill more than half.
+        Of equally near grids it is the largest of which the picture would fill more than half.
         """
         best, least = (1, 1), float("inf")
         for columns, rows in self.grids:

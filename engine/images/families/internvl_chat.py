@@ -1,4 +1,4 @@
-"""chat_settings: what config.json of InternVL's own format says of pictures."""
+"""chat_settings: reads the image processor's settings from config.json in InternVL's own format."""
 
 from collections.abc import Mapping
 
@@ -17,8 +17,8 @@ def is_chat(config: Reader) -> bool:
 def chat_settings(config: Reader, special_tokens: Mapping[int, str]) -> Reader:
     """Return the settings of a processor as transformers' files name them.
 
-    special_tokens: texts of the tokenizer's special tokens. `image_token_id` is -1 if the image
-        token is none of them.
+    special_tokens: id -> text of the tokenizer's special tokens. If the image token is not among
+        them, the setting `image_token_id` is -1.
     Raises ConfigError naming a key.
     """
     side = config.inner("vision_config").square("image_size", 448)

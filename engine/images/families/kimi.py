@@ -1,4 +1,4 @@
-"""Pictures of Kimi-VL, Kimi K2.5 and K2.6: one view of any shape, padded to whole embeddings."""
+"""KimiImages: pictures of Kimi-VL, Kimi K2.5 and K2.6 become one view, padded to embeddings."""
 
 import json
 import math
@@ -21,7 +21,7 @@ _LOW = 512  # embeddings of a picture with detail: low, without its padding
 
 
 def settings_of_media(values: Reader) -> Reader:
-    """Return a reader of a folder's processor settings, which Kimi K2.5 has in an object."""
+    """Return a reader of a folder's processor settings, which Kimi K2.5 nests in an object."""
     media = values.inner("media_proc_cfg")
     return media if media.values else values
 
@@ -29,11 +29,11 @@ def settings_of_media(values: Reader) -> Reader:
 class KimiImages:
     """The image processor of Kimi-VL and Kimi K2.5, which only shrinks, and pads right and below.
 
-    patch: pixels on the side of a patch.
-    merge: patches on the side of one embedding.
-    most: the most patches of a picture, without its padding.
-    side: the most patches on a side, to which a picture is shrunk; None = Kimi-VL, which refuses
-        pictures with more.
+    patch: the side of a patch in pixels.
+    merge: the side, in patches, of the square that becomes one embedding.
+    most: the maximum number of patches of a picture, without its padding.
+    side: the maximum side of a picture in patches, to which longer ones are shrunk; None = Kimi-VL,
+        which refuses longer ones.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of Llama 4: tiles of a canvas that the picture does not fill, and the whole of it."""
+"""Llama4Images: pictures of Llama 4 become tiles of a padded canvas, and a view of the whole."""
 
 import json
 import math
@@ -21,10 +21,10 @@ _Sides = tuple[int, int]  # height, width
 class Llama4Images:
     """The image processor of Llama 4, which keeps shapes and pads with black right and below.
 
-    tile: pixels of a tile's side.
-    size: embeddings of a tile.
-    most: the most tiles beside the whole.
-    largest: whether a picture is brought to the largest canvas.
+    tile: the side of a tile in pixels.
+    size: the number of embeddings of a tile.
+    most: the maximum number of tiles beside the view of the whole.
+    largest: whether pictures are enlarged as far as the canvases allow.
     """
 
     placeholder = "<|image|>"
@@ -59,11 +59,11 @@ class Llama4Images:
         return self._layouts[rows, columns]
 
     def _canvas(self, height: int, width: int) -> _Sides:
-        """Return the (rows, columns) of the tiles that a picture lies on.
+        """Return the canvas of a picture, as (rows, columns) of tiles.
 
-        It is the canvas that enlarges the picture least, or most with `largest`; if all make it
-        smaller, the one that does so least. Of several it is the smallest. float32 decides, as in
-        the model's own processor.
+        Of the canvases that do not shrink the picture it is the one that enlarges the picture
+        least, or most with `largest`. If all shrink the picture, it is the one that does so least.
+        Of equal ones it is the smallest. Scales are float32, as in the model's own processor.
         """
         import numpy as np
 
@@ -77,7 +77,11 @@ class Llama4Images:
         return min(nearest, key=math.prod)
 
     def _fitted(self, height: int, width: int, canvas: _Sides) -> _Sides:
-        """Return the (height, width) of the picture on a canvas of so many tiles."""
+        """Return the (height, width) in pixels of a picture on its canvas.
+
+        height, width: the picture's own size in pixels.
+        canvas: (rows, columns) of tiles.
+        """
         high, wide = (count * self.tile for count in canvas)
         high, down = self._limit(high, height)
         wide, across = self._limit(wide, width)
@@ -88,10 +92,10 @@ class Llama4Images:
         return max(high, 1), max(wide, 1)
 
     def _limit(self, canvas: int, side: int) -> "tuple[int, float | np.float32]":
-        """Return the most pixels that a picture's side gets on a canvas, and their scale.
+        """Return the maximum length of a picture's side on a canvas, and its scale.
 
-        canvas, side: pixels of the canvas's side and of the picture's.
-        The scale is of float32 where the canvas is the limit, as in the model's own processor.
+        canvas, side: the length in pixels of the canvas's side and of the picture's own side.
+        The scale is float32 where the canvas is the limit, as in the model's own processor.
         """
         import numpy as np
 

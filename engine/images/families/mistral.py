@@ -10,8 +10,8 @@ PARAMS, TEKKEN = "params.json", "tekken.json"
 def mistral_settings(folder: Path) -> Reader | None:
     """Return the settings of a processor, named as in transformers' files; None if there are none.
 
-    Mistral's folders have them in params.json (vision_encoder) and in tekken.json (image, or
-    multimodal in older files). Mean and deviation are those of transformers' class.
+    Mistral's folders have the settings in params.json (vision_encoder) and in tekken.json (image,
+    or multimodal in older files). Mean and deviation are those of transformers' class.
 
     Raises ConfigError naming file and key.
     """

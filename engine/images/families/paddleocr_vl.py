@@ -1,4 +1,4 @@
-"""Pictures of PaddleOCR-VL: one view of any shape."""
+"""PaddleImages: pictures of PaddleOCR-VL become one view that keeps their shape."""
 
 from engine.images.families.qwen_vl import QwenImages
 from engine.images.layout import ImageLayout

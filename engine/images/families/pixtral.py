@@ -1,4 +1,4 @@
-"""Pictures of Pixtral and Mistral 3: one view of any shape, whose rows end with a token."""
+"""PixtralImages: pictures of Pixtral and Mistral 3 become one view, whose rows end with a token."""
 
 import json
 import math
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LONGEST = 1024  # the default of transformers' class
-# The tokens behind each row of a picture but the last, and behind the last.
+# (text, id) of the token after each row of a picture but the last, and of that after the last.
 _BREAK, _END = ("[IMG_BREAK]", 12), ("[IMG_END]", 13)
 _LOW = 22  # embeddings on the longer side of a picture with detail: low
 
 
 class PixtralImages:
-    """The image processor of Pixtral and Mistral 3, which shrinks pictures to a longest side.
+    """The image processor of Pixtral and Mistral 3, which shrinks pictures that are too long.
 
-    Sides are whole numbers of embeddings.
+    Sides are rounded up to whole embeddings.
 
-    unit: pixels on the side of one embedding.
-    longest: the most pixels of (height, width).
+    unit: the side, in pixels, of the square that becomes one embedding.
+    longest: the maximum (height, width) in pixels.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:
@@ -52,7 +52,7 @@ class PixtralImages:
         if detail == "low":
             most = [min(side, _LOW * self.unit) for side in most]
         ratio = max(height / most[0], width / most[1], 1)
-        # A side of which nothing is left would give no embedding.
+        # A side that shrinks to nothing would give no embedding.
         rows, columns = (
             max(1, math.ceil(math.floor(side / ratio) / self.unit)) for side in (height, width)
         )

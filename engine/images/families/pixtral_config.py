@@ -1,4 +1,4 @@
-"""merges, patch_and_merge: what config.json of Pixtral and Mistral 3 says of pictures' sizes."""
+"""merges, patch_and_merge: read sizes of patches and embeddings of Pixtral and Mistral 3."""
 
 from engine.config_reader import Reader
 
@@ -9,7 +9,7 @@ def merges(config: Reader) -> bool:
 
 
 def patch_and_merge(config: Reader) -> tuple[int, int]:
-    """Return the pixels on the side of a patch, and the patches on the side of an embedding.
+    """Return the side of a patch in pixels, and the side of an embedding's square in patches.
 
     config: config.json with its outer keys.
     """

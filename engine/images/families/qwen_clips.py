@@ -1,4 +1,4 @@
-"""Clips of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6: frames at equal distances.
+"""Video processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6, for equally spaced frames.
 
 A patch of the tower covers a few frames, two in all published models. The last frame is repeated as
 often as the last patch needs.
@@ -11,16 +11,17 @@ from engine.config_reader import Reader
 from engine.images.layout import ImageError, ImageLayout
 from engine.images.settings import ProcessorSettings
 
-_ASPECT = 200  # largest ratio of a picture's longer side to the other
-_FRAMES, _MOST_FRAMES = 2, 768  # frames of a patch and of a clip, where files are silent
-_POSITIONS_S = 4  # where config.json is silent
-_LEAST_UNITS, _MOST_UNITS = 128, 768  # embeddings of a frame or clip, where files are silent
+_ASPECT = 200  # largest ratio of a picture's longer side to the shorter
+_FRAMES, _MOST_FRAMES = 2, 768  # default frames that a patch covers, and of a whole clip
+_POSITIONS_S = 4  # default of tokens_per_second in config.json
+_LEAST_UNITS, _MOST_UNITS = 128, 768  # default limits of the embeddings of a frame or clip
 
 
 def clip_token(config: Reader) -> int | None:
-    """Return the token of clips' embeddings; without the key, that of transformers' classes.
+    """Return the token at whose positions clips' embeddings stand; None if there are no clips.
 
-    None for a vocabulary that ends before it: such a model takes no clips.
+    Without video_token_id it is that of transformers' classes. A model whose vocabulary ends before
+    this token takes no clips.
     """
     text = config.inner("text_config") if config.get("text_config") else config
     token, vocabulary = config.count("video_token_id", 151656), text.get("vocab_size")
@@ -42,11 +43,11 @@ def grid_of(
 ) -> tuple[int, int]:
     """Return the grid (rows, columns) of embeddings for a picture of height x width pixels.
 
-    The picture is scaled so that its area is between `least` and `most` pixels.
+    The picture is scaled so that the area of all frames is between `least` and `most` pixels.
 
-    unit: pixels on the side of an embedding.
-    frames: the number of such pictures, whose areas are added up.
-    counted: the number of those whose areas are added up to see whether they are scaled.
+    unit: the side, in pixels, of the square that becomes one embedding.
+    frames: the number of frames of this size, by which the scale is computed.
+    counted: the number of frames by which is decided whether the picture is scaled at all.
     """
     rows, columns = round(height / unit), round(width / unit)
     if counted * rows * columns * unit**2 > most:
@@ -60,16 +61,16 @@ def grid_of(
 
 
 class QwenClips:
-    """The video processor of Qwen2-VL, and the base of the others.
+    """The video processor of Qwen2-VL, and the base class of later ones.
 
-    A clip is one span of tokens. M-RoPE's temporal positions count its temporal patches, groups of
-    `patch_frames` frames.
+    A clip is one span of tokens. M-RoPE's temporal positions count the clip's temporal patches,
+    groups of `patch_frames` frames.
 
     placeholder: the text that the chat template writes for a clip.
     outer: the texts before and after the placeholder, which a clip's spans replace as well.
     token_id: the token at whose positions the embeddings of clips stand.
-    unit: pixels on the side of one embedding.
-    least, most: the area of a frame in pixels.
+    unit: the side, in pixels, of the square that becomes one embedding.
+    least, most: the limits of a frame's area in pixels.
     """
 
     outer = "", ""
@@ -117,7 +118,7 @@ class QwenClips:
         return [self._piece(grid, indices, time_step=self._time_step(fps))]
 
     def _time_step(self, fps: float) -> float:
-        """Return how far apart consecutive temporal patches are in M-RoPE's temporal positions."""
+        """Return the distance of consecutive temporal patches in M-RoPE's temporal positions."""
         return 1.0
 
     def _patches(self, frames: int) -> list[tuple[int, ...]]:
@@ -143,9 +144,9 @@ class QwenClips:
 
 
 class PacedClips(QwenClips):
-    """The video processor of Qwen2.5-VL, whose temporal M-RoPE positions count seconds.
+    """The video processor of Qwen2.5-VL, whose temporal M-RoPE positions measure time.
 
-    They differ from Qwen2-VL's in that alone.
+    Clips do not differ from Qwen2-VL's otherwise.
     """
 
     def _time_step(self, fps: float) -> float:
@@ -157,7 +158,7 @@ class TimedClips(QwenClips):
 
     A clip is a span of tokens for each temporal patch, after the patch's time as text.
 
-    least, most: the area of all frames of a clip in pixels.
+    least, most: the limits of the area of all frames of a clip in pixels.
     """
 
     def __init__(self, settings: ProcessorSettings, token_id: int, unit: int) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6: one view of any shape."""
+"""Image processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6: one view of any shape."""
 
 import json
 from typing import TYPE_CHECKING
@@ -27,15 +27,15 @@ _LOW = 512  # embeddings of a picture with detail: low
 
 
 class QwenImages:
-    """The base of Qwen's image processors, which resize pictures to whole blocks of merged patches.
+    """The base class of Qwen's image processors, which resize pictures to whole embeddings.
 
-    unit: pixels on the side of one embedding.
-    least, most: the area in pixels.
-    clips: the model's clips; None = it takes none.
+    unit: the side, in pixels, of the square that becomes one embedding.
+    least, most: the limits of a picture's area in pixels.
+    clips: the video processor; None = the model takes no clips.
     """
 
     name, text = "qwen_vl", "<|image_pad|>"
-    limits = _LEAST, _MOST  # defaults of transformers' class
+    limits = _LEAST, _MOST  # (least, most) of transformers' class
     clip_class: type[QwenClips] | None = None
 
     def __init__(self, settings: ProcessorSettings) -> None:

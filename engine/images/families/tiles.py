@@ -1,4 +1,4 @@
-"""Tiles of a picture, for the processors of models that see it in pieces of one size."""
+"""cut, stacked, tile_layout: cut pictures into square tiles of one size, for image processors."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def cut(picture: Pillow.Image, tile: int) -> list[Pillow.Image]:
-    """Return a picture's square tiles of `tile` pixels, row by row; its sides are multiples."""
+    """Return the square tiles of a picture, row by row.
+
+    tile: the side of a tile in pixels, of which the picture's sides are multiples.
+    """
     return [
         picture.crop((left, top, left + tile, top + tile))
         for top in range(0, picture.height, tile)
@@ -34,9 +37,9 @@ def tile_layout(
 ) -> ImageLayout:
     """Return the layout of a picture in tiles.
 
-    ids: the tokens in the prompt, with those of the picture among them.
+    ids: the tokens that stand in the prompt for the picture, image tokens among them.
     shape: (tiles, height, width) of pixels.
-    size: embeddings of a tile.
+    size: the number of embeddings of a tile.
     Raises ConfigError if the ids have another number of image tokens.
     """
     if ids.count(image_token_id) != shape[0] * size:

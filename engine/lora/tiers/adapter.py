@@ -43,9 +43,12 @@ class LoadedAdapter:
 
 
 class Loader(Protocol):
-    """An interface that reads adapters and copies them to the device, from the store's threads.
+    """The interface of a reader of adapters, which also copies them to the device.
 
-    digest: hash of the expected bytes, by which a copy may be found; "" = read whatever is there.
+    The threads of AdapterStore call it.
+
+    path: the adapter's folder or URL.
+    digest: hash of the expected bytes, by which a cached copy may be found; "" = any bytes.
     Raises AdapterError.
     """
 
@@ -101,13 +104,13 @@ class Adapter:
         self.digest = ""
         self.weights: Any = None  # in host memory
         self.host_bytes = 0
-        self.reading: object | None = None  # token of the read whose result it waits for
+        self.reading: object | None = None  # token of the read that the adapter waits for
         self.error: AdapterError | None = None
         self.failed_at = 0.0
         self.slot: Slot | None = None
         self.users = 0  # accepted requests that have not ended
         self.started = 0  # users that have begun, and need the same version of the weights again
-        self.retired = False  # whether it was replaced or removed
+        self.retired = False  # whether this revision was replaced or removed
 
     @property
     def key(self) -> str:

@@ -14,7 +14,7 @@ UNUSED_SECONDS = 86_400.0
 class HostMemory:
     """The adapters whose weights are in host memory, within a budget of bytes.
 
-    budget: bytes; adapters that running requests may need again stay even beyond it.
+    budget: bytes; adapters that running requests may need again are kept even beyond the budget.
     """
 
     def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""DeviceSlots: the adapter in each device slot, and the adapter that waits for the slot.
+"""DeviceSlots: the adapter in each device slot, and the adapter to which the slot is promised.
 
 The evicted adapter is the one with the fewest recent requests, not the least recently used one.
 With many more adapters than slots, most adapters are not needed again soon after their upload. With
@@ -71,8 +71,8 @@ class DeviceSlots:
     def _worth(self, slot: Slot) -> tuple[bool, bool, float, int]:
         """Return the slot's value as a sort key; the slot of least value is replaced first.
 
-        The key is (whether it has an adapter, whether requests wait for it, how often it is
-        requested or 0 if they wait, last use).
+        The key is (whether the slot has an adapter, whether requests run or wait on it, the
+        adapter's popularity or 0 if they do, last use).
         """
         adapter = slot.adapter
         if adapter is None:
@@ -99,9 +99,9 @@ class DeviceSlots:
         slot.adapter, slot.ready = None, False
 
     def promise(self, adapter: Adapter) -> None:
-        """Promise the adapter a slot that requests still use, from when these have ended.
+        """Promise the adapter a slot that it gets when the requests that use the slot have ended.
 
-        At most half of the slots are promised, so that requests on the others go on.
+        At most half of the slots are promised, so that new requests can start on the other slots.
         """
         if any(slot.promised is adapter for slot in self._slots):
             return

@@ -49,8 +49,8 @@ class AdapterStore:
     """The adapters that the engine knows, and the memory tier of each.
 
     max_loras: the number of device slots; with 0 every adapter is refused.
-    host_bytes: the budget of host memory; adapters that running requests may need again stay even
-        beyond it.
+    host_bytes: the budget of host memory; adapters that running requests may need again are kept
+        even beyond the budget.
     disk: the executor of reads.
     device: the executor of uploads.
     clock: returns seconds.
@@ -72,7 +72,7 @@ class AdapterStore:
         self._remote = disk or ThreadPoolExecutor(READERS, "adapter-downloads")
         self._device = device or ThreadPoolExecutor(1, "adapter-uploads")
         self._names: AdapterNames[Adapter] = AdapterNames()
-        # Queued additions and removals of each name; the first has begun.
+        # name -> queued additions and removals, of which the first has begun
         self._lines: dict[str, deque[Callable[[], None]]] = {}
         self._slots = DeviceSlots(max_loras)
         self._host = HostMemory(host_bytes, clock)
@@ -149,7 +149,10 @@ class AdapterStore:
         self._line_up(message.name, lambda: self._later(then))
 
     def _line_up(self, name: str, begin: Callable[[], None]) -> None:
-        """Call begin() once all earlier work for this name is done; it has to end with `_next`."""
+        """Call begin() once all earlier work for this name is done.
+
+        The work that begin() starts has to end with `_next`.
+        """
         line = self._lines.setdefault(name, deque())
         line.append(begin)
         if len(line) == 1:

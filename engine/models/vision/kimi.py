@@ -42,7 +42,7 @@ class KimiTower(QwenTower):
         else:
             parts = [f"{name}.attn.{part}_proj" for part in "qkv"]
             qkv = self.linear(parts, width, width, rows=(turned, turned, whole))
-        first = 0 if config.fused else 1  # number in the names of a block's first norm and MLP matrix
+        first = 0 if config.fused else 1  # numbers in names begin at 0 or 1
         norms = (
             self.layer_norm(f"{name}.norm{first}", width),
             self.layer_norm(f"{name}.norm{first + 1}", width),
