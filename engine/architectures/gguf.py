@@ -104,15 +104,14 @@ class Gguf:
     record: the name of its record.
     name: the value of general.architecture.
     stems: our name -> the file's names, where they differ from STEMS.
-    pieces: our name -> the tensor's name and form in the converted checkpoint folder, where the
-        file stores it otherwise than the original checkpoint: in parts, transposed, or with rows
-        in another order.
+    pieces: our name -> the tensor's names and form in the converted folder, where these differ from
+        the original checkpoint's: in parts, transposed, or with rows in another order.
     rows: stem -> the order of its rows, where it differs from the folder's.
     plus_one: whether one was added to the weights of norms.
     keys: further keys, like KEYS.
     says: values of config.json that do not depend on the file.
-    computed: key of config.json -> the function that computes its value. None means null there, not
-        the class's default.
+    computed: key of config.json -> the function that computes its value. The result None becomes
+        null in config.json, not the class's default.
     rope: key of rope_parameters -> the function that computes its value.
     eps: the key of config.json for the epsilon of norms.
     when: whether the entry is for this file, among entries of the same name; the first match wins.
@@ -272,7 +271,7 @@ _QWEN_MOE: Mapping[str, Make] = {"mlp_only_layers": _dense}
 _H = "transformer.h.{i}."
 
 GGUFS: tuple[Gguf, ...] = (
-    # Files of Llama's relatives share one name; those with experts are Mixtral.
+    # Files of Llama and its relatives have the same name; files with experts are of Mixtral.
     Gguf(
         "MixtralForCausalLM", "llama", rows=_PERMUTED, when=lambda file: file.own("expert_count", 0)
     ),
@@ -456,7 +455,7 @@ GGUFS: tuple[Gguf, ...] = (
         },
     ),
     Gguf("XverseForCausalLM", "xverse", rows=_PERMUTED),
-    # One entry for all sizes: the number of heads tells the 13B, the vocabulary tells Baichuan 2.
+    # One entry for all sizes: the number of heads tells a 13B, the vocabulary tells Baichuan 2.
     Gguf(
         "BaichuanForCausalLM",
         "baichuan",

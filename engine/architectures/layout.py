@@ -22,7 +22,7 @@ def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.
 
     Stored pairs are (0, 1), (2, 3) and so on; ours are (0, rotary / 2), (1, rotary / 2 + 1) ...
 
-    rotary: the number of rotary rows in a head; the others stay in place. None = all.
+    rotary: the number of rotary rows in a head; other rows keep their place. None = all.
     """
     import numpy as np
 

@@ -109,7 +109,7 @@ class Quantized:
 
     @property
     def unit(self) -> int:
-        """The number of consecutive inputs that must stay together, whichever matrix is split."""
+        """The number of consecutive inputs that ranks must not separate, in any matrix."""
         if self.method == "gguf":
             return 256 if any("K" in kind or "XS" in kind for kind in self.types.values()) else 32
         schemes = [scheme for _, scheme in self.rules if scheme is not None]

@@ -15,7 +15,7 @@ class Output:
     """The result of one prompt.
 
     cached: prompt tokens that came from the prefix cache.
-    error: "" if there is none.
+    error: the error's message; "" = no error.
     """
 
     token_ids: list[int] = field(default_factory=list)

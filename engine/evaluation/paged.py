@@ -94,9 +94,10 @@ class Paged:
 
     @torch.inference_mode()
     def run(self, *entries: Entry, lora: LoraStep | None = None) -> list[Tensor]:
-        """Compute a step; return the logits [end - start, vocab_size] of each entry.
+        """Compute a step; return the logits [end - start, vocab_size] of each request.
 
-        entries: (token ids [end], block ids, start): tokens from `start` on are computed.
+        entries: (token ids [end], block ids, start) of each request, of which the step computes the
+            tokens from `start` on.
         """
         metas = self.metas(entries, lora)
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
@@ -106,7 +107,7 @@ class Paged:
     def metas(
         self, entries: Sequence[Entry], lora: LoraStep | None = None
     ) -> Sequence[AttentionMeta]:
-        """Return the planned AttentionMeta of each view for a step of these entries."""
+        """Return the planned AttentionMeta of each view of the KV groups for a step; see `run`."""
         meta = lay_out(
             [(blocks, start, len(ids) - start) for ids, blocks, start in entries], self.block_size
         )

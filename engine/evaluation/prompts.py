@@ -21,7 +21,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]
 
     A text file has a prompt on each line that is not blank. A line of a .jsonl file has a "prompt",
     or "messages" for the chat template.
-    longest: the most tokens that a prompt may have.
+    longest: the maximum number of tokens of a prompt.
     Raises ConfigError naming the file and line, also for a longer prompt.
     """
     try:

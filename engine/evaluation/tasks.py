@@ -48,7 +48,7 @@ class Task:
     """A task: its questions, and the settings to generate answers.
 
     until: strings; a generated answer is cut before the first of them.
-    max_tokens: the most tokens of a generated answer.
+    max_tokens: the maximum number of tokens of a generated answer.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Task:
 def read_task(path: Path, limit: int | None = None) -> Task:
     """Read a task from its YAML file. Raises ConfigError naming the file and key.
 
-    limit: the most questions that are read.
+    limit: the maximum number of questions that are read; None = all.
     """
     try:
         settings = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))

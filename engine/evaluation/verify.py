@@ -100,7 +100,7 @@ class Texts:
     """The comparison of greedy texts with other texts.
 
     ties: number of texts that first differ at two tokens of about equal probability.
-    different: one line for each text that differs otherwise.
+    different: one line for each text that differs for another reason.
     """
 
     texts: int = 0

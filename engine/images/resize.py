@@ -20,7 +20,8 @@ def resized(
     threads resize separately, change no pixel.
 
     size: (width, height) in pixels.
-    strips: the most strips of a pass; None = by the picture's area and the machine's cores.
+    filter: the resampling filter, as Pillow numbers it.
+    strips: the maximum number of strips; None = by the picture's area and the machine's cores.
     """
     width, height = size
     if strips is None:

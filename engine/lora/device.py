@@ -26,7 +26,9 @@ def slot_sizes(
     The sizes are elements of the slots, int32s of their tables, and float32s of a step's partial
     sums.
 
-    tokens: the most tokens of a step.
+    slot_elements: elements of the largest adapter.
+    num_parts: the number of parts of the `LoraLayout`.
+    tokens: the maximum number of tokens of a step.
     """
     try:
         from kernels.lora import partial_size

@@ -68,7 +68,7 @@ class VirtualTokensReader:
     ) -> None:
         """Make the reader.
 
-        max_tokens: the most virtual tokens of an adapter.
+        max_tokens: the maximum number of virtual tokens of an adapter.
         group: ranks that divide the heads; this rank reads only keys and values of its heads.
         layers: the layers whose keys and values are read; None = all.
         """

@@ -21,8 +21,8 @@ from engine.structured.json_schema import UnsupportedSchema, places
 from engine.structured.marks import hide_marks
 
 CACHED = 128  # number of grammars
-LEXERS = 32  # the most lexers of one grammar
-# the most lexers of all grammars; the states of one take 0.2 to 1 MB, or more for large grammars
+LEXERS = 32  # maximum of lexers of one grammar
+# maximum of lexers of all grammars; the states of one take 0.2 to 1 MB, more for large grammars
 MOST_LEXERS = 512
 _QUICK = 0.05  # seconds; a grammar that takes longer to compile has a single lexer
 
@@ -141,7 +141,7 @@ class Vocabulary:
 
         The interpreter lock is held meanwhile.
 
-        declared: control tokens that tokenizer.json does not mark as such.
+        declared: control tokens that tokenizer.json has as ordinary tokens.
         Raises InvalidRequest (structured_not_supported) without a tokenizer.json, or for a kind of
         tokenizer whose tokens are not bytes.
         """
@@ -213,7 +213,7 @@ class Use:
 
 
 class _Lexer:
-    """The state that copies of one matcher share: lexer states, computed when met, under a lock."""
+    """The lexer that copies of one matcher share; its states are computed on first use."""
 
     def __init__(self) -> None:
         self.matcher: Future[Any] = Future()
@@ -223,8 +223,8 @@ class _Lexer:
 class _Known:
     """A compiled grammar with its lexers.
 
-    Two requests that share a lexer wait for each other's masks. So each has its own, up to
-    `LEXERS`. They are not made in advance, as every one has to compute the states again.
+    Two requests that share a lexer wait for each other's masks, so each request has its own lexer,
+    up to `LEXERS`. Lexers are made only when needed, as each has to compute the states again.
     """
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class Compiler:
         return own, use
 
     def _compiled(self, grammar: Grammar) -> _Known:
-        """Return the entry of a grammar once its first matcher is compiled or has failed."""
+        """Return the cached grammar once its first matcher is compiled or has failed."""
         with self._lock:
             known = self._known.get(grammar)
             mine = known is None

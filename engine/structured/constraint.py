@@ -133,7 +133,7 @@ class Constraint:
     def forced(self) -> list[int]:
         """Return the next tokens that the grammar determines, except the last of them.
 
-        In place of the last one, a longer token may also fit, which goes on with free text.
+        In place of the last one a longer token may fit too, which continues with free text.
         """
         text = self._matcher.compute_ff_bytes() if self.grammatical else b""
         if len(text) < 2:

@@ -28,7 +28,7 @@ from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema
 
 ROOT = Path(__file__).parents[2]
-CHILDREN = 2  # the most child processes, started when needed
+CHILDREN = 2  # maximum of child processes, which are started when needed
 START_SECONDS = 60.0  # for the start of a child on a busy machine
 KNOWN = 256  # number of grammars whose outcome is remembered
 

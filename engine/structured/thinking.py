@@ -8,10 +8,10 @@ import msgspec
 class ThinkingBudget(msgspec.Struct, frozen=True):
     """The limit of a request's thinking tokens.
 
-    tokens: thinking tokens before the end mark is forced; marks do not count.
-    end: token ids of the end mark.
-    ends: texts that end thinking, the end mark's included.
-    start: text of the mark that begins thinking; "" if the prompt ends inside thinking.
+    tokens: thinking tokens before the end tag is forced; the tags themselves do not count.
+    end: token ids of the end tag, such as </think>.
+    ends: texts that end thinking, the end tag's included.
+    start: text of the tag that begins thinking; "" if the prompt ends inside thinking.
     """
 
     tokens: int
@@ -46,7 +46,7 @@ class ThinkingCount:
         self._start = budget.start.encode()
         self._tail = b""
         self._used = 0
-        self._at = 0  # number of tokens of the forced end mark so far
+        self._at = 0  # number of tokens of the forced end tag so far
         self.inside: bool | None = None if self._start else True  # None: thinking may still begin
 
     def accept_token(self, token: int) -> None:

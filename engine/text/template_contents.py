@@ -161,7 +161,7 @@ def check_shown(rendered: str, chat: Sequence[Mapping[str, Any]], silent: bool) 
 
 
 class Opening:
-    """A chat whose last message stays open, so that the model continues it.
+    """A chat whose last message is left unfinished, so that the model continues it.
 
     A random marker is put after the message's text, and all that the template writes from the
     marker on is cut. A search for the text itself would fail: "e" is also in a template's words.

@@ -115,10 +115,12 @@ class _Scheme:
             self.kind = "fallback"
 
     def piece(self, token: str | None) -> Any:
-        """Return the text of a vocabulary entry.
+        """Return the contribution of a token to the text.
 
-        Byte-level tokens give bytes. With byte fallback a token gives str, a <0xNN> token gives
-        bytes, and an unknown id gives None.
+        For a byte-level tokenizer these are bytes. With byte fallback it is a str, bytes for a
+        token <0xNN>, and None for an unknown id.
+
+        token: the token as in the vocabulary; None = an unknown id.
         """
         if self.kind == "bytes":
             if token is None:
@@ -172,7 +174,7 @@ class _FallbackStream:
     """A stream for sentencepiece's style: tokens are text, and unknown characters single bytes.
 
     Bytes that never become a character are replaced one by one, and valid characters next to them
-    stay. That is what sentencepiece does. (`tokenizers` replaces the whole run of byte tokens, so
+    are kept, as sentencepiece does. (`tokenizers` replaces the whole run of byte tokens, so
     every newline of a Llama 2 would be held back until the next token.)
     """
 

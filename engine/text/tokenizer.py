@@ -59,7 +59,7 @@ class Tokenizer:
     mark_ids: ids of tokens that a grammar has to name: control tokens, added tokens in angle
         brackets, and tokens that end an answer.
     chat_template: None if the checkpoint has none.
-    same: a loaded tokenizer with the same backend, whose tables are taken; None = there is none.
+    same: a loaded tokenizer with the same backend, whose tables are shared; None = there is none.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Tokenizer:
         Tokenizers in use that have the same tokenizer.json share the library's object.
 
         generation_config: where sampling defaults are from (EngineConfig.generation_config).
-        chat_template: jinja instead of the checkpoint's templates.
-        Raises ConfigError if there is none or it is invalid.
+        chat_template: jinja source to use instead of the checkpoint's templates.
+        Raises ConfigError if tokenizer.json is missing or a file is invalid.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -458,8 +458,8 @@ def _json(path: Path) -> dict[str, Any]:
 def _sampling_defaults(folder: Path, source: str | Mapping[str, float]) -> dict[str, Any]:
     """Return the sampling values of requests that name none, as fields of SamplingParams.
 
-    source: "auto" for those that the model's authors recommend, "none", or the operator's own,
-        which go before the authors'.
+    source: "auto" for the values of generation_config.json, "none" for no values, or a mapping of
+        the operator's values, which override those of generation_config.json.
     Raises ConfigError for values that SamplingParams does not take.
     """
     if source == "none":

@@ -72,7 +72,7 @@ class Manifest:
             raise ConfigError(f"{file}: {error}", param="model") from None
 
     def check(self, folder: Path, device: str, dtype: str) -> None:
-        """Raise ConfigError where the engine would hold the parameters in another form."""
+        """Raise ConfigError if the folder is for another type of device, or another dtype."""
         for what, converted, asked in (
             ("device", self.device, device),
             ("dtype", self.dtype, dtype),

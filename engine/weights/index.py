@@ -1,6 +1,6 @@
-"""The index of a model folder's tensors, read only from headers.
+"""read_index: returns the tensors of a model folder, read only from the headers of its files.
 
-An error for a damaged file names it.
+Errors name the damaged file.
 """
 
 import json

@@ -67,11 +67,12 @@ def load_weights(
 ) -> None:
     """Fill every parameter from the folder's files, or with random weights if folder is None.
 
-    ranks: the number of ranks that have parts of this model. If there are several, random weights
-        are the same on all of them, so that whole copies are equal. They differ from those on one
-        rank.
+    ranks: the number of ranks that have parts of this model. On several ranks a parameter's random
+        weights depend on its name alone, so that copies on all ranks are equal. They differ from
+        the random weights of a model on a single rank.
     progress: a function called from this thread some ten times a second.
-    owns: whether a stored tensor is of this model, which is a part of the folder's; None = all are.
+    owns: name of a stored tensor -> whether it is of this model, for a model that is only a part of
+        the folder's; None = all are.
     Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong
     shape or dtype, or holds a NaN or infinity.
     """
@@ -216,11 +217,12 @@ def check_headers(model: Loadable, folder: Path) -> None:
 
 
 def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[Unit]:
-    """Return the groups of parameters to pack together, and one for each other parameter.
+    """Return the model's units, and a unit for each parameter outside of these.
 
-    Parameters outside the model's own groups (`Unit`) get their memory here.
+    Parameters outside of the model's units get their memory here.
 
-    converted: the tensors of a folder that has the parameters themselves.
+    converted: the tensors of a converted folder, by unique names of parameters; None = the folder
+        is not converted.
     """
     units = [*model.units()]
     inside = {id(parameter.tensor) for unit in units for parameter in unit.parameters}

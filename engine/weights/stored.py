@@ -26,7 +26,10 @@ class StoredTensor:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, folder: Path) -> "StoredTensor":
-        """Return a tensor in memory. folder: where it is being written, for errors."""
+        """Return the StoredTensor of a tensor in memory.
+
+        folder: the folder to which the tensor is being written, for errors.
+        """
         shape = tuple(tensor.shape) or (1,)
         return cls(name, folder, tensor.dtype, shape, 0, tensor.nbytes, tensor)
 

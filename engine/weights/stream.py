@@ -134,11 +134,11 @@ class Loading:
 class Job:
     """A group of transfers that end together.
 
-    then: a function called when all transfers are done. On the CPU one of the threads calls it. On
-        CUDA `run_jobs` does for a job with `allocate`; for others the caller does when all jobs are
-        done.
+    then: a function to call when all transfers are done. On the CPU a reading thread calls it. On
+        CUDA `run_jobs` calls it for a job with `allocate`; for other jobs the caller of `run_jobs`
+        does, when all jobs are done.
     allocate: a function that allocates the num_bytes that the transfers fill, and that `then`
-        frees; None where they are allocated already.
+        frees; None = the memory is allocated already.
     """
 
     transfers: list[Transfer]
@@ -163,7 +163,7 @@ def run_jobs(
 ) -> None:
     """Run all jobs, with host memory for a chunk or two per thread.
 
-    open_bytes: the most bytes that jobs may have allocated and not freed. A single job may have
+    open_bytes: the maximum bytes that jobs may have allocated and not freed; a single job may have
         more.
     Raises ConfigError naming file and tensor, on the CPU also for a number that is not finite.
     """
@@ -280,8 +280,8 @@ class _Queue:
     def __init__(self, jobs: Sequence[Job], chunk: int, together: int, open_bytes: int) -> None:
         """Cut the jobs into parts and order them.
 
-        chunk: the most bytes of a part.
-        together: the most bytes of parts that are read at once.
+        chunk: the maximum bytes of a part.
+        together: the maximum bytes of parts that are read in one call.
         open_bytes: as in `run_jobs`.
         """
         entries = []

@@ -116,8 +116,10 @@ def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _gpt_neo(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: global and local in turn, unless the file says otherwise; unscaled
-    scores."""
+    """Return the layers, whose scores are unscaled: by default global and local ones in turn.
+
+    config.json may give another order in attention_layers or attention_types.
+    """
     full = replace(plain, rope=None, scale=1.0)
     local = replace(full, window=config.size("window_size", 256))
     kinds = config.listed("attention_layers", str)

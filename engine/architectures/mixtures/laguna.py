@@ -43,7 +43,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts in all layers but the first, unless the file says otherwise."""
+    """Read the experts, which by default all layers but the first have."""
     kinds = of_layers(config, "mlp_layer_types", model.num_layers, str)
     experts = read_experts(
         config,

@@ -57,7 +57,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts in all layers but the first, unless the file says otherwise.
+    """Read the experts, which by default all layers but the first have.
 
     transformers' files have mlp_layer_types; the hub's files have moe_layer_freq (1 = experts).
     """

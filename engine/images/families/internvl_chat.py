@@ -31,7 +31,7 @@ def chat_settings(config: Reader, special_tokens: Mapping[int, str]) -> Reader:
         "image_mean": _MEAN,
         "image_std": _DEVIATION,
     }
-    if special_tokens:  # otherwise the folder is planned without a tokenizer
+    if special_tokens:  # `manta plan` may have no tokenizer
         ids = {text: token_id for token_id, text in special_tokens.items()}
         values["image_token_id"] = ids.get(CONTEXT, -1)
     return Reader(values, config.path)

@@ -146,7 +146,7 @@ class QwenClips:
 class PacedClips(QwenClips):
     """The video processor of Qwen2.5-VL, whose temporal M-RoPE positions measure time.
 
-    Clips do not differ from Qwen2-VL's otherwise.
+    Everything else is as in Qwen2-VL.
     """
 
     def _time_step(self, fps: float) -> float:

@@ -1,6 +1,6 @@
 """attention_kernels: describes the kernels of attention on CUDA, for `manta plan` and `doctor`.
 
-It reads the tuples that the back end chooses from (`kernels.attention.candidates`).
+The back end chooses kernels from the same tuples (`kernels.attention.candidates`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -71,6 +71,9 @@ def attention_kernels(
 
 
 def _by(decodes: Sequence[Candidate[Any]], prompts: Sequence[Candidate[Any]]) -> str:
-    """Name the kernels of decodes and of prompts; several where a step's lengths decide."""
+    """Return the names of the kernels of decodes and of prompts, for people.
+
+    Several kernels are named where the lengths in a step decide.
+    """
     names = [" or ".join(kernel.name for kernel in kernels) for kernels in (decodes, prompts)]
     return f"decodes by {names[0]}, prompts by {names[1]}"

@@ -189,8 +189,10 @@ class DiskCache:
             ) from None
 
     def _folders(self) -> dict[Path, tuple[int, int]]:
-        """Return (last use, bytes) of each folder, after removing those that killed processes
-        left."""
+        """Return {folder: (time of its last use, its bytes)} of all folders of the cache.
+
+        Unfinished folders that killed processes have left behind are removed first.
+        """
         folders = {}
         for path in self.folder.iterdir():
             part = path.name.startswith("part-")
@@ -232,7 +234,7 @@ def _lock(folder: Path, kind: int) -> int | None:
 
 
 def _remove_unused(folder: Path) -> bool:
-    """Remove a folder unless it is locked, and return whether it is gone.
+    """Remove a folder unless it is locked, and return whether it no longer exists.
 
     Needs the `_alone` lock.
     """

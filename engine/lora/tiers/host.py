@@ -65,7 +65,7 @@ class HostMemory:
     def evict(self, wanted: Container[Adapter]) -> None:
         """Drop the least recently used adapters until the budget is met.
 
-        The newest adapter stays, because otherwise none could be uploaded.
+        The newest adapter is kept, because otherwise none could be uploaded.
 
         wanted: adapters that wait for a slot.
         """

@@ -1,4 +1,4 @@
-"""Copies adapters from an object store into a folder of the disk cache."""
+"""fetched: downloads an adapter from an object store into a folder of the disk cache."""
 
 import errno
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ def fetched(path: str, entry: CachedFolder, *, weights: bool) -> Iterator[str]:
 
     path: a URL that fsspec knows.
     weights: False downloads only the configuration.
-    Raises AdapterError after MAX_SECONDS at the latest. Its code is storage_full if there is no
-    room for a copy, adapter_incompatible if it is too large, store_unavailable if the store fails
-    or is silent.
+    Raises AdapterError after MAX_SECONDS at the latest. The code is storage_full if the disk has no
+    room for a copy, adapter_incompatible if the adapter is too large, store_unavailable if the
+    store fails or does not answer.
     """
     copy: Future[str] = Future()
 

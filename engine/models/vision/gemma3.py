@@ -19,7 +19,7 @@ class Gemma3Tower(TileTower):
             siglip_block(self, f"vision.encoder.layers.{i}") for i in range(config.num_layers)
         ]
         self.norm = self.layer_norm("vision.post_layernorm", width)
-        # The checkpoint's weights are those of 1 + weight.
+        # The norm multiplies by 1 + the checkpoint's weight.
         self.pooled_norm = self.rms_norm("projector.mm_soft_emb_norm", width, offset=1.0)
         self.projection = self.linear(
             "projector.mm_input_projection", config.out_size, width, bias=False, transposed=True

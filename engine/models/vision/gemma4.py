@@ -126,7 +126,7 @@ class Gemma4Tower(Tower):
 
     def shape_of(self, size: int) -> tuple[int, int, int]:
         side = self.vision.patch_size * self.vision.pool
-        most = self.vision.positions // self.vision.pool  # the most embeddings along an axis
+        most = self.vision.positions // self.vision.pool  # maximum of embeddings along an axis
         rows = max(1, min(most, math.isqrt(size)))
         return 1, rows * side, min(most, size // rows) * side
 
