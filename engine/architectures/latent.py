@@ -87,9 +87,12 @@ def _mscale(config: Reader) -> float:
 
 
 def _last_halves(latent: Latent, before: int, heads: int) -> "NDArray[np.int64]":
-    """Return the stored rows of heads that have `before` plain and then `rope` rotary elements.
+    """Return the stored row of each of our rows, for heads that end with rotary elements.
 
-    The rotary elements are returned in our order.
+    In our order the first elements of all rotary pairs of a head come before the second ones.
+
+    before: the number of a head's elements before its `latent.rope` rotary elements.
+    heads: the number of heads.
     """
     import numpy as np
 
@@ -113,7 +116,7 @@ def _behind(queries: Rows) -> Rows:
 
     The matrix has queries first, then the latent and the rotary key that heads share.
 
-    queries: gives the stored order of the queries' rows.
+    queries: a function that returns the stored order of the queries' rows.
     """
 
     def rows(model: "ModelConfig") -> "NDArray[np.int64]":

@@ -67,6 +67,7 @@ def read_experts(
     the width of an MLP.
 
     layers: layers that have experts; None = all.
+    score, renormalise, scale, jitter: see `kernels.experts.routing.Routing`.
     others: further fields of Experts.
     Raises ConfigError for a file that contradicts itself.
     """
@@ -93,7 +94,7 @@ def read_experts(
 
 
 def one_size(config: Reader, key: str) -> int:
-    """Read a size that some files repeat for each layer."""
+    """Return the size under a key, for which some files have a list that repeats it."""
     value = config.get(key)
     if isinstance(value, list) and value and all(size == value[0] for size in value):
         config = Reader({key: value[0]}, config.path)

@@ -407,7 +407,10 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
     def tensor_name(self, stored: str) -> str:
-        """Return the record's or tower's name for a checkpoint's tensor or an adapter's module."""
+        """Return our name for `stored`, a checkpoint's tensor or an adapter's module.
+
+        Our name is that of the record or, for the tower's tensors, of `VisionConfig.names`.
+        """
         of_tower = None if self.vision is None else self.vision.tensor_name(stored)
         if of_tower is not None:
             return of_tower

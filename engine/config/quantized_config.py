@@ -253,7 +253,7 @@ def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
 
 
 def _activations(group: Reader, kind: str) -> Literal[8, 16]:
-    """Return 8 if inputs are quantised to 8 bits of the weights' type, else 16."""
+    """Return 8 if inputs are quantised to 8 bits of the weights' type `kind`, else 16."""
     inputs = group.get("input_activations")
     if not isinstance(inputs, dict):
         return 16
@@ -372,7 +372,10 @@ def _names(read: Reader, key: str, default: Iterable[str] = ()) -> list[str]:
 
 
 def _patterns(read: Reader, key: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns that match the names; a name after "re:" is a regular expression."""
+    """Return patterns that match the names; a name after "re:" is a regular expression.
+
+    key: the key of `read` that has the names, for errors.
+    """
     patterns: list[str] = []
     for name in names:
         if name.startswith("re:"):
@@ -390,7 +393,10 @@ def _expression(read: Reader, key: str, text: str) -> str:
 
 
 def _version(read: Reader, key: str, known: tuple[str, ...]) -> str:
-    """Read the format's version in lower case; transformers 5 calls the key "format"."""
+    """Return the format's version in lower case, under `key` or, since transformers 5, "format".
+
+    known: the supported versions.
+    """
     key = next((name for name in (key, "format") if read.get(name) is not None), key)
     version = str(read.get(key, known[0])).lower()
     return Reader({key: version}, read.path).one_of(key, known, known[0])

@@ -142,7 +142,7 @@ def normalisation(
 
 
 def _colours(settings: Reader, key: str, default: Colour, scale: float) -> Colour:
-    """Return a setting's three values, one a colour channel, divided by `scale`."""
+    """Return the three values of a key, one for each colour, divided by `scale`."""
     values = settings.listed(key, int, float) or [*default]
     if len(values) != 3:
         raise settings.error(key, f"must have a number for each of three colours, got {values!r}")

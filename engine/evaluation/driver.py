@@ -41,8 +41,10 @@ def run(
 
     Asserts that all blocks are free afterwards.
 
+    prompts: token ids of each prompt.
+    params: the parameters of each prompt, or those of all prompts.
     adapters, images: the adapter and the images of each prompt; () = none.
-    progress: called after each step with the number of tokens generated so far.
+    progress: a function that is called after each step with the number of tokens generated so far.
     """
     prompt_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs = [Output() for _ in prompts]

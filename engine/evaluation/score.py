@@ -127,7 +127,11 @@ def compare(
 
 
 def _beside(file: Path, config: EngineConfig, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """Load the other model's log-probabilities of the same chunk of text."""
+    """Load the other model's log-probabilities of the same chunk of text, saved in `file`.
+
+    ids, logprobs: the chunk's token ids and log-probabilities by the model of `config`.
+    Raises ConfigError if the other model has other tokens.
+    """
     exact = load_file(file) if file.exists() else {"ids": ids.new_empty(0)}
     if not torch.equal(exact["ids"], ids) or exact["logprobs"].shape != logprobs.shape:
         raise _other_tokens(config)

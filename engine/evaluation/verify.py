@@ -270,7 +270,10 @@ def _ask_reference(
     folder: Path,
     progress: Callable[[str], None],
 ) -> list[list[int]]:
-    """Generate the reference's greedy texts and save its traces; return [] without a reference."""
+    """Return the reference's greedy texts as token ids; return [] without a reference.
+
+    Its traces are saved in `folder`, and its name or the reason for having none in `report`.
+    """
     if options.reference is None:
         report.no_reference = "it was not asked for"
         return []
@@ -302,7 +305,7 @@ def _texts(
     max_tokens: int,
     progress: Callable[[str], None],
 ) -> list[Output]:
-    """Return the engine's greedy texts; report those that depend on how they were computed."""
+    """Return the engine's greedy texts; report the texts that depend on how they are computed."""
     core, _ = build(config)
     ids = [prompt.ids for prompt in prompts]
     params = SamplingParams(
@@ -404,7 +407,7 @@ def _trace(
 
 
 def _compare(report: Report, ours: Trace, theirs: Trace) -> None:
-    """Update the largest distances of points that both traces have, in the order of the network."""
+    """Update `report.layers` by the distances at points that both traces have."""
     for name, values in ours.items():
         if name in theirs and name not in ("ids", "logits"):
             there = report.layers.get(name, 0.0)

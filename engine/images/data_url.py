@@ -13,6 +13,7 @@ _STANDARD = bytes.maketrans(b"-_", b"+/")  # from the URL-safe alphabet to the s
 def decode_data_url(url: str, max_bytes: int) -> bytes:
     """Return the data of a data: URL. Its media type is not trusted, so it is not read.
 
+    max_bytes: the maximum bytes of the data.
     Raises InvalidRequest.
     """
     comma = url.find(",", 0, _MAX_HEAD)
@@ -39,6 +40,7 @@ def frame_urls(url: str) -> list[str]:
 def decode_base64(text: str, max_bytes: int, start: int = 0) -> bytes:
     """Return the bytes of base64 in either alphabet, without blanks and with correct padding.
 
+    max_bytes: the maximum bytes of the result.
     start: the index in the text where the base64 begins.
     Raises InvalidRequest.
     """

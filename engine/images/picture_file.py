@@ -142,7 +142,7 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def _format(data: bytes) -> str:
-    """Return the name of the one decoder for a file. Raises InvalidRequest."""
+    """Return the name of Pillow's decoder for a file's bytes. Raises InvalidRequest."""
     for magic, name in _MAGIC:
         if data.startswith(magic):
             return name
@@ -167,7 +167,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def _orientation(picture: Image.Image) -> int:
-    """Return EXIF's orientation out of the header; 1 if none is there or it cannot be read.
+    """Return the number of EXIF's orientation in the header; 1 if it is missing or unreadable.
 
     `Image.getexif` would decode a PNG to look behind its pixels.
     """

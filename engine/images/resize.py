@@ -75,7 +75,7 @@ def _along_columns(picture: Pillow.Image, height: int, filter: int, strips: int)
 
 
 def _each_strip(work: Callable[[tuple[int, int]], None], length: int, strips: int) -> None:
-    """Call `work` for the (begin, end) of about equally wide strips of a side."""
+    """Call `work` for (begin, end) of each of `strips` about equal parts of `length` lines."""
     count = min(strips, length)
     bounds = [length * i // count for i in range(count + 1)]
     share_out(work, list(itertools.pairwise(bounds)))

@@ -308,6 +308,8 @@ class Builder:
         """Return the sources of all experts on this rank, one expert after the other.
 
         The checkpoint stores a matrix whole, or its pieces as separate tensors.
+
+        here: the indices of this rank's experts.
         """
         assert self.config.experts is not None
         count, stored = self.config.experts.count, self.stored(ours)
@@ -365,7 +367,7 @@ class Builder:
         offset: float,
         scale: float,
     ) -> Parameter:
-        """Make the weight or bias of a norm.
+        """Make the weight or bias of a norm; `stored` is the checkpoint's tensor.
 
         A vector with an offset or scale is float32, so that loading can apply it without loss.
         """

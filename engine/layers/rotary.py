@@ -67,7 +67,10 @@ def cos_sin_table(rope: Rope, head_dim: int, max_positions: int, device: torch.d
 
 
 def _default(rope: Rope, dim: int, positions: int = 0) -> Tensor:
-    """Return the frequencies [dim / 2], in radians per position."""
+    """Return unscaled rotary frequencies [dim / 2], in radians per position.
+
+    `positions`, the length of the longest text, matters to other kinds of scaling alone.
+    """
     return 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 

@@ -17,7 +17,7 @@ from engine.resolve import Resolved
 def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
     """Return (purpose, bytes) of the device memory that `DeviceAdapters.allocate` takes.
 
-    On the CPU adapters are used in the host memory where they were read to.
+    On the CPU adapters are used in host memory, into which they were read.
     """
     config, cuda = resolved.config, resolved.device.type == "cuda"
     slots, virtual = config.max_loras, config.max_virtual_tokens

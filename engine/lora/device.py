@@ -51,6 +51,7 @@ class _Layout:
     def allocate(cls, capacity: int, device: torch.device, steps: int) -> "_Layout":
         """Allocate the buffers.
 
+        capacity: int32s of a step's metadata.
         steps: the number of steps in flight at once.
         """
         return cls(

@@ -290,7 +290,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _match(pattern: tuple[tuple[str, float], ...], module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of a name, as PEFT does."""
+    """Return the value of the first pattern that matches the end of a module's name, as PEFT does.
+
+    default: the value if no pattern matches.
+    """
     for key, value in pattern:
         if re.match(rf"(.*\.)?({key})$", module):
             return value

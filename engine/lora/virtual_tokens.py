@@ -190,6 +190,8 @@ class VirtualTokensDevice:
     ) -> None:
         """Allocate the memory.
 
+        embedding: see the class.
+        kv_dtype: the dtype of the KV cache.
         group: ranks that divide the heads.
         layers: the layers on this stage; None = all. A later stage has its embedding on torch's
             "meta" device, which keeps no vectors.

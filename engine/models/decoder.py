@@ -234,7 +234,7 @@ class Decoder:
         return [stack.spec for stack in self._stacks()]
 
     def _tied_bytes(self, spec: LinearSpec) -> int:
-        """Return the bytes of a packed head that is copied from a tied embedding."""
+        """Return the bytes of a packed head that is copied from a tied embedding; 0 without one."""
         if self.head is not None or not self.config.generates or self.table.head() is not None:
             return 0
         return self._tied.packed_bytes(spec) or 0

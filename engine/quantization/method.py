@@ -197,7 +197,7 @@ class LinearMethod(ABC):
         return EmbeddingTable(spec, virtual)
 
     def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Return apply(rms_norm(x)), [n, out]."""
+        """Return apply(rms_norm(x)), [n, out]. norm, eps: the norm's weight and epsilon."""
         return self.apply(state, self.kernels.rms_norm(x, norm, eps))
 
     def apply_norm_gated(
@@ -205,6 +205,7 @@ class LinearMethod(ABC):
     ) -> Tensor:
         """Return gate(apply(rms_norm(x))), [n, out / 2].
 
+        norm, eps: the norm's weight and epsilon.
         gate: a key of kernels.*.GATES.
         """
         return self.kernels.GATES[gate](self.apply_norm(state, x, norm, eps))

@@ -337,7 +337,7 @@ class _Run:
 
 
 def _replace(owners: Sequence[Linear | Stack], values: dict[str, Tensor]) -> None:
-    """Write rounded matrices over those of the layers that have them.
+    """Write rounded matrices into the linear layers and experts that have them.
 
     values: float32 [out, in] by the matrix's name.
     """

@@ -304,8 +304,9 @@ def _in_wide_groups(
 def _formats(
     parts: Mapping[str, list[Part]], name: str, layers: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return each matrix's format.
+    """Return {matrix's name in the model: its format}.
 
+    parts: see `_parts`.
     name: the format of matrices that no pattern of `layers` matches.
     Raises ConfigError for a pattern without a matrix, and for formats that one folder cannot have.
     """

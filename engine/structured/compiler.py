@@ -412,7 +412,7 @@ def is_too_much(error: str) -> bool:
 
 
 def _unforced(native: str) -> str:
-    """Return a grammar in llguidance's form, with forced tokens switched off."""
+    """Return a grammar in llguidance's JSON form, `native`, with forced tokens switched off."""
     option = '%llguidance {"no_forcing": true}\n'
     if not native.startswith("{"):
         return option + native

@@ -44,7 +44,8 @@ class Constraint:
         """Make the constraint of a choice.
 
         matcher: the choice's own matcher, in its initial state.
-        use: the lease that `Compiler.matcher` returned with it.
+        use: the lease that `Compiler.matcher` returned with the matcher.
+        thinking, limits: further limits of the choice's tokens; None = none.
         """
         self._thinking: ThinkingCount | None = None
         if thinking is not None:

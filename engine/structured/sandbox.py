@@ -126,7 +126,7 @@ class _Child:
         self.ask(msgspec.json.encode(setup), START_SECONDS)
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Return the child's answer to a line.
+        """Return the child's answer to a line, for which it has the given seconds.
 
         Raises EOFError or OSError if the child has ended or takes too long.
         """

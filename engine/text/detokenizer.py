@@ -165,7 +165,11 @@ class ChoiceDecoder:
         return text[:keep]
 
     def _tokens_until(self, part: Sequence[int], before: Any, end: int, new: str) -> int:
-        """Return how many tokens of `part` its first `end` characters of text need."""
+        """Return how many tokens of `part` are needed for the first `end` characters of its text.
+
+        before: the state of the text stream before `part`.
+        new: the text of `part`.
+        """
         if len(part) == 1:
             return 1
         self._stream.restore(before)

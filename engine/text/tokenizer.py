@@ -377,7 +377,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         prompt: Sequence[int] = (),
     ) -> str:
-        """Return the text of ids that follow a prompt; `TextStream` gives it piece by piece."""
+        """Return the text of ids that follow a prompt; `TextStream` returns it piece by piece."""
         stream = TextStream(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
         return stream.feed(list(token_ids)) + stream.finish()
 

@@ -61,7 +61,7 @@ _SERIALIZED = "serialized_named_tensors"
 
 
 class SharedBytes(msgspec.Struct, forbid_unknown_fields=True):
-    """Bytes in a segment of shared memory (`multiprocessing.shared_memory`), by its name."""
+    """The name of a segment of shared memory (`multiprocessing`), and an offset in bytes."""
 
     name: str
     offset: int = 0

@@ -339,7 +339,10 @@ def _match(
     stored: dict[str, StoredTensor],
     folder: Path,
 ) -> list[list[Transfer]]:
-    """Pair each source with its tensor on disk and return the transfers of each unit."""
+    """Return the transfers of each unit: each source of its parameters with its stored tensor.
+
+    units: the parameters of each unit.
+    """
     transfers: list[list[Transfer]] = []
     wanted = set()
     for parameters in units:

@@ -115,7 +115,7 @@ class _Reader:
         return items[::-1]
 
     def _name(self, module: Any, attribute: Any) -> Name:
-        """Return a name in a pickle. Raises UpdateFailed for one that is not on the list."""
+        """Return "module.attribute" as a Name. Raises UpdateFailed for one that is not listed."""
         assert isinstance(module, str) and isinstance(attribute, str)
         name = f"{module}.{attribute}"
         if name not in self._names:

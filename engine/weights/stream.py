@@ -255,7 +255,7 @@ class _Piece:
         return self.jobs[0] if self.jobs[0].allocate is not None else None
 
     def takes(self, part: Transfer, job: Job, limit: int) -> bool:
-        """Whether the next part can be read in the same call."""
+        """Whether `job`'s next part can be read in the same call, of at most `limit` bytes."""
         if not self.parts or part.stored.file != self.parts[0].stored.file:
             return False
         if self.transient is not (None if job.allocate is None else job):

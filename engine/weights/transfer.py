@@ -336,7 +336,7 @@ class WeightTransfer:
             self._stage = None
 
     def _tensors(self, info: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a message; one is valid until the next is asked for."""
+        """Yield (name, tensor) of a message's tensors; a tensor is valid until the next one."""
         if "serialized_named_tensors" in info:
             serialized = _read(info, SerializedInfo, "update_info")
             encoded = serialized.serialized_named_tensors

@@ -17,8 +17,10 @@ def slopes(heads: int) -> tuple[float, ...]:
 def mpt_slopes(heads: int, largest: float) -> tuple[float, ...]:
     """Return the ALiBi slopes of MPT.
 
-    They are the slopes of the next power of two of heads, with every second slope moved to the
+    They are the slopes for the next power of two of heads, with every second slope moved to the
     front.
+
+    largest: alibi_bias_max, by which the smallest slope is 2^-largest.
     """
     whole = 1 << math.ceil(math.log2(heads))
     all_slopes = [2 ** (-largest * (h + 1) / whole) for h in range(whole)]

@@ -56,7 +56,7 @@ _PROPORTIONAL: Mapping[str, Any] = {
 
 
 def _ropes(kind: str, default: Mapping[str, Any]) -> Read:
-    """Return a reader of the rope_parameters of one kind of layers."""
+    """Return a reader of the rope_parameters of one kind of layers; `default` if there are none."""
     return lambda config: {**(config.inner("rope_parameters").inner(kind).values or default)}
 
 

@@ -101,7 +101,12 @@ def _tower(
     qkv_bias: str,
     qk_norm: str,
 ) -> InternVision:
-    """Return the configuration, in either format. qkv_bias, qk_norm: keys of vision_config."""
+    """Return the tower's configuration, whose formats differ in these arguments.
+
+    text: the text model's config.
+    names: see `VisionConfig`.
+    qkv_bias, qk_norm: keys of vision_config.
+    """
     vision = config.inner("vision_config")
     patch, side = vision.square("patch_size", 14), vision.square("image_size", 448)
     return InternVision(

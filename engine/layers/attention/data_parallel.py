@@ -51,7 +51,7 @@ class DataParallelAttention:
         return self.group.add_reduced(attended, residual)
 
     def _attend(self, x: Tensor, kv: KV, own: OwnTokens, norm: Norm | None) -> Tensor:
-        """Attend for this rank's tokens; return zeros for the others, in x's shape."""
+        """Attend for this rank's tokens, `own`; return zeros for other tokens, in x's shape."""
         if own.others is not None:
             assert own.meta is not None
             return self.attention.forward(x, kv, own.meta, norm=norm).masked_fill_(own.others, 0)

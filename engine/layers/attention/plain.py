@@ -25,6 +25,7 @@ class Attention:
     def __init__(self, build: Builder, tables: Tables, in_features: int = 0) -> None:
         """Make the attention of the builder's layer.
 
+        tables: the model's cache of rotary tables.
         in_features: width of the input; 0 = hidden_size.
         """
         config = build.config
@@ -92,9 +93,11 @@ class Attention:
         return self.out.forward(self.attend(q, kv, meta), meta.lora, residual=residual)
 
     def write(self, qkv: Tensor, kv: KV, meta: AttentionMeta, gated: bool = False) -> Tensor:
-        """Rotate queries and keys, write keys and values, and return the queries.
+        """Rotate queries and keys, write keys and values into the cache, and return the queries.
 
-        The parameters and the result are those of `Kernels.rope_kv_write`.
+        qkv: the output of the first matmul, [n, (heads + 2 * key heads) * head_dim].
+        gated: whether qkv has a gate after each head's query.
+        The result is that of `Kernels.rope_kv_write`.
         """
         k_cache, v_cache = kv
         norms = (self.q_norm, self.k_norm, self.eps)

@@ -133,8 +133,10 @@ class Adapter:
         return self.info.kind == PREFIX
 
     def is_same(self, info: AdapterInfo, described: AdapterDescription, digest: str) -> bool:
-        """Whether an added adapter equals this one: the same revision, and equal bytes as far as
-        known."""
+        """Whether an adapter that is added has this one's revision and, as far as known, bytes.
+
+        info, described, digest: those of the adapter that is added.
+        """
         if self.info.revision != info.revision:
             return False
         return self.digest == digest if self.digest else self.stamp == described.stamp

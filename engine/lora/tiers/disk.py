@@ -220,7 +220,10 @@ class DiskCache:
 
 
 def _lock(folder: Path, kind: int) -> int | None:
-    """Open and lock a folder; return the descriptor, None if it is missing or already locked."""
+    """Open and lock a folder; return the descriptor, None if it is missing or already locked.
+
+    kind: the lock, LOCK_SH or LOCK_EX.
+    """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -27,7 +27,8 @@ def fetched(path: str, entry: CachedFolder, *, weights: bool) -> Iterator[str]:
     The folder is closed afterwards.
 
     path: a URL that fsspec knows.
-    weights: False downloads only the configuration.
+    entry: the empty folder.
+    weights: whether to download the weights; otherwise only the configuration is downloaded.
     Raises AdapterError after MAX_SECONDS at the latest. The code is storage_full if the disk has no
     room for a copy, adapter_incompatible if the adapter is too large, store_unavailable if the
     store fails or does not answer.

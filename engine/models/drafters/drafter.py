@@ -56,5 +56,8 @@ class ModelDrafter(Loadable, Protocol):
         ...
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Compute logits [n, vocab_size] of the token after `token_ids`."""
+        """Compute logits [n, vocab_size] of the tokens after `token_ids`.
+
+        rows: [n, drafter's hidden size], results of `forward`.
+        """
         ...

@@ -90,7 +90,10 @@ class QwenTower(Tower):
         return size * config.merge**2 * inside * self.activation_dtype.itemsize
 
     def enter(self, pixels: Sequence[Tensor]) -> Entered:
-        """Return the projected patches of pictures. Several tiles are the frames of a clip."""
+        """Return the projected patches of pictures.
+
+        pixels: see `Tower.encode`; several tiles are the frames of a clip.
+        """
         patch, merge = self.vision.patch_size, self.vision.merge
         grids = [
             (picture.shape[1] // patch, picture.shape[2] // patch)

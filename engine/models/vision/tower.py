@@ -112,7 +112,11 @@ class Tower(ABC):
     def rms_norm(
         self, name: str, size: int, eps: float | None = None, *, offset: float = 0.0
     ) -> RMSNorm:
-        """Make an RMS norm. offset: is added to the checkpoint's weights."""
+        """Make an RMS norm.
+
+        eps: its epsilon; None = the tower's.
+        offset: a number that is added to the checkpoint's weights.
+        """
         dtype = torch.float32 if offset else self.activation_dtype
         weight = self.vector(f"{name}.weight", size, dtype, 0.0, offset)
         return RMSNorm(self.kernels, weight, self.config.norm_eps if eps is None else eps)
@@ -137,7 +141,7 @@ class Tower(ABC):
         return parameter
 
     def matrix(self, stored: str, rows: int, *rest: int) -> Tensor:
-        """Make a float32 view [rows, ...] of a tensor of that many elements and of any shape."""
+        """Make a float32 view [rows, *rest] of the checkpoint's tensor `stored`, of any shape."""
         size = rows
         for length in rest:
             size *= length

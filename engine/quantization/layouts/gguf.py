@@ -82,7 +82,7 @@ def _q8_0(raw: Tensor) -> Decoded:
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 8 scales and 8 minima, [..., 8] each, of Q4_K and Q5_K from uint8 [..., 12]."""
+    """Return the 8 scales and 8 minima, [..., 8] each, of Q4_K and Q5_K from bytes [..., 12]."""
     low, middle, high = raw.unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)

@@ -294,7 +294,10 @@ class IntegerLayout(Layout):
             self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=made_up)
 
     def _unpacked(self, words: Tensor, shifts: list[int] | None = None) -> Tensor:
-        """Unpack the fields of int32 words [n, m]; return uint8 [n, m * fields]."""
+        """Unpack the fields of int32 words [n, m]; return uint8 [n, m * fields].
+
+        shifts: the bit offset of each field; None = fields in order, the first in the lowest bits.
+        """
         bits = self._scheme.bits
         every = shifts or list(range(0, 32, bits))
         by = torch.tensor(every, dtype=torch.int32, device=words.device)

@@ -84,7 +84,7 @@ def _with_offset(form: Format, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _better(
     best: tuple[Tensor, Tensor, Tensor, Tensor], other: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return, for each group, the result of `attempt` with the smaller error of two."""
+    """Return, for each group, that of two results of `attempt` which has the smaller error."""
     smaller = other[0] < best[0]
     of_groups = smaller.unsqueeze(-1)
     return (

@@ -127,11 +127,11 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def fits(self, form: Format, outputs: int, width: int) -> bool:
-        """Whether there is a kernel for a matrix of this size."""
+        """Whether a kernel computes a matrix [outputs, width] of this format."""
 
     @abstractmethod
     def bytes_of(self, form: Format, outputs: int, width: int, bias: bool) -> int:
-        """Return the bytes of the packed state of a matrix of this size."""
+        """Return the bytes of a matrix [outputs, width] of this format as `pack` returns it."""
 
     @abstractmethod
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> Any:
@@ -399,10 +399,10 @@ class _StoredEmbedding(EmbeddingTable):
 
 
 def _grouped(piece: LinearPiece) -> list[LinearPiece]:
-    """Split a loaded matrix so that in each result the inputs of a group are consecutive.
+    """Split a loaded piece so that in each result one order makes all groups' inputs consecutive.
 
-    Parts that need different permutations become different matrices. A part that no permutation
-    can group is marked to be dequantised.
+    Parts that need different orders become different pieces. A part whose groups no order makes
+    consecutive is marked to be dequantised.
     """
     if not all(layout.ordered for layout in piece.layouts):
         for layout in piece.layouts:
