@@ -1,4 +1,4 @@
-"""Readers of how layers attend: sliding windows, chunks, and layers without rotary embeddings."""
+"""Functions that read each layer's attention: windows, chunks, layers without rotary embeddings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -68,7 +68,7 @@ def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] 
 
 
 def alike(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return layers that all attend to the whole context.
+    """Return the attention `plain` for all layers.
 
     Raises ConfigError if layer_types names another kind of attention.
     """
@@ -78,12 +78,12 @@ def alike(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["Lay
 
 
 def windowed(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return layers that all have the sliding window of config.json, if it has one."""
+    """Return attention with config.json's sliding window, if there is one, for all layers."""
     return [replace(plain, window=config.size_or_none("sliding_window") or 0)] * layers
 
 
 def still(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return layers without rotary embeddings, for models whose positions are learned."""
+    """Return attention without rotary embeddings for all layers, as positions are learned."""
     return [replace(plain, rope=None)] * layers
 
 

@@ -138,7 +138,7 @@ def _record(
 
 
 def _modern(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: every third one sees the whole text, the others have a window.
+    """Return each layer's attention: every third one sees the whole text, the others a window.
 
     Each kind has its own rotary base.
     """

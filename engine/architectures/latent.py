@@ -59,12 +59,12 @@ ONE_KEY_HEAD: Mapping[str, Read] = {
 def latent_attention(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Return layers that all have latent attention, otherwise like `plain`."""
+    """Return the attention of layers that are like `plain`, but have latent attention."""
     return alike(config, latent_layer(config, plain), layers)
 
 
 def latent_layer(config: Reader, plain: "LayerAttention") -> "LayerAttention":
-    """Return `plain` with latent attention; yarn's mscale_all_dim scales scores by its square."""
+    """Return `plain` with latent attention, whose scores have yarn's mscale squared as a factor."""
     heads = config.size("num_attention_heads")
     latent = Latent(
         config.size("kv_lora_rank"),

@@ -434,7 +434,7 @@ MMPROJS: tuple[Mmproj, ...] = (
             },
         ),
         {
-            # The converter leaves the first out of the vocabulary, in which it stands last.
+            # The converter leaves <image_soft_token>, the last token, out of the vocabulary.
             "image_token_index": ("<image_soft_token>", "<pad>"),
             "boi_token_index": ("<start_of_image>",),
             "eoi_token_index": ("<end_of_image>",),

@@ -36,8 +36,10 @@ def check_regions(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_tiers(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if KV blocks of this engine cannot be in host memory or on disk, or go to
-    other replicas."""
+    """Raise ConfigError for settings of KV tiers that this engine cannot have.
+
+    These are blocks in host memory or on disk, and blocks that are sent to other replicas.
+    """
     host, disk, moves = config.host_kv_bytes > 0, config.disk_kv_bytes > 0, config.kv_moves
     several = config.ranks_key if config.num_ranks > 1 else ""
     for fields, refused, why in (
@@ -73,7 +75,7 @@ def check_tiers(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_growth(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if the KV memory of this engine cannot grow."""
+    """Raise ConfigError for `kv_memory: growing` if the KV memory of this engine cannot grow."""
     if config.kv_memory != "growing":
         return
     why = ""

@@ -1,5 +1,4 @@
-"""Further inputs of each layer for each token, in addition to its embedding (Gemma 4's E
-models)."""
+"""LayerInputs: inputs of each layer for each token, beside its embedding (Gemma 4's E models)."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""LoraDevice: the adapters on the device, and the adapter of each token of a step.
+"""LoraDevice: the LoRA adapters in device memory, and the adapter of each token of a step.
 
 Slots, and the metadata of decode steps, have fixed addresses, so that CUDA graphs can read them.
 

@@ -426,7 +426,8 @@ class Decoder:
             original = copy.copy(self)
             original.layers = []
             yield Decoder(build, *made_with, range(0)), original
-        later = Stage(max(1, self.stage.number), max(2, self.stage.count))  # no ends
+        # a stage without embedding and head
+        later = Stage(max(1, self.stage.number), max(2, self.stage.count))
         inner = replace(build, stage=later)
         size = sum(owner.num_bytes for layer in self.layers for owner in layer.packed)
         step = max(1, most_bytes * len(numbers) // max(1, size))

@@ -134,9 +134,10 @@ class DecoderLayer:
     def forward(
         self, residual: Tensor, kv: KV, meta: AttentionMeta, inputs: Tensor | None = None
     ) -> Tensor:
-        """Return the residual [n, hidden] with attention and MLP added; its memory is reused.
+        """Return the residual [n, hidden] with attention and MLP added.
 
-        inputs: inputs of all layers, see LayerInputs.
+        residual: may be overwritten.
+        inputs: per-layer inputs of all layers (see LayerInputs); None = the model has none.
         """
         for sublayer in self.sublayers:
             residual = sublayer.forward(residual, kv, meta)

@@ -1,4 +1,4 @@
-"""Experts as separate linear layers: one matmul for each expert, by any linear method.
+"""ExpertsApart: experts as separate linear layers, with a matmul of any linear method for each.
 
 On the CPU a Python call for each matmul costs little compared with reading its weights.
 """

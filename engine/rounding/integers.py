@@ -208,8 +208,8 @@ def _descended(
 ) -> Codes:
     """Return codes with a lower error of the matrix's outputs, by coordinate descent.
 
-    Each change, of one column's codes or one group's scales, is the best one while all others stay.
-    So the error never grows but for the rounding of scales to float16.
+    Each change, of one column's codes or one group's scales, is the best one with all others fixed.
+    So the error never grows, except by the rounding of scales to float16.
 
     weight: float32 [out, in].
     codes: float32 [in, out], which are changed in place.

@@ -391,7 +391,7 @@ class Compiler:
                 holder[keyword] = value
                 if now != error:
                     return pointer
-            if keyword == "pattern":  # another pattern has the same fault
+            if keyword == "pattern":  # several patterns may be at fault: try each alone
                 for pointer, holder in holders:
                     alone = {"type": "string", keyword: holder[keyword]}
                     if self._try("json_schema", json.dumps(alone))[1]:

@@ -1,4 +1,4 @@
-"""Grammar: the limits of an output, as plain data in a request."""
+"""Grammar: a grammar that an output has to satisfy, as plain data in a request."""
 
 import json
 from collections.abc import Sequence

@@ -131,9 +131,10 @@ class ChoiceDecoder:
         return self._end("".join(out), finish, stop_token, count, offsets)
 
     def _advance(self, new: str, *, search: bool) -> tuple[str, str, int] | None:
-        """Add decoded text and search a stop string that it completes.
+        """Append decoded text to the held text, and search for a stop string that is now complete.
 
-        Returns (text to emit, the stop string, characters of new up to its end), or None.
+        Returns (text to emit, the stop string, number of characters of `new` up to its end), or
+        None without a stop string.
         """
         held = len(self._held)
         self._held += new

@@ -1,4 +1,4 @@
-"""The reader of pickled shards (`pytorch_model*.bin`).
+"""read_pickled: lists the tensors of pickled shards (`pytorch_model*.bin`).
 
 It executes no code of the shards and reads no tensor data. torch's unpickler for weights only tells
 where in the file each tensor begins.

@@ -76,9 +76,9 @@ class WeightStage:
             (self.folder / _WRITING).touch()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor to the device where there is room, else to the host.
+        """Copy a tensor to the device `hold_on` if it has room, else to the host.
 
-        Raises ConfigError for a name that came before and for an unknown dtype.
+        Raises ConfigError for a name that was added before, and for an unknown dtype.
         """
         if name in self._names:
             raise ConfigError(f"tensor {name} was sent twice", param="weights")

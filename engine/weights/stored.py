@@ -40,9 +40,9 @@ class StoredTensor:
         return self.held.reshape(-1).view(torch.uint8)
 
     def one_of_stack(self, index: int, shape: tuple[int, ...]) -> "StoredTensor":
-        """Return one of the tensors stacked along this tensor's first axis.
+        """Return the tensor number `index` of those stacked along this tensor's first axis.
 
-        shape: the shape to assume for this tensor.
+        shape: the shape of the whole stack, whatever this tensor's own shape is.
         """
         size = self.num_bytes // shape[0]
         offset = self.offset + index * size

@@ -478,7 +478,7 @@ class _CpuReader:
 
 
 def _check_finite(part: Transfer) -> None:
-    """Raise ConfigError for a NaN or infinity in a part on the CPU, while it is in the cache."""
+    """Raise ConfigError for a NaN or infinity in a part that was just read, on the CPU."""
     kind = EXPONENTS.get(part.target.dtype)
     if kind is None:
         return

@@ -302,7 +302,7 @@ class WeightTransfer:
         self._folders = [stage for stage in self._folders if str(stage.folder) == self._placed]
 
     def in_place(self, folder: str) -> None:
-        """Record which folder the engine has loaded, release its tensors and drop the others."""
+        """Record which folder the engine has loaded, release its tensors and drop other updates."""
         self._placed = folder
         for stage in self._folders:
             if str(stage.folder) == folder:

@@ -43,7 +43,7 @@ def _gemma2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
 
 
 def _gemma3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: windowed layers have their own rotary base, without scaling."""
+    """Return each layer's attention; windowed ones have their own rotary base, without scaling."""
     plain = _scaled(config, plain)
     rope = rope_of(config, WINDOW, plain, config.number("rope_local_base_freq", 10000.0))
     local = replace(plain, rope=rope, window=config.size("sliding_window"))

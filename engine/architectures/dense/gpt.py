@@ -116,7 +116,7 @@ def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _gpt_neo(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers, whose scores are unscaled: by default global and local ones in turn.
+    """Return each layer's attention, with unscaled scores: by default global and local in turn.
 
     config.json may give another order in attention_layers or attention_types.
     """
@@ -155,7 +155,7 @@ def _falcon_parallel(config: Reader) -> str:
 
 
 def _falcon(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers; ALiBi's slopes are rounded to bfloat16 and scaled like the scores."""
+    """Return each layer's attention; ALiBi's slopes are rounded to bfloat16 and scaled too."""
     if config.flag("alibi"):
         rounded = tuple(_bfloat16(slope) * plain.scale for slope in slopes(plain.num_heads))
         plain = replace(plain, rope=None, slopes=rounded)

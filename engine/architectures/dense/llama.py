@@ -80,7 +80,7 @@ def granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
 def _granite_swa(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Return the layers, each with its own rotary base; base 0 means no rotary embedding."""
+    """Return each layer's attention, with its own rotary base; base 0 = no rotary embedding."""
     plain = granite(config, plain, 1)[0]
     bases = of_layers(config, "layer_rope_theta", layers, int, float) or [None] * layers
     kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
@@ -114,9 +114,9 @@ def _ministral(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: with use_sliding_window, layers from max_window_layers on have the window.
+    """Return each layer's attention.
 
-    Without it no layer has a window.
+    With use_sliding_window, layers from max_window_layers on have the window, else no layer.
     """
     if not config.flag("use_sliding_window"):
         return [plain] * layers
@@ -126,7 +126,7 @@ def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
 
 
 def _ministral3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers, whose queries are scaled up at positions beyond the trained context.
+    """Return each layer's attention, with queries scaled up beyond the trained context.
 
     The factor grows with the logarithm of the position divided by the trained context.
     """

@@ -21,7 +21,7 @@ OUT_NORMS: Mapping[str, CheckpointTensor] = {
 
 
 def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: windowed layers have the unscaled rope, full layers may scale theirs."""
+    """Return each layer's attention; with windows the rope is unscaled, without it may be scaled."""
     rope = rope_of(config, WINDOW, plain)
     local = replace(plain, rope=rope, window=config.size("sliding_window", 4096))
     kinds = layer_types(config, layers, three_to_one)
@@ -29,7 +29,7 @@ def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
 
 
 def _exaone4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers; in a model with windows, full layers have no rotary embedding."""
+    """Return each layer's attention; beside windowed layers, full ones have no rotary embedding."""
     window = config.size_or_none("sliding_window")
     if window is None:
         return [plain] * layers

@@ -19,7 +19,7 @@ _NORMED_HEAD = 125696  # vocabulary of Baichuan 2, whose head has rows of length
 
 
 def _baichuan(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers; the 13B, recognised by its forty heads, has ALiBi."""
+    """Return each layer's attention; the 13B, recognised by its forty heads, has ALiBi."""
     if plain.num_heads == 40:
         plain = replace(plain, rope=None, slopes=slopes(plain.num_heads))
     return [plain] * layers

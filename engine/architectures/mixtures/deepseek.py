@@ -49,7 +49,7 @@ def _glm_lite(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _mistral4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return layers with latent attention, whose queries grow with position as in Llama 4."""
+    """Return latent attention for all layers; queries grow with position as in Llama 4."""
     rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
     if rope.get("llama_4_scaling_beta") is not None:
         trained = rope.size(

@@ -202,7 +202,7 @@ def _in_turns(model: "ModelConfig") -> "NDArray[np.int64]":
 def _sinks_and_windows(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Return layers with attention sinks; from the first on, every other layer has a window."""
+    """Return each layer's attention, with sinks; from the first on every other one has a window."""
     plain = replace(plain, sinks=True)
     local = windowed(config, plain, 1)[0]
     kinds = layer_types(config, layers, lambda i: "full_attention" if i % 2 else WINDOW)

@@ -21,7 +21,7 @@ _SHARED = f"{_MLP}shared_expert."
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: rotary layers may have a chunk, and a norm of queries and keys.
+    """Return each layer's attention; rotary ones may have chunks, and norms of queries and keys.
 
     The norm has no weight and covers a whole head. So its result is the same before and after the
     rotary embedding.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return layers with latent attention, whose latents are scaled by sqrt(hidden size / rank)."""
+    """Return latent attention for all layers, with latents scaled by sqrt(hidden size / rank)."""
     config.size("q_lora_rank")  # raises ConfigError if it is missing
     layer = latent_layer(config, plain)
     assert layer.latent is not None

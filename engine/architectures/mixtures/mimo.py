@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: by default the first and every sixth see all, the others have a window.
+    """Return each layer's attention: by default full in the first and every sixth, else windowed.
 
     transformers' files have layer_types. The hub's files have hybrid_layer_pattern (1 = a window),
     and their window does not count the token itself.

@@ -82,7 +82,7 @@ class DeltaNet:
 
 
 def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: every fourth has gated attention, the others are LINEAR, by default."""
+    """Return each layer's attention: by default gated in every fourth, DeltaNet in the others."""
     every = config.size("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)

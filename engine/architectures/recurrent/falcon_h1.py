@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers, with the multipliers of the file.
+    """Return each layer's attention, with the multipliers of config.json.
 
     The multiplier of the layer's input multiplies queries, keys and values. So it applies to scores
     twice and to attended values once.

@@ -70,7 +70,7 @@ class Kimi:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: latent attention without rotary embedding, or delta attention.
+    """Return each layer's attention: latent without rotary embedding, or delta attention.
 
     transformers' files have layer_types. The hub's files have the numbers of layers, from 1 on, in
     linear_attn_config.

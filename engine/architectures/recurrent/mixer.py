@@ -60,7 +60,7 @@ def mixing(plain: "LayerAttention", mixer: Mixer) -> "LayerAttention":
 def mixed_kinds(
     config: Reader, layers: int, names: Mapping[str, str], default: Sequence[str] | None = None
 ) -> list[str]:
-    """Return one of the values of `names` for each layer, as layer_types gives it.
+    """Return the kind of each layer, one of the values of `names`, by layer_types.
 
     names: the file's names -> ours, FULL among ours.
     default: the file's names where layer_types is missing; None = missing is an error.

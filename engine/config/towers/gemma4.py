@@ -45,7 +45,7 @@ def read_gemma4(config: Reader, settings: Reader) -> Gemma4Vision | None:
         return None
     pool, largest = vision.size("pooling_kernel_size", 3), settings.size("max_soft_tokens", 280)
     positions = vision.size("position_embedding_size", 10240)
-    if largest * pool > positions:  # a picture of one row
+    if largest * pool > positions:  # a picture whose embeddings are one row needs these
         text_alone(
             vision,
             f"position_embedding_size {positions} is less than the {largest * pool} patches in a "

@@ -13,7 +13,7 @@ from kernels.metadata import AttentionMeta
 
 
 class LatentAttention:
-    """Causal attention over paged latents, whose norms have their own weights and epsilon."""
+    """Causal attention over paged latents; the latents have norms with an epsilon of their own."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config

@@ -1,11 +1,12 @@
-"""DiskCache: adapters from object stores on this machine's disk, with a budget of bytes. No torch.
+"""DiskCache: a cache on disk for adapters from object stores, with a budget of bytes. No torch.
 
  <digest>/    an adapter's two files, complete; the folder's mtime is its last use
  part-.../    an unfinished download; the file `reserved` has its final size
 
-All engines of a user share it. The thread that reads or fills a folder locks it with flock, so that
-the lock ends with its process. A locked folder is never removed. A part without a lock was left by
-a killed process. The cache's own folder is locked while room is made and folders are named.
+All engines of a user share the cache. The thread that reads or fills a folder locks it with flock,
+so that the lock ends with the thread's process. A locked folder is never removed. A part without a
+lock was left by a killed process. The cache's own folder is locked while other folders are removed
+to make room, or are given their final names.
 """
 
 import errno

@@ -10,8 +10,8 @@ T = TypeVar("T")
 class AdapterNames(Generic[T]):
     """The names of adapters: name -> its current adapter.
 
-    "name@revision" is found too, if that is the current adapter or a retired one that is still
-    used.
+    `find` also takes "name@revision", for the current revision or a retired one that is still in
+    use.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class _Merger:
     def forward(self, x: Tensor) -> Tensor:
         """Return [n / block, width] of patches x [n, width], which come block by block."""
         blocks = self.norm(x).view(-1, self.block, self.width)
-        # The elements of a block's patches alternate in the matrix.
+        # A row of the matrix has a feature of all patches of a block, then the next feature.
         return self.join.forward(blocks.transpose(1, 2).flatten(1))
 
 
