@@ -124,7 +124,7 @@ class Quantized:
         return None
 
     def of(self, names: Iterable[str]) -> "Quantized":
-        """Return this quantisation without the formats that no named matrix uses.
+        """Return this quantisation with only the formats that the named matrices use.
 
         A file may give a format for a head that the model lacks, because the head is the embedding.
         `scheme` and `keeps` return the same as before for the named matrices.

@@ -1,4 +1,4 @@
-"""Layers of a decoder: sublayers in their residual branches, in each order of norms."""
+"""Decoder layers: sublayers in residual branches, with norms before, after or around them."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain

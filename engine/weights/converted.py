@@ -194,7 +194,7 @@ def copy_others(source: Path, target: Path, dtype: str | None) -> None:
 
 
 def damaged(folder: Path, progress: Callable[[Loading], None] | None = None) -> list[str]:
-    """Return the names of a converted folder's tensors whose bytes no longer have their digests.
+    """Return the names of a converted folder's tensors whose bytes differ from the digests.
 
     Raises ConfigError for a folder that is not converted, or that lacks a tensor.
     """

@@ -508,8 +508,8 @@ class _CudaReader:
         self._turn = 0
 
     def allocate(self, job: Job) -> None:
-        """Allocate the job's memory on the packing stream, which may still read its former
-        content."""
+        """Allocate the job's memory on the stream that packs, as the stream may still read that
+        memory for an earlier job."""
         with torch.cuda.stream(torch.cuda.default_stream(self._device)):
             allocate(job)
             job.allocated = torch.cuda.Event()

@@ -21,7 +21,7 @@ OUT_NORMS: Mapping[str, CheckpointTensor] = {
 
 
 def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return each layer's attention; with windows the rope is unscaled, without it may be scaled."""
+    """Return each layer's attention; only layers without a window may have a scaled rope."""
     rope = rope_of(config, WINDOW, plain)
     local = replace(plain, rope=rope, window=config.size("sliding_window", 4096))
     kinds = layer_types(config, layers, three_to_one)
