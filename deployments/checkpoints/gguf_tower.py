@@ -76,15 +76,18 @@ class TowerFile(GGUFContainer):
 
     @property
     def layout(self) -> Mmproj:
-        """The entry of a supported projector."""
-        return next(layout for layout in self._layouts if layout.when(self))
+        """The entry of a supported projector, for the text model's architecture if there is one."""
+        layouts = [layout for layout in self._layouts if layout.when(self)]
+        mine = (layout for layout in layouts if self._model.architecture in layout.text)
+        return next(mine, layouts[0])
 
     def misfit(self) -> str:
         """Say why the tower is not that of the text model; "" if it is."""
         layout, model = self.layout, self._model
         if model.architecture not in layout.text:
+            texts = dict.fromkeys(text for layout in self._layouts for text in layout.text)
             return (
-                f"it is the tower of a {' or '.join(layout.text)} model (projector "
+                f"it is the tower of a {' or '.join(texts)} model (projector "
                 f"{self.projector}), and {model.path.name} is of {model.architecture}"
             )
         tensor, axis = layout.out

@@ -11,13 +11,17 @@ from typing import Any, Protocol
 
 from engine.architectures.class_defaults import class_defaults
 from engine.architectures.dense.llama import LAYER
-from engine.architectures.layout import half_pairs, neighbours
+from engine.architectures.layout import half_pairs, neighbouring_pairs, neighbours
 from engine.architectures.mixtures.families import experts_at
 from engine.architectures.record import Architecture, CheckpointTensor, Rows
 
 
 class Metadata(Protocol):
     """The metadata of a GGUF file, as far as entries read it."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a metadata key."""
+        ...
 
     def own(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, given without the architecture's name before it."""
@@ -173,6 +177,13 @@ _PERMUTED: Mapping[str, Rows] = {
     "attn_q": lambda model: half_pairs(model.num_heads, model.head_dim),
     "attn_k": lambda model: half_pairs(model.num_kv_heads, model.head_dim),
 }
+# Files of models that see, in which llama.cpp has halves of pairs, and checkpoints have neighbours.
+_HALVES: Mapping[str, Rows] = {
+    "attn_q": lambda model: neighbouring_pairs(model.num_heads, model.head_dim, model.rotary_dim),
+    "attn_k": lambda model: neighbouring_pairs(
+        model.num_kv_heads, model.head_dim, model.rotary_dim
+    ),
+}
 # Some files name a layer's second norm after the block before it.
 _BEHIND = {"mlp_norm": ("post_attention_norm",)}
 _EXPERT = f"{LAYER}mlp.experts.{{e}}."
@@ -253,6 +264,11 @@ def _mpt(file: Metadata) -> dict[str, Any]:
     return {"alibi": most > 0, "alibi_bias_max": most or 8.0, "clip_qkv": clip}
 
 
+def _sections(file: Metadata) -> bool:
+    """Whether rotary positions have several axes."""
+    return any(file.get("glm4.rope.dimension_sections") or ())
+
+
 def _with(stem: str) -> Make:
     """Return a function that tests whether the file's first layer has this tensor."""
     return lambda file: file.has(f"blk.0.{stem}.weight")
@@ -295,9 +311,11 @@ GGUFS: tuple[Gguf, ...] = (
         computed=_QWEN_MOE,
     ),
     Gguf("Qwen3MoeForCausalLM", "qwen3moe", says={"norm_topk_prob": True}, computed=_QWEN_MOE),
+    Gguf("Qwen3MoeForCausalLM", "qwen3vlmoe", says={"norm_topk_prob": True}, computed=_QWEN_MOE),
     Gguf("QWenLMHeadModel", "qwen", says={"no_bias": True}),
     Gguf("SeedOssForCausalLM", "seed_oss", stems=_BEHIND),
     Gguf("Ernie4_5ForCausalLM", "ernie4_5"),
+    Gguf("PaddleOCRTextModel", "paddleocr"),
     Gguf(
         "Ernie4_5_MoeForCausalLM",
         "ernie4_5-moe",
@@ -375,6 +393,7 @@ GGUFS: tuple[Gguf, ...] = (
         when=_with("attn_qkv"),
     ),
     Gguf("GlmForCausalLM", "chatglm"),
+    Gguf("Glm4ForCausalLM", "glm4", rows=_HALVES, when=_sections),
     Gguf("Glm4ForCausalLM", "glm4"),
     Gguf(
         "Glm4MoeForCausalLM",

@@ -32,6 +32,11 @@ def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.
     return np.concatenate((paired, rows[:, rotary:]), axis=1).ravel()
 
 
+def neighbouring_pairs(heads: int, size: int, rotary: int) -> "NDArray[np.int64]":
+    """Return the inverse of `half_pairs`, for stored halves of pairs that are adjacent in ours."""
+    return half_pairs(heads, size, rotary).argsort()
+
+
 def neighbours(model: "ModelConfig") -> "NDArray[np.int64]":
     """Return the stored rows of queries and keys with adjacent rotary pairs, then of values."""
     import numpy as np

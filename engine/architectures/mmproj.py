@@ -163,10 +163,38 @@ def _deepstack(file: Tower) -> list[int]:
     return [layer for layer, level in enumerate(flags) if level]
 
 
-def _qwen_settings(least: int, most: int) -> Callable[[Tower], Values]:
-    """Return a function that computes a Qwen's processor settings, for `Mmproj.settings`.
+def _table(file: Tower) -> int:
+    """Return the side in pixels of a picture with a patch for each learned position."""
+    return isqrt(file.shape("v.position_embd.weight")[0]) * _size(file, "patch_size")
+
+
+def _glm(file: Tower) -> Values:
+    return {
+        **_qwen(file),
+        "hidden_size": _size(file, "embedding_length"),
+        "intermediate_size": file.shape("mm.up.weight")[0],
+        "out_hidden_size": file.shape("mm.down.weight")[0],
+        "image_size": _table(file),
+        "attention_bias": file.has("v.blk.0.attn_qkv.bias"),
+        "hidden_act": _activation(file, "silu"),
+        "rms_norm_eps": file.need("vision.attention.layer_norm_epsilon"),
+    }
+
+
+def _paddle(file: Tower) -> Values:
+    return {
+        **_sizes(file),
+        "image_size": _table(file),
+        "spatial_merge_size": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+def _qwen_settings(least: int, most: int, frames: int = 2) -> Callable[[Tower], Values]:
+    """Return a function that computes the settings of a processor that resizes as Qwen's does.
 
     least, most: the limits of a picture's area in pixels, where the GGUF file has none.
+    frames: frames of a patch.
     """
 
     def settings(file: Tower) -> Values:
@@ -175,7 +203,7 @@ def _qwen_settings(least: int, most: int) -> Callable[[Tower], Values]:
             "max_pixels": int(file.own("vision.image_max_pixels", most)),
             "patch_size": _size(file, "patch_size"),
             "merge_size": _merged(file),
-            "temporal_patch_size": 2,
+            "temporal_patch_size": frames,
         }
 
     return settings
@@ -289,6 +317,7 @@ _QWEN_PATCH = {
     "v.patch_embd": "model.visual.patch_embed.proj",
     "v.patch_embd.weight.1": "model.visual.patch_embed.proj.weight",
 }
+_GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _QWEN2_MERGER = {
     "v.post_ln": "model.visual.merger.ln_q",
     "mm.0": "model.visual.merger.mlp.0",
@@ -319,6 +348,67 @@ def _qwen2_merged(
         ("mm.2.weight", 0),
         vision,
         _qwen_settings(56 * 56, 28 * 28 * 16384),
+        sections=True,
+    )
+
+
+def _qwen3_vl(wrapper: str, text: str) -> Mmproj:
+    """Return the record of Qwen3-VL's tower beside one kind of text model. See Mmproj."""
+    levels = "model.visual.deepstack_merger_list.{i}"
+    return Mmproj(
+        "qwen3vl_merger",
+        wrapper,
+        (text,),
+        {
+            **_QWEN_PATCH,
+            **_QWEN_LAYER,
+            "v.position_embd": "model.visual.pos_embed",
+            **_layer("model.visual.blocks", ffn_up="mlp.linear_fc1", ffn_down="mlp.linear_fc2"),
+            "v.post_ln": "model.visual.merger.norm",
+            "mm.0": "model.visual.merger.linear_fc1",
+            "mm.2": "model.visual.merger.linear_fc2",
+            "v.deepstack.{i}.norm": f"{levels}.norm",
+            "v.deepstack.{i}.fc1": f"{levels}.linear_fc1",
+            "v.deepstack.{i}.fc2": f"{levels}.linear_fc2",
+        },
+        _QWEN_TOKENS,
+        ("mm.2.weight", 0),
+        _qwen3,
+        _qwen_settings(256 * 256, 4096 * 4096),
+        sections=True,
+        levels=_deepstack,
+    )
+
+
+def _glm4v(wrapper: str, text: str) -> Mmproj:
+    """Return the record of GLM-4.1V's tower beside one kind of text model. See Mmproj."""
+    return Mmproj(
+        "glm4v",
+        wrapper,
+        (text,),
+        {
+            **_QWEN_PATCH,
+            **_QWEN_LAYER,
+            **_layer("model.visual.blocks", **_GATED),
+            "v.norm_embd": "model.visual.post_conv_layernorm",
+            "v.position_embd": "model.visual.embeddings.position_embedding",
+            "v.post_ln": "model.visual.post_layernorm",
+            "mm.patch_merger": "model.visual.downsample",
+            "mm.model.fc": "model.visual.merger.proj",
+            "mm.post_norm": "model.visual.merger.post_projection_norm",
+            "mm.gate": "model.visual.merger.gate_proj",
+            "mm.up": "model.visual.merger.up_proj",
+            "mm.down": "model.visual.merger.down_proj",
+        },
+        {
+            "image_token_id": ("<|image|>",),
+            "video_token_id": ("<|video|>",),
+            "image_start_token_id": ("<|begin_of_image|>",),
+            "image_end_token_id": ("<|end_of_image|>",),
+        },
+        ("mm.down.weight", 0),
+        _glm,
+        _qwen_settings(112 * 112, 28 * 28 * 12288),
         sections=True,
     )
 
@@ -393,32 +483,34 @@ MMPROJS: tuple[Mmproj, ...] = (
         "qwen2.5vl_merger",
         "Qwen2_5_VLForConditionalGeneration",
         _qwen2_5,
-        ffn_gate="mlp.gate_proj",
-        ffn_up="mlp.up_proj",
-        ffn_down="mlp.down_proj",
+        **_GATED,
     ),
+    _qwen3_vl("Qwen3VLForConditionalGeneration", "qwen3vl"),
+    _qwen3_vl("Qwen3VLMoeForConditionalGeneration", "qwen3vlmoe"),
+    _glm4v("Glm4vForConditionalGeneration", "glm4"),
+    _glm4v("Glm4vMoeForConditionalGeneration", "glm4moe"),
     Mmproj(
-        "qwen3vl_merger",
-        "Qwen3VLForConditionalGeneration",
-        ("qwen3vl",),
+        "paddleocr",
+        "PaddleOCRVLForConditionalGeneration",
+        ("paddleocr",),
+        _siglip(
+            "visual.vision_model",
+            {
+                "mm.input_norm": "mlp_AR.pre_norm",
+                "mm.1": "mlp_AR.linear_1",
+                "mm.2": "mlp_AR.linear_2",
+            },
+        ),
         {
-            **_QWEN_PATCH,
-            **_QWEN_LAYER,
-            "v.position_embd": "model.visual.pos_embed",
-            **_layer("model.visual.blocks", ffn_up="mlp.linear_fc1", ffn_down="mlp.linear_fc2"),
-            "v.post_ln": "model.visual.merger.norm",
-            "mm.0": "model.visual.merger.linear_fc1",
-            "mm.2": "model.visual.merger.linear_fc2",
-            "v.deepstack.{i}.norm": "model.visual.deepstack_merger_list.{i}.norm",
-            "v.deepstack.{i}.fc1": "model.visual.deepstack_merger_list.{i}.linear_fc1",
-            "v.deepstack.{i}.fc2": "model.visual.deepstack_merger_list.{i}.linear_fc2",
+            "image_token_id": ("<|IMAGE_PLACEHOLDER|>",),
+            "video_token_id": ("<|video_pad|>",),
+            "vision_start_token_id": ("<|IMAGE_START|>",),
+            "vision_end_token_id": ("<|IMAGE_END|>",),
         },
-        _QWEN_TOKENS,
         ("mm.2.weight", 0),
-        _qwen3,
-        _qwen_settings(256 * 256, 4096 * 4096),
+        _paddle,
+        _qwen_settings(147384, 2822400, frames=1),
         sections=True,
-        levels=_deepstack,
     ),
     Mmproj(
         "gemma3",
@@ -456,10 +548,7 @@ MMPROJS: tuple[Mmproj, ...] = (
         "pixtral",
         "LlavaForConditionalGeneration",
         tensors=_PIXTRAL,
-        **{
-            **_PIXTRAL_FIELDS,
-            "outer": lambda file: {**_pixtral_outer(file), "model_type": "llava"},
-        },
+        **{**_PIXTRAL_FIELDS, "outer": _llava_outer},
     ),
     Mmproj(
         "idefics3",

@@ -244,6 +244,10 @@ def _transformed(
             tensor = permuted(tensor, heads)
         if arch in _PERMUTED and "k_proj" in name:
             tensor = permuted(tensor, kv_heads)
+        if arch == "glm4" and "mrope_section" in config["rope_parameters"]:
+            head_dim, part = config["head_dim"], config["rope_parameters"]["partial_rotary_factor"]
+            if "q_proj" in name or "k_proj" in name:
+                tensor = _halved(tensor, head_dim, int(head_dim * part))
         if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             tensor = tensor.t()
         if arch == "bloom":
@@ -273,6 +277,14 @@ def _transformed(
             else:
                 yield f"{layer}mlp.experts.gate_proj.weight", gate
                 yield f"{layer}mlp.experts.up_proj.weight", up
+        elif arch == "qwen3vlmoe" and "experts" in name:
+            # [experts, out, in], as transformers saves them
+            layer = name.split("experts.")[0]
+            parts = {"down": tensor}
+            if "gate_up" in name:
+                parts = dict(zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True))
+            for part, matrices in parts.items():
+                yield f"{layer}experts.{part}_proj.weight", matrices
         elif arch == "gpt-oss" and "experts" in name:
             kind = "bias" if name.endswith("bias") else "weight"
             layer = name.split("experts.")[0]
@@ -293,6 +305,14 @@ def _first(config: dict[str, Any], *keys: str) -> Any:
 def permuted(tensor: Tensor, heads: int) -> Tensor:
     halves = tensor.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def _halved(tensor: Tensor, size: int, rotary: int) -> Tensor:
+    """Put the first elements of each head's rotary pairs, which are neighbours, before the second
+    ones."""
+    heads = tensor.unflatten(0, (-1, size))
+    turned, others = heads[:, :rotary], heads[:, rotary:]
+    return torch.cat((turned[:, ::2], turned[:, 1::2], others), 1).reshape(tensor.shape)
 
 
 def _ungrouped(tensor: Tensor, heads: int, kv_heads: int) -> list[Tensor]:

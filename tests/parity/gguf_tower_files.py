@@ -4,6 +4,7 @@ the tower, with names by the `gguf` package's own table."""
 import json
 import re
 from collections.abc import Iterator
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.parity.gguf_files import Written, add, finish, permuted, write
 QWEN = {90: "<|image_pad|>", 91: "<|video_pad|>", 92: "<|vision_start|>"}
 GEMMA = {90: "<image_soft_token>", 91: "<start_of_image>", 92: "<end_of_image>"}
 PIXTRAL = {90: "[IMG]", 12: "[IMG_BREAK]", 13: "[IMG_END]"}
+GLM = {90: "<|image|>", 91: "<|video|>", 92: "<|begin_of_image|>", 93: "<|end_of_image|>"}
+PADDLE = {90: "<|IMAGE_PLACEHOLDER|>", 91: "<|IMAGE_START|>", 92: "<|IMAGE_END|>"}
 
 
 def _sections(*sizes: int) -> dict[str, Any]:
@@ -28,6 +31,13 @@ PAIRS = {
     "Qwen2-VL": ("qwen2vl_merger", Written("qwen2vl", more=_sections(1, 2, 3), tokens=QWEN)),
     "Qwen2.5-VL": ("qwen2.5vl_merger", Written("qwen2vl", more=_sections(2, 3, 1), tokens=QWEN)),
     "Qwen3-VL": ("qwen3vl_merger", Written("qwen3vl", more=_sections(2, 2, 2), tokens=QWEN)),
+    "Qwen3-VL, a mixture": (
+        "qwen3vl_merger",
+        Written("qwen3vlmoe", more=_sections(2, 2, 2), tokens=QWEN),
+    ),
+    "GLM-4.1V": ("glm4v", Written("glm4", more=_sections(1, 1, 1), tokens=GLM)),
+    "GLM-4.5V": ("glm4v", Written("glm4moe", more=_sections(1, 1, 1), tokens=GLM)),
+    "PaddleOCR-VL": ("paddleocr", Written("paddleocr", more=_sections(2, 3, 1), tokens=PADDLE)),
     "Gemma 3": ("gemma3", Written("gemma3", tokens=GEMMA)),
     "Mistral 3": ("pixtral", Written("mistral3", tokens=PIXTRAL)),
     "Pixtral": ("pixtral", Written("llama", drop=("attention.sliding_window",), tokens=PIXTRAL)),
@@ -70,7 +80,7 @@ def write_pair(
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")
     text = {}
-    for stored in [stored for stored in tensors if _of_text(stored)]:
+    for stored in [stored for stored in tensors if of_text(stored)]:
         plain = stored.replace("model.language_model.", "model.").replace("text_model.", "")
         text[plain.replace("language_model.", "")] = tensors.pop(stored)
     parts = checkpoint / "text"
@@ -100,8 +110,10 @@ def write_pair(
     return folder / "model.gguf"
 
 
-def _of_text(name: str) -> bool:
-    return not any(part in name for part in ("vis", "multi_modal_projector", "connector"))
+def of_text(name: str) -> bool:
+    """Whether a tensor of a checkpoint is of the text model, by its name."""
+    parts = ("vis", "multi_modal_projector", "connector", "mlp_AR")
+    return not any(part in name for part in parts)
 
 
 def _metadata(projector: str, case: Case, config: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +129,9 @@ def _metadata(projector: str, case: Case, config: dict[str, Any]) -> dict[str, A
         "vision.feed_forward_length": vision.get("intermediate_size", vision["hidden_size"]),
         "vision.block_count": depth,
         "vision.attention.head_count": vision.get("num_attention_heads", vision.get("num_heads")),
-        "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6),
+        "vision.attention.layer_norm_epsilon": vision.get(
+            "layer_norm_eps", vision.get("rms_norm_eps", 1e-6)
+        ),
         "vision.image_mean": settings.get("image_mean", [0.5, 0.5, 0.5]),
         "vision.image_std": settings.get("image_std", [0.5, 0.5, 0.5]),
     }
@@ -140,6 +154,15 @@ def _metadata(projector: str, case: Case, config: dict[str, Any]) -> dict[str, A
         metadata["use_gelu"] = True
         metadata["vision.is_deepstack_layers"] = [i in levels for i in range(depth)]
         metadata["vision.spatial_merge_size"] = vision["spatial_merge_size"]
+    elif projector == "glm4v":
+        metadata["use_silu"] = True
+        metadata |= _clip_colours(settings)
+    elif projector == "paddleocr":
+        metadata["use_gelu"] = True
+        metadata["vision.image_min_pixels"] = settings["size"]["shortest_edge"]
+        metadata["vision.image_max_pixels"] = settings["size"]["longest_edge"]
+        metadata["vision.image_size"] = isqrt(settings["size"]["longest_edge"])
+        metadata |= _clip_colours(settings)
     elif projector == "gemma3":
         metadata["use_gelu"] = True
         count = int(config["mm_tokens_per_image"] ** 0.5)
@@ -192,12 +215,14 @@ def _tensors(
             tensor = tensor + 1
         if projector == "pixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = permuted(tensor, vision["num_attention_heads"])
-        if "patch_embed.proj.weight" in name and projector.startswith("qwen"):
+        if projector == "paddleocr":
+            name = name.replace("visual.", "model.")
+        if "patch_embed.proj.weight" in name and projector.startswith(("qwen", "glm")):
             first, second = tensor.unbind(2)
             yield "v.patch_embd.weight", first
             yield "v.patch_embd.weight.1", second
             continue
-        if ".qkv." in name and projector != "qwen3vl_merger":
+        if ".qkv." in name and projector not in ("qwen3vl_merger", "glm4v"):
             for part, third in zip("qkv", tensor.chunk(3), strict=True):
                 theirs = table.get_name(name.replace("qkv", part), (".weight", ".bias"))
                 assert theirs is not None, name

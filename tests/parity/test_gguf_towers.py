@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
@@ -21,11 +21,15 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.template_contents import with_image_places
 from tests.engine.images.folders import CASES, Case, load_processor, save_model
 from tests.parity.engine_driver import engine, run
-from tests.parity.gguf_tower_files import PAIRS, write_pair
+from tests.parity.gguf_files import finish
+from tests.parity.gguf_tower_files import PAIRS, of_text, write_pair
 from tests.parity.test_images import GREEDY, PROMPTS, Seeing
 
+_QWEN3 = CASES["Qwen3-VL"]
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURE = replace(_QWEN3, name="Qwen3VLMoe", text=_QWEN3.text | _EXPERTS)
 # What the format cannot say: another base of positions, an activation of the projector, tiles of
-# another size than the table.
+# another size than the table, the sizes of pictures.
 CHANGES: dict[str, dict[str, Any]] = {
     "Mistral 3": {"rope_parameters": {"rope_theta": 10000.0}},
     "InternVL 6B": {"image_size": [16, 16]},
@@ -33,8 +37,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def case_of(name: str) -> Case:
-    case = CASES[name]
+    case = MIXTURE if name == "Qwen3-VL, a mixture" else CASES[name]
     outer = case.outer | ({"projector_hidden_act": "gelu"} if name == "InternVL 6B" else {})
+    if name.startswith("GLM"):
+        size = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 12288}
+        case = replace(case, settings=case.settings | {"size": size})
     return replace(case, vision=case.vision | CHANGES.get(name, {}), outer=outer)
 
 
@@ -53,6 +60,26 @@ def test_greedy_text_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     for size in ((90, 50), (40, 200)):
         assert processor.layout(*size) == their_own.layout(*size)
     Seeing(case, converted, theirs, processor).run(engine(converted, max_num_batched_tokens=64))
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL, a mixture", "GLM-4.1V", "GLM-4.5V", "PaddleOCR-VL"])
+def test_the_folder_is_the_checkpoint(name: str, tmp_path: Path) -> None:
+    """Bug: a name, a class or a size by which no other program would know the model."""
+    case = case_of(name)
+    save_model(tmp_path, case)
+    (tmp_path / "made").mkdir()
+    convert(write_pair(name, case, tmp_path, tmp_path), tmp_path / "made")
+    folders = tmp_path, tmp_path / "made"
+    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    assert ours["architectures"] == theirs["architectures"]
+    vision = ours["vision_config"]
+    assert vision.items() <= (theirs["vision_config"] | {"layer_norm_eps": 1e-6}).items()
+    mine = theirs["text_config"]["rope_parameters"]["mrope_section"]
+    assert ours["text_config"]["rope_parameters"]["mrope_section"] == mine
+    stored, written = (load_file(folder / "model.safetensors") for folder in folders)
+    towers = {tensor for tensor in stored if not of_text(tensor)}
+    assert towers == {tensor for tensor in written if not of_text(tensor)}
+    assert all(torch.equal(stored[tensor], written[tensor]) for tensor in towers)
 
 
 def test_every_projector_has_a_case() -> None:
@@ -184,6 +211,35 @@ def test_towers_with_other_tensors(smol: Path, tmp_path: Path) -> None:
     tower.write_bytes(tower.read_bytes().replace(b"v.post_ln.bias", b"v.post_lm.bias"))
     with pytest.raises(ConfigError, match=r"mmproj-model\.gguf: unknown tensor 'v\.post_lm\.bias'"):
         convert(source, tmp_path / "made")
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"), [("GLM-4.1V", "mm.post_norm"), ("PaddleOCR-VL", "mm.input_norm")]
+)
+def test_files_that_lack_something(name: str, lacking: str, tmp_path: Path) -> None:
+    """A tensor that would stay random, and a size that would be another model's."""
+    case = case_of(name)
+    save_model(tmp_path, case)
+    source, tower = write_pair(name, case, tmp_path, tmp_path), tmp_path / "mmproj-model.gguf"
+    whole = tower.read_bytes()
+    for key in ("clip.vision.patch_size", "clip.vision.attention.layer_norm_epsilon"):
+        tower.write_bytes(whole.replace(key.encode(), f"{key[:-1]}_".encode()))
+        with pytest.raises(ConfigError, match=rf"mmproj-model\.gguf: has no {key}"):
+            write_outline(source, tmp_path)
+    (tmp_path / "made").mkdir()
+    tower.write_bytes(whole.replace(lacking.encode(), lacking[:-1].encode() + b"_"))
+    with pytest.raises(ConfigError, match=rf"mmproj-model\.gguf: unknown tensor '{lacking[:-1]}_"):
+        convert(source, tmp_path / "made")
+
+
+def test_a_text_model_that_is_not_read(tmp_path: Path) -> None:
+    """Kimi-VL's tower has a known layout, but no file of its text model is read."""
+    for file, architecture in (("model.gguf", "deepseek2"), ("mmproj-model.gguf", "clip")):
+        writer = GGUFWriter(tmp_path / file, architecture)
+        writer.add_string("clip.projector_type", "kimivl")
+        finish(writer)
+    with pytest.raises(ConfigError, match=r"model\.gguf: GGUF architecture 'deepseek2' is not sup"):
+        check_model(str(tmp_path))
 
 
 def test_places_of_images_in_a_template_without_them() -> None:

@@ -94,6 +94,13 @@ def qwen(config: Reader, model: "ModelConfig") -> Experts | None:
     return read_experts(config, model, layers, renormalise=config.flag("norm_topk_prob"))
 
 
+def _qwen3_vl(config: Reader) -> str:
+    """Return the record of a mixture in Qwen3-VL. Folders made from GGUF files have a tensor for
+    each expert, and name Qwen 3's class."""
+    apart = config.get("architectures") == ["Qwen3MoeForCausalLM"]
+    return "Qwen3MoeForCausalLM" if apart else "Qwen3MoeForCausalLM, in Qwen3-VL"
+
+
 def _qwen2(config: Reader, model: "ModelConfig") -> Experts | None:
     experts = qwen(config, model)
     if experts is None:
@@ -265,6 +272,7 @@ ARCHITECTURES = (
             "experts_down": CheckpointTensor((f"{LAYER}mlp.experts.down_proj",), transposed=True),
         },
         model_type="qwen3_vl_moe_text",
+        variant=_qwen3_vl,
         switches={"qk_norm": always("head")},
         keys=_LOCAL,
         defaults={"norm_topk_prob": True},
