@@ -97,9 +97,9 @@ class TowerFile(GGUFContainer):
                 f"its embeddings have {size} numbers, and those of {model.path.name} {wanted}: "
                 "they are of two models"
             )
-        lacking = [texts for texts in layout.tokens.values() if self._token(texts) is None]
-        if layout.tokens and lacking == list(layout.tokens.values()):
-            return f"the vocabulary of {model.path.name} has no token {lacking[0][0]} for pictures"
+        of_pictures = next(iter(layout.tokens.values()))
+        if self._token(of_pictures) is None:
+            return f"the vocabulary of {model.path.name} has no token {of_pictures[0]} for pictures"
         return ""
 
     # ---- Settings

@@ -41,7 +41,7 @@ class Mmproj:
     tensors: tensor name in the file, complete or without ".weight" -> its name in the folder; {i}
         stands for the layer. Tensors of one name in the folder are joined, in this order.
     tokens: key of config.json -> texts of the token, of which the first that the vocabulary has is
-        taken.
+        taken. The first token is that of pictures, which each vocabulary has.
     out: (a tensor, the axis of it that is as long as an embedding).
     vision: the function that returns vision_config.
     settings: the function that returns the processor's settings, besides mean and deviation.

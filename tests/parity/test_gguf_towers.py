@@ -217,7 +217,7 @@ def test_towers_with_other_tensors(smol: Path, tmp_path: Path) -> None:
     ("name", "lacking"), [("GLM-4.1V", "mm.post_norm"), ("PaddleOCR-VL", "mm.input_norm")]
 )
 def test_files_that_lack_something(name: str, lacking: str, tmp_path: Path) -> None:
-    """A tensor that would stay random, and a size that would be another model's."""
+    """A tensor that stays random, and a token whose number would be another vocabulary's."""
     case = case_of(name)
     save_model(tmp_path, case)
     source, tower = write_pair(name, case, tmp_path, tmp_path), tmp_path / "mmproj-model.gguf"
@@ -230,6 +230,11 @@ def test_files_that_lack_something(name: str, lacking: str, tmp_path: Path) -> N
     tower.write_bytes(whole.replace(lacking.encode(), lacking[:-1].encode() + b"_"))
     with pytest.raises(ConfigError, match=rf"mmproj-model\.gguf: unknown tensor '{lacking[:-1]}_"):
         convert(source, tmp_path / "made")
+    tower.write_bytes(whole)
+    token = next(iter(PAIRS[name][1].tokens.values()))
+    source.write_bytes(source.read_bytes().replace(token.encode(), token[:-1].encode() + b"_"))
+    with pytest.raises(ConfigError, match=r"model\.gguf has no token .* for pictures"):
+        check_model(str(source))
 
 
 def test_a_text_model_that_is_not_read(tmp_path: Path) -> None:
