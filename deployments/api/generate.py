@@ -15,8 +15,9 @@ from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.json_body import in_thread
 from deployments.api.output.grammars import grammar_of, output_grammar_of
 from deployments.api.served_model import find_model
-from deployments.api.stream.event_ids import EventIds, Resumption, event_ids, recall
+from deployments.api.stream.event_ids import EventIds, event_ids
 from deployments.api.stream.merge import start
+from deployments.api.stream.replay import Resumption, recall
 from deployments.backend import Generation, ModelCard, RecalledChoice
 from deployments.images.intake import ImageIntake
 from engine.errors import MantaError

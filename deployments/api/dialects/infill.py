@@ -18,9 +18,9 @@ from deployments.api.http.errors import ApiError
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import QUEUES, STREAMS, RouteTable
-from deployments.api.stream.event_ids import Resumption
 from deployments.api.stream.item_answer import ItemAnswer, ItemWriter, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
+from deployments.api.stream.replay import Resumption
 from engine.text.infill import Gap
 
 _NAMES: Mapping[str, str] = {

@@ -26,9 +26,10 @@ from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import EVENTS, NAMES, QUEUES, READS, RouteTable
-from deployments.api.stream.event_ids import LAST, Resumption
+from deployments.api.stream.event_ids import LAST
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
+from deployments.api.stream.replay import Resumption
 from deployments.backend import Generation
 from engine.errors import context_too_long
 from engine.messages import Delta

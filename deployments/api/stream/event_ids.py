@@ -1,5 +1,4 @@
-"""Event ids: the state of a stream in its last event, from which any router can continue it;
-StreamReplay: its continuation behind the tokens that the client has.
+"""Event ids: the state of a stream in its last event, from which any router can continue it.
 
 An id is opaque to clients. Inside: version, second and number of the stream, a fingerprint of what
 was asked, and for each choice how many tokens have been shown, their checksum and how far it is;
@@ -19,18 +18,11 @@ from binascii import Error as Base64Error
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 from zlib import crc32
 
-import msgspec
-
 from deployments.api.generation.call import GenerationCall
-from deployments.api.http.errors import NO_RETRY, SERVER, ApiError, invalid
+from deployments.api.http.errors import NO_RETRY, ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.stream.merge import ChoiceOutput, failed
-from deployments.backend import Backend, RecalledChoice
-from engine.messages import Delta
-from engine.text.detokenizer import Decoded
 
 WANTED = b"x-event-ids"  # a request's header: "1" asks for ids
 LAST = b"last-event-id"
@@ -221,19 +213,6 @@ def checksum(token_ids: Sequence[int], before: int = 0) -> int:
     return crc32(array("I", token_ids).tobytes(), before)
 
 
-def lost() -> ApiError:
-    """Return the error of a stream whose tokens no replica has, and whose recomputation differs."""
-    return ApiError(
-        409,
-        "stream_lost",
-        "the stream cannot go on: no replica has its tokens any more, and they were computed "
-        "otherwise this time",
-        param="last-event-id",
-        kind=SERVER,
-        headers=NO_RETRY,
-    )
-
-
 def _unknown() -> ApiError:
     return invalid(
         "this is no id of a stream with this body, path and key; repeat the request as it was",
@@ -262,150 +241,3 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
         shift += 7
-
-
-class Resumption(NamedTuple):
-    """The place in a stream from which an answer goes on.
-
-    ids: the event ids of the stream; None: its events have none
-    past: for a resumed stream, the choices as replicas recall them
-    """
-
-    ids: EventIds | None = None
-    past: Sequence[RecalledChoice | None] = ()
-
-
-# The beginning of a stream whose events have no ids.
-WITHOUT_IDS = Resumption()
-
-
-async def recall(
-    call: GenerationCall, ids: EventIds, backend: Backend
-) -> list[RecalledChoice | None]:
-    """Return each choice's shown tokens, as a replica recalls them.
-
-    None stands for a choice that no replica recalls, or that needs no tokens. All results are of
-    the same weights.
-    """
-    n = call.common.params.n
-    wanted = {
-        (call.streams[i // n], i % n): i
-        for i, shown in enumerate(ids.shown)
-        if shown.tokens and shown.phase != FINISHED
-    }
-
-    def match(found: list[RecalledChoice]) -> dict[int, RecalledChoice]:
-        return {
-            wanted[past.stream, past.choice]: past
-            for past in found
-            if (past.stream, past.choice) in wanted
-            and _begins_with(past.token_ids, ids.shown[wanted[past.stream, past.choice]])
-        }
-
-    if not wanted:
-        return [None] * len(ids.shown)
-    known = match(
-        await backend.recall(
-            call.card.id, call.streams, lambda found: len(match(found)) == len(wanted)
-        )
-    )
-    weights = call.common.weights = next((past.weights for past in known.values()), "")
-    return [
-        past if (past := known.get(i)) is not None and past.weights == weights else None
-        for i in range(len(ids.shown))
-    ]
-
-
-def _begins_with(token_ids: Sequence[int], shown: ChoiceProgress) -> bool:
-    count = shown.tokens
-    return len(token_ids) >= count and checksum(token_ids[:count]) == shown.check
-
-
-class StreamReplay:
-    """The resumption of an answer's choices after the tokens that their client has received.
-
-    Tokens that a replica has kept are decoded first, and the engine continues after them:
-    `emitted` has them for each choice. Tokens that no replica has are generated again; `skip` drops
-    them as they arrive, and checks that they are the same.
-    """
-
-    def __init__(
-        self,
-        call: GenerationCall,
-        ids: EventIds,
-        choices: list[ChoiceOutput],
-        past: Sequence[RecalledChoice | None],
-    ) -> None:
-        self.emitted: list[list[int] | None] = []
-        self.skipping: dict[int, int] = {}  # choice -> checksum of what was skipped so far
-        self._call, self._ids = call, ids
-        for index, shown in enumerate(ids.shown):
-            self.emitted.append(self._bring(index, choices[index], shown, past[index]))
-            if shown.tokens and self.emitted[-1] == []:
-                self.skipping[index] = 0
-
-    def _bring(
-        self, index: int, choice: ChoiceOutput, shown: ChoiceProgress, past: RecalledChoice | None
-    ) -> list[int] | None:
-        """Return the output tokens after which the engine continues a choice.
-
-        Returns [] if the choice is to be generated again from its prompt, None if it has ended.
-        """
-        if shown.phase == FINISHED:
-            choice.finish_reason = choice.finish_reason or "told"
-            choice.decoder.num_tokens = shown.tokens
-            return None
-        if past is None or not shown.tokens:
-            return []
-        tokens = past.token_ids[: shown.tokens]
-        if shown.phase == OPENED:
-            choice.bring(tokens)
-            return tokens
-        # All of its text was shown, but not the reason of its end: its last token, or a stop
-        # string.
-        whole = len(past.token_ids) == shown.tokens and past.finish in ("stop", "length")
-        if not (whole or self._stops(index, tokens)):
-            return []
-        delta = Delta(0, tokens, past.finish, past.stop_token) if whole else Delta(0, tokens)
-        choice.feed(delta)
-        return None
-
-    def _stops(self, index: int, tokens: list[int]) -> bool:
-        fresh = ChoiceOutput(self._call, index)
-        return fresh.feed(Delta(0, tokens)).finish_reason is not None
-
-    def skip(self, index: int, choice: ChoiceOutput, delta: Delta) -> tuple[Delta, Decoded]:
-        """Return the rest of a delta after the tokens to skip, for a choice in `skipping`.
-
-        Raises ApiError 409 stream_lost, and as `ChoiceOutput.feed`.
-        """
-        shown = self._ids.shown[index]
-        num_shown = shown.tokens - choice.decoder.num_tokens
-        head, new_ids = delta.token_ids[:num_shown], delta.token_ids[num_shown:]
-        self.skipping[index] = checksum(head, self.skipping[index])
-        reached = len(head) == num_shown
-        # An end at its last token was shown with that token, or comes with it now.
-        ends = not new_ids and shown.phase == ENDED
-        first = msgspec.structs.replace(delta, token_ids=head, logprobs=None, cached=-1)
-        if not ends:
-            first.finish, first.stop_token = "", None
-        if delta.finish == "error":
-            first.finish = delta.finish
-        elif delta.finish == "abort" and not reached:
-            raise failed(delta)
-        ended = choice.feed(first).finish_reason
-        if choice.parsed is not None:
-            choice.parsed.forget_new()
-        if reached:
-            if self.skipping.pop(index) != shown.check or (ended is None) == (shown.phase == ENDED):
-                raise lost()
-        elif ended is not None or delta.finish:
-            raise lost()
-        nothing = Delta(delta.id, [], delta.finish)
-        if ended is not None or not (new_ids or (reached and delta.finish)):
-            return nothing, Decoded("", ended, choice.stop_reason, 0)
-        logprobs = None if delta.logprobs is None else delta.logprobs[num_shown:]
-        second = msgspec.structs.replace(
-            delta, token_ids=new_ids, logprobs=logprobs, prompt_logprobs=None, cached=-1
-        )
-        return second, choice.feed(second)

@@ -19,7 +19,7 @@ from deployments.api.http.json_body import JsonObject, in_thread
 from deployments.api.output.chat_output import ParsedChoice, call_id
 from deployments.api.output.plan import OutputPlan
 from deployments.api.output.step_parser import Event
-from deployments.api.stream.event_ids import WITHOUT_IDS, EventIds, Resumption, StreamReplay
+from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.logprobs import ScoredToken, chat_logprobs
 from deployments.api.stream.merge import (
     COMMENT,
@@ -30,6 +30,7 @@ from deployments.api.stream.merge import (
     failed,
     first_items,
 )
+from deployments.api.stream.replay import WITHOUT_IDS, Resumption, StreamReplay
 from deployments.backend import Generation
 from engine.errors import MantaError
 from engine.messages import Delta

@@ -12,8 +12,8 @@ from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.route import QUEUES, STREAMS, RouteTable
-from deployments.api.stream.event_ids import Resumption
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
+from deployments.api.stream.replay import Resumption
 
 __all__ = ["PATH", "MessagesDialect", "count", "error_object"]
 

@@ -19,9 +19,9 @@ from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, RouteTable
 from deployments.api.served_model import find_model, known_model
 from deployments.api.services.server import version
-from deployments.api.stream.event_ids import Resumption
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.api.stream.merge import failed
+from deployments.api.stream.replay import Resumption
 from deployments.backend import Generation, ModelCard
 from engine.sampling_params import SamplingParams
 

@@ -17,7 +17,7 @@ from deployments.api.generation.request import ChatRequest
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject, in_thread
-from deployments.api.stream.event_ids import ENDED, FINISHED, OPENED, Resumption, StreamReplay
+from deployments.api.stream.event_ids import ENDED, FINISHED, OPENED
 from deployments.api.stream.logprobs import (
     PromptLogprobs,
     ScoredTexts,
@@ -38,6 +38,7 @@ from deployments.api.stream.merge import (
     routed_experts,
     weight_versions,
 )
+from deployments.api.stream.replay import Resumption, StreamReplay
 from deployments.backend import Generation
 from engine.batch import TokenLogprobs
 from engine.errors import MantaError

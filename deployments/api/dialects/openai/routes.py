@@ -16,7 +16,7 @@ from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.output.constraints import take_constraint
 from deployments.api.output.request import take_tools
 from deployments.api.route import QUEUES, STREAMS, RouteTable
-from deployments.api.stream.event_ids import Resumption
+from deployments.api.stream.replay import Resumption
 from engine.sampling_params import MAX_LOGPROBS
 from engine.text.infill import Gap
 
