@@ -32,7 +32,7 @@ from deployments.api.page.routes import FILES
 from deployments.api.pooling import tei
 from deployments.api.routes import locate, refusal
 from deployments.api.services import adapters, models
-from deployments.api.stream.background import ResponseStore
+from deployments.api.stream.response_store import ResponseStore
 from deployments.backend import Backend
 from engine.errors import MantaError, short_traceback
 

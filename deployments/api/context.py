@@ -16,7 +16,8 @@ from deployments.api.http.exchange import HttpExchange, decoded
 from deployments.api.http.json_body import JsonObject, in_thread, parse_json
 from deployments.api.options import ApiOptions
 from deployments.api.served_model import allowed, find_model, known_model
-from deployments.api.stream.background import BackgroundRuns, ResponseStore
+from deployments.api.stream.background import BackgroundRuns
+from deployments.api.stream.response_store import ResponseStore
 from deployments.backend import Backend, ModelCard
 from engine.errors import MantaError
 

@@ -17,10 +17,11 @@ from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.route import LIST, NAMES, PAGES, QUEUES, STREAMS, RouteTable, page_of
-from deployments.api.stream.background import BackgroundRun, StoredResponse, stream_run
+from deployments.api.stream.background import BackgroundRun, stream_run
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.api.stream.merge import EVENT_STREAM, STREAM_HEADERS
 from deployments.api.stream.replay import Resumption
+from deployments.api.stream.response_store import StoredResponse
 from deployments.backend import Generation
 
 PATH = "/v1/responses"
