@@ -8,13 +8,13 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from deployments.encoder.rows import EncoderPool, ImageRows
 from deployments.replica.adapters import ReplicaAdapters, SubmittedRequest
+from deployments.replica.engine import MakeEngine
 from deployments.replica.sleep import ReplicaSleep, SleepSettings
 from deployments.replica.stream_memory import StreamMemory
 from deployments.replica.suspect_queue import SuspectQueue
@@ -33,7 +33,6 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import EngineDead, MantaError, Overloaded
 from engine.messages import (
     Abort,
-    AdapterInfo,
     AddAdapter,
     Answer,
     Control,
@@ -42,7 +41,6 @@ from engine.messages import (
     EngineStats,
     Failed,
     KVSource,
-    Pulse,
     Ready,
     StepFrame,
     TransferWeights,
@@ -62,60 +60,6 @@ _PULLS = (1.0, 10.0)  # seconds without a pulled byte after which a drain ends; 
 _FEW_ROUTERS = 16
 FAREWELL = 0.2  # seconds for sending the last frames before connections are closed
 _MAX_PREFIX_BYTES = 4096  # most bytes of prefix hashes in a frame: those of eight long prompts
-
-
-class ReplicaEngine(Protocol):
-    """The methods of `engine.process.client.EngineClient` that this module uses."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def pulses(self) -> int: ...
-
-    @property
-    def pulse(self) -> Pulse: ...
-
-    async def start(self, config: EngineConfig) -> Ready: ...
-
-    def submit(self, request: EngineRequest) -> None: ...
-
-    def abort(self, ids: list[int]) -> None: ...
-
-    def control(self, what: str) -> int: ...
-
-    async def pause(self, mode: str) -> None: ...
-
-    async def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None: ...
-
-    async def wake(self, tags: Sequence[str] = ()) -> None: ...
-
-    async def update_weights(
-        self,
-        folder: str,
-        *,
-        version: str = "",
-        recompute: bool = False,
-        check_only: bool = False,
-    ) -> None: ...
-
-    async def transfer_weights(self, what: str, info: dict[str, Any] | None = None) -> str: ...
-
-    async def serve_kv(self, host: str) -> tuple[KVSource, float]: ...
-
-    async def add_adapter(
-        self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
-    ) -> AdapterInfo: ...
-
-    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo: ...
-
-    async def close(self) -> None: ...
-
-
-MakeEngine = Callable[[Callable[[StepFrame], None], Callable[[MantaError], None]], ReplicaEngine]
 
 
 class ReplicaServer:
