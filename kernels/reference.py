@@ -41,6 +41,7 @@ from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
 from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache, QuantizedKV, by_hadamard
+from kernels.kv.rotation import rotate, rotation_of
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent.convolution import causal_conv
@@ -282,11 +283,7 @@ class Kernels:
         if q_norm is not None and k_norm is not None:
             q, k = both[:, :num_heads], both[:, num_heads:]
             both = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
-        rotation = plan.rotations.get(cos_sin.data_ptr())
-        if rotation is None:
-            rotation = _rotation(*meta.rotation(cos_sin))
-            plan.rotations[cos_sin.data_ptr()] = rotation
-        rotated = _rotate(both.float(), *rotation)
+        rotated = rotate(both.float(), *plan.rotation(*meta.rotation(cos_sin)))
         if isinstance(k_cache, QuantizedKV):
             rotated = by_hadamard(k_cache.form, rotated)
         keys, values = rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]
@@ -345,9 +342,9 @@ class Kernels:
         """
         q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
         if cos_sin is not None:
-            cos, sin = _rotation(*meta.rotation(cos_sin))
+            cos, sin = rotation_of(*meta.rotation(cos_sin))
             for tensor in (q, k):
-                tensor.copy_(_rotate(tensor.float(), cos, sin))
+                tensor.copy_(rotate(tensor.float(), cos, sin))
         if meta.query_start_host is None:
             meta.query_start_host = meta.query_start.tolist()
         starts, apart = meta.query_start_host, self.DETERMINISTIC
@@ -371,16 +368,13 @@ class Kernels:
         """
         rank = norm.shape[0]
         plan = plan_of(meta, cache)
-        rotation = plan.rotations.get(cos_sin.data_ptr())
-        if rotation is None:
-            rotation = _rotation(cos_sin, meta.positions)
-            plan.rotations[cos_sin.data_ptr()] = rotation
+        rotation = plan.rotation(cos_sin, meta.positions)
         normed = self.rms_norm(latents[:, :rank].contiguous(), norm, eps)
-        key = _rotate(latents[:, None, rank:].float(), *rotation)[:, 0]
+        key = rotate(latents[:, None, rank:].float(), *rotation)[:, 0]
         new = torch.cat((normed, key.to(normed.dtype)), dim=1)
         write_cache(cache, plan.write_rows, new if plan.written is None else new[plan.written])
         nope = q.shape[2] - cos_sin.shape[1]
-        rotated = _rotate(q[..., nope:].float(), *rotation).to(q.dtype)
+        rotated = rotate(q[..., nope:].float(), *rotation).to(q.dtype)
         return torch.cat((q[..., :nope], rotated), dim=-1)
 
     def latent_attention(
@@ -596,20 +590,3 @@ class Kernels:
 @lru_cache(maxsize=8)
 def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.tensor([value], dtype=torch.float32, device=device)
-
-
-def _rotation(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the table's rows as factors (cos, cos), (-sin, sin): [num_tokens, 1, rotary_dim]."""
-    cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [num_tokens, heads, head_dim] float32 with rotated first elements of each head."""
-    rotary_dim = cos.shape[-1]
-    part = x[..., :rotary_dim]
-    swapped = part.roll(rotary_dim // 2, -1)
-    rotated = torch.mul(part, cos).addcmul_(swapped, sin)
-    if rotary_dim == x.shape[-1]:
-        return rotated
-    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)

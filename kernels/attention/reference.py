@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.attention.inputs import AttentionInputs
 from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache, QuantizedKV
+from kernels.kv.rotation import rotation_of
 from kernels.metadata import AttentionMeta
 
 
@@ -174,9 +175,15 @@ class ReferencePlan:
     whole: DecodeBatch | None = None  # the step is one batch of decodes in order
     decodes: list[DecodeBatch] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
-    # By the address of the table: (cos, sin), each [num_tokens, 1, rotary_dim] float32, as _rotate
-    # takes them.
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # By the address of the table: (cos, sin), each [num_tokens, 1, rotary_dim] float32.
+    _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def rotation(self, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `rotation_of` a table and the step's rows in it, which its layers share."""
+        rotation = self._rotations.get(cos_sin.data_ptr())
+        if rotation is None:
+            rotation = self._rotations[cos_sin.data_ptr()] = rotation_of(cos_sin, positions)
+        return rotation
 
 
 def plan_of(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
