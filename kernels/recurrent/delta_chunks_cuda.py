@@ -52,8 +52,8 @@ from kernels.recurrent.chunks_cuda import (
     unit_lower_inverse,
 )
 from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
-from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
-from kernels.recurrent.sizes import delta_sizes
+from kernels.recurrent.delta_rule import DeltaInputs
+from kernels.recurrent.sizes import delta_sizes, late_sizes, tile_sizes
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -463,20 +463,6 @@ class Handed(NamedTuple):
     values: Tensor
     totals: Tensor
     overlaps: Tensor
-
-
-def tile_sizes(heads: DeltaHeads, element_size: int) -> dict[str, int]:
-    """Return KEYS and VALUES, the padded sizes of a key and a value."""
-    # With 16 bits and narrower tiles, Triton 3.6's wgmma code reads beyond a program's memory.
-    least = 16 if element_size > 2 else 64
-    padded = (triton.next_power_of_2(size) for size in (heads.key_size, heads.value_size))
-    return {name: max(least, size) for name, size in zip(("KEYS", "VALUES"), padded, strict=True)}
-
-
-def late_sizes(late: Tensor | None) -> dict[str, int]:
-    """Return LATE and ENTRY: the number of pending updates per head, and the elements of each."""
-    entries, size = (0, 0) if late is None else late.shape[2:]
-    return {"LATE": entries, "ENTRY": size}
 
 
 def delta_chunks(

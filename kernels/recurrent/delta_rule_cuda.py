@@ -35,7 +35,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.metadata import AttentionMeta, StateRuns
 from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, tickets
-from kernels.recurrent.delta_chunks_cuda import delta_chunks, late_sizes
+from kernels.recurrent.delta_chunks_cuda import delta_chunks
 from kernels.recurrent.delta_rule import DeltaInputs
 from kernels.recurrent.delta_walk_cuda import (
     decay_of,
@@ -44,7 +44,7 @@ from kernels.recurrent.delta_walk_cuda import (
     walk,
 )
 from kernels.recurrent.kimi_chunks_cuda import kimi_chunks
-from kernels.recurrent.sizes import delta_sizes
+from kernels.recurrent.sizes import delta_sizes, late_sizes
 
 
 class DecodeLaunch(NamedTuple):

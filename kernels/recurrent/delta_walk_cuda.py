@@ -14,9 +14,8 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail, tickets
-from kernels.recurrent.delta_chunks_cuda import late_sizes
 from kernels.recurrent.delta_rule import DeltaInputs
-from kernels.recurrent.sizes import delta_sizes
+from kernels.recurrent.sizes import delta_sizes, late_sizes
 
 
 @triton.jit

@@ -30,8 +30,9 @@ from kernels.recurrent.chunks_cuda import (
     softplus,
     unit_lower_inverse,
 )
-from kernels.recurrent.delta_chunks_cuda import Handed, convolve, pass_and_norm, tile_sizes
+from kernels.recurrent.delta_chunks_cuda import Handed, convolve, pass_and_norm
 from kernels.recurrent.delta_rule import DeltaInputs
+from kernels.recurrent.sizes import tile_sizes
 
 PART = 16  # tokens whose pairs may be summed element by element
 # The most that a key element's logarithm may decay within PART tokens for their pairs to be a GEMM.

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+import triton
+from torch import Tensor
+
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.mamba2 import Mamba2Heads
 
@@ -36,6 +39,20 @@ def delta_sizes(heads: DeltaHeads, keys: int, values: int) -> DeltaSizes:
         heads.key_heads, heads.value_heads, heads.key_size, heads.value_size, *heads.conv.shape,
         heads.most, heads.by_key, keys, values,
     )  # fmt: skip
+
+
+def tile_sizes(heads: DeltaHeads, element_size: int) -> dict[str, int]:
+    """Return KEYS and VALUES, the padded sizes of a key and a value."""
+    # With 16 bits and narrower tiles, Triton 3.6's wgmma code reads beyond a program's memory.
+    least = 16 if element_size > 2 else 64
+    padded = (triton.next_power_of_2(size) for size in (heads.key_size, heads.value_size))
+    return {name: max(least, size) for name, size in zip(("KEYS", "VALUES"), padded, strict=True)}
+
+
+def late_sizes(late: Tensor | None) -> dict[str, int]:
+    """Return LATE and ENTRY: the number of pending updates per head, and the elements of each."""
+    entries, size = (0, 0) if late is None else late.shape[2:]
+    return {"LATE": entries, "ENTRY": size}
 
 
 class Mamba2Sizes(NamedTuple):
