@@ -12,7 +12,7 @@ from engine.runner.state_runs import StateVerification
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.recurrent import delta_rule_cuda
-from kernels.recurrent.delta_chunks_cuda import pass_launch
+from kernels.recurrent.delta_pass_launch import pass_launch
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.delta_rule_cuda import DecodeLaunch
 from kernels.reference import Kernels
