@@ -28,9 +28,9 @@ from bench.kernels.cases import (  # noqa: E402
     norm,
     prefill,
     rope,
-    sampling,
 )
 from bench.kernels.measure import Best, Calls, KernelWork, rows, told  # noqa: E402
+from bench.kernels.sampling import sampling  # noqa: E402
 from kernels.attention import decode as attention_decode  # noqa: E402
 from kernels.attention import decode_plan, quantized_decode  # noqa: E402
 from kernels.attention.latent import decode as latent_decode  # noqa: E402
