@@ -26,6 +26,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.kernels.expert_layers import (
+    COPIES,
+    FP8,
+    LAYERS,
+    MXFP4,
+    Bits,
+    Step,
+    make_packed,
+    make_stack,
+    random,
+)
 from bench.kernels.measure import Calls, copy_bandwidth, matmul_rate, time_us
 from bench.kernels.sweeping import DIFFERS, WRONG, Timed, differs, lines
 from kernels.dispatch import kernels_for
@@ -46,112 +57,11 @@ from kernels.experts.grouped import (
 from kernels.experts.packed import packed_down, packed_experts, packed_up
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.rounded import rounded_down, rounded_experts, rounded_up
-from kernels.experts.routing import CLAMPED, Routing
+from kernels.experts.routing import Routing
 from kernels.experts.sorting import sort
 from kernels.launch.compiling import Compilers
-from kernels.packed import E2M1, Format, PackedWeight
 
-COPIES = 8  # routings per CUDA graph, so that no launch finds its weights in the cache
 _BEST = 4  # number of launches of a sweep that are printed
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The sizes of a layer of experts. experts: their number; chosen: experts per token."""
-
-    experts: int
-    chosen: int
-    size: int
-    hidden: int
-    act: str
-    biased: bool
-
-    @property
-    def up_bytes(self) -> float:
-        """The bytes of one expert's gate and up matrices in 16 bits."""
-        return 4.0 * self.size * self.hidden
-
-    @property
-    def down_bytes(self) -> float:
-        return 2.0 * self.size * self.hidden
-
-
-LAYERS = {
-    "qwen3-30b-a3b": Layer(128, 8, 768, 2048, "silu", False),
-    "gpt-oss-20b": Layer(32, 4, 2880, 2880, CLAMPED, True),
-    "qwen3-next": Layer(512, 10, 512, 2048, "silu", False),
-}
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.05
-
-
-def make_stack(layer: Layer) -> ExpertWeights:
-    count, size, hidden = layer.experts, layer.size, layer.hidden
-    return ExpertWeights(
-        random(count, 2 * size, hidden),
-        random(count, hidden, size),
-        random(count, 2 * size) if layer.biased else None,
-        random(count, hidden) if layer.biased else None,
-        layer.act,
-        7.0,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Bits:
-    """A format of packed experts. share: its bytes relative to 16 bits."""
-
-    name: str
-    share: float
-
-
-MXFP4, FP8 = Bits("MXFP4", 4.5 / 16), Bits("FP8", 0.5)
-
-
-def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
-    """Make packed experts of the same sizes with random codes."""
-
-    def packed(weight: Tensor) -> PackedWeight:
-        form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
-        if bits is FP8:
-            form = Format(8, weight.shape[2], torch.float32, code="e4m3", activations=8)
-        packed = PackedWeight(form, *weight.flatten(0, 1).shape, None, weight.device)
-        packed.codes.view(torch.uint8).random_(0, 256)
-        if bits is FP8:
-            packed.codes &= 0xBF  # magnitudes below 2, of both signs
-        packed.scale.fill_(2.0**-3 if bits is FP8 else 2.0**-7)
-        return packed
-
-    gate_up, down = packed(stack.gate_up), packed(stack.down)
-    biases = stack.gate_up_bias, stack.down_bias
-    return PackedExperts(gate_up, down, *biases, stack.act, stack.limit)
-
-
-@dataclass(slots=True)
-class Step:
-    """One layer's work on a number of tokens, with COPIES different routings."""
-
-    model: str
-    layer: Layer
-    stack: ExpertWeights
-    x: Tensor
-    logits: list[Tensor]
-    routed: list[tuple[Tensor, Tensor]]
-    met: float  # mean number of experts with tokens
-
-    @classmethod
-    def make(cls, model: str, layer: Layer, stack: ExpertWeights, tokens: int) -> "Step":
-        kernels = kernels_for("cuda")
-        logits = [random(tokens, layer.experts) * 20 for _ in range(COPIES)]
-        routing = Routing(layer.chosen)
-        routed = [kernels.route(scores, routing, None) for scores in logits]
-        met = sum(len(ids.unique()) for _, ids in routed) / COPIES
-        return cls(model, layer, stack, random(tokens, layer.hidden), logits, routed, met)
-
-    def __str__(self) -> str:
-        return f"{self.model}, {len(self.x)} tokens, {self.met:.1f} experts met"
 
 
 def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:

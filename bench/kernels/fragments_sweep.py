@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.experts import LAYERS, Layer, Step, random
+from bench.kernels.expert_layers import LAYERS, Layer, Step, random
 from bench.kernels.measure import apart, copy_bandwidth, time_us
 from kernels.experts import few_packed, packed
 from kernels.experts.few import MOST, few

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 import kernels  # noqa: E402
 import kernels.experts  # noqa: E402
-from bench.kernels import experts, lora, measure, packed_sweep  # noqa: E402
+from bench.kernels import expert_layers, experts, lora, measure, packed_sweep  # noqa: E402
 from bench.kernels.cases import (  # noqa: E402
     LLAMA,
     PREFILL_TARGET,
@@ -120,9 +120,10 @@ def test_every_launch_of_a_mixture_is_timed(monkeypatch: pytest.MonkeyPatch) -> 
         return torch.empty(shape, dtype=dtype, device="meta")
 
     monkeypatch.setattr(JITFunction, "run", count)
-    monkeypatch.setattr(experts, "random", empty)
-    layer = experts.LAYERS["qwen3-30b-a3b"]
-    stack = experts.make_stack(layer)
+    for module in (expert_layers, experts):
+        monkeypatch.setattr(module, "random", empty)
+    layer = expert_layers.LAYERS["qwen3-30b-a3b"]
+    stack = expert_layers.make_stack(layer)
     for tokens in (1, 256, 1024):  # 1024: whose pairs are sorted by blocks
         routed = (
             empty(tokens, layer.chosen, dtype=torch.float32),
@@ -130,7 +131,7 @@ def test_every_launch_of_a_mixture_is_timed(monkeypatch: pytest.MonkeyPatch) -> 
         )
         logits = [empty(tokens, layer.experts)]
         x = empty(tokens, layer.hidden)
-        step = experts.Step("qwen3-30b-a3b", layer, stack, x, logits, [routed], 8.0)
+        step = expert_layers.Step("qwen3-30b-a3b", layer, stack, x, logits, [routed], 8.0)
         for _, _, calls in experts.launches(step):
             for call in calls:
                 call()
