@@ -154,7 +154,7 @@ class TransferWeights(msgspec.Struct, array_like=True, tag="transfer_weights"):
         update without them is a whole one. "collect" is an update after a "start" that also
         finishes once the checkpoint is whole. The answer to a whole update has its folder as
         message, for `UpdateWeights`.
-    info: vLLM's `init_info` or `update_info`; see `engine.weights.transfer`.
+    info: vLLM's `init_info` or `update_info`; see `engine.weights.transfers.transfer`.
     """
 
     ticket: int

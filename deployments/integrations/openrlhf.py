@@ -20,7 +20,7 @@ from deployments.checkpoints.resolve import resolve_model
 from engine import AsyncEngine, EngineConfig, SamplingParams
 from engine.batch import TokenLogprobs
 from engine.errors import ConfigError, InvalidRequest, UpdateFailed
-from engine.weights.handles import plain_handle
+from engine.weights.transfers.handles import plain_handle
 
 _SAMPLING = (
     *("n", "temperature", "top_p", "min_p", "max_tokens", "min_tokens", "seed", "stop"),

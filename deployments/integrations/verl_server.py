@@ -18,7 +18,7 @@ from deployments.checkpoints.resolve import resolve_model
 from engine import AsyncEngine, EngineConfig, SamplingParams
 from engine.errors import ConfigError, InvalidRequest
 from engine.library.handle import RequestHandle
-from engine.weights.handles import plain_handle
+from engine.weights.transfers.handles import plain_handle
 
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "min_tokens", "seed", "stop_token_ids", "ignore_eos"),

@@ -41,7 +41,7 @@ from engine.scheduling.orders.sleeping import Sleeper
 from engine.scheduling.orders.updates import WeightLoader
 from engine.scheduling.step import SchedulerCounters
 from engine.weights.staging import checkpoint_bytes
-from engine.weights.transfer import WeightTransfer
+from engine.weights.transfers.transfer import WeightTransfer
 from kernels.launch.compiling import Compilers
 
 

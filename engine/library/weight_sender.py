@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.weights.trainer_group import SECONDS, TrainerGroup, open_group
-from engine.weights.transfer import Header, chunks
+from engine.weights.transfers.trainer_group import SECONDS, TrainerGroup, open_group
+from engine.weights.transfers.transfer import Header, chunks
 
 _BUFFER = 1 << 30
 

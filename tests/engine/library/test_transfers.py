@@ -24,10 +24,15 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from engine import LLM, SharedWeights, WeightSender
 from engine.errors import ConfigError, UpdateFailed
 from engine.weights import staging
-from engine.weights import transfer as transfer_module
-from engine.weights.handles import from_plain, plain_handle, read_handles, rebuild_arguments
-from engine.weights.nccl import pickled_id, read_id
-from engine.weights.transfer import UpdateInfo, WeightTransfer
+from engine.weights.transfers import transfer as transfer_module
+from engine.weights.transfers.handles import (
+    from_plain,
+    plain_handle,
+    read_handles,
+    rebuild_arguments,
+)
+from engine.weights.transfers.nccl import pickled_id, read_id
+from engine.weights.transfers.transfer import UpdateInfo, WeightTransfer
 from tests.engine.library.trainers import PROMPT, Trainer, answer, folders, greedy
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from engine.errors import UpdateFailed
-from engine.weights import handles
-from engine.weights.handles import SerializedTensors
-from engine.weights.transfer import WeightTransfer
+from engine.weights.transfers import handles
+from engine.weights.transfers.handles import SerializedTensors
+from engine.weights.transfers.transfer import WeightTransfer
 from tests.deployments.api.trainers.slime import (
     METADATA,
     PER_RANK,

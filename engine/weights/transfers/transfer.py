@@ -18,7 +18,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError, UpdateFailed
 from engine.messages import NOT_JOINED
-from engine.weights.handles import (
+from engine.weights.staging import WeightStage
+from engine.weights.transfers.handles import (
     DTYPES,
     SerializedTensors,
     SharedBytes,
@@ -26,8 +27,7 @@ from engine.weights.handles import (
     open_handle,
     read_handles,
 )
-from engine.weights.staging import WeightStage
-from engine.weights.trainer_group import SECONDS, TrainerGroup, open_group
+from engine.weights.transfers.trainer_group import SECONDS, TrainerGroup, open_group
 
 ABANDONED_SECONDS = 60.0  # after so long without a message a new update may replace an old one
 # Name, dtype and shape of a tensor.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from engine.weights.index import CODES
-from engine.weights.plain_pickle import Call, read_plain, refused
+from engine.weights.transfers.plain_pickle import Call, read_plain, refused
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 _REDUCTIONS = "torch.multiprocessing.reductions"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engine.errors import UpdateFailed
-from engine.weights.nccl import NcclGroup, TorchNcclGroup
+from engine.weights.transfers.nccl import NcclGroup, TorchNcclGroup
 
 SECONDS = 300.0  # longest wait for the other processes of a group
 
