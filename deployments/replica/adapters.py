@@ -1,14 +1,14 @@
 """ReplicaAdapters: makes adapters known to an engine before requests that use them arrive there.
 
-A request names an adapter, its revision and the place of its files, so the first request for a
-revision can make it known. The engine must know an adapter before such a request, so the jobs of
-one name run in order, one at a time. Jobs of other names, and requests for known adapters, do not
-wait. This module does not need Ray.
+A request names an adapter, its revision and the path of its files, so the first request for a
+revision can make the adapter known. The engine must know an adapter before a request that uses it
+arrives, so the jobs of one adapter name run in order, one at a time. Jobs of other names, and
+requests for known adapters, do not wait. This module does not need Ray.
 
-`newest` holds the latest version of each name that any router has sent. A new request with an older
-version comes from a router that has missed a change: it is refused with adapter_changed, and the
-router refreshes. So once the replicas know of a replaced or removed adapter, no request can use the
-old one, whatever its router knows.
+`_newest` holds the latest version of each name that any router has sent. A new request with an
+older version comes from a router that has missed a change: the request is refused with
+adapter_changed, and the router refreshes. So once the replicas know of a replaced or removed
+adapter, no request can use the old one, whatever its router knows.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, EngineReques
 
 logger = logging.getLogger("manta.replica")
 
-FAILED_SECONDS = 5.0  # seconds for which an adapter's failure is remembered
+FAILED_SECONDS = 5.0  # seconds for which an adapter that could not be loaded fails at once
 
 
 class AdapterEngine(Protocol):
@@ -40,9 +40,9 @@ class AdapterEngine(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SubmittedRequest:
-    """A router's request, and the connection that it came over.
+    """A router's request, and the connection over which it came.
 
-    encoded: whether embeddings of its images were asked for.
+    encoded: whether encoders were asked for the embeddings of the request's images.
     """
 
     connection: ReplicaEnd
@@ -66,7 +66,7 @@ class ReplicaAdapters:
     """The adapters of a replica, made known to its engine before requests that use them.
 
     submit: passes a request to the engine.
-    refuse: ends a request, given its connection, id and error.
+    refuse: ends a request with an error, given its connection, id and error.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ReplicaAdapters:
         self._known: dict[str, str] = {}  # adapter name -> the revision that the engine knows
         self._newest: dict[str, int] = {}
         self._failed: dict[tuple[str, str], tuple[float, AdapterError]] = {}
-        # Unfinished jobs by adapter name, each name with a running task.
+        # Unfinished jobs by adapter name; each name here has a running task.
         self._jobs: dict[str, deque[Job]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -97,10 +97,10 @@ class ReplicaAdapters:
             self._do(name, submitted)
 
     def take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """Drop aborted requests that wait for adapters, and return the ids of those that the engine
-        has.
+        """Drop aborted requests that wait for adapters, and return the ids of the others, which the
+        engine has.
 
-        ids: ids of the aborted requests.
+        ids: ids of the aborted requests of a connection.
         """
         waiting = {
             job.request.id
@@ -112,9 +112,9 @@ class ReplicaAdapters:
         return [id for id in ids if id in connection.live]
 
     def order(self, connection: ReplicaEnd, message: AddAdapter | AdapterVersion) -> None:
-        """Do an adapter job for a router: read an adapter, or note a new version.
+        """Queue an adapter job of a router: to read an adapter, or to note a new version.
 
-        The router always gets an AdapterAnswer.
+        The router gets an AdapterAnswer when the job is done.
         """
         self._do(message.name, (connection, message))
 
@@ -147,7 +147,7 @@ class ReplicaAdapters:
                     await self._answer(*job, self._announced(job[1]))
                 jobs.popleft()
         except EngineDead as error:
-            # The routers are told of the engine's death elsewhere.
+            # ReplicaServer tells the routers of the engine's death.
             logger.info("adapter %s: %s", name, error.message)
         finally:
             del self._jobs[name]
@@ -157,7 +157,7 @@ class ReplicaAdapters:
         assert adapter is not None
         try:
             if adapter.version:
-                # 0: the request has begun and keeps its revision.
+                # version 0 (not here): the request has tokens already and keeps its revision.
                 if adapter.version < self._newest.get(name, 0):
                     raise AdapterError(
                         f"adapter {name} has been replaced or removed", code="adapter_changed"
@@ -173,8 +173,9 @@ class ReplicaAdapters:
             self._submit(submitted.request)
 
     async def _make_known(self, name: str, revision: str, path: str) -> None:
-        """Add an adapter to the engine.
+        """Make an adapter known to the engine, which loads its weights later.
 
+        path: the adapter's files.
         Raises AdapterError; at once if the same adapter failed within FAILED_SECONDS.
         """
         now = time.monotonic()
@@ -192,17 +193,18 @@ class ReplicaAdapters:
         self._known[name] = revision
 
     async def _load(self, message: AddAdapter) -> AdapterInfo:
-        """Read and check the whole adapter, and return its facts; its revision is the hash of its
-        files."""
+        """Have the engine read and check a whole adapter; return its facts, with the hash of its
+        files as revision."""
         info = await self._engine.add_adapter(message.name, message.path)
         self._known[message.name] = info.revision
         self._failed.clear()
         return info
 
     async def _announced(self, message: AdapterVersion) -> None:
-        """Record the revision that a name means from now on; an older message changes nothing.
+        """Record the revision that an adapter's name means from now on.
 
-        The engine drops the name's other revision, once running requests with it have ended.
+        The engine drops the name's earlier revision, once running requests with it have ended. A
+        message older than a previous one changes nothing.
         """
         name = message.name
         if message.version < self._newest.get(name, 0):

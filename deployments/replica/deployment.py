@@ -37,7 +37,7 @@ from engine.process.client import EngineClient
 
 logger = logging.getLogger("manta.replica")
 
-_NOTICE_SECONDS = 1.0  # seconds between polls of whether this node is to be drained
+_NOTICE_SECONDS = 1.0  # seconds between polls for drain notices of this replica's nodes
 _BEFORE_DEADLINE = 2.0  # seconds before a node's deadline at which running requests are handed over
 
 
@@ -46,8 +46,9 @@ class ReplicaSettings:
     """The settings of one engine replica. Times are in seconds.
 
     engine: fields of EngineConfig, with the model as the user wrote it.
-    loopback: whether the service is for this machine only; it listens on loopback if the cluster is
-        one node.
+    stall_seconds: longest time of an engine's step. drain_seconds: longest time of a drain.
+    loopback: whether the service is for this machine only: in a cluster of one node the replica
+        then listens on loopback.
     """
 
     engine: dict[str, Any]
@@ -66,8 +67,8 @@ class EngineReplica:
     Serve regards the replica as started once the engine can serve.
 
     settings: the replica's settings from the configuration.
-    prepare: returns the EngineConfig for this machine; it finds or downloads the model.
-    encoders: the model's encoder pool, if it has one.
+    prepare: returns the EngineConfig for this machine, and downloads the model if needed.
+    encoders: handle of the model's encoder pool; None: it has none.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -98,7 +99,7 @@ class EngineReplica:
             settings.sleep,
             pool,
         )
-        # The address is never that of all interfaces; on a loopback cluster it is loopback.
+        # The replica never listens on all interfaces.
         host = _address(settings.loopback)
         ready = await self._server.start(config, host)
         self._load = EngineLoad(ready.step_tokens)
@@ -116,21 +117,21 @@ class EngineReplica:
         }
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return what routers need to connect; Serve calls this once, when the replica is ready."""
+        """Return the fields of ReplicaEndpoint, by which routers connect; Serve calls this hook
+        once, when the replica is ready."""
         return self._metadata
 
     def record_autoscaling_stats(self) -> dict[str, int | float]:
-        """Return the engine's load for scaling/policy.py; Serve calls this hook."""
+        """Return the engine's load metrics for scaling/policy.py; Serve calls this hook."""
         return self._load.figures(self._server.stats, self._server.steps)
 
     async def _await_notice(self) -> None:
-        """Wait for a drain notice of this replica's nodes, then refuse new requests and hand over
-        the rest.
+        """Wait until a node of this replica is to be drained, then refuse new requests, and before
+        the node's deadline hand running ones over to other replicas.
 
-        The notice is a spot instance's or an operator's. Requests that still run are handed over
-        before the deadline. Serve starts a replacement at the same time, and ends this replica when
-        that is ready. But Serve only considers the node of this actor. For another node the replica
-        reports itself unhealthy once it has handed over.
+        Spot instances and operators send such notices. Serve starts a replacement at the same time,
+        and ends this replica when the replacement is ready. But Serve only considers the node of
+        this actor. For another node the replica reports itself unhealthy after the handover.
         """
         own = node_id()
         ours = {own, *(() if self._others is None else self._others.node_ids)}
@@ -155,21 +156,21 @@ class EngineReplica:
         """End the process if the engine is dead or stuck; raise EngineDead if another node of this
         replica is draining.
 
-        Serve calls this hook every two seconds. It replaces a replica that has raised three times,
-        and at once one whose process has ended.
+        Serve calls this hook every two seconds. Serve replaces a replica that has raised three
+        times, and at once a replica whose process has ended.
         """
         if self._drained:
             raise EngineDead("another node of this replica is to be drained")
         try:
             self._server.check_health()
         except EngineDead:
-            await asyncio.sleep(FAREWELL)  # the routers are being told
+            await asyncio.sleep(FAREWELL)  # time for the message to the routers
             os._exit(1)
 
     async def stats(self) -> dict[str, Any]:
         """Return the replica's stats for operators: `handle.stats.remote()`.
 
-        Its `tasks` are the numbers of asyncio tasks by name.
+        `tasks` has the number of asyncio tasks by name.
         """
         server = self._server
         return {
@@ -186,7 +187,7 @@ class EngineReplica:
         server = getattr(self, "_server", None)
         if server is not None:
             await server.drain(self._drain_seconds)
-            self._notice.cancel()  # cancelled after the drain, as its deadline may be earlier
+            self._notice.cancel()  # after the drain, which a node's deadline may cut short
             self._export.stop()
             await server.stop()
             if self._others is not None:
@@ -194,7 +195,7 @@ class EngineReplica:
 
 
 def _draining_nodes() -> Mapping[str, int]:
-    """Return the nodes to be drained, with their deadlines in Unix milliseconds (0: none).
+    """Return {Ray's id of a node to be drained: its deadline in Unix milliseconds, 0 if none}.
 
     Returns {} while Ray's control plane does not answer.
     """

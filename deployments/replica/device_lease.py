@@ -1,8 +1,8 @@
 """DeviceLease: the lease of a device that several replicas share.
 
-The replica with the lease is awake, the others sleep. The lease is a file lock, which the kernel
-releases however its holder ends. Waiting replicas hold a shared lock of a second file, by which the
-holder notices them.
+The replica that holds the lease is awake, the others sleep. The lease is a file lock, which the
+kernel releases however its holder ends. Waiting replicas hold a shared lock of a second file, by
+which the holder notices them.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class DeviceLease:
         self._released = -_BEHIND_SECONDS
 
     def wanted(self) -> bool:
-        """Whether another replica waits for the lease."""
+        """Return whether another replica waits for the lease."""
         if not _lock(self._waiting, fcntl.LOCK_EX):
             return True
         fcntl.flock(self._waiting, fcntl.LOCK_UN)
@@ -48,7 +48,7 @@ class DeviceLease:
         """
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
-        # A replica that waited while this one held the lease goes first.
+        # A replica that waited while this one held the lease gets it first.
         await asyncio.sleep(max(0.0, self._released + _BEHIND_SECONDS - loop.time()))
         try:
             while not _lock(self._lease, fcntl.LOCK_EX):
@@ -77,7 +77,10 @@ class DeviceLease:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Try to lock a file without waiting, and return whether the lock was free."""
+    """Try to lock an open file without waiting, and return whether it is locked now.
+
+    descriptor: the file. kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

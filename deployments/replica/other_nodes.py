@@ -1,7 +1,8 @@
-"""The other nodes of a replica whose pipeline spans several: an actor on each starts its ranks.
+"""OtherNodes: the actors that start a replica's ranks on nodes other than the replica's own.
 
-Serve creates a placement group for such a replica, with one bundle per node. The replica's own
-actor is in the first bundle. The other actors belong to it, so Ray ends them with it.
+They are for pipelines over several nodes. Serve creates a placement group for such a replica, with
+one bundle per node. The replica's own actor is in the first bundle, and owns the other actors, so
+Ray ends them with it.
 """
 
 import asyncio
@@ -26,9 +27,10 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class HostedRanks:
-    """A node's report that its ranks wait for rank 0.
+    """A node's report that its ranks run and wait for a connection of rank 0.
 
-    model: folder of the model on that node.
+    address, port: where they wait.
+    model: folder of the model on that node. weights: identity of the weights there.
     """
 
     node_id: str
@@ -45,22 +47,22 @@ class RankActor:
         """Start this node's ranks.
 
         prepare: returns the engine's configuration on this node.
-        node: number of the node in the replica, from 1 on.
+        node: index of the node in the replica, from 1 on.
         key: secret of the connections between the nodes.
 
-        Raises what `prepare` raises.
+        Raises the errors of `prepare`.
         """
         config, address = prepare(), node_address()
         identity = ModelIdentity.of(config.model)
-        self._host = RankHost(config, node, address, key)  # its processes end with this one
+        self._host = RankHost(config, node, address, key)  # its processes end with this one's
         return HostedRanks(node_id(), address, self._host.port, config.model, identity.weights)
 
 
 class OtherNodes:
-    """The actors on the other nodes of a replica.
+    """The actors on a replica's nodes other than its own.
 
-    node_ids: Ray's ids of the nodes.
-    remote: the remote ranks, for `EngineClient`.
+    node_ids: Ray's ids of these nodes.
+    remote: addresses of the ranks there, for `EngineClient`.
     """
 
     def __init__(self, actors: list[Any], node_ids: tuple[str, ...], remote: RemoteRanks) -> None:
@@ -75,12 +77,13 @@ class OtherNodes:
         config: EngineConfig,
         identity: ModelIdentity,
     ) -> "OtherNodes":
-        """Start an actor on each other node.
+        """Start an actor on each other node, and wait until its ranks run.
 
+        prepare: returns the engine's configuration, when called on the other node.
         config, identity: engine configuration and model identity of this node.
 
-        Raises what `prepare` raises there, ConfigError if a node has other weights, and EngineDead
-        if a node is lost.
+        Raises the errors of `prepare`, ConfigError if a node has other weights, and EngineDead if a
+        node is lost.
         """
         group = cast(Any, ray).util.get_current_placement_group()
         if group is None or len(group.bundle_specs) != config.pipeline_nodes:

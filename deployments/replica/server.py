@@ -55,19 +55,19 @@ _ROUTER_BITS = 40  # engine's request id = connection's index << 40 | the router
 _ROUTER_MASK = (1 << _ROUTER_BITS) - 1
 _IDLE_NEWS = 0.05  # seconds between stats for a router that has no tokens in a step
 _PULLS = (1.0, 10.0)  # seconds without a pulled byte after which a drain ends; the longest wait
-# Beyond so many routers these seconds grow in proportion: where there are many routers there are
-# many replicas, and the stats of all of them would fill a router's core.
+# Beyond so many routers _IDLE_NEWS grows in proportion: many routers go with many replicas, and the
+# stats of all replicas would fill a router's core.
 _FEW_ROUTERS = 16
 FAREWELL = 0.2  # seconds for sending the last frames before connections are closed
-_MAX_PREFIX_BYTES = 4096  # most bytes of prefix hashes in a frame: those of eight long prompts
+_MAX_PREFIX_BYTES = 4096  # maximum bytes of prefix hashes in a frame: those of eight long prompts
 
 
 class ReplicaServer:
     """The server of one replica, with the routers' connections on one side and the engine on the
     other.
 
-    It splits each step's deltas by connection and keeps the routers' request ids apart. When a
-    router's connection is lost, it aborts that router's requests.
+    The server splits each step's deltas by connection, and gives requests of different routers
+    different ids. When a router's connection is lost, it aborts that router's requests.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class ReplicaServer:
         sleep: SleepSettings | None = None,
         encoders: EncoderPool | None = None,
     ) -> None:
-        """Make the server; `start` starts its engine.
+        """Set up the server; `start` starts its engine.
 
-        sleep: settings of an engine that sleeps; None: it never sleeps.
-        encoders: the pool that encodes images for the engine; None: the engine does.
+        sleep: settings of an engine that sleeps; None: the engine never sleeps.
+        encoders: the pool that encodes images for the engine; None: the engine encodes them.
         """
         self.secret = secrets.token_bytes(32)
         self.stats = EngineStats()
         self.steps = StepCostModel(StepCost.mean(()))  # measured cost of this engine's steps
         self.failed: Failed | None = None
         self.port = 0
-        # where other replicas pull KV blocks, and the bytes of a token; None: they cannot
+        # source of KV blocks for other replicas, and bytes of a token; None: no blocks are pulled
         self.kv: tuple[KVSource, float] | None = None
         self._limits = limits
         self._engine = make_engine(self.on_frame, self.on_death)
@@ -142,7 +142,7 @@ class ReplicaServer:
         if self._server is not None:
             self._server.close()
         for connection in [*self._unauthenticated, *self._routers.values()]:
-            # The engine ends as a whole, so aborts are not needed.
+            # The engine ends too, so requests need not be aborted there.
             connection.live.clear()
             connection.close("the replica has stopped")
         self._unauthenticated.close()
@@ -156,7 +156,7 @@ class ReplicaServer:
             self._sleep.close()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, let running ones end, and hand over the rest.
+        """Refuse new requests, let running ones end, and return unfinished ones to the routers.
 
         seconds: longest time for running requests to end.
         """
@@ -182,8 +182,8 @@ class ReplicaServer:
             await asyncio.sleep(quiet)
 
     def published(self) -> dict[str, Any]:
-        """Return what routers need to connect to the started replica, and to name it as a source
-        of KV blocks; see `router.replicas.replica_client.ReplicaEndpoint`."""
+        """Return the fields of `router.replicas.replica_client.ReplicaEndpoint` that the server
+        knows: those by which routers connect, and others pull KV blocks."""
         host, config, ready = self._started
         metadata = {
             "host": host,
@@ -207,9 +207,9 @@ class ReplicaServer:
         return metadata
 
     def hand_over(self) -> None:
-        """Return running and newly arriving requests to the routers, which move them elsewhere.
+        """Return running and newly arriving requests to the routers, which send them to others.
 
-        A lost connection would move them too, but would also make them suspects.
+        Routers also move the requests of a lost connection, but take them for suspects then.
         """
         self.refuse_new()
         self._leaving = True
@@ -239,14 +239,14 @@ class ReplicaServer:
         return len(self._routers)
 
     def check_health(self) -> None:
-        """Raise EngineDead if the engine is dead or was found stuck."""
+        """Raise EngineDead if the engine's process has ended or the watchdog found it stuck."""
         if self.failed is not None:
             raise EngineDead(self.failed.message, code=self.failed.code)
         if not self._engine.alive:
             raise EngineDead("the engine process is gone")
 
     def _check_engine(self) -> None:
-        """Ask the watchdog if the engine is stuck: then report its death, else ask again later."""
+        """Check the engine by the watchdog every `tick` seconds; report it dead if it is stuck."""
         engine, stats = self._engine, self.stats
         held = 0 if self._sleep is None else self._sleep.held
         busy = bool(stats.running or stats.waiting or self.in_flight > held)
@@ -276,8 +276,8 @@ class ReplicaServer:
         if self._rows is not None:
             stats.images_not_received = self._rows.failures
         self.stats = stats
-        # No frame follows this one, so a router that missed it would see load until the next
-        # heartbeat.
+        # An idle engine sends no further frame, and a router that missed this one would see load
+        # until the next heartbeat.
         idle = not stats.running and not stats.waiting
         routers = self._routers
         for router in routers.values() if frame.gone or frame.lowered else ():
@@ -310,7 +310,7 @@ class ReplicaServer:
             index = id >> _ROUTER_BITS
             owner = routers.get(index)
             if owner is None:
-                # The router is gone, and its requests are being aborted.
+                # The router is disconnected, and its requests are being aborted.
                 continue
             delta.id = id & _ROUTER_MASK
             by_router.setdefault(index, []).append(delta)
@@ -322,7 +322,7 @@ class ReplicaServer:
                 router.send_frame(stats, deltas or [])
 
     def on_death(self, error: MantaError) -> None:
-        """Record that the engine has failed: tell the routers, which move requests, and refuse
+        """Handle the engine's failure: tell the routers, which move requests, and refuse new
         connections."""
         if self.failed is not None:
             return
@@ -330,7 +330,7 @@ class ReplicaServer:
         self.failed = Failed(error.code, error.message, error.param)
         if self._server is not None:
             self._server.close()
-        # Blame only requests that the engine had received.
+        # Only requests that the engine had received are blamed.
         accused = self._suspects.accused()
         doubt = len(accused) > 1
         deaths = accused[0].message.deaths if len(accused) == 1 else []
@@ -369,7 +369,7 @@ class ReplicaServer:
 
     def _received(self, connection: ReplicaEnd, message: FromRouter) -> None:
         if self.failed is not None:
-            # The router has been told, and moves its requests.
+            # The router has got `failed`, and moves its requests.
             return
         base = connection.index << _ROUTER_BITS
         if isinstance(message, Abort):
@@ -407,7 +407,7 @@ class ReplicaServer:
             extra={"request_id": request.request_id},
         )
         for other in self._routers.values():
-            # The head of a prompt is what prompts share, so hashes over the limit are dropped.
+            # Prompts share their heads, so the hashes beyond the limit are dropped.
             if other is not connection and len(other.prefix_hashes) < _MAX_PREFIX_BYTES:
                 other.prefix_hashes += message.prefix_hashes[:_MAX_PREFIX_BYTES]
         connection.live.add(id)
@@ -422,7 +422,7 @@ class ReplicaServer:
     async def _carry_out(
         self, connection: ReplicaEnd, order: UpdateWeights | TransferWeights | Control
     ) -> None:
-        """Carry out an order of a trainer, and answer it."""
+        """Carry out an order of a trainer, and send its answer to the router."""
         answer = Answer(order.ticket)
         try:
             if isinstance(order, UpdateWeights):
@@ -449,9 +449,8 @@ class ReplicaServer:
         connection.send(answer)
 
     async def _sleep_or_wake(self, order: Control) -> None:
-        """Carry out a trainer's order; replicas that sleep by themselves leave it to the trainer.
-
-        Raises MantaError.
+        """Carry out a trainer's order "sleep" or "wake"; meanwhile no idle time makes the engine
+        sleep. Raises MantaError.
         """
         checks = order.what == "sleep" and order.level == CHECK
         if self._sleep is not None and not checks:
@@ -472,7 +471,7 @@ class ReplicaServer:
             self._start(submitted.message.request)
 
     def _take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """Drop aborted requests that the engine has not got yet, and return the ids of the others.
+        """Drop aborted requests that the engine does not have yet; return the ids of the others.
 
         ids: ids of the aborted requests.
         """
@@ -527,10 +526,10 @@ class ReplicaServer:
             self._hear_death(error)
 
     def _hear_death(self, error: EngineDead) -> None:
-        """Report the engine's death, if an error of its client means that it is dead."""
+        """Report the engine's death, if an error of its client means that its process has ended."""
         if not self._engine.alive:
             self.on_death(error)
-        # A live engine's client reports the cause soon, after the engine's last frames.
+        # If it is alive, its client reports the cause soon, after the engine's last frames.
 
     def _announce(self) -> None:
         self.stats.draining = True
@@ -539,7 +538,7 @@ class ReplicaServer:
 
 
 def _given_back(id: int) -> Delta:
-    """Return the delta that ends a request which goes back to its router.
+    """Return the delta by which a draining replica returns a request to its router.
 
     id: id of the request at its router.
     """

@@ -2,8 +2,8 @@
 
 The engine sleeps after an idle time, or if another replica waits for the device and there is no
 work. A replica that is never idle gives the device up after a while, once its running requests have
-ended. Requests that arrive during sleep are held, and wake the engine. While a trainer orders sleep
-and wake, nothing here does.
+ended. Requests that arrive during sleep are held, and wake the engine. While a trainer decides
+about sleep, this module orders neither sleep nor wake.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ logger = logging.getLogger("manta.replica")
 
 _POLL_SECONDS = 0.1
 _YIELD_SECONDS = 0.5  # idle seconds before the device is given to a waiting replica
-_LEASE_SECONDS = 10.0  # busy seconds, while another replica waits, before no new request is started
+# Seconds for which a busy engine gets new requests while another replica waits for the device.
+_LEASE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class SleepSettings:
     """The settings of an engine that sleeps.
 
     idle_seconds: seconds without a request before the engine sleeps.
-    wait_seconds: longest time that a request is held while others keep the device.
-    takes_turns: whether replicas share a device, of which only one is awake at a time.
+    wait_seconds: longest time for which a request is held while other replicas keep the device.
+    takes_turns: whether replicas share a device, so that only one of them is awake at a time.
     """
 
     idle_seconds: float = 300.0
@@ -42,10 +43,10 @@ class SleepSettings:
 class ReplicaSleep:
     """The sleep of one replica's engine, and the requests held until it is awake.
 
-    order: sends a `Control` to the engine and returns its ticket.
-    start: lets a request go on to the engine.
-    refuse: ends a request with a message.
-    busy: returns the number of unfinished requests, including held ones.
+    order: sends a `Control` ("sleep" or "wake") to the engine and returns its ticket.
+    start: passes a request on to the engine.
+    refuse: ends a request with an error message.
+    busy: returns the replica's number of unfinished requests, including held ones.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ReplicaSleep:
             self._asked.set()
 
     async def let_trainer(self) -> None:
-        """Leave the decision about sleep to a trainer until `take_back`, and acquire the device.
+        """Let a trainer decide about sleep until `take_back`, and acquire the device.
 
         Raises Overloaded if another replica keeps the device.
         """
@@ -110,7 +111,7 @@ class ReplicaSleep:
             raise Overloaded(_TAKEN.format(self._settings.wait_seconds), code="device_busy")
 
     def take_back(self) -> None:
-        """Decide about sleep here again, if a trainer did; the engine is awake."""
+        """End `let_trainer`: idle times decide about sleep again. The engine must be awake."""
         if not self._ordered:
             return
         self._ordered, self._used = False, time.monotonic()
@@ -139,7 +140,7 @@ class ReplicaSleep:
         try:
             await self._sleep_and_wake()
         except EngineDead as error:
-            # The engine's client reports the error to the replica.
+            # The engine's client also reports the error to the ReplicaServer.
             logger.info("no more sleep: %s", error)
 
     async def _sleep_and_wake(self) -> None:
@@ -157,7 +158,7 @@ class ReplicaSleep:
             self._start_held()
 
     def _start_held(self) -> None:
-        """Send the held requests to the engine, and hold none back from now on."""
+        """Send the held requests to the engine, and hold no requests from now on."""
         self._open, self._woken = True, False
         held, self._held = self._held, []
         for _, submitted in held:
@@ -165,8 +166,8 @@ class ReplicaSleep:
                 self._start(submitted)
 
     async def _until_unused(self) -> None:
-        """Wait for a reason to sleep; return once the engine is idle, holding requests from then
-        on."""
+        """Wait for a reason to sleep, hold new requests from then on, and return once the engine is
+        idle."""
         wanted_since: float | None = None
         while True:
             await asyncio.sleep(_POLL_SECONDS)
@@ -208,7 +209,10 @@ class ReplicaSleep:
                     self._refuse(submitted, _TAKEN.format(self._settings.wait_seconds))
 
     async def _do(self, what: str, *, asleep: bool) -> None:
-        """Send a control message to the engine, and wait until its stats confirm it."""
+        """Send a control message to the engine, and wait until its stats confirm the change.
+
+        what: "sleep" or "wake". asleep: the state to wait for.
+        """
         self._news = asyncio.get_running_loop().create_future()
         ticket = self._order(what)
         self._done = lambda frame: frame.ticket >= ticket and frame.stats.asleep is asleep

@@ -14,8 +14,8 @@ from deployments.transport.channel import StreamRecord
 from engine.messages import Delta, EngineRequest
 
 KEEP_SECONDS = 180.0  # longer than a proxy, a router or a node takes to restart
-KEEP_TOKENS = 8 * 2**20  # most tokens kept of ended streams (32 MiB)
-_OF_EACH = 128  # tokens that a record is counted as, in addition to its own
+KEEP_TOKENS = 8 * 2**20  # maximum of tokens kept of ended streams (32 MiB)
+_OF_EACH = 128  # tokens that an ended record counts in addition to its own, for its other memory
 
 
 class _Kept:
@@ -30,9 +30,9 @@ class _Kept:
 
 
 class StreamMemory:
-    """The tokens of running and lately ended streams, with which another router can go on.
+    """The tokens of running and lately ended streams, for another router to resume them.
 
-    They are found by the engine's request ids.
+    Ids of requests are the engine's; streams have the ids that clients know.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StreamMemory:
         self._streams.setdefault(stream, []).append(record)
 
     def take_deltas(self, deltas: list[Delta], now: float) -> None:
-        """Add a step's tokens to their streams. now: seconds of the clock that `find` uses."""
+        """Add a step's tokens to their streams. now: seconds of the clock that `find` gets, too."""
         live = self._live
         if not live:
             return
@@ -62,7 +62,7 @@ class StreamMemory:
                     self.end(delta.id, now)
 
     def end(self, id: int, now: float) -> None:
-        """Move a request that has ended or was given back to the ended ones, and forget old ones.
+        """Record that a request has ended or was returned to its router, and drop old streams.
 
         Idempotent.
         """

@@ -1,6 +1,6 @@
 """SuspectQueue: runs the suspected poison requests of one replica one at a time.
 
-It covers the requests of all routers (see router/poison.py). Other requests do not wait for
+The queue has the suspects of all routers (see router/poison.py). Other requests do not wait for
 suspects.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from deployments.replica.adapters import SubmittedRequest
 from deployments.transport.channel import ReplicaEnd
 
-_SUSPECTS_FIRST = 0.1  # seconds for all routers to hear of a death and send its suspects
+_SUSPECTS_FIRST = 0.1  # seconds for all routers to hear of an engine's death and send its suspects
 
 
 class SuspectQueue:
@@ -18,14 +18,15 @@ class SuspectQueue:
 
     start: passes a request to the engine.
     later: calls a function after some seconds.
-    suspect: the request on probation. Its router has limited it to a few tokens, so its end is the
-        end of the probation.
-    given: whether the engine has the suspect. Before that its adapter may still be loading, or the
-        engine be gone.
+    suspect: the request on probation. Its router has limited it to a few tokens, so the probation
+        ends with the request.
+    given: whether the engine has received the suspect; its adapter may still be loading, or the
+        engine may have died.
 
-    A request that was in an engine that died, but is no suspect of its death, has passed. It starts
-    when no suspect is on probation, and after all routers have had time to send that death's
-    suspects. It may still be a slow cause, so a suspect that dies while it runs is not convicted.
+    A request that was in an engine that died, but is no suspect of that death, has passed. It
+    starts when no suspect is on probation, and after all routers have had time to send the suspects
+    of that death. It may still have been the cause, so if the engine dies while it runs beside a
+    suspect, the suspect is not given up.
     """
 
     def __init__(
@@ -40,13 +41,13 @@ class SuspectQueue:
         self._suspects: list[SubmittedRequest] = []
         # Passed requests, which start when no suspect waits or is on probation.
         self._passed: deque[SubmittedRequest] = deque()
-        self._known: set[str] = set()  # deaths that passed requests have named so far
-        self._expected = 0  # number of named deaths whose suspects may still arrive
-        # Running requests that were in engines that died: possible causes beside the suspect.
+        self._known: set[str] = set()  # deaths (replica names) that passed requests have named
+        self._expected = 0  # number of timers that wait for the suspects of named deaths
+        # Running requests that were in engines that died: possible causes besides the suspect.
         self._company: list[SubmittedRequest] = []
 
     def submit(self, submitted: SubmittedRequest) -> None:
-        """Start a request when it is its turn."""
+        """Start a request now, or queue it if it is a suspect or has passed (`Submit.start`)."""
         start = submitted.message.start
         if start == "alone":
             self._suspects.append(submitted)
@@ -68,7 +69,7 @@ class SuspectQueue:
         self.advance()
 
     def take_back(self, connection: ReplicaEnd, ids: Iterable[int]) -> None:
-        """Drop aborted requests that wait here. ids: ids of the aborted requests."""
+        """Drop aborted requests that wait in this queue. ids: ids of the aborted requests."""
         waiting = {submitted.request.id for submitted in (*self._suspects, *self._passed)}
         unwanted = waiting.intersection(ids)
         if unwanted:
@@ -77,10 +78,11 @@ class SuspectQueue:
             self._passed = deque(suspect for suspect in self._passed if suspect.wanted)
 
     def accused(self) -> list[SubmittedRequest]:
-        """Return the requests that may have caused the engine's death, which has just happened.
+        """Return the requests that may have caused the death of the engine that has just died.
 
-        They are the suspect on probation, and the running requests that were in the engine at every
-        death of which it is suspected. Returns [] if no suspect was on probation.
+        The first is the suspect on probation. The others are running requests that were also in all
+        the engines whose deaths the suspect may have caused. Returns [] if no suspect was on
+        probation.
         """
         if self.suspect is None or not self.given:
             return []
@@ -104,8 +106,8 @@ class SuspectQueue:
             return
         self.suspect, self.given = None, False
         while self._suspects:
-            # In the engine's order: a suspect that waits in the engine's queue would delay the
-            # suspects after it.
+            # Suspects start in the engine's order of urgency: one that then waited in the engine's
+            # queue would delay the suspects after it.
             submitted = min(self._suspects, key=lambda one: one.request.urgency)
             self._suspects.remove(submitted)
             if submitted.wanted:

@@ -1,9 +1,10 @@
 """Watchdog: detects that the engine process is stuck.
 
-It has no clock but counts the replica's own ticks, so that a pause of the replica process is not
-taken for one of the engine. Three kinds of stuck, from the fastest detected to the slowest:
+The watchdog has no clock but counts the replica's own ticks, so that a pause of the replica process
+is not taken for a pause of the engine. An engine sends keep-alive messages (`Pulse`), also in the
+middle of a step. Three kinds of stuck, from the fastest detected to the slowest:
 
-  no sign of life        the process is stopped, or its machine swaps
+  no keep-alive          the process is stopped, or its machine swaps
   a step in which the    a kernel or a collective hangs on the device, or a lock on the host
   host computes nothing
   a step without end     the host computes: a large step on a CPU, a kernel being compiled
@@ -13,17 +14,17 @@ from dataclasses import dataclass
 
 from engine.messages import Pulse
 
-# CPU seconds in a tick that count as work; the pulse itself takes less.
+# CPU seconds in a tick that count as work; the keep-alive thread alone uses fewer.
 _COMPUTES = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """The time limits of a step, in seconds.
+    """The times after which an engine counts as stuck, in seconds.
 
     step: longest step.
-    tick: time between two checks; an engine sends its signs of life as often.
-    silent: longest time without a sign of life.
+    tick: time between two checks, and between two keep-alive messages of an engine.
+    silent: longest time without a keep-alive message.
     hung: longest time within a step in which the host computes nothing.
     """
 
@@ -34,7 +35,7 @@ class StallLimits:
 
 
 class Watchdog:
-    """A check of the engine's signs of life. Call `check` every `limits.tick` seconds."""
+    """A check of the engine's keep-alive messages. Call `check` every `limits.tick` seconds."""
 
     def __init__(self, limits: StallLimits) -> None:
         self._limits = limits
@@ -45,8 +46,8 @@ class Watchdog:
     def check(self, pulses: int, pulse: Pulse, step: int, *, busy: bool) -> str:
         """Return why the engine is stuck; "" if it is not.
 
-        pulses: number of signs of life so far.
-        pulse: the last sign of life.
+        pulses: number of keep-alive messages so far.
+        pulse: the last keep-alive message.
         step: number of the last step that ended.
         busy: whether the engine has work.
         """

@@ -1,6 +1,6 @@
 """AdapterCalls, StaleAdapters: a router's calls to replicas about the adapters of its model.
 
-StaleAdapters handles requests whose adapter was replaced while they were on their way.
+StaleAdapters handles requests whose adapter was replaced between routing and the engine.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ ANNOUNCE_SECONDS = 2.0
 _POLL = 0.05  # seconds between polls for a replica
 _LOSSES = 2  # replicas that may be lost while reading one adapter
 _STALE = ("adapter_changed", "adapter_not_found")
-# Seconds: a replica may learn of a change before the record store has it.
+# Seconds before the record store is read again: a replica may hear of a change before the store.
 _PAUSE = 0.3
 
 
@@ -83,8 +83,8 @@ class AdapterCalls:
         await asyncio.gather(*map(announce, clients))
 
     async def _find(self, adapter: str) -> ReplicaClient:
-        """Wait for a replica and return the one that requests with this adapter would be routed
-        to."""
+        """Wait for a connected replica, and return the one to which `route` sends requests with
+        this adapter. Raises Overloaded."""
         deadline = time.monotonic() + self._wait_seconds
         request = RoutingRequest(1, 1, adapter=adapter)
         self.waiting += 1
@@ -120,9 +120,10 @@ class StaleAdapters:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def hold_back(self, choice: InflightChoice, delta: Delta) -> bool:
-        """Hold back the failed end of a choice if a new revision may explain it.
+        """Hold back a delta that ends a choice with an error, if a new adapter revision may be the
+        cause.
 
-        Returns whether it is held back. If not, the error may be shown to the client.
+        Returns whether the delta is held back. If not, the error may be shown to the client.
         """
         inflight, request = choice.inflight, choice.inflight.request
         if request.adapter is None:

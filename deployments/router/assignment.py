@@ -1,6 +1,6 @@
-"""Assignment: sends choices to replicas, and takes choices off them.
+"""Assignment: sends choices to replicas, and aborts choices at replicas.
 
-Choices that lost their replica wait here until another can take them. New requests wait in the
+Choices that lost their replica wait here for another one. New requests wait in the
 request queue instead (admission/request_queue.py).
 """
 
@@ -26,7 +26,7 @@ from engine.messages import BATCH_PRIORITY, Abort, KVSource
 
 
 class DisplacedChoices:
-    """Choices that lost their replica while no other can take them.
+    """The choices that have lost their replica and wait for another one.
 
     seconds: longest wait of a choice, after which its request fails.
     waking: wakes the model when a choice begins to wait.
@@ -74,9 +74,11 @@ class DisplacedChoices:
 
 
 class Assignment:
-    """The sending of choices to replicas: it asks `route`, books the choice and sends the frame.
+    """The sending of choices to replicas: asks `route`, books the choice and sends the frame.
 
-    Choices are known to replicas by numbers; no number is used twice on a connection.
+    Replicas know choices by numbers (`InflightChoice.id`), none of which is used twice.
+
+    numbers: the unused numbers.
 
     wait_seconds: longest wait of a displaced choice for a replica.
     """
@@ -110,7 +112,7 @@ class Assignment:
         *,
         with_room: bool = False,
     ) -> None:
-        """Send choices of one request to one replica; if there is none, they wait.
+        """Send choices of one request to one replica; without a replica, let them wait.
 
         among: names of the replicas that may be chosen; None: any.
         with_room: whether only replicas that take more choices may be chosen.
@@ -177,10 +179,11 @@ class Assignment:
         *,
         with_room: bool,
     ) -> tuple[RoutingDecision | None, bool]:
-        """Return the replica for choices where some replicas compute prompts for others, and
-        whether it computes the prompt only; (None, False) if none of the right role may be chosen.
+        """Return the decision for choices of a model with prefill and decode replicas, and whether
+        the chosen replica computes the prompt only.
 
-        A prompt of which a replica's cache lacks only a few tokens starts at that replica.
+        A prompt of which a decode replica's cache lacks only a few tokens starts at that replica.
+        Returns (None, False) if no replica of the right role may be chosen.
         """
         fleet, first = self._replicas.fleet, choices[0]
 
@@ -219,12 +222,13 @@ class Assignment:
         *,
         prefilled: bool,
     ) -> KVSource | None:
-        """Return the replica from which a choice's prefix should be pulled; None if the replica has
-        it, or computes it sooner.
+        """Return the source from which a choice's new replica should pull the KV blocks of the
+        prefix; None if that replica has them, or computes them sooner.
 
-        A choice that moves has its newest tokens at the replica that it leaves, if that one lives.
+        Of a choice that moves, the replica that it leaves has the blocks of the newest tokens.
 
-        prefilled: whether that replica has computed the prompt for another one.
+        client, decision: the new replica, and how it was chosen.
+        prefilled: whether the choice leaves a prefill replica that has computed its prompt.
         """
         tokens = len(choice.inflight.request.token_ids) + len(choice.emitted)
         former = choice.place if choice.place != client.replica else ""
@@ -237,12 +241,12 @@ class Assignment:
         return self._replicas.source(decision.source) if decision.source else None
 
     def assign_displaced(self) -> None:
-        """Send all displaced choices, as there may be a replica for them now."""
+        """Try again to send all displaced choices, as there may be a replica for them now."""
         for choices in self.displaced.pop_all():
             self.assign(choices)
 
     def take_off(self, choices: list[InflightChoice]) -> None:
-        """Abort choices at their replicas, or stop their waiting."""
+        """Abort choices at their replicas, or end their wait for a replica."""
         by_client: dict[ReplicaClient, list[int]] = {}
         for choice in choices:
             self.displaced.remove(choice)
@@ -255,9 +259,9 @@ class Assignment:
                 client.connection.send(Abort(ids))
 
     def bring_back(self, choices: list[InflightChoice]) -> None:
-        """Send choices that were taken off before.
+        """Send choices again that `take_off` has aborted.
 
-        They get new numbers, because the replica may not have ended the old ones yet.
+        They get new numbers, because a replica may not have ended the old ones yet.
         """
         for choice in choices:
             choice.id = next(self.numbers)
@@ -271,7 +275,7 @@ class Assignment:
     def _allowed(
         self, choices: list[InflightChoice], among: Sequence[str] | None
     ) -> Sequence[str] | None:
-        """Return the names of replicas that may take the choices; None: any.
+        """Return those replicas of `among` that may run the choices; None: any replica may.
 
         Choices with tokens may only continue with the same weights.
         """
@@ -302,7 +306,7 @@ class Assignment:
         for choice in choices:
             suspicion = choice.suspicion
             if len(choice.emitted) > choice.begun:
-                # The last replica has generated tokens.
+                # The last replica has generated tokens, so an earlier probation proves nothing now.
                 suspicion.passed = False
             choice.place = decision.replica
             choice.weights = client.endpoint.weights

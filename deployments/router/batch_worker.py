@@ -35,11 +35,11 @@ logger = logging.getLogger("manta.router")
 POLL_SECONDS = 1.0
 SAVE_SECONDS = 1.0  # seconds between two writes of a batch's counts
 SWEEP_SECONDS = 3600.0
-AGAIN_SECONDS = 30.0  # seconds after a failure of the work itself
+AGAIN_SECONDS = 30.0  # seconds until the next try after the work on a batch has raised an error
 MAX_AT_ONCE = 64  # batches that run at once; they share `batch.in_flight`
-MAX_REQUESTS = 50_000  # most requests of a batch, as OpenAI's limit
-MAX_ERRORS = 100  # most errors listed for an invalid file
-MAX_TRIES = 5  # tries in a row of a batch whose work itself fails
+MAX_REQUESTS = 50_000  # maximum of requests in a batch, as OpenAI's limit
+MAX_ERRORS = 100  # maximum of errors listed for an invalid file
+MAX_TRIES = 5  # failed tries in a row after which a batch is given up
 
 _PARTS = (("output", "output_file_id", "completed"), ("errors", "error_file_id", "failed"))
 _REST = {
@@ -53,11 +53,11 @@ Ask = Callable[[str, str, dict[str, Any], str, float], Awaitable[Answer]]
 
 
 def asker(app: AsgiApp, options: Callable[[], ApiOptions]) -> Ask:
-    """Return a function that sends a request to our own HTTP API on behalf of a batch's key.
+    """Return a function that sends a batch's request to our own HTTP API, without a socket.
 
-    The request has the key's present rights and limits.
+    The request has the present rights and limits of the API key that made the batch.
 
-    options: returns the API's present options.
+    options: returns the API's present options, which have the keys.
     """
 
     async def ask(owner: str, path: str, body: dict[str, Any], id: str, seconds: float) -> Answer:
@@ -119,7 +119,7 @@ class BatchWorker:
             self.unlock()
 
     def take_lock(self) -> bool:
-        """Try to lock the folder; return whether this router has the lock, old or new.
+        """Try to lock the folder; return whether this router holds the lock, new or from before.
 
         Raises OSError if the folder's file system has no locks.
         """
@@ -182,7 +182,7 @@ class BatchWorker:
                 if error is None:
                     self._failures.pop(id, None)
                 else:
-                    # A full disk may have room later; a failure caused by a line would repeat.
+                    # An OSError, as of a full disk, may pass; other errors would repeat each time.
                     if not isinstance(error, OSError):
                         self._failures[id] = self._failures.get(id, 0) + 1
                     self._again[id] = time.monotonic() + AGAIN_SECONDS
@@ -270,8 +270,8 @@ class _Run:
         return total, errors
 
     def _done(self) -> set[str]:
-        """Return the custom_ids that have an answer or an error, and set the batch's counts from
-        them."""
+        """Return the custom_ids of requests that have an answer or an error, and set the batch's
+        counts of completed and failed requests."""
         done: set[str] = set()
         for kind, _, name in _PARTS:
             ids = [line["custom_id"] for line in whole_lines(self._part(kind))]
@@ -280,9 +280,9 @@ class _Run:
         return done
 
     def _lines(self) -> Generator[tuple[int, dict[str, Any] | ApiError]]:
-        """Yield (number, content) of the input's non-blank lines, parsed as by the HTTP API.
+        """Yield (line number from 1, parsed JSON object) of the input's non-blank lines.
 
-        The content is an ApiError for a line that the API would refuse.
+        Instead of the object there is an ApiError for a line that the HTTP API would refuse.
         """
         with self._input.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -304,8 +304,8 @@ class _Run:
                 yield line
 
     def _stopped(self) -> str | None:
-        """Return why no more requests are sent, "cancelled" or "expired"; None while they are
-        sent."""
+        """Return why no more requests of the batch are sent, "cancelled" or "expired"; None if
+        there is no such reason."""
         if self._folder.cancelled_at(self._batch["id"]) is not None:
             return "cancelled"
         return "expired" if time.time() >= self._batch["expires_at"] else None
@@ -358,7 +358,7 @@ class _Run:
                         self._entry.owner, line["url"], line["body"], id, seconds_left
                     )
                 except Exception:
-                    # A raised exception would repeat with each try of the batch.
+                    # Raised from here, the exception would make each try of the batch fail.
                     logger.exception("batch %s: the request %s failed", self._batch["id"], id)
                     status, headers, answer = 500, {}, internal().body()
             wait = wait_of(status, headers)
@@ -380,7 +380,7 @@ class _Run:
         file.flush()
 
     def _tell_rest(self, code: str, message: str) -> None:
-        """Write this error for each request that has no answer yet."""
+        """Write an error line for each request of the batch that has no answer yet."""
         error = {"code": code, "message": message}
         with open(
             os.open(self._part("errors"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
@@ -391,9 +391,11 @@ class _Run:
                 self._counts["failed"] += 1
 
     async def _publish(self, ended: str = "completed") -> None:
-        """Publish the written lines as files, and end the batch with the status `ended`.
+        """Publish the written lines as output and error files, and end the batch.
 
         The files' ids are saved first, so that publishing can be resumed after a crash.
+
+        ended: the final status, unless the batch has expired or was cancelled.
         """
         batch = self._batch
         batch["cancelling_at"] = self._folder.cancelled_at(batch["id"])

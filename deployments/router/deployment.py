@@ -60,9 +60,9 @@ logger = logging.getLogger("manta.router")
 
 # Seconds for the other routers to send their metrics: two heartbeats of a replica.
 _FIGURES_SECONDS = 1.0
-_ASK_SECONDS = 5.0  # seconds for the other routers to send what they know of a request
-_ASKERS = 8  # most simultaneous calls to the other routers
-_LAST_WORDS = 1.0  # seconds for the errors of a drain to be sent
+_ASK_SECONDS = 5.0  # seconds for the other routers to find or stop a request
+_ASKERS = 8  # maximum of simultaneous calls to the other routers
+_LAST_WORDS = 1.0  # seconds after a drain for the errors of failed requests to be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,13 @@ class RouterSettings:
     models: the one served model; None if models are added and removed at run time.
     find_models: returns the models of an application, if models change at run time.
     change_models: functions that change the models of an application.
-    in_flight: most requests at once.
+    in_flight: maximum of requests at once.
+    body_bytes: maximum size of a request's body. choices: maximum of its prompts, and of `n`.
+    strict, share_by, share_prefixes, cors_origins, store_bytes, images, page: see ApiOptions.
     stream_seconds: seconds that a request may go on after its model was changed or removed.
     usage_file: path of the usage file; "": none; see UsageConfig.
     batches, grpc: settings; None if they are not served.
-    tracing: settings; None: no spans are made.
+    tracing: settings of the span exporter; None: no spans are exported.
     """
 
     models: tuple[ServedModel, ...] | None
@@ -108,7 +110,8 @@ class RouterSettings:
 class Router:
     """The Serve deployment of routers: the HTTP API, the choice of replicas, and all streams.
 
-    engines: handles of the engine deployments, used for discovery only, not for tokens.
+    engines: handles of the engine deployments, by which the router learns of replicas; tokens come
+        over channels.
     """
 
     def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
@@ -223,34 +226,34 @@ class Router:
         """Return the signals for the autoscaling policy; Serve calls this hook."""
         return self._front.autoscaling_stats() if hasattr(self, "_front") else {}
 
-    # -- handle calls: plain dicts, so that callers need nothing of ours
+    # -- calls over Serve handles: plain dicts, so that callers need no class of this repository
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer a chat completion if the body has `messages`, else a text completion.
+        """Answer a chat completion if the body has `messages`, a text completion otherwise.
 
-        Fields and answer are those of the HTTP API.
+        The fields of body and answer are those of the HTTP API.
         """
         return await handle_call.call(self._trusted, self._named(body))
 
     async def stream(
         self, body: dict[str, Any], last_event_id: str | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """Stream a chat completion if the body has `messages`, else a text completion.
+        """Stream a chat completion if the body has `messages`, a text completion otherwise.
 
         last_event_id: see handle_call.stream.
         """
         async for chunk in handle_call.stream(self._trusted, self._named(body), last_event_id):
             yield chunk
 
-    # Ray Data's Serve stage knows these methods of Ray's own deployments of models. It takes the
-    # first item that they yield.
+    # Ray Data's Serve stage calls these methods, as Ray's own LLM deployments have them. It takes
+    # the first item that each call yields.
 
     async def completions(self, request: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the answer to a row of a dataset; see `ray_data.answer_row`."""
         yield await answer_row(self._trusted, "/v1/completions", request, self._front.only)
 
     async def chat(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer to a row of a dataset that is a chat."""
+        """Yield the answer to a row of a dataset that has a chat."""
         yield await answer_row(self._trusted, "/v1/chat/completions", request, self._front.only)
 
     async def embeddings(self, request: Any) -> AsyncIterator[dict[str, Any]]:
@@ -260,7 +263,8 @@ class Router:
     async def update_weights(self, folder: str, version: str = "", model: str = "") -> str:
         """Replace the weights at all replicas by a checkpoint; return the version's name.
 
-        folder: one that all replicas' nodes can read, until the next update.
+        folder: the checkpoint, which all replicas' nodes can read until the next update.
+        version: name of the new weights; "": a number.
         model: the model's name; "" if only one model is served.
         Raises UpdateFailed, after which the old weights serve on, InvalidRequest, and Overloaded.
         """
@@ -283,15 +287,16 @@ class Router:
         query: str | Mapping[str, Any] = "",
         body: dict[str, Any] | str | bytes | None = None,
     ) -> dict[str, Any]:
-        """Answer a route of a trainer's orders (docs/rl.md), with its fields and errors.
+        """Answer a call of a trainer (docs/rl.md) with the JSON that its HTTP route would return.
 
-        query: such as "mode=keep" or {"mode": "keep"}.
+        path: the route.
+        query: the URL's query, such as "mode=keep" or {"mode": "keep"}.
         body: a JSON object, or its text; None for a GET.
         """
         return await handle_call.control(self._trusted, path, query, body)
 
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Add the model's name to a body that has none, if only one model is served."""
+        """Return a request's body with the model's name, if only one model is served."""
         only = self._front.only
         return {"model": only, **body} if only else body
 
@@ -317,11 +322,11 @@ class Router:
             await asyncio.sleep(0.05)
 
     async def state(self) -> dict[str, Any]:
-        """Return the load and the replicas as this router sees them, and of each model if there are
-        several.
+        """Return the load and the replicas as this router sees them, in all and by model if there
+        are several models.
 
-        `held` is all 0 when nothing is in flight. `pid`, `tasks` (asyncio tasks by name) and `held`
-        help to find leaks.
+        `pid`, `tasks` (asyncio tasks by name) and `held` help to find leaks: the counts in `held`
+        are 0 when no request is in flight.
         """
         several = (
             {
@@ -354,7 +359,7 @@ class Router:
         """Return this router's traces of a request, one dictionary per prompt; see
         request_trace.py.
 
-        owner: digest of the key that may see them; None: no restriction.
+        owner: digest of the API key that asks, which sees its own requests only; None: all.
         """
         return self._front.explain(request_id, owner)
 
@@ -374,8 +379,8 @@ class Router:
     async def stop(self, request_id: str, owner: str | None = None, partial: bool = False) -> int:
         """End this router's running requests with an id, and return the number of prompts ended.
 
-        owner: digest of the key that may end them; None: no restriction.
-        partial: whether a request's answer is the output so far; else it is an error.
+        owner: digest of the API key that asks, which ends its own requests only; None: all.
+        partial: whether a request's answer is the output so far; if false, it is an error.
         """
         return self._front.stop(request_id, owner, partial)
 
@@ -409,7 +414,10 @@ class Router:
 
 
 def _state_json(what: ModelsBackend | Dispatcher, model: str) -> dict[str, Any]:
-    """Return the load, replicas and metrics of one model, or of all models together."""
+    """Return the load, replicas and metrics of one model (a Dispatcher), or of all models together.
+
+    model: the model's name; "" for several.
+    """
     state = what.state()
     return {
         "name": what.name,

@@ -1,12 +1,12 @@
 """Dispatcher: the router's `Backend` of one model. It takes requests in, and its parts serve them:
 
   RequestQueue      admits requests and keeps them until a replica has room
-  Assignment        sends choices to replicas and takes them off again
+  Assignment        sends choices to replicas and aborts them there
   RequestsInFlight  unfinished requests, and traces of those that ended last
   Replicas          connections to the replicas, and their state for routing
   ReplicaEvents     handles frames from replicas, and lost replicas
   ModelCards        the names that are served: the model and its adapters
-  AdapterRegistry   the adapters, which AdapterCalls make known at replicas
+  AdapterRegistry   the adapters, which AdapterCalls makes known to replicas
   FleetWeights      the weights at all replicas, as a trainer changes them
   Waking            wakes a model without replicas
 
@@ -83,7 +83,7 @@ class Dispatcher:
         self.weights = FleetWeights(self.replicas, base, weights_store)
         self.weights.on_deep_sleep = self._await_all_weights
         self.requests = RequestsInFlight(name, metrics)
-        # unfinished requests that are to end if no weights come
+        # requests whose timers fail them if no update brings weights after a sleep dropped them
         self._weightless: WeakSet[InflightRequest] = WeakSet()
         self._adapter_calls = calls = AdapterCalls(
             self.replicas, random, limits.wait_seconds, self.waking
@@ -151,16 +151,14 @@ class Dispatcher:
         return inflight
 
     def _await_all_weights(self) -> None:
-        """Start the wait of `_await_weights` for every request in flight, after a sleep dropped the
-        weights.
-        """
+        """Call `_await_weights` for every request in flight, as a sleep has dropped the weights."""
         for inflight in self.requests:
             self._await_weights(inflight)
 
     def _await_weights(self, inflight: InflightRequest) -> None:
-        """Hold a request until new weights come, and fail it if none have within `wait_seconds`.
+        """Fail a request that after `wait_seconds` is still held for lack of weights.
 
-        While a trainer has paused the model, the wait begins again.
+        While a trainer has paused the model, the time begins again.
         """
         if inflight in self._weightless:
             return
@@ -171,7 +169,7 @@ class Dispatcher:
             if not self.weights.dropped:
                 return
             if self.weights.paused:
-                # The trainer's step goes on.
+                # The trainer has not ended its step yet, and may still send weights.
                 self._await_weights(inflight)
                 return
             message = (
@@ -205,7 +203,7 @@ class Dispatcher:
         )
 
     def held(self) -> dict[str, int]:
-        """Return counts of what unfinished requests hold in this router, by its name.
+        """Return {name of a kind of object: number that unfinished requests hold in this router}.
 
         A count above 0 without requests is a leak.
         """
@@ -220,7 +218,7 @@ class Dispatcher:
         return view_of_model(self.replicas, self.queue, self.requests, self._events.log)
 
     def load(self) -> dict[str, int | float]:
-        """Return the arriving and waiting load, for scaling/policy.py."""
+        """Return the metrics of arriving and waiting load that scaling/policy.py reads, by name."""
         return {
             **self.requests.arrival_rates(),
             "in_flight": len(self.requests),
@@ -231,7 +229,7 @@ class Dispatcher:
         }
 
     def ready(self) -> bool:
-        """Whether the model accepts requests, as it also does while it sleeps and they wake it."""
+        """Whether the model accepts requests: it has a replica, or the next request starts one."""
         return not self._draining and (self.queue.ready() or self.waking.wakes_for_requests)
 
     def status(self) -> str:
@@ -245,7 +243,10 @@ class Dispatcher:
     # -- for the router
 
     def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set the running replicas: the metadata that each published, by id."""
+        """Set the running replicas.
+
+        replicas: by replica name, the metadata that the replica has published.
+        """
         self.replicas.replace(replicas, self._events)
         self.waking.replicas(len(self.replicas))
         self.queue.replicas_changed()

@@ -1,10 +1,9 @@
-"""Requests in flight: each request's prompt and the tokens so far, from which any replica can go
-on.
+"""InflightRequest, InflightChoice: a prompt and its continuations, for any replica to go on with.
 
 An InflightRequest is one prompt. An InflightChoice is one of its n continuations, which runs at one
-replica at a time. To continue elsewhere, `InflightChoice.as_request` appends the emitted tokens to
-the prompt. The engine counts max_tokens and its random numbers from the prompt's end, so the text
-is the same as without the loss.
+replica at a time. To continue at another replica, `InflightChoice.as_request` appends the emitted
+tokens to the prompt. The engine counts max_tokens and its random numbers from the prompt's end, so
+the text is the same as without the loss of a replica.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from engine.messages import Delta, EngineRequest
 # Unread bytes of a stream, estimated, beyond which the stream pauses.
 UNREAD_BYTES = 2**20
 READER_SECONDS = 30.0  # seconds for which a paused stream is kept
-KEEP_SECONDS = 20.0  # for which a replica that computes prompts holds their KV blocks
+KEEP_SECONDS = 20.0  # seconds for which a prefill replica holds the KV blocks of a prompt
 DELTA_BYTES = 256  # estimated bytes of a delta with one token
 LOGPROB_BYTES = 192  # estimated bytes of a log-probability
 
@@ -32,12 +31,13 @@ LOGPROB_BYTES = 192  # estimated bytes of a log-probability
 class InflightChoice:
     """A choice in flight: the tokens that came, and the replica that runs it.
 
+    id: number of the choice in messages to replicas. index: its index among the request's choices.
     emitted: output token ids so far.
-    place: replica that runs the choice; "" if none does.
-    begun: number of tokens emitted before the choice was placed at that replica.
+    place: name of the replica that runs the choice; "" if none does.
+    begun: number of tokens emitted before the choice was sent to that replica.
     suspicion: the record of engine deaths that the choice may have caused.
     weights: weights of the choice's last replica; it may only continue with the same weights.
-    version: version of the weights that sampled the last tokens; "" before the first.
+    version: version of the weights that sampled the last tokens; "" before the first token.
     prefill: whether its replica computes the prompt and the first token only.
     """
 
@@ -65,7 +65,8 @@ class InflightChoice:
         self.place = ""
         self.weights = ""
         self.version = ""
-        self._version_starts: list[tuple[str, int]] = []  # version -> where its tokens begin
+        # (weights version, index in `emitted` of its first token)
+        self._version_starts: list[tuple[str, int]] = []
         self.begun = 0
         self.suspicion = Suspicion()
         self.prefill = False
@@ -78,9 +79,9 @@ class InflightChoice:
         self._version_starts.append((version, len(self.emitted)))
 
     def versions(self) -> list[tuple[str, int]]:
-        """Return (version, number of tokens) of each part of `emitted`.
+        """Return (weights version, number of tokens) of each part of `emitted`, in order.
 
-        It is without the tokens that a resumed stream begins with.
+        Tokens that a resumed stream began with belong to no part.
         """
         ends = [start for _, start in self._version_starts[1:]] + [len(self.emitted)]
         return [
@@ -96,8 +97,7 @@ class InflightChoice:
     def as_request(self) -> EngineRequest:
         """Return the message that starts the choice, or resumes it after the emitted tokens.
 
-        A suspect is started for the tokens of its probation only, and a prompt at a replica that
-        computes prompts for one token.
+        A suspect is limited to the tokens of its probation, and a prefill replica to one token.
         """
         request = self.inflight.request
         params = request.params
@@ -130,11 +130,11 @@ class InflightChoice:
 
     @property
     def _first_tokens(self) -> int:
-        """The tokens after which the choice leaves its replica; 0: it stays."""
+        """The number of tokens after which probation or prefill at the replica ends; 0: neither."""
         return self.suspicion.tokens or int(self.prefill)
 
     def passes(self, delta: Delta, context: int) -> bool:
-        """Whether this delta ends only the choice's probation or prompt, not the choice.
+        """Whether a delta ends only the choice's probation or prefill, not the choice.
 
         context: context length of the replica's model, in tokens.
         """
@@ -152,7 +152,7 @@ class InflightChoice:
 class ChoiceAssignment(Protocol):
     """The parts of `assignment.Assignment` that a request uses.
 
-    numbers: numbers of choices, none of them twice
+    numbers: yields a new number for a choice each time.
     """
 
     numbers: Iterator[int]
@@ -161,14 +161,14 @@ class ChoiceAssignment(Protocol):
         """Abort unfinished choices at their replicas."""
 
     def bring_back(self, choices: list[InflightChoice]) -> None:
-        """Send choices again that were taken off because the client did not read."""
+        """Send choices again that were aborted because the client did not read."""
 
 
 class EndedRequests(Protocol):
     """The method of `requests_in_flight.RequestsInFlight` that a request uses."""
 
     def ended(self, inflight: "InflightRequest") -> None:
-        """Note that no choice of a request is left. Called once."""
+        """Handle that all choices of a request have ended. Called once per request."""
 
 
 class InflightRequest:
@@ -187,7 +187,7 @@ class InflightRequest:
         self.choices = [InflightChoice(self, index, next(numbers)) for index in range(n)]
         self._open = len(self.choices)
         for choice, tokens in zip(self.choices, request.emitted, strict=False):
-            # A resumed stream, whose first tokens another router has sent.
+            # The request resumes a stream, whose first tokens another router has sent.
             choice.done = tokens is None
             choice.emitted = list(tokens or ())
             choice.weights = request.weights
@@ -251,10 +251,7 @@ class InflightRequest:
             self._end(stopped)
 
     def cut(self) -> None:
-        """End the request with the output so far, as after a pause with mode "abort".
-
-        Each unfinished choice gets finish "abort".
-        """
+        """End the request with the output so far; its unfinished choices get finish "abort"."""
         self._items += [
             (choice.index, Delta(choice.id, [], "abort"))
             for choice in self.choices
@@ -269,8 +266,8 @@ class InflightRequest:
         return Timing(self._queue_s, self.migrations, tuple(self.replicas))
 
     def fail(self, error: MantaError) -> None:
-        """End the request with an error, which `next` raises after it has returned the received
-        deltas."""
+        """End the request with an error, which `next` raises once all received deltas were
+        returned."""
         if self._open:
             self._metrics.failed.inc(1, error.code)
             self._error = error
@@ -323,8 +320,8 @@ class InflightRequest:
     def _pause(self) -> None:
         """Pause a stream that the client does not read.
 
-        The unfinished choices leave their replicas. When the client reads again, they go on as
-        after the loss of a replica.
+        The unfinished choices are aborted at their replicas. When the client reads again, they
+        continue as after the loss of a replica.
         """
         self._metrics.paused.inc()
         self.trace.moves(
@@ -361,7 +358,7 @@ class InflightRequest:
             self._metrics.request.observe(now - self.arrived)
         error = "" if self._error is None else self._error.code
         self.trace.ends(self.output_tokens, error, now)
-        # Pixels are kept for another replica, which is not needed now.
+        # The pixels are kept in case another replica needs them, which none does now.
         self.request.images = []
         self._requests.ended(self)
 

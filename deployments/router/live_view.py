@@ -1,7 +1,7 @@
-"""The live view: a router's present knowledge of its models, as JSON for GET /v1/live.
+"""The live view: what a router knows of its models at present, as JSON for GET /v1/live.
 
-It is computed on demand from the data of routing, queue and traces, in bounded time however much is
-in flight. Nothing is recorded for it, so it costs requests nothing.
+The view is computed on demand from the data of routing, queue and traces, in bounded time however
+many requests are in flight. Nothing is recorded for it, so it costs requests nothing.
 """
 
 import math
@@ -25,12 +25,12 @@ from deployments.routing.step_cost import StepCostModel
 
 
 class ApplicationView:
-    """The live view of all routers, whichever of them is asked.
+    """The live views of all routers of an application, as any one router returns them.
 
     Concurrent callers share one call to the other routers.
 
     own: returns this router's view.
-    others: asks the other routers for theirs; those that do not answer are missing.
+    others: returns the views of the other routers that answer.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class ApplicationView:
         return sorted([*(views | {own["router"]: own}).values()], key=lambda view: view["router"])
 
 
-_REQUESTS = 256  # most requests in flight that are listed, the oldest first
-_NEWEST = 64  # requests in flight, and ended requests, whose decisions and moves are listed
+_REQUESTS = 256  # maximum of requests in flight that are listed, the oldest first
+# Number of newest requests in flight, and of last ended ones, whose decisions and moves are listed.
+_NEWEST = 64
 _CHOICES = 50
 _EVENTS = 50
 _QUEUES = 32
@@ -63,7 +64,7 @@ class EventLog:
         self._last: deque[tuple[float, str, str, str]] = deque(maxlen=_EVENTS)
 
     def add_entry(self, kind: str, replica: str, why: str = "") -> None:
-        """Add an entry. kind: "joined" or "lost"."""
+        """Add an entry. kind: "joined" or "lost". why: reason of a loss."""
         self._last.append((time.monotonic(), kind, replica, why))
 
     def entries(self) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -79,8 +80,8 @@ def view_of_model(
 ) -> dict[str, Any]:
     """Return the live view of one model.
 
-    Times are given as seconds ago and durations in milliseconds, because routers' clocks differ.
-    null: unknown, or not yet.
+    Times are given as seconds ago, because routers' clocks differ, and durations in milliseconds.
+    Values that are unknown, or belong to a stage that was not reached, are None.
     """
     now = time.monotonic()
     fleet = replicas.fleet
@@ -115,7 +116,7 @@ def _last(
 
 
 def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
-    """Return a replica as JSON; its `cost` is that of the next request (see routing/route.py)."""
+    """Return a replica as JSON; `cost` is what routing expects of a request (routing/fleet.py)."""
     state, column = client.state, client.state.column
     fixed = fleet.terms[FIXED, column] if column >= 0 else math.inf
     return {
@@ -150,9 +151,9 @@ def _steps(steps: StepCostModel) -> dict[str, float] | None:
 
 
 def _request(inflight: InflightRequest, now: float) -> dict[str, Any]:
-    """Return a prompt as JSON.
+    """Return a prompt in flight as JSON.
 
-    `replicas` are those that its choices are at. Token counts include all choices.
+    `replicas` are the replicas that run its choices. Output tokens are those of all choices.
     """
     trace, choices = inflight.trace, inflight.choices
     return {
@@ -171,10 +172,10 @@ def _request(inflight: InflightRequest, now: float) -> dict[str, Any]:
 
 
 def _choices(trace: RequestTrace) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield (time, JSON) of a request's routing decisions.
+    """Yield (time, JSON) of each routing decision of a request.
 
-    first_token_ms is the measured counterpart of expected_ms, for the replica that generated the
-    first token.
+    first_token_ms is the measured counterpart of expected_ms; it is None if the chosen replica did
+    not generate the first token.
     """
     for at, decision, emitted in trace.decisions:
         first = trace.first - at if trace.first > at and not emitted else None

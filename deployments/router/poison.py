@@ -1,56 +1,61 @@
-"""Suspicion: the judgement whether a choice is a poison request, one that kills its engines.
+"""Suspicion: the judgement whether a choice is a poison request, which kills its engines.
 
 A kill from outside says nothing about the requests in the engine. An engine that died by itself may
 have died of any request in it. Requests that had hardly begun there are suspects: most poison
-requests kill during prefill. Each suspect is put on probation: it is placed at another replica to
+requests kill during prefill. Each suspect is put on probation: it is sent to another replica to
 generate a few tokens there, as the only suspect that runs (replica/suspect_queue.py). A suspect
-that does so has passed. It goes on once all suspects at that replica have had their turn, so that
-it cannot kill the engine under the next one. Requests that had generated PROOF tokens also go on
-then, without a probation. If each of them had one, a crash that no request caused would pause all
-streams for as long as all probations take.
+that has generated them has passed. It continues once all suspects at that replica have had their
+turn, so that it cannot kill the engine during another probation. Requests that had generated PROOF
+tokens also continue then, without a probation. If each of them had one, a crash that no request
+caused would pause all streams for as long as all probations take.
 
-When an engine dies while a suspect is on probation, that suspect is given up, as it was at two
-deaths. This death makes suspects only of requests without a token in that engine, and the first
-death blames no other request any more. A request that was at two unexplained deaths is put on
-probation however many tokens it had generated.
+When an engine dies while a suspect is on probation, that suspect is given up, as it was in two
+engines that died. The second death makes suspects only of requests without a token in that engine,
+and no other request is blamed for the first death any more. A request that was in two engines that
+died for unexplained causes is put on probation however many tokens it had generated.
 
   what happened to the engine        what becomes of the requests in it
-  died by itself, none on probation  those that had hardly begun go on probation, the others wait
-                                     for them; at two such deaths: on probation however many
-                                     tokens it had generated; at three: given up
-  died by itself, one on probation   that one is given up; those without a token go on probation
-  the same, while a request runs     none is given up; the two go on probation again
-  that was at the same deaths
-  killed from outside                they move; given up only if it repeats: losses, doubts
+  died by itself, none on probation  requests that had hardly begun go on probation, the others wait
+                                     for them; after a request's second such death it goes on
+                                     probation however many tokens it had, after its third it fails
+  died by itself, one on probation   the suspect fails; requests without a token go on probation
+  the same, while another request    none fails; suspect and other request go on probation again
+  of the same deaths runs
+  killed from outside                all move to other replicas; a request fails only if it repeats,
+                                     by the limits of losses and doubts
 """
 
 from deployments.transport.channel import Start
 from engine.messages import Failed
 
-# Tokens; at its death an engine may have computed two more than it has reported.
+# Tokens of a probation; an engine that dies may have computed two more than it has reported.
 PROBATION = 3
-# Most tokens of the probation of a choice that has passed once, as a poison may be slow.
+# Maximum of tokens of the probation of a choice that has passed once: a poison may be slow.
 LONG_PROBATION = 64
-DEATHS = 3  # unexplained deaths after which a choice is given up, also without a probation
-PROOF = 8  # tokens from one replica after which the choice hardly caused that replica's loss
+DEATHS = 3  # unexplained engine deaths after which a choice is given up without a probation
+PROOF = 8  # tokens from one replica after which a choice is not blamed for that replica's loss
 
 
 def by_itself(failed: Failed) -> bool:
-    """Whether the engine process crashed or hung, rather than being killed by a signal from
-    outside."""
+    """Whether an engine process crashed or hung, rather than being killed by a signal from
+    outside.
+
+    failed: the engine's last message.
+    """
     return failed.code != "engine_killed"
 
 
 class Suspicion:
     """The record of replicas that one choice has lost.
 
-    deaths: replicas whose engines died by themselves, for unexplained causes, while they had the
-        choice.
-    tokens: tokens to generate on the choice's next probation; 0: it is no suspect.
-    passed: whether it has passed its probation, or needs none after this death, and has generated
-        nothing since.
-    losses: replicas killed from outside in a row without a new token; silent replicas do not count.
-    doubts: replicas lost before they had generated PROOF tokens.
+    deaths: names of the replicas whose engines died by themselves, for unexplained causes, while
+        they had the choice.
+    tokens: tokens to generate on the choice's next probation; 0: the choice is no suspect.
+    passed: whether the choice has passed its probation, or needs none after the last death, and has
+        generated nothing since.
+    losses: number of replicas killed from outside in a row without a new token of the choice;
+        silent replicas do not count.
+    doubts: number of replicas lost before they had generated PROOF tokens of the choice.
     """
 
     __slots__ = ("deaths", "doubts", "losses", "passed", "tokens")
@@ -62,13 +67,13 @@ class Suspicion:
 
     @property
     def start(self) -> Start:
-        """Return when the next replica may start the choice: "" at once, "alone" among suspects,
-        "after" them.
+        """Return when the next replica may start the choice: "" at once, "alone" as the only
+        suspect that runs, "after" all suspects.
         """
         return "alone" if self.tokens else "after" if self.passed else ""
 
     def passes(self) -> None:
-        """End the choice's probation, as it has generated the tokens of it."""
+        """End the choice's probation, as the choice has generated the tokens of it."""
         self.tokens = 0
         self.passed = True
 
@@ -89,15 +94,15 @@ class Suspicion:
         allowed: int,
         silent: bool = False,
     ) -> str:
-        """Record a lost replica against the choice, which may be the cause.
+        """Record that a replica with the choice was lost, perhaps because of the choice.
 
-        Returns why the choice is given up; "" if it goes on.
+        Returns why the choice is given up; "" if it continues.
 
         id: number of the choice at the replica.
-        given: tokens of the choice that the replica has generated.
+        given: number of the choice's tokens that the replica has generated.
         failed: the replica's last message, if its engine failed.
-        allowed: most losses; see DispatchLimits.losses.
-        silent: whether the replica fell silent, so that its process may be alive.
+        allowed: maximum of `losses`; see DispatchLimits.losses.
+        silent: whether the connection was closed for silence, so that the process may be alive.
         """
         if failed is not None:
             if self._waited(id, given, failed.suspects):
@@ -107,10 +112,10 @@ class Suspicion:
         if given:
             self.losses = 0
         elif not silent:
-            # Silence is the fault of a machine or the network, not of a request.
+            # A silent replica does not count: a machine or the network is at fault, not a request.
             self.losses += 1
         self.doubts += given < PROOF
-        # Half of the doubts may be due to other choices that moved together with this one.
+        # Half of the doubts may be due to other choices that moved together with this choice.
         if self.losses > allowed or self.doubts > 2 * allowed + 1:
             return f"{self.doubts} replicas were lost soon after this request had come to them"
         return ""
@@ -124,7 +129,7 @@ class Suspicion:
     def _died(self, replica: str, id: int, given: int, failed: Failed) -> str:
         """Record that an engine crashed while the choice was in it.
 
-        Returns why the choice is given up; "" if it goes on.
+        Returns why the choice is given up; "" if it continues.
         """
         self.losses = 0
         if failed.suspects is not None:
@@ -134,8 +139,8 @@ class Suspicion:
             elif not failed.doubt:
                 return "the engine died again when it ran this request"
         self.deaths = [*(death for death in self.deaths if death not in failed.deaths), replica]
-        # An innocent choice may have run beside a poison request once more, so allow one more
-        # death.
+        # In doubt (`failed.doubt`) an innocent choice may have run beside a poison request once
+        # more, so one more death is allowed.
         if len(self.deaths) >= DEATHS + failed.doubt:
             return f"{len(self.deaths)} engines died while they ran this request"
         if len(self.deaths) > 1:

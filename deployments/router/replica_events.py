@@ -24,8 +24,9 @@ logger = logging.getLogger("manta.router")
 class ReplicaEvents:
     """The listener to all replicas of one model (`replica_client.ReplicaListener`).
 
-    Four kinds of ends in a frame are not passed to the client: those from a draining replica, of a
-    replaced adapter, of a passed probation, and of a prompt that was computed for another replica.
+    A delta that ends a choice is not passed to the client in four cases: the replica drains, the
+    adapter was replaced, the choice has passed its probation, or its prefill was for another
+    replica.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class ReplicaEvents:
         self._stale = StaleAdapters(adapters, assignment)
 
     def close(self) -> None:
-        """Stop waiting for adapter changes."""
+        """Cancel the tasks that wait for new revisions of adapters."""
         self._stale.close()
 
     def opened(self, client: ReplicaClient) -> None:
-        """Register a newly connected replica, and send it the waiting choices and requests."""
+        """Handle that a replica is connected: send waiting choices and requests to replicas."""
         logger.info("replica %s is connected", client.replica)
         self._metrics.channels.inc()
         self.log.add_entry("joined", client.replica)
@@ -114,16 +115,20 @@ class ReplicaEvents:
         self._queue.hear_frame(state)
 
     def _end_prefill(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """Send a choice whose prompt is computed to a decode replica, which pulls its KV blocks."""
+        """Send a choice to a decode replica, as this prefill replica has computed its prompt.
+
+        The decode replica pulls the prompt's KV blocks.
+        """
         choice.begun = len(choice.emitted)
         choice.inflight.trace.moves(client.replica, "its prompt is computed", time.monotonic())
         if not choice.inflight.paused:
             self._assignment.assign([choice])
 
     def _end_probation(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """Queue a choice that has passed its probation behind its replica's other suspects.
+        """Queue a choice that has passed its probation behind the other suspects of the replica.
 
-        It stays at this replica, which has its KV cache and, with n > 1, the other choices.
+        The choice stays at this replica, which has its KV blocks and, with n > 1, the request's
+        other choices.
         """
         choice.begun = len(choice.emitted)
         choice.place = ""

@@ -1,4 +1,4 @@
-"""ReplicaLosses: moves or fails the choices of a replica that is lost or gives them back."""
+"""ReplicaLosses: moves or fails the choices of a replica that is lost or drains."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ from engine.errors import RequestFailed
 
 logger = logging.getLogger("manta.router")
 
-_SUSPECT_PAUSE = 0.25  # seconds in which the deaths of replicas that died together become known
+_SUSPECT_PAUSE = 0.25  # seconds within which a router hears of all replicas that died together
 
 
 class ReplicaLosses:
-    """The decision which choices of a lost replica go elsewhere, and which fail as suspects.
+    """The decision which choices of a lost replica move to others, and which fail as suspects.
 
     allowed: replicas, killed from outside, that a request may lose in a row without a new token.
     requests: all requests in flight.
@@ -37,22 +37,23 @@ class ReplicaLosses:
         self._metrics = metrics
 
     def given_back(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """Move a choice away from a replica that is draining. No request is blamed."""
+        """Move a choice that a draining replica has returned. No request is blamed."""
         self._moves(client, choice, "it is to stop")
         self._assignment.assign([choice])
 
     def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
-        """Send the choices of a replica elsewhere, as its connection has broken.
+        """Send the choices of a replica whose connection has broken to other replicas.
 
         Poison requests fail, and suspects are sent later than others.
-        choices: choices that were at the replica.
+
+        choices: choices that the replica ran. reason: why the connection ended.
         """
         level = logging.WARNING if choices or not client.retired else logging.INFO
         logger.log(level, "replica %s: %s; %d choices move", client.replica, reason, len(choices))
         moving: dict[InflightRequest, list[InflightChoice]] = {}
         for choice in choices:
             if choice.done or self._give_up(client, choice):
-                # Its request has failed with an earlier choice of this loop.
+                # `done`: the request has failed with an earlier choice of this loop.
                 continue
             self._moves(client, choice, f"lost: {reason}")
             logger.warning(
@@ -64,8 +65,8 @@ class ReplicaLosses:
             )
             choice.begun = len(choice.emitted)
             if choice.suspicion.losses:
-                # This choice may be the cause. Others are sent first, to be ahead of the next
-                # death; meanwhile other deaths of the same moment become known.
+                # This choice may be the cause. Others are sent first, so that they run before it
+                # can kill again. Meanwhile the router hears of replicas that died with this one.
                 self._assign_later([choice], _SUSPECT_PAUSE)
             else:
                 moving.setdefault(choice.inflight, []).append(choice)
@@ -74,13 +75,14 @@ class ReplicaLosses:
                 for choice in inflight.choices:
                     choice.suspicion.acquit(client.failed.deaths)
         for together in moving.values():
-            # Sent together: a poison request with n > 1 must not be on probation at two replicas.
+            # A request's choices are sent together: with n > 1 a poison request must not be on
+            # probation at two replicas.
             unfinished = [choice for choice in together if not choice.done]
             if unfinished:
                 self._assignment.assign(unfinished)
 
     def _give_up(self, client: ReplicaClient, choice: InflightChoice) -> bool:
-        """Fail the request if it has cost too many replicas, and return whether it did."""
+        """Fail the choice's request if it has cost too many replicas; return whether it failed."""
         why = choice.suspicion.lost(
             client.replica, choice.id, choice.given, client.failed, self._allowed, client.silent
         )
@@ -98,7 +100,7 @@ class ReplicaLosses:
         choice.inflight.trace.moves(client.replica, why, time.monotonic())
 
     def _assign_later(self, choices: list[InflightChoice], seconds: float) -> None:
-        """Send choices in some seconds; meanwhile they wait as displaced ones."""
+        """Send choices after `seconds`; until then they wait among the displaced choices."""
         displaced = self._assignment.displaced
 
         def assign() -> None:

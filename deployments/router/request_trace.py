@@ -1,8 +1,8 @@
-"""The trace of a request, for GET /v1/requests/{id} and as spans for an OpenTelemetry collector.
+"""RequestTrace: times and moves of a request, for GET /v1/requests/{id} and OpenTelemetry spans.
 
-The router that has the request keeps the trace. A RequestTrace is written to when the request is
-sent to a replica, gets its first token or several in a step, moves or ends, but not for each token.
-It holds no tokens and no text, so thousands of traces take a few megabytes. Times are arguments.
+The router that has the request keeps the trace. The trace is written to when the request is sent to
+a replica, gets its first token or several in a step, moves or ends, but not for each token. It
+holds no tokens and no text, so thousands of traces take a few megabytes. Times are arguments.
 """
 
 import logging
@@ -24,9 +24,9 @@ from deployments.observe.otlp import (
 from deployments.routing.decision import RoutingDecision
 from engine.messages import Delta
 
-# Ended requests that a router remembers; the oldest are dropped first.
+# Number of traces of ended requests that a router keeps; the oldest are dropped first.
 KEPT = 4096
-_EVENTS = 32  # decisions and moves of one request that are kept, the last ones
+_EVENTS = 32  # number of last decisions, and of last moves, that a trace keeps
 
 logger = logging.getLogger("manta.router")
 
@@ -85,14 +85,15 @@ class RequestTrace:
         self.received_at = time.time()
         self.state = "waiting"
         self.placed = 0.0  # time at which a replica was first chosen
-        # Microseconds from arrival in the engine to the first step, for the first token's choice.
+        # Of the choice that got the first token: microseconds from arrival in the engine to its
+        # first step.
         self.engine_us = -1
-        self.adapter_us = -1  # the part of engine_us until its adapter was on the device
-        self.started = 0.0  # time at which that step began
+        self.adapter_us = -1  # the part of engine_us until the adapter was on the device
+        self.started = 0.0  # time at which that first step began
         self.first = 0.0
         self.cached = 0
         self.output_tokens = 0
-        # drafts that a step accepted -> how often; see engine.scheduling.drafts.speculation
+        # number of drafts that a step accepted -> number of such steps
         self.accepted_runs: dict[int, int] = {}
         self.finish: list[str] = []
         self.error = ""
@@ -103,14 +104,15 @@ class RequestTrace:
     # -- events
 
     def sent(self, decision: RoutingDecision, now: float, emitted: int) -> None:
-        """Record that the request is sent to a replica. emitted: its tokens before."""
+        """Record that the request is sent to a replica. emitted: number of its tokens so far."""
         self.placed = self.placed or now
         self.state = "running"
         self._decisions.append((now, decision, emitted))
         del self._decisions[:-_EVENTS]
 
     def begun(self, delta: Delta, now: float) -> None:
-        """Record times and cached tokens at the first tokens of the request's first choice."""
+        """Record times and cached tokens of the delta that has the request's first token; later
+        deltas change nothing."""
         if self.first:
             return
         self.first = now
@@ -121,11 +123,14 @@ class RequestTrace:
         self.started = sent + max(0, delta.queued_us) / 1e6
 
     def drafted(self, accepted: int) -> None:
-        """Record that a step of a choice accepted this many drafts, at least one."""
+        """Record that a step of a choice accepted drafts. accepted: their number, at least 1."""
         self.accepted_runs[accepted] = self.accepted_runs.get(accepted, 0) + 1
 
     def moves(self, place: str, why: str, now: float) -> None:
-        """Record that a choice has left its replica; the request is waiting then."""
+        """Record that a choice has left its replica, and set the state "waiting".
+
+        place: name of the replica. why: reason for the user.
+        """
         self.state = "waiting"
         self._moves.append((now, place, why))
         del self._moves[:-_EVENTS]
@@ -158,10 +163,10 @@ class RequestTrace:
         return [decision.replica for _, decision, _ in self._decisions]
 
     def visits(self) -> list[tuple[float, float, RoutingDecision, int, str]]:
-        """Return an ended request's visits to replicas.
+        """Return the stays of an ended request at replicas, in order.
 
-        Each is (from, until, decision, tokens emitted before, why the replica was left or "").
-        Choices of one request can be at different replicas at the same time.
+        Each is (start, end, decision, tokens emitted before, why the choice left the replica or
+        ""). Choices of one request can be at different replicas at the same time.
         """
         moves = list(self._moves)
         visits = []
@@ -174,9 +179,10 @@ class RequestTrace:
         return visits
 
     def to_json(self, router: str, now: float) -> dict[str, Any]:
-        """Return the trace as JSON. Times are milliseconds, until `now` for an unfinished request.
+        """Return the trace as JSON. Durations are milliseconds, or None for a stage not reached.
 
-        null: a stage that was not reached.
+        router: name of this router.
+        now: monotonic seconds, at which durations of an unfinished request end.
         """
         end = self.ended or now
         waited = (self.placed or end) - self.arrived
@@ -241,7 +247,7 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """The traces of the last requests that ended, in bounded number."""
+    """The traces of the last `kept` requests that ended."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._ended: deque[RequestTrace] = deque(maxlen=kept)
@@ -256,12 +262,13 @@ class RequestTraces:
     def find(
         self, id: str, owner: str | None, unfinished: Iterable[RequestTrace] = ()
     ) -> Iterator[RequestTrace]:
-        """Return all traces with an id, in the order of arrival.
+        """Return all traces with a request id, in the order of arrival.
 
-        They are the prompts of one call, or several calls with the same id. The search walks over
-        all traces, so that keeping them costs requests no index.
+        They belong to the prompts of one call, or to several calls with the same id. The search
+        walks over all traces, so that requests need not maintain an index.
 
-        owner: digest of the key that asks; None may see every trace.
+        owner: digest of the API key that asks, which sees its own traces only; None: all.
+        unfinished: traces of requests in flight, which are searched too.
         """
         traces_found = [
             trace
@@ -274,8 +281,8 @@ class RequestTraces:
 
 
 def log_trace(trace: RequestTrace) -> None:
-    """Log a line for a request that has ended: at info level if it failed or moved, else at
-    debug."""
+    """Log a line for a request that has ended: at level info if it failed or moved, at level debug
+    otherwise."""
     notable = trace.error or trace.moved
     level = logging.INFO if notable else logging.DEBUG
     if not logger.isEnabledFor(level):
@@ -295,9 +302,12 @@ def log_trace(trace: RequestTrace) -> None:
 
 
 def context_of(traceparent: str, tracestate: str, settings: TracingSettings) -> TraceContext | None:
-    """Return the caller's trace context, or a new one; None if it is not sampled.
+    """Return the caller's trace context, or a new one without it; None if the context is not
+    sampled.
 
-    The caller's sampling decision holds.
+    A caller's own sampling decision holds.
+
+    traceparent, tracestate: the request's headers; "": none.
     """
     context = read_context(traceparent, tracestate) or new_context(settings.sample)
     return context if context.sampled else None

@@ -1,4 +1,4 @@
-"""RequestsInFlight: a dispatcher's unfinished requests, its last traces, and the arrival rates."""
+"""RequestsInFlight: a dispatcher's unfinished requests, traces of ended ones, and arrival rates."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ class RequestsInFlight(Collection[InflightRequest]):
         return inflight in self._requests
 
     def add(self, inflight: InflightRequest) -> None:
-        """Add a request. If it has a deadline, it fails then, which needs a running event loop."""
+        """Add a request, and fail it at its deadline if it has one, which needs an event loop."""
         self._requests[inflight] = None
         deadline = inflight.request.deadline
         if deadline is not None:
@@ -58,7 +58,10 @@ class RequestsInFlight(Collection[InflightRequest]):
             listener(inflight)
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
-        """Return the traces of the requests with this id; see request_trace.py."""
+        """Return the traces of the requests with an id, as JSON; see request_trace.py.
+
+        owner: digest of the API key that asks, which sees its own requests only; None: all.
+        """
         asked = [inflight for inflight in self._requests if inflight.trace.id == id]
         for inflight in asked:
             # Traces are not updated for each token.
@@ -69,10 +72,10 @@ class RequestsInFlight(Collection[InflightRequest]):
         return [trace.to_json(self._router, now) for trace in traces]
 
     def stop(self, id: str, owner: str | None, partial: bool = False) -> int:
-        """End the requests with this id, and return the number of prompts ended.
+        """End the unfinished requests with an id, and return the number of prompts ended.
 
-        owner: digest of the key that asks; None may end any.
-        partial: whether a request's answer is the output so far; else it is an error.
+        owner: digest of the API key that asks, which ends its own requests only; None: all.
+        partial: whether a request's answer is the output so far; if false, it is an error.
         """
         requests = [
             inflight
@@ -87,9 +90,9 @@ class RequestsInFlight(Collection[InflightRequest]):
         return len(requests)
 
     def arrival_rates(self) -> dict[str, float]:
-        """Return the tokens/s that arrived since the last call.
+        """Return {"prompt_rate", "output_rate"}: the tokens/s that arrived since the last call.
 
-        They are those of prompts without cached tokens, and of outputs by the mean length so far.
+        Cached prompt tokens are left out. Outputs are assumed to have the mean length so far.
         """
         metrics = self._metrics
         ended = sum(metrics.output_size.counts)

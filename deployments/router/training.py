@@ -1,4 +1,4 @@
-"""RouterTraining: what trainers may order from the models that a router serves."""
+"""RouterTraining: the orders of trainers (weights, pauses, sleeps) to a router's models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from engine.errors import InvalidRequest
 
 
 class RouterTraining:
-    """Trainers' orders to the models of a router; implements `deployments.api.options.Training`."""
+    """The trainers' orders to a router's models; implements `deployments.api.options.Training`."""
 
     def __init__(self, front: ModelsBackend) -> None:
         self._front = front
@@ -90,7 +90,7 @@ class RouterTraining:
         )
 
     def _of(self, model: str) -> Dispatcher:
-        """Return a model's dispatcher. Raises InvalidRequest."""
+        """Return a model's dispatcher; "" stands for the only model. Raises InvalidRequest."""
         known = self._front.dispatchers
         name = model or self._front.only
         if name not in known:

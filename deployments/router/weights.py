@@ -1,8 +1,8 @@
 """FleetWeights: the weights of a model at all of its replicas, as a trainer changes them.
 
-An update is checked by every replica. Then its record is written, which all routers share, and each
-replica takes it between two of its steps. Each token tells its version. A replica that joins, or
-missed the order, gets the record's weights before it gets requests.
+Every replica checks an update. Then the WeightsRecord is written, which all routers share, and each
+replica loads the weights between two of its steps. Each token has the version of its weights. A
+replica that joins, or missed the order, loads the record's weights before it gets requests.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ from engine.scheduling.orders.updates import MODES
 
 logger = logging.getLogger("manta.router")
 
-ORDER_SECONDS = 600.0  # for a slow disk, and for requests that end by themselves
-_RETRY = 0.3  # seconds between attempts to bring a replica to the record
-LOST_SECONDS = 30.0  # without a replica that has the record's weights, before they count as lost
+ORDER_SECONDS = 600.0  # longest wait for an answer: a slow disk, or a pause that lets requests end
+_RETRY = 0.3  # seconds between attempts to make a replica match the record
+LOST_SECONDS = 30.0  # seconds without a replica that has the weights, until they count as lost
 
 
 Order = UpdateWeights | TransferWeights | Control
 
 
 class MakeOrder(Protocol):
-    """A function that returns the order to send to a replica, numbered with this ticket."""
+    """A function that returns the order to send to a replica, given the ticket of its answer."""
 
     def __call__(self, ticket: int) -> Order: ...
 
@@ -50,9 +50,10 @@ class FleetWeights:
     """The weights and the pause of one model's replicas, as one router orders them.
 
     base: identity of the weights in the model's folder; "": unknown.
-    version, paused, asleep: those of the record; asleep tells whether any part is.
-    slept_deeply: whether the last sleep was one that drops weights, so that they may be missing.
-    on_deep_sleep: called without arguments when such a sleep is noted.
+    version: the recorded version of the weights.
+    paused, asleep: whether the record has a pause, and whether it has a sleep of any part.
+    slept_deeply: whether the last sleep was of level 2, which drops weights.
+    on_deep_sleep: called without arguments when this router learns of a sleep of level 2.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class FleetWeights:
 
     @property
     def dropped(self) -> bool:
-        """Whether a sleep has dropped the weights of all replicas, and none has others yet."""
+        """Whether a sleep has dropped the weights of all replicas, and no update has come since."""
         states = [client.state for client in self._replicas.values() if client.connection]
         return bool(states) and all(state.stats.weights_dropped for state in states)
 
     async def refresh(self) -> None:
-        """Read what other routers have written. A store that is unavailable is only logged."""
+        """Read the record that routers share. If the store is unavailable, log that."""
         try:
             record = await asyncio.to_thread(self._store.get)
         except OSError as error:
@@ -95,7 +96,8 @@ class FleetWeights:
             self.on_deep_sleep()
 
     async def _write(self, **fields: Any) -> None:
-        """Change the record. Raises Overloaded if the store is unavailable."""
+        """Change fields of the record for all routers. Raises Overloaded if the store is
+        unavailable."""
         await self.refresh()
         number = self._record.number + 1
         record = msgspec.structs.replace(self._record, number=number, **fields)
@@ -112,9 +114,9 @@ class FleetWeights:
     async def update(self, folder: str, version: str = "", *, recompute: bool = False) -> str:
         """Replace the weights at all replicas, and return the version's name.
 
-        folder: a checkpoint that every replica's node can read. It has to stay until the next
-            update, for replicas that start.
-        recompute: whether running requests compute their keys again.
+        folder: a checkpoint that every replica's node can read, until the next update: replicas
+            that start later read it, too.
+        recompute: whether running requests compute their KV cache again.
         Raises UpdateFailed, after which all replicas have the old weights, and Overloaded.
         """
         version = await self._new_version(version)
@@ -125,7 +127,10 @@ class FleetWeights:
         return version
 
     async def _new_version(self, version: str) -> str:
-        """Return the name of the next weights; "" is their number. Raises UpdateFailed."""
+        """Return the name of the next weights: `version`, or the record's next number if it is "".
+
+        Raises UpdateFailed if the present weights have that name.
+        """
         await self.refresh()
         version = version or str(self._record.number + 1)
         if version == self.version:
@@ -136,21 +141,24 @@ class FleetWeights:
         return version
 
     async def _replace(self, folder: str, version: str, *, recompute: bool = False) -> None:
-        """Replace the weights at all replicas, which have checked them. Raises Overloaded."""
+        """Record new weights that all replicas have checked, and have the replicas load them.
+
+        Raises Overloaded.
+        """
         await self._write(folder=folder, version=version)
         try:
             await self._order_all(lambda ticket: UpdateWeights(ticket, folder, version, recompute))
         except UpdateFailed as error:
-            # The update had passed the check, so `_bring_up` tries again.
+            # The replica had accepted the check before, so `_bring_up` tries to load again.
             logger.error("weights of version %s: %s", version, error.message)
 
     # -- updates that a trainer sends
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
-        """Make all replicas join a trainer's group. Raises MantaError.
+        """Make all replicas join a trainer's process group. Raises MantaError.
 
-        info: vLLM's `init_info`; each replica has the next rank from rank_offset on. {}: for a
-            trainer that shares its weights on the replicas' machine.
+        info: vLLM's `init_info`; replicas get the ranks from rank_offset on, in order of their
+            names. {}: no group, for a trainer that shares tensors on the replicas' machine.
         """
         offset, size = info.get("rank_offset"), info.get("world_size")
         replicas = sorted(client.replica for client in self.connected())
@@ -170,22 +178,23 @@ class FleetWeights:
         self._check_all(await self._ask_all(make))
 
     async def start_update(self) -> None:
-        """Begin an update of several messages at all replicas. Raises MantaError."""
+        """Begin an update that comes in several messages, at all replicas. Raises MantaError."""
         await self._order_all(lambda ticket: TransferWeights(ticket, "start"))
         await self._forget_sent()
 
     async def take_tensors(self, info: dict[str, Any], version: str = "") -> str:
-        """Pass tensors from a trainer to all replicas; a whole update is loaded at once.
+        """Have all replicas receive tensors from a trainer.
+
+        After `start_update` the tensors are a part of an update, and "" is returned. Without it
+        they are a whole update, which is loaded at once; the version of the weights is returned.
 
         info: vLLM's `update_info`.
-        Returns the version of the new weights if these are all and no `start_update` has come
-        before; else "". Raises UpdateFailed, after which all replicas have the old weights, and
-        Overloaded.
+        Raises UpdateFailed, after which all replicas have the old weights, and Overloaded.
         """
         folders = await self._transferred("update", info)
         if all(folders.values()):
             return await self._replace_each(folders, version)
-        # a replica that joined after `start_update` may mistake the tensors for a complete update
+        # a replica that joined after `start_update` takes the tensors for a whole update: drop it
         late = [client for client, folder in folders.items() if folder]
         if late:
             await self._drop(late)
@@ -194,11 +203,11 @@ class FleetWeights:
     async def finish_update(self, version: str = "") -> str:
         """End the update that `start_update` has begun; return the version of the new weights.
 
-        Raises as `take_tensors`.
+        Raises the errors of `take_tensors`.
         """
         return await self._replace_each(await self._transferred("finish", {}), version)
 
-    # -- updates in SGLang's way, whose messages do not tell which is the last
+    # -- updates by SGLang's routes, whose messages do not say which is the last
 
     async def begin_sent(self) -> None:
         """Begin an update that `end_sent` ends. Raises MantaError."""
@@ -206,10 +215,12 @@ class FleetWeights:
         await self._write(sending=True)
 
     async def take_sent(self, info: dict[str, Any], version: str = "") -> str:
-        """Pass tensors of an update to all replicas; the first message begins it.
+        """Have all replicas receive tensors of an update, which the first call begins.
 
-        Returns the version of the new weights once the checkpoint is whole; "" before, and during
-        a pause, where the update ends with `end_sent`. Raises as `take_tensors`.
+        Once the checkpoint is whole, the weights are loaded and their version is returned; before
+        that "" is. During a pause it is always "", and the update ends with `end_sent`.
+
+        Raises the errors of `take_tensors`.
         """
         await self.refresh()
         if not self._record.sending:
@@ -221,7 +232,7 @@ class FleetWeights:
             folders = await self._transferred("update" if self.paused else "collect", info)
             complete = {client: folder for client, folder in folders.items() if folder}
             if len(complete) < len(folders) or self.paused:
-                # a replica that joined after the beginning has no other tensors
+                # a replica that joined after the beginning lacks the earlier tensors: drop these
                 if complete:
                     await self._drop([*complete])
                 return ""
@@ -232,9 +243,9 @@ class FleetWeights:
         return await self._replace_each(folders, name)
 
     async def end_sent(self) -> str:
-        """Replace the weights by tensors that were sent; return the version, "" without tensors.
+        """Replace the weights by the tensors that were sent; return the version.
 
-        Raises as `take_tensors`.
+        Returns "" if no update was begun. Raises the errors of `take_tensors`.
         """
         await self.refresh()
         if not self._record.sending:
@@ -249,12 +260,13 @@ class FleetWeights:
             await self._write(sending=False, sent_version="")
 
     async def _transferred(self, what: str, info: dict[str, Any]) -> dict[ReplicaClient, str]:
-        """Send an order to the replicas that joined a transfer, and return their folders.
+        """Send an order of a transfer to all replicas, and return {replica: its checkpoint folder}.
+
+        A folder is "" while the replica's checkpoint is not whole. Replicas that have not joined
+        the transfer are left out, and load the record's weights later. Raises MantaError if a
+        replica fails, after which no replica continues the transfer.
 
         what, info: fields of TransferWeights.
-
-        Replicas that came after its beginning get the weights from the record. Raises MantaError
-        if a replica fails, after which no replica goes on with the transfer.
         """
         answers = await self._ask_all(lambda _, ticket: TransferWeights(ticket, what, info))
         members = {
@@ -272,8 +284,9 @@ class FleetWeights:
         await self._ask_all(lambda _, ticket: TransferWeights(ticket, "drop"), clients)
 
     async def _replace_each(self, folders: dict[ReplicaClient, str], version: str) -> str:
-        """Have each replica load new weights from its own folder, once all have checked theirs.
+        """Have each replica load new weights from a folder of its own, once all were checked.
 
+        folders: the folder of each replica.
         Returns the version. Raises UpdateFailed, after which the update is dropped.
         """
         try:
@@ -309,10 +322,10 @@ class FleetWeights:
     async def sleep(self, level: int, tags: Sequence[str], mode: str) -> None:
         """Pause all replicas, and free memory of their engines; see `engine.LLM.sleep`.
 
-        mode: how running requests are paused. The end of the sleep ends this pause, but not a
-            pause that was there before.
-        Raises MantaError, with no pause begun; engines that cannot sleep refuse before any request
-        ends.
+        level, tags: as in `engine.LLM.sleep`; level 0 only pauses.
+        mode: mode of the pause. The end of the sleep ends this pause, but not an earlier one.
+        Raises MantaError, after which there is no pause. Engines that cannot sleep refuse before a
+        request is paused.
         """
         if level not in (0, 1, 2):
             raise InvalidRequest(f"level is 0, 1 or 2, not {level}", param="level")
@@ -340,12 +353,15 @@ class FleetWeights:
         await self._write(asleep=asleep, level=level)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the given parts of the engines' memory again; none = all. Raises MantaError."""
+        """Allocate parts of the engines' memory that a sleep has freed. Raises MantaError.
+
+        tags: names of the parts; none: all parts.
+        """
         parts = _parts(tags)
         await self.refresh()
         asleep = tuple(part for part in self._record.asleep if part not in parts)
         await self._write(asleep=asleep)
-        # an order without parts ends the sleep as a whole
+        # without tags the order ends the whole sleep
         order = [*parts] if asleep else []
         await self._order_all(lambda ticket: Control("wake", ticket, tags=order))
         if self._record.dozes and not asleep:
@@ -356,18 +372,17 @@ class FleetWeights:
         await self._order_all(lambda ticket: Control("reset_prefix_cache", ticket))
 
     def connected(self) -> list[ReplicaClient]:
-        """Return the replicas that can be ordered. Raises Overloaded if there is none."""
+        """Return the connected replicas. Raises Overloaded if there is none."""
         clients = [client for client in self._replicas.values() if client.connection is not None]
         if not clients:
             raise Overloaded("no replica is ready", code="no_replica", retry_after=5)
         return clients
 
     async def _order_all(self, make: MakeOrder) -> None:
-        """Give an order to all replicas and wait for their answers.
+        """Send an order to all replicas and wait for their answers.
 
-        make: makes the order with this ticket.
-        Raises Overloaded if there is no replica, else the error of a replica that refused. A
-        replica that is lost does not count, as others replace it.
+        Raises Overloaded if there is no replica, and the error of a replica that refused. A replica
+        that is lost meanwhile does not count, as another one replaces it.
         """
         self._check_all(await self._ask_all(lambda _, ticket: make(ticket)))
 
@@ -378,8 +393,9 @@ class FleetWeights:
     ) -> dict[ReplicaClient, Answer]:
         """Send each replica an order, and return the answers of replicas that are not lost.
 
-        make(client, ticket): returns the order.
-        clients: None = all. Raises Overloaded if there is no replica, or none answers.
+        make: returns the order, given the replica and the ticket.
+        clients: the replicas; None: all.
+        Raises Overloaded if there is no replica, or none answers.
         """
         clients = self.connected() if clients is None else clients
         answers = await asyncio.gather(
@@ -395,7 +411,7 @@ class FleetWeights:
         return by_client
 
     def _check_all(self, answers: Mapping[ReplicaClient, Answer]) -> None:
-        """Raise the error of a replica that refused."""
+        """Raise the error of the first answer that is a refusal: Overloaded or UpdateFailed."""
         for client, answer in answers.items():
             if answer.code == "device_busy":
                 raise Overloaded(answer.message, code=answer.code)
@@ -407,25 +423,26 @@ class FleetWeights:
                 )
 
     async def _order(self, client: ReplicaClient, make: MakeOrder) -> Answer | None:
-        """Give an order to one replica; None if the replica was lost."""
+        """Send an order to one replica, and return its answer; None if the replica was lost."""
         calls = self._replicas.calls
         while True:
             answer = await calls.ask(client, make(calls.ticket()), ORDER_SECONDS)
             if not isinstance(answer, Answer) or answer.code != "update_in_progress":
                 return answer if isinstance(answer, Answer) else None
-            # Another router brings the replica to the record.
+            # Another router has the replica load weights at the moment.
             await asyncio.sleep(_RETRY)
 
     # -- replicas that differ from the record
 
     def opened(self, client: ReplicaClient) -> None:
-        """Send a replica that joins no requests until it has loaded the record's weights."""
+        """Keep requests from a replica that was just connected, until it matches the record."""
         if self._record.number:
             client.state.keep_out(True)
             self._bring(client)
 
     def differs(self, client: ReplicaClient, stats: EngineStats) -> None:
-        """Send a replica requests again if its frame has the record's weights, else load them."""
+        """Let a replica get requests again if its stats match the record; if not, start to make it
+        match."""
         if not self.lacks(stats):
             client.state.keep_out(False)
         else:
@@ -438,7 +455,8 @@ class FleetWeights:
             task.add_done_callback(lambda _: self._bringing.pop(client, None))
 
     async def _bring_up(self, client: ReplicaClient) -> None:
-        """Give a replica the recorded weights, pause and sleep, until it has them or is lost."""
+        """Order the recorded weights, pause and sleep from a replica until it has them or is
+        lost."""
         logged = ""
         while client.connection is not None and not client.retired:
             await asyncio.sleep(_RETRY)
@@ -475,14 +493,14 @@ class FleetWeights:
                 )
             elif stats.weights_version == record.version:
                 if client.state.kept_out:
-                    # An idle engine sends the frame that lets it in.
+                    # An idle engine sends no frame by itself, and `differs` needs one.
                     await self._order(client, lambda ticket: Control("resume", ticket))
                 return
 
     def _lost(self, record: WeightsRecord) -> bool:
         """Whether the record's weights are lost: no replica has had them for LOST_SECONDS.
 
-        Call it once a replica has not found their folder.
+        Called when a replica has not found the folder of the weights.
         """
         if any(
             client.state.stats.weights_version == record.version
@@ -497,7 +515,7 @@ class FleetWeights:
         return now - self._lost_since >= LOST_SECONDS
 
     async def _forget(self, record: WeightsRecord) -> None:
-        """Serve the weights of the model's own folder, as those of the record are lost."""
+        """Return to the weights of the model's own folder, as the record's weights are lost."""
         self._lost_since = None
         await self.refresh()
         if self._record.version != record.version:
@@ -514,7 +532,7 @@ class FleetWeights:
             logger.warning("weights: %s", error.message)
 
     def lacks(self, stats: EngineStats) -> bool:
-        """Whether a replica lacks the recorded version, pause or sleep of the fleet."""
+        """Whether a replica's version, pause or sleep differs from the record's. stats: its own."""
         return (
             stats.weights_version != self.version
             or stats.paused != self.paused
@@ -527,7 +545,7 @@ class FleetWeights:
 
 
 def _parts(tags: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts of memory that a request's tags name; all without tags.
+    """Return the parts of an engine's memory that a request's tags name; without tags all parts.
 
     Raises InvalidRequest.
     """

@@ -1,7 +1,7 @@
-"""WeightsRecord: the weights that a model's replicas should have, and the stores that share it.
+"""WeightsRecord: the weights that a model's replicas should have. Stores by which routers share it.
 
-A record lives as long as its weights: after a deletion of the application too. Routers drop it once
-no replica has the weights and their folder is gone.
+A record outlives a deletion of the application, as its weights may. Routers reset it once no
+replica has the weights and their folder is gone.
 """
 
 from typing import Protocol
@@ -14,17 +14,17 @@ from deployments.cluster_store import prefix, store
 class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The weights and the pause that all replicas of a model should have.
 
-    number: grows with each change.
-    base: identity of the weights in the model's own folder, which the record is good for.
-    folder: the checkpoint in place, or several of which a node has one, one a line; "": the
-        model's own.
-    version: the name of these weights.
-    paused: the mode of the pause; "": none.
-    asleep: the parts of the engines' memory that a trainer's sleep has freed.
-    level: the level of that sleep.
-    dozes: whether the sleep has begun the pause, which ends with it.
-    sending: whether tensors of an update have come by SGLang's routes, and others will.
-    sent_version: the name of their weights; "": none was given.
+    number: grows with each change of the record.
+    base: identity of the weights in the model's own folder; the record holds for this model only.
+    folder: path of the checkpoint, or one path a line of which each node has one; "": the model's
+        own folder.
+    version: name of the weights.
+    paused: mode of the pause; "": no pause.
+    asleep: parts of the engines' memory that a trainer's sleep has freed.
+    level: level of the last sleep.
+    dozes: whether the sleep has begun the pause, so that both end together.
+    sending: whether an update by SGLang's routes was begun and has not ended.
+    sent_version: name of the weights of that update; "": none was given.
     """
 
     number: int = 0
@@ -40,14 +40,14 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsStore(Protocol):
-    """A store of one record. Methods block; they raise OSError if the store is unavailable."""
+    """A store of one WeightsRecord. Methods block, and raise OSError if it is unavailable."""
 
     def get(self) -> WeightsRecord | None: ...
     def put(self, record: WeightsRecord) -> None: ...
 
 
 class LocalWeightsStore:
-    """A store in this process, for a single router."""
+    """A store of a WeightsRecord in this process, for a single router."""
 
     def __init__(self) -> None:
         self._record: WeightsRecord | None = None
@@ -60,9 +60,9 @@ class LocalWeightsStore:
 
 
 class RayWeightsStore:
-    """A store in Ray's key-value store, which survives replicas, routers and Serve's controller.
+    """A WeightsRecord in Ray's store, which outlives replicas, routers and Serve's controller.
 
-    app: application of the model.
+    app: Serve application of the model.
     """
 
     def __init__(self, app: str) -> None:

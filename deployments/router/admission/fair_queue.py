@@ -34,19 +34,20 @@ Fields = NDArray[np.float64]  # a value for each replica
 # guess of routing (`OUTPUT_GUESS`), so that too little is admitted rather than too much.
 _GUESS = 256
 _LEARN = 0.05  # weight of the newest output length in the mean
-_OVERDUE = 0.1  # share of the expected tokens that a choice beyond them is assumed to have left
+# A choice longer than expected is assumed to generate this share of the expected tokens more.
+_OVERDUE = 0.1
 
-# One key may have this many times the free room waiting.
+# The waiting work of one key may be this many times the queue's free room.
 _SHARE = 4.0
 # Priorities are clamped to +-3 when requests are admitted.
 _LEVELS = 3
 # Priorities are clamped to +-16 when requests are ordered.
 _STEPS = 16
-_CALM = 0.25  # share of queue_seconds of waiting work at which an overload is over
+_CALM = 0.25  # times queue_seconds: an overload is over when less work waits
 _WHOLE = 1.5  # times queue_seconds: longest time to the first token in queue and engine
 _LEAST = 0.1  # times queue_seconds: least wait that is allowed, however slow the engine is
 _BURST = 4.0  # times queue_seconds: longest wait while a burst fills the batch
-_MARGIN = 1.25  # times the expected wait, which must fit before a deadline
+_MARGIN = 1.25  # times the expected wait: time that a deadline must leave
 _PROMISED = 0.5  # share of the rate reserved for refused requests that come again
 # Share of a Retry-After that is random, so that refused requests do not return together.
 _JITTER = 0.25
@@ -57,8 +58,8 @@ _SLOWEST = 60.0  # longest Retry-After in seconds; official clients ignore a lon
 class AdmissionLimits:
     """The limits of one router's queue.
 
-    queue_seconds: most waiting work, in seconds at the measured rate.
-    queue_tokens: most waiting work in tokens, whatever the rate.
+    queue_seconds: maximum of the waiting work, in seconds at the measured rate.
+    queue_tokens: maximum of the waiting work in tokens, whatever the rate.
     age_seconds: seconds of waiting that outweigh one step of priority.
     """
 
@@ -72,8 +73,9 @@ class Capacity:
     """The capacity of the replicas for one router, from which waiting times are estimated.
 
     rate: tokens/s; inf while unknown.
-    rows: choices that the replicas can run at once.
-    free: rows that are neither used nor waited for; negative: choices that wait there for a row.
+    rows: number of choices that the replicas can run at once.
+    free: rows that are neither used nor waited for; if negative, the number of choices that wait
+        at the replicas for a row.
     endings: expected seconds until each choice at a replica ends, ascending; empty if unknown.
     first_seconds: seconds from sending a choice to a replica to its first token.
     """
@@ -93,12 +95,12 @@ class Capacity:
         first_seconds: Fields,
         endings: Sequence[float] = (),
     ) -> "Capacity":
-        """Return the capacity of all replicas: the sums, and the mean of first_seconds.
+        """Return the capacity of all replicas: sums of their figures, the mean of first_seconds.
 
         A replica with an unknown rate is assumed to have the mean rate of the others.
 
-        rates, rows, free, first_seconds: the figures of Capacity, one for each replica.
-        endings: see Capacity; of all replicas.
+        rates, rows, free, first_seconds: the fields of Capacity, with a value for each replica.
+        endings: the field of Capacity, for the choices at all replicas.
         """
         count = len(rates)
         places, unused = float(rows.sum()), float(free.sum())
@@ -114,8 +116,8 @@ class Capacity:
 class Refusal:
     """The reason to refuse a request.
 
-    code: "overloaded" (all keys together have too much work waiting), "rate_limit_exceeded" (this
-        key has) or "deadline_exceeded".
+    code: "overloaded" (all keys together have too much work waiting), "rate_limit_exceeded" (the
+        request's key alone has too much) or "deadline_exceeded".
     seconds: seconds until the request would be admitted; 0 for a deadline.
     """
 
@@ -152,9 +154,12 @@ class OutputEstimate:
 
 
 class Ticket(Generic[T]):
-    """A request's place in the queue.
+    """A request's entry in the queue.
 
-    start: virtual time at which its key's tokens before it are served.
+    item: the request; None once it was removed from the queue.
+    key: the API key whose share the request counts against.
+    tokens: expected work of the request. sequences: number of its choices.
+    start: virtual time at which the earlier requests of the key have had their tokens.
     """
 
     __slots__ = ("item", "key", "sequences", "start", "tokens")
@@ -171,7 +176,7 @@ class _Key:
     __slots__ = ("finish", "tokens", "waiting")
 
     def __init__(self) -> None:
-        self.finish = 0.0  # virtual time at which its last request will have had its share
+        self.finish = 0.0  # virtual time at which the key's last request has had its tokens
         self.tokens = 0.0  # tokens of its waiting requests
         self.waiting = 0
 
@@ -185,7 +190,8 @@ class FairQueue(Generic[T]):
         step of priority shifts a request by the service of its key in age_seconds. Waiting
         outweighs priority, so no request starves.
 
-    Bound: a key may have `_SHARE` times the free room waiting, halved with each step of priority.
+    Bound: the waiting work of a key is at most `_SHARE` times the queue's free room, and half of
+        that for each step of lower priority.
         So no key can fill the queue, a key without waiting requests always finds room, and the
         lowest priority is refused first. An admitted request is not refused later.
 
@@ -198,13 +204,13 @@ class FairQueue(Generic[T]):
         self._limits = limits
         self._random = random
         self._heap: list[tuple[float, int, Ticket[T]]] = []
-        self._live = 0  # tickets in the heap that were not removed
+        self._live = 0  # number of tickets in the heap whose requests still wait
         self._count = 0
         self._keys: dict[str, _Key] = {}
         self._busy = 0  # keys with requests waiting
         self._now = 0.0  # virtual time
         self._long_since = math.inf  # time since which more than queue_seconds of work waits
-        self._calm_since = math.inf  # time since which at most a quarter of that waits
+        self._calm_since = math.inf  # time since which at most `_CALM` of that work waits
         self._asked = -math.inf  # time of the last admission check
         self._promised = 0.0  # time until which future room is reserved for refused requests
 
@@ -217,13 +223,13 @@ class FairQueue(Generic[T]):
         return len(self._keys)
 
     def longest(self, count: int) -> list[tuple[str, int, float]]:
-        """Return (key, number of requests, their tokens) for the keys with the most tokens
-        waiting."""
+        """Return (key, number of waiting requests, their tokens) of the `count` keys with the most
+        waiting tokens."""
         waiting = ((state.tokens, key, state) for key, state in self._keys.items() if state.waiting)
         most = nlargest(count, waiting, key=lambda found: found[0])
         return [(key, state.waiting, tokens) for tokens, key, state in most]
 
-    # -- in
+    # -- requests that come in
 
     def refusal(
         self,
@@ -245,7 +251,7 @@ class FairQueue(Generic[T]):
         if deadline is not None and now + _MARGIN * self._ahead(mine) / rate > deadline:
             return Refusal("deadline_exceeded", 0.0)
         if rate == math.inf and self.sequences >= capacity.rows:
-            return Refusal("overloaded", 1.0)  # until the rate is known, no more than can run
+            return Refusal("overloaded", 1.0)  # rate unknown: admit only what can run at once
         if not self._live:
             return self._refusal_of_first(capacity)
         room = self._bound(capacity, now) - self.tokens
@@ -256,7 +262,7 @@ class FairQueue(Generic[T]):
         excess = mine + tokens - share * room
         if excess <= 0 and late <= 0:
             return None
-        # Room comes as the queue drains, in proportion also from this key's requests.
+        # Room grows as the queue drains. The share `part` of it drains from this key's requests.
         part = mine / self.tokens
         seconds = max(late, excess / (share + part) / rate)
         # Other refused requests need that room, too, so each gets a later time.
@@ -267,9 +273,9 @@ class FairQueue(Generic[T]):
         return Refusal("overloaded" if fair else "rate_limit_exceeded", max(1.0, seconds))
 
     def _refusal_of_first(self, capacity: Capacity) -> Refusal | None:
-        """Return why a request may not be the only waiting one; None if it may.
+        """Return why a request may not enter the empty queue; None if it may.
 
-        It may wait as long as in a burst, since it takes nobody else's place.
+        It may wait as long as in a burst, since no other request waits behind it.
         """
         late = self._row_seconds(0.0, capacity) - self._patience(capacity, _BURST, _BURST)
         if late <= 0:
@@ -277,16 +283,16 @@ class FairQueue(Generic[T]):
         return Refusal("overloaded", max(1.0, min(_SLOWEST, late)))
 
     def _ahead(self, mine: float) -> float:
-        """Return the tokens that are served before a new request of a key.
+        """Return the waiting tokens that are served before a new request of a key.
 
-        mine: tokens that this key has waiting.
+        mine: the key's own waiting tokens.
         """
         return min(self.tokens, mine * self._busy)
 
     def _patience(
         self, capacity: Capacity, most: float = 1.0, with_engine: float = _WHOLE
     ) -> float:
-        """Return the seconds that a request may wait here, in addition to its time in the engine.
+        """Return the seconds that a request may wait in the queue, besides its time in the engine.
 
         most: limit of the wait, in units of queue_seconds.
         with_engine: limit of wait and engine time together, in units of queue_seconds.
@@ -300,7 +306,7 @@ class FairQueue(Generic[T]):
 
         Requests that began together end together, so the mean rate alone would be wrong.
 
-        mine: tokens that this key has waiting.
+        mine: the key's own waiting tokens.
         """
         if not capacity.endings:
             return 0.0
@@ -309,10 +315,10 @@ class FairQueue(Generic[T]):
         return capacity.endings[min(int(rank), len(capacity.endings) - 1)] if rank >= 0 else 0.0
 
     def _bound(self, capacity: Capacity, now: float) -> float:
-        """Return the tokens that may wait.
+        """Return the maximum of tokens that may wait in the queue.
 
-        A burst that fills an idle batch may wait longer, but only for a time: work that still waits
-        then is no burst.
+        A burst into an idle batch may wait `_BURST` times as long. Work that waits for longer than
+        that is no burst, and the usual limit holds again.
         """
         limits = self._limits
         short = self._patience(capacity) * capacity.rate
@@ -336,7 +342,7 @@ class FairQueue(Generic[T]):
 
         tokens: expected work of the request.
         sequences: number of its choices.
-        rate: the capacity's tokens/s.
+        rate: tokens/s of all replicas, as in Capacity.
         """
         state = self._keys.get(key)
         if state is None:
@@ -361,7 +367,7 @@ class FairQueue(Generic[T]):
         heappush(self._heap, (tag, self._count, ticket))
         return ticket
 
-    # -- out
+    # -- requests that go out
 
     def head(self) -> Ticket[T] | None:
         """Return the next request to send, without removing it; None if none waits."""
@@ -409,14 +415,14 @@ class FairQueue(Generic[T]):
             heapify(self._heap)
 
     def correct(self, key: str, tokens: float) -> None:
-        """Correct a key's service by tokens that its request took beyond (or below) the
-        estimate."""
+        """Charge a key for the tokens by which its request exceeded the estimate; negative: the
+        request took fewer."""
         state = self._keys.get(key)
         if state is not None:
             state.finish += tokens
 
     def _forget(self) -> None:
-        """Drop idle keys whose service lies in the past, as they are equal to new keys."""
+        """Drop idle keys whose `finish` has passed, as they are equal to new keys."""
         if len(self._keys) > 2 * self._busy + 64:
             self._keys = {
                 key: state

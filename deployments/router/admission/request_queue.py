@@ -55,9 +55,9 @@ class RequestQueue:
         self._batch_queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random.random)
         self._tickets: dict[InflightRequest, Ticket[InflightRequest]] = {}
         self._estimate = OutputEstimate()
-        self._capacity = (0.0, Capacity())  # valid until, capacity
+        self._capacity = (0.0, Capacity())  # (monotonic seconds until it is valid, capacity)
         self._rate = math.inf  # last known tokens/s of the replicas
-        # Error for waiting requests once no replica will come any more.
+        # Error of waiting requests if the model is being removed; None: it is not.
         self._leaving: MantaError | None = None
         requests.on_end.append(self.ended)
 
@@ -80,18 +80,18 @@ class RequestQueue:
         return any(replica.available for replica in self._fleet.replicas.values())
 
     def longest(self, count: int) -> list[tuple[str, int, float]]:
-        """Return (key, number of requests, their tokens) for the keys with the most work
-        waiting."""
+        """Return (key, number of waiting requests, their tokens) of the `count` keys with the most
+        waiting tokens."""
         keys = self._queue.longest(count) + self._batch_queue.longest(count)
         return sorted(keys, key=lambda item: -item[2])[:count]
 
     def _queue_of(self, request: GenerationRequest) -> FairQueue[InflightRequest]:
         return self._batch_queue if request.priority >= BATCH_PRIORITY else self._queue
 
-    # -- in
+    # -- requests that come in
 
     def admit(self, key: str) -> None:
-        """Raise Overloaded if an average request of this key would be refused."""
+        """Raise Overloaded if a new request of this key, of mean size, would be refused."""
         queue = self._queue
         if queue.sequences:
             self._check(key, 0, queue.tokens / len(queue), None)
@@ -101,7 +101,7 @@ class RequestQueue:
             self._check(key, 0, 0.0, None)
 
     def check(self, request: GenerationRequest) -> bool:
-        """Return whether a new request may be sent to a replica now; else it has to wait.
+        """Return whether a new request may be sent to a replica now; if false, it has to wait.
 
         Raises MantaError if the request is refused.
         """
@@ -127,7 +127,7 @@ class RequestQueue:
             request.deadline,
             self._queue_of(request),
         )
-        # The request waits at a replica rather than here, for the next free row.
+        # If `roomy`, the request waits at a replica for the next free row, not in this queue.
         return roomy
 
     def enter(self, inflight: InflightRequest, roomy: bool) -> None:
@@ -160,7 +160,7 @@ class RequestQueue:
                 error = Overloaded(message, code="no_replica", retry_after=self._waking.seconds())
                 inflight.fail(error)
 
-    # -- out
+    # -- requests that go out
 
     def fill(self) -> None:
         """Send waiting requests while any replica has room."""
@@ -179,19 +179,21 @@ class RequestQueue:
             inflight.fail(error)
 
     def leave(self, reason: MantaError) -> None:
-        """Fail the waiting requests once no replica is left, as none will come. reason: their
-        error."""
+        """Let the model be removed: fail waiting requests once its last replica has gone.
+
+        reason: error of these requests.
+        """
         self._leaving = reason
         self.replicas_changed()
 
     def replicas_changed(self) -> None:
-        """Fail all waiting requests if their model is leaving and its last replica is gone."""
+        """Fail all waiting requests if their model is being removed and has no replica left."""
         if self._leaving is not None and not self.ready():
             self._assignment.displaced.fail_all(self._leaving)
             self.fail_all(self._leaving)
 
     def hear_frame(self, replica: ReplicaState) -> None:
-        """Place queued requests if this replica's last frame shows room."""
+        """Send queued requests to replicas if this replica's last frame shows room."""
         room, *_, batch_room = replica.room()
         if self.choices and (room if self._queue.sequences else batch_room) > 0:
             self.fill()
@@ -199,7 +201,8 @@ class RequestQueue:
             self.replicas_changed()
 
     def ended(self, inflight: InflightRequest) -> None:
-        """Remove a request that has ended, or learn from its output if it had been sent."""
+        """Handle the end of a request: take it out of the queue or, if it had been sent to a
+        replica, correct its key's service and the output estimate."""
         ticket = self._tickets.pop(inflight, None)
         queue = self._queue_of(inflight.request)
         if ticket is not None:
@@ -215,11 +218,12 @@ class RequestQueue:
     # -- measures
 
     def _survey(self, *, batch_work: bool = False) -> tuple[bool, bool, bool]:
-        """Return whether a replica is available, whether one takes more choices, and whether one
-        of these has a free row.
+        """Return (whether a replica is available, whether a replica takes more choices, whether
+        one that takes more has a free row).
+
+        The cost is a few array operations, however many replicas there are.
 
         batch_work: whether the choices are batch work, which gets free rows only.
-        It takes a few array operations, however many replicas there are.
         """
         fleet = self._fleet
         fleet.refresh()
@@ -229,14 +233,14 @@ class RequestQueue:
         ready, takes = bool(places.max() > -math.inf), places > 0
         if fleet.apart:
             if not takes[fleet.roles != PREFILL].any():
-                # Prompts would be computed long before their answers.
+                # No replica has room for decodes, so prompts would be computed long before answers.
                 return ready, False, False
             takes &= fleet.roles != DECODES
         roomy = bool(takes.any())
         return ready, roomy, roomy and bool((fleet.free_rows[takes] > 0).any())
 
     def _limit(self, request: GenerationRequest) -> int:
-        """Return the most output tokens that a choice can have."""
+        """Return the maximum of output tokens that a choice of the request can have."""
         limit = request.params.max_tokens
         if limit is None:
             return self._cards.base.max_model_len - len(request.token_ids)

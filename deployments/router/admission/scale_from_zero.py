@@ -19,14 +19,14 @@ UNKNOWN = 5.0  # Retry-After in seconds if the time of a replica's start is unkn
 
 
 class Waking:
-    """The requests of one router to Serve for a replica of a model that has none.
+    """The calls by which one router asks Serve for a replica of a model that has none.
 
-    A model sleeps if it may have no replicas, has none, and none was asked for.
+    A model sleeps if it may have no replicas, has none, and no call for one is under way.
 
     model: name of the model.
     start_seconds: assumed time of a replica's start until one was measured; None: the model never
         sleeps, and this object does nothing.
-    ask: asks for a replica, and returns when one has answered.
+    ask: asks Serve for a replica, and returns when the replica has answered.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Waking:
         start_seconds: float | None = None,
         ask: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self.metrics = RouterMetrics()  # the dispatcher's own, once it sets them
+        self.metrics = RouterMetrics()  # replaced by the dispatcher's metrics
         self._model = model
         self._guess = start_seconds
         self._ask = ask
         self._took: float | None = None  # measured seconds of a start
-        self._was_there = False  # whether a replica was there since this router knows the model
+        self._was_there = False  # whether this router has ever seen a replica of the model
         self._empty = False  # whether Serve has reported that there is no replica
         self._asked = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -70,7 +70,7 @@ class Waking:
         """
         self._was_there = True
         if self._waits:
-            # Another router may have asked earlier.
+            # Another router may have asked earlier, and then the start took longer than this wait.
             self._took = max(time.monotonic() - self._asked, start_seconds)
             logger.info("%s is awake after %.1f s", self._model, self._took)
         elif self._took is None and start_seconds:
@@ -78,7 +78,7 @@ class Waking:
         self.close()
 
     def wake(self) -> bool:
-        """Ask for a replica if the model sleeps, and return whether this call has asked."""
+        """Ask Serve for a replica if the model sleeps, and return whether it did."""
         if not self.sleeping or self._ask is None:
             return False
         logger.info("%s sleeps, and is woken by a request", self._model)
@@ -88,7 +88,7 @@ class Waking:
         return True
 
     def check(self, wait_seconds: float) -> None:
-        """Raise Overloaded if no replica is expected within `wait_seconds`."""
+        """Raise Overloaded if a replica is starting that is not expected within `wait_seconds`."""
         if self._took is None or not self._waits:
             return
         seconds_left = self._asked + self._took - time.monotonic()

@@ -1,4 +1,4 @@
-"""KeyFiles: a router's API keys, read from the configured files, and again when these change."""
+"""KeyFiles: a router's API keys, read from the configured files and again after each change."""
 
 import logging
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class KeySettings:
 
     user, admin: the keys when the configuration was built, used if the router's node lacks the
         files.
-    files: paths of the two files, by their names in the configuration.
+    files: {"api_keys_file" or "admin_keys_file": path}.
     """
 
     user: tuple[ApiKey, ...] = ()
@@ -38,7 +38,7 @@ class KeyFiles:
     def poll(self) -> bool:
         """Read the files that have changed, and return whether keys have changed.
 
-        A missing or faulty file leaves its keys as they were, so that a mistake does not lock all
+        The keys of a missing or faulty file stay as they were, so that a mistake does not lock all
         users out.
         """
         changed = False
@@ -66,7 +66,7 @@ class KeyFiles:
         return changed
 
     def options(self) -> dict[str, Any]:
-        """Return the fields of ApiOptions that follow from the keys."""
+        """Return the fields of ApiOptions for these keys: their digests and rules."""
         user, admin = self._keys["api_keys_file"], self._keys["admin_keys_file"]
         rules: dict[bytes, KeyRule] = {
             bytes.fromhex(key.digest): key.rule for key in (*admin, *user) if key.rule != KeyRule()
@@ -78,6 +78,6 @@ class KeyFiles:
         }
 
     def names(self) -> dict[str, str]:
-        """Return the name of each key in metrics and the usage file, by Caller.id."""
+        """Return {Caller.id of a key: the key's name in metrics and the usage file}."""
         keys = (*self._keys["admin_keys_file"], *self._keys["api_keys_file"])
         return {key.digest[:32]: key.rule.name or key.digest[:8] for key in keys}

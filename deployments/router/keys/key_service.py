@@ -29,10 +29,12 @@ _Counts = dict[str, KeyCount]
 
 
 class SharedCounts:
-    """Counts of keys with limits, which the routers of an application share.
+    """The counts of keys with limits, which the routers of an application share.
 
-    They are in Ray's own key-value store, so that a key's limit is one for all routers and survives
-    them. Methods block, and raise OSError if the store is unavailable.
+    The counts are in Ray's own key-value store, so a key has one limit at all routers, and what it
+    has used survives them. Methods block, and raise OSError if the store is unavailable.
+
+    router: name of this router, under which its own counts are stored.
     """
 
     def __init__(self, app: str, router: str) -> None:
@@ -41,8 +43,8 @@ class SharedCounts:
         self._put = b""
 
     def base(self, spent: dict[str, dict[str, int]]) -> None:
-        """Store what keys had spent before this application started, unless another router has done
-        so.
+        """Store the tokens that keys had used before this application started, unless another
+        router has stored them.
 
         A later value would count the application's own work twice.
 
@@ -58,9 +60,9 @@ class SharedCounts:
             store("put", self._folder + place, msgspec.msgpack.encode(counts), overwrite=False)
 
     def exchange(self, counts: _Counts, periods: Collection[str]) -> dict[str, _Counts]:
-        """Store this router's counts, and return those of all other routers.
+        """Store this router's counts, and return the counts of each other router, by store key.
 
-        periods: the current day and month; routers that have counted nothing in them are forgotten.
+        periods: the current day and month; entries of routers without a count in them are deleted.
         """
         data = msgspec.msgpack.encode(counts)
         if data != self._put:
@@ -82,7 +84,7 @@ class SharedCounts:
 class KeyService:
     """The API keys, their limits and the usage log of one router, polled once a second.
 
-    on_change: called with the fields of ApiOptions that follow from changed keys.
+    on_change: called with the new fields of ApiOptions (`KeyFiles.options`) when keys have changed.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class KeyService:
         return not self._keyed and self._log is None
 
     async def start(self) -> dict[str, Any]:
-        """Start polling, and return the fields of ApiOptions that follow from the present keys."""
+        """Start polling, and return the fields of ApiOptions for the present keys."""
         if not self.idle:
             await asyncio.to_thread(self._first)
             self._names = self._files.names()
@@ -126,8 +128,8 @@ class KeyService:
     def ended(self, inflight: InflightRequest) -> None:
         """Charge a finished request's prompt and output tokens to its API key and model.
 
-        They go into metrics, the key's limits and the usage log. Another router has counted the
-        tokens that a resumed stream had before.
+        The tokens are added to metrics, the key's limits and the usage log. Tokens that a stream
+        had before this router resumed it are left out, as another router has counted them.
         """
         trace = inflight.trace
         before = sum(len(tokens or ()) for tokens in inflight.request.emitted)

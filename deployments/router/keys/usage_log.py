@@ -1,7 +1,7 @@
 """UsageLog: a log file with a JSON line for each prompt that has ended.
 
 All routers of a machine share the file, which is renamed when it is full: usage.jsonl,
-usage.jsonl.1 (the newest of the full ones), ...
+usage.jsonl.1 (the newest full file), ...
 """
 
 import fcntl
@@ -18,17 +18,19 @@ from deployments.api.key_limits import period_of
 
 logger = logging.getLogger("manta.router")
 
-_MOST_LINES = 100_000  # most lines kept in memory while the disk takes none
+_MOST_LINES = 100_000  # maximum of lines kept in memory while the file cannot be written
 _COMPLAINT_SECONDS = 60.0
 
 
 class UsageLine(msgspec.Struct):
-    """The usage of one prompt that has ended.
+    """A line of the usage file: the tokens of one prompt that has ended.
 
-    at: Unix time of its end.
+    at: Unix time of the prompt's end.
     key: name of the API key; "" if keys are not used.
     key_id: first half of the key's SHA-256.
     prompt_tokens: prompt tokens, including those found in the prefix cache.
+    seconds: time from the prompt's arrival to its end.
+    finish: the finish reason of each choice.
     error: error code; "" without an error.
     """
 
@@ -46,7 +48,7 @@ class UsageLine(msgspec.Struct):
 
 
 class UsageLog:
-    """The usage file. `add` is for the event loop; `flush` writes, and blocks.
+    """The usage file. `add_line` may be called on the event loop; `flush` writes, and blocks.
 
     bytes: size at which a file is full.
     files: number of full files that are kept.
@@ -69,7 +71,7 @@ class UsageLog:
     def flush(self) -> None:
         """Append the added lines to the file.
 
-        If the disk takes nothing, the log reports it and the lines are written later.
+        If the file cannot be written, an error is logged and the lines are kept for the next call.
         """
         lines, self._lines = self._lines, []
         if not lines:
@@ -127,9 +129,9 @@ class UsageLog:
         return self.path.with_name(f"{self.path.name}.{number}")
 
     def spent(self, at: float) -> dict[str, dict[str, int]]:
-        """Return the tokens of each key in the day and month of a Unix time, by key id and period.
+        """Return {key id: {period: tokens}} for the day and the month of the Unix time `at`.
 
-        The result covers the files that are still there.
+        Tokens are prompt and output tokens of the lines in files that are still there.
         """
         spent: dict[str, dict[str, int]] = {}
         periods: tuple[Period, ...] = ("day", "month")

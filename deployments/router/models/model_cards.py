@@ -1,4 +1,4 @@
-"""ModelCards: the names that a router serves, of a model and its adapters."""
+"""ModelCards: a router's cards of a model and its adapters, by the names that requests use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,9 +9,10 @@ from deployments.router.replicas.replica_client import ReplicaEndpoint
 
 
 class ModelCards:
-    """A router's cards of a model and its adapters (context, vocabulary, end tokens), by name.
+    """The cards of a model and its adapters (context, vocabulary, end tokens), by name.
 
-    card: the model's configured card, corrected by what replicas report.
+    base: the model's card, whose limits are replaced by those that replicas report.
+    by_name: the cards of the model and its adapters, by name.
     on_change: called without arguments when cards have changed.
     """
 
@@ -20,11 +21,11 @@ class ModelCards:
         self.on_change: Callable[[], None] = lambda: None
         self.by_name: dict[str, ModelCard] = {card.id: card}
         self._records: Mapping[str, AdapterRecord] = {}
-        self._known = False  # whether a replica has reported what it can do
+        self._known = False  # whether a replica has reported its limits
 
     def learn(self, endpoint: ReplicaEndpoint) -> None:
-        """Update the cards by a replica's limits; of several replicas the shortest context
-        counts."""
+        """Update the cards by a replica's vocabulary, end tokens and context length; of several
+        replicas the shortest context counts."""
         known = self.base.max_model_len if self._known else endpoint.max_model_len
         self._known = True
         self.base = replace(
@@ -36,7 +37,7 @@ class ModelCards:
         self.set_adapters(self._records)
 
     def set_adapters(self, records: Mapping[str, AdapterRecord]) -> None:
-        """Set the adapters that are served, by name."""
+        """Set the adapters that have cards. records: the adapters by name."""
         card = self.base
         self._records = records
         self.by_name = {card.id: card}

@@ -1,7 +1,7 @@
 """ModelLoader: loads the models that a router serves, and connects the router to their replicas.
 
-It also polls for changes that other routers make to adapters and models. One poll covers all
-models, so that an unused model costs a router nothing.
+The loader also polls for changes that other routers make to adapters and models. One poll covers
+all models, so an unused model costs a router nothing.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
 
-# Seconds between two reads of the change marks in the store, which commands and routers write with
-# each change of models and adapters.
+# Seconds between two reads of the change marks in Ray's store, which commands and routers rewrite
+# with each change of models and adapters.
 _POLL_SECONDS = 1.0
-# Seconds between two reads of everything in Serve and the store, for changes without a mark.
+# Seconds between two full reads of models and adapters, for changes that did not change a mark.
 _FULL_POLL_SECONDS = 10.0
 
 FindModels = Callable[[str], dict[str, ServedModel]]
@@ -51,7 +51,7 @@ Engines = Sequence["DeploymentHandle[Any]"]
 
 @dataclass(slots=True)
 class _Connected:
-    """A served model, and the subscriptions that track its replicas."""
+    """A served model with its dispatcher, and the subscriptions that track its replicas."""
 
     model: ServedModel
     dispatcher: Dispatcher
@@ -72,8 +72,8 @@ class _Connected:
 class ModelLoader:
     """The models of one router and their replicas. All methods belong to the event loop.
 
-    app: application of the router.
-    seconds: time that requests may go on after their model was changed or removed.
+    app: name of the router's Serve application.
+    seconds: time for which requests may go on after their model was changed or removed.
     """
 
     def __init__(self, front: ModelsBackend, app: str, seconds: float) -> None:
@@ -92,11 +92,11 @@ class ModelLoader:
         self._polling = asyncio.Lock()
 
     async def serve(self, model: ServedModel, engines: Engines) -> None:
-        """Load a model and serve it from now on, in place of an earlier one with its name.
+        """Load a model and serve it from now on, in place of an earlier model of the same name.
 
         engines: handles of the model's engine deployments.
 
-        Raises the errors of loading.
+        Raises MantaError, OSError or ValueError if the model cannot be loaded.
         """
         card, tokenizer, identity = await asyncio.to_thread(_load, model, self._app)
         dispatcher = Dispatcher(
@@ -176,14 +176,17 @@ class ModelLoader:
                 logger.exception("the look at the models failed")
 
     def _marks(self) -> tuple[bytes, bytes]:
-        """Return the change marks of adapters and of models: bytes that differ after each change.
-        Blocks.
+        """Return the change marks of adapters and of models: bytes in Ray's store that differ after
+        each change. Blocks.
         """
         models = self._mark if self._find is None else model_applications.mark(self._app)
         return mark_of_all(self._app), models
 
     async def poll(self) -> None:
-        """Serve the models that exist now. Raises OSError and Ray's exceptions."""
+        """Connect to models that were added to Serve or changed, and disconnect from removed ones.
+
+        Raises OSError and Ray's exceptions.
+        """
         async with self._polling:
             if self._find is not None:
                 await self._poll(self._find)
@@ -230,7 +233,8 @@ class ModelLoader:
 
         The task ends the subscriptions to the replicas' addresses and closes the handles.
 
-        same: the new version of the model, whose handles stay open; None: the model was removed.
+        same: the new version of the model, which keeps the handles that both use; None: the model
+            was removed.
         """
         in_use = () if same is None else [(same.app, pool) for pool in same.pools]
 
@@ -252,7 +256,7 @@ class ModelLoader:
 class ChangeModels:
     """The functions that change Serve's list of models. All block, and raise MantaError.
 
-    put: adds or changes a model, given its name and section.
+    put_model: adds or changes a model, given its name and its section of the configuration.
     remove: removes a model, given its name.
     trouble: returns why a model does not start; see ModelChanges.
     """
@@ -265,7 +269,7 @@ class ChangeModels:
 class RouterChanges:
     """The changes of models over HTTP, made one at a time.
 
-    This router knows a change when it has answered; the others learn of it within a second.
+    This router serves a changed model before it answers; the other routers do within a second.
     """
 
     def __init__(self, change: ChangeModels, front: ModelsBackend, loader: ModelLoader) -> None:
@@ -296,10 +300,10 @@ class RouterChanges:
 
 
 async def _ask(engines: Engines) -> None:
-    """Wait for a replica by calling it.
+    """Wait for a first replica by a call to one of a model's engine deployments.
 
     Serve reports the call to the scaling policy as waiting work until it is answered or cancelled.
-    One pool is enough, as the policy weighs all pools.
+    A call to one pool is enough, as the policy weighs all pools.
     """
     response: Any = engines[0].stats.remote()
     try:

@@ -14,9 +14,9 @@ class DispatchLimits:
     """The limits of one router's work for a model.
 
     wait_seconds: longest wait of a request for a replica.
-    in_flight: most requests at once.
-    waiting: most choices that wait while no replica is ready.
-    admission: limits while replicas are ready.
+    in_flight: maximum of requests at once.
+    waiting: maximum of choices that wait while no replica is ready.
+    admission: limits of the queue while replicas are ready.
     losses: replicas, killed from outside, that a request may lose in a row without a new token.
     """
 
@@ -36,7 +36,7 @@ class ServedModel:
     aliases: patterns of other names.
     find_model: returns the model's local folder, and downloads the model if needed.
     seed, generation_config: settings of the engines.
-    chat_template: jinja that goes before the model's own; None: the model's.
+    chat_template: jinja that replaces the model's own template; None: the model's own.
     images: whether engines take images where the model sees them; `engine.images` of all pools.
     start_seconds: assumed time of a replica's start if the model may sleep; else None.
     app: Serve application of the model's engines; "": the router's own.
@@ -57,9 +57,9 @@ class ServedModel:
     pools: tuple[str, ...] = ()
 
     def same(self, other: "ServedModel") -> bool:
-        """Whether another model is equal for a router, which then has nothing to do.
+        """Whether `other` has the same settings, so that a router need not load it again.
 
-        The functions find_model are compared by their parts.
+        The functions find_model are compared as `_made_of` says.
         """
         mine, theirs = _made_of(self.find_model), _made_of(other.find_model)
         return mine == theirs and all(
@@ -70,6 +70,9 @@ class ServedModel:
 
 
 def _made_of(function: Callable[[], Path]) -> object:
-    """Return a value by which partial functions can be compared; two partials are never equal."""
+    """Return the parts of a functools.partial, which compare equal where the partials do not.
+
+    Returns any other function itself.
+    """
     parts = ("func", "args", "keywords")
     return [getattr(function, name, None) for name in parts] or function

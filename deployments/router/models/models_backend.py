@@ -29,9 +29,9 @@ _POLL = 0.2  # seconds between polls of whether a removed model is idle
 
 
 class _Owners(dict[str, Dispatcher]):
-    """The dispatcher of each name that requests may use.
+    """The dispatcher of each model or adapter name that requests may use.
 
-    Raises MantaError for a model that was removed since its name was read.
+    Raises MantaError for a name that is missing, as its model was removed a moment ago.
     """
 
     def __missing__(self, model: str) -> Dispatcher:
@@ -42,14 +42,15 @@ class ModelsBackend:
     """The models that one router serves. All methods belong to the event loop that created it.
 
     name: name of the router.
-    several: whether models are added and removed at run time. If not, there is one model, and
-        reports do not name it.
+    several: whether models are added and removed at run time. If false, there is one model, and
+        metrics and reports do not name it.
+    dispatchers: the dispatcher of each served model, by the model's name.
     """
 
     def __init__(self, name: str, *, several: bool = False) -> None:
         self.name = name
         self.several = several
-        self.metrics = RouterMetrics()  # with several models: metrics that belong to none of them
+        self.metrics = RouterMetrics()  # with several models: metrics of no single model
         # Functions that are called for each prompt that has ended.
         self.on_end: list[Callable[[InflightRequest], None]] = []
         self.adapters = AdaptersByModel(self)
@@ -60,9 +61,9 @@ class ModelsBackend:
         self._draining = False
 
     def set_dispatcher(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
-        """Serve a model by this dispatcher from now on.
+        """Serve a model by a new dispatcher from now on.
 
-        seconds: time that requests of a replaced dispatcher may go on.
+        seconds: time for which requests of a replaced dispatcher may go on.
         """
         dispatcher.requests.on_end.append(self._ended)
         dispatcher.cards.on_change = self._rebuild
@@ -82,7 +83,7 @@ class ModelsBackend:
             listener(inflight)
 
     def take_out(self, model: str, seconds: float) -> None:
-        """Stop serving a model to new requests; those in flight may go on for `seconds`."""
+        """Stop serving a model to new requests; requests in flight may go on for `seconds`."""
         dispatcher = self.dispatchers.pop(model)
         removed = MantaError(
             f"the model {model} was removed while it answered; GET /v1/models says what is served",
@@ -99,9 +100,9 @@ class ModelsBackend:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """Collect the names that requests may use.
+        """Collect the names of models and adapters that requests may use.
 
-        If two models have adapters of the same name, the first model's gets the bare name.
+        If two models have adapters of the same name, the name stands for the first model's adapter.
         """
         cards: dict[str, ModelCard] = {}
         owners = _Owners()
@@ -112,7 +113,7 @@ class ModelsBackend:
         self._cards, self._owners = cards, owners
 
     def _retire(self, dispatcher: Dispatcher, seconds: float, reason: MantaError) -> None:
-        """Close a dispatcher once it has no requests, at the latest after `seconds`.
+        """Start a task that closes a dispatcher once it has no requests, or after `seconds`.
 
         reason: error of the requests that take longer.
         """
@@ -170,7 +171,7 @@ class ModelsBackend:
 
     @property
     def only(self) -> str:
-        """The model of requests that name none; "" if there are several."""
+        """The name of the only model, which requests need not name; "" if there are several."""
         return next(iter(self.dispatchers)) if len(self.dispatchers) == 1 else ""
 
     def _all(self) -> Iterator[Dispatcher]:
@@ -186,7 +187,7 @@ class ModelsBackend:
             yield from self.metrics.of_no_model()
 
     def held(self) -> dict[str, int]:
-        """Return counts of what unfinished requests hold in this router, by its name.
+        """Return {name of a kind of object: number that unfinished requests hold in this router}.
 
         A count above 0 without requests is a leak.
         """
@@ -197,7 +198,10 @@ class ModelsBackend:
         return counts
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
-        """Return the traces of the requests with this id; see request_trace.py."""
+        """Return the traces of the requests with an id, as JSON; see request_trace.py.
+
+        owner: digest of the API key that asks, which sees its own requests only; None: all.
+        """
         return [
             part for dispatcher in self._all() for part in dispatcher.requests.explain(id, owner)
         ]
@@ -210,29 +214,30 @@ class ModelsBackend:
         return {"router": self.name, "models": models}
 
     def stop(self, id: str, owner: str | None, partial: bool = False) -> int:
-        """End the running requests with this id, and return the number of prompts ended.
+        """End the running requests with an id, and return the number of prompts ended.
 
-        partial: whether a request's answer is the output so far; else it is an error.
+        owner: digest of the API key that asks, which ends its own requests only; None: all.
+        partial: whether a request's answer is the output so far; if false, it is an error.
         """
         return sum(dispatcher.requests.stop(id, owner, partial) for dispatcher in self._all())
 
     def autoscaling_stats(self) -> dict[str, int | float]:
-        """Return the load of the one model; {} if there are several.
+        """Return the load metrics of the only model; {} if there are several.
 
-        Several models have applications of their own, which scale by their engines' reports.
+        Each of several models has an application of its own, which scales by its engines' reports.
         """
         if self.several:
             return {}
         return next((dispatcher.load() for dispatcher in self.dispatchers.values()), {})
 
     def refuse_new(self) -> None:
-        """Refuse new requests; those in flight go on."""
+        """Refuse new requests; requests in flight go on."""
         self._draining = True
         for dispatcher in self._all():
             dispatcher.refuse_new()
 
     def fail_all(self) -> None:
-        """Fail all requests that are still in flight, as the time for them is over."""
+        """Fail all requests that are still in flight, as the time of the drain is over."""
         for dispatcher in self._all():
             dispatcher.requests.fail_all()
 
@@ -292,7 +297,8 @@ class AdaptersByModel:
     def _base(self, name: str, model: str) -> str:
         """Return the name of an adapter's base model; "" if no model has the adapter.
 
-        model: the base model as the caller named it; "": that of the model with such an adapter.
+        name: the adapter's name.
+        model: the base model as the caller named it; "": the model that has the adapter.
 
         Raises MantaError if several models have the adapter, or no model has the given name.
         """
@@ -305,10 +311,10 @@ class AdaptersByModel:
         return model or next(iter(holders), "")
 
     def _of(self, name: str) -> AdapterRegistry:
-        """Return the registry that has an adapter.
+        """Return the registry that has an adapter, or any registry if none has it.
 
-        For an adapter that no registry knows any will do, as each then reads what other routers
-        have written. Raises AdapterError if there is no registry.
+        A registry that lacks an adapter reads what other routers have written. Raises AdapterError
+        if there is no registry.
         """
         registries = list(self._each().values())
         for registry in registries:

@@ -1,6 +1,6 @@
-"""ReplicaCalls: requests to replicas over their channels, answered by ticket.
+"""ReplicaCalls: calls to replicas over their channels, whose answers name the call's ticket.
 
-`recall` uses them to fetch the tokens of a stream whose router or proxy has died.
+`recall` fetches the tokens of a stream whose router or proxy has died, by such calls.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from deployments.transport.channel import Recall, Recalled
 if TYPE_CHECKING:
     from deployments.router.replicas.replica_client import ReplicaClient
 
-RECALL_SECONDS = 2.0  # seconds for all replicas, which a new router has to connect to first
+RECALL_SECONDS = 2.0  # seconds for all answers; a new router has to connect to the replicas first
 _POLL = 0.02  # seconds between polls for newly connected replicas
 
 
@@ -24,14 +24,14 @@ class Ticketed(Protocol):
 
 
 class ReplicaCalls:
-    """The calls of one router. An answer is a message with the ticket of its call."""
+    """The open calls of one router. A call's answer is a message with the same ticket."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count(1)
         self._waiting: dict[int, tuple[ReplicaClient, asyncio.Future[Any]]] = {}
 
     def ticket(self) -> int:
-        """Return a new ticket."""
+        """Return a number for a new call, which no other call has."""
         return next(self._tickets)
 
     async def ask(self, client: "ReplicaClient", message: Ticketed, seconds: float) -> Any:
@@ -57,7 +57,7 @@ class ReplicaCalls:
             call[1].set_result(answer)
 
     def lost(self, client: "ReplicaClient") -> None:
-        """End the calls to a replica whose connection is lost."""
+        """End the calls to a replica whose connection is lost; `ask` then returns None."""
         for ticket, (asked, future) in list(self._waiting.items()):
             if asked is client:
                 del self._waiting[ticket]
@@ -71,10 +71,13 @@ async def recall(
     streams: Sequence[str],
     enough: Callable[[list[RecalledChoice]], bool],
 ) -> list[RecalledChoice]:
-    """Return what all replicas remember of these streams, including replicas that connect
-    meanwhile.
+    """Return the choices of the given streams that replicas remember, with their tokens.
 
-    Ends when `enough` returns true, when all replicas have answered, or after RECALL_SECONDS.
+    Asks all replicas, also those that connect meanwhile. Ends when all have answered, when the
+    answers suffice, or after RECALL_SECONDS.
+
+    clients: returns the present replicas. streams: ids of the streams.
+    enough: whether the choices so far suffice.
     """
     choices: list[RecalledChoice] = []
     asked: dict[ReplicaClient, asyncio.Task[None]] = {}

@@ -24,16 +24,18 @@ _RETRY = (0.05, 2.0)  # seconds between attempts to connect: first, longest
 class ReplicaEndpoint:
     """The metadata that a replica publishes: its address, its secret, and its engine's limits.
 
-    step_tokens: most tokens of a step.
+    secret: key of the channel's authentication.
+    step_tokens: maximum of tokens in a step.
     adapter_slots: adapters that fit on the device; 0: not reported.
     weights, tokenizer: fields of checkpoints.resolve.ModelIdentity.
     start_seconds: duration of the replica's start; 0: not reported.
     dtype: the type of the engine's weights, as in "bfloat16"; "": not reported.
-    logprobs_mode: the mode of requests that name none.
+    logprobs_mode: the logprobs mode of requests that name none.
     tensor_parallel, pipeline_parallel: the number of ranks of a stage, and of stages.
-    kv_port, kv_secret: where its KV blocks are pulled; 0 and "": they are not.
-    kv_token_bytes: bytes of a token in KV blocks.
-    role: "prefill" computes prompts for others, "decode" goes on with them; "engine" does both.
+    kv_port, kv_secret: port and secret by which other replicas pull its KV blocks; 0 and "": none
+        do.
+    kv_token_bytes: bytes of a token's keys and values in all layers.
+    role: "prefill" computes prompts for others, "decode" continues them; "engine" does both.
     """
 
     host: str
@@ -59,7 +61,8 @@ class ReplicaEndpoint:
 
     @property
     def kv_source(self) -> KVSource | None:
-        """The source of this replica's KV blocks, if it has one."""
+        """The address and secret by which this replica's KV blocks are pulled; None: they are
+        not."""
         return KVSource(self.host, self.kv_port, self.kv_secret) if self.kv_port else None
 
     @classmethod
@@ -92,18 +95,19 @@ class ReplicaListener(Protocol):
     """The interface for events of replicas, called on the event loop."""
 
     def opened(self, client: "ReplicaClient") -> None:
-        """Handle that a replica can take requests."""
+        """Handle that the connection to a replica is open, so that requests may be sent."""
 
     def frame(self, client: "ReplicaClient", frame: StepFrame, now: float) -> None:
-        """Handle a step's deltas and stats. now: monotonic seconds."""
+        """Handle the deltas and stats of a replica's step. now: monotonic seconds."""
 
     def lost(self, client: "ReplicaClient", choices: list[InflightChoice], reason: str) -> None:
-        """Handle a broken connection. choices: choices that were at the replica."""
+        """Handle a broken connection. choices: choices that the replica ran. reason: the cause."""
 
 
 class ReplicaClient:
     """A connection to one replica, which is re-established until the client is retired.
 
+    choices: this router's choices at the replica, by number.
     listener: object that handles the replica's events.
     fleet: the fleet that has the replica's state until this client is retired.
     calls: the router's calls to replicas, which get the replica's answers.
@@ -126,10 +130,10 @@ class ReplicaClient:
         self.endpoint = endpoint
         self.connection: RouterEnd | None = None  # None while it is not open
         self.choices: dict[int, InflightChoice] = {}
-        self.failed: Failed | None = None  # the replica's message when its engine failed
-        # Whether the connection was closed for silence, so that the process may be alive.
+        self.failed: Failed | None = None  # the replica's message that its engine has failed
+        # Whether the connection was closed because nothing came; the process may be alive.
         self.silent = False
-        # Whether Serve has removed the replica, which gets no new requests then.
+        # Whether Serve has removed the replica, so that it gets no new requests.
         self.retired = False
         self._limits = limits
         self._router = router
@@ -149,7 +153,7 @@ class ReplicaClient:
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())
 
     def receive(self, message: FromReplica) -> None:
-        """Update the replica's state by a message, and pass its deltas or answer on."""
+        """Update the replica's state by its message, and pass deltas or an answer to the router."""
         if isinstance(message, StepFrame):
             now = time.monotonic()
             self.state.observe(message.stats, message.taken, now)
@@ -168,14 +172,14 @@ class ReplicaClient:
             self._calls.answered(message)
 
     def forget(self, choice: InflightChoice) -> None:
-        """Forget a choice that ended or moved. A retired client closes with its last choice."""
+        """Remove a choice that ended or moved. A retired client closes after its last choice."""
         self.choices.pop(choice.id, None)
         self.state.unbook(choice.id)
         if self.retired and not self.choices:
             self.close("no longer in service")
 
     def retire(self) -> None:
-        """Send no new requests; close once the choices there have ended."""
+        """Send no new requests; close once the choices at the replica have ended."""
         self._leave()
         if not self.choices:
             self.close("no longer in service")

@@ -1,4 +1,4 @@
-"""Replicas: a router's replicas of its model: their connections, state for routing, and calls."""
+"""Replicas: a router's connections to the replicas of a model, with their state for routing."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -41,14 +41,18 @@ class Replicas(dict[str, ReplicaClient]):
         yield from self.closing
 
     def source(self, name: str) -> KVSource | None:
-        """Return the source of a connected replica's KV blocks, which may be retired."""
+        """Return the source from which a replica's KV blocks are pulled; None if the replica is
+        not connected or has none.
+
+        name: the replica, which may be retired.
+        """
         for client in self.everywhere():
             if client.replica == name and client.connection is not None:
                 return client.endpoint.kv_source
         return None
 
     def holding(self, choice: InflightChoice) -> ReplicaClient | None:
-        """Return the client that has a choice; None if no client has it."""
+        """Return the client of the replica that runs a choice; None if no replica does."""
         client = self.get(choice.place)
         if client is not None and choice.id in client.choices:
             return client
@@ -57,7 +61,7 @@ class Replicas(dict[str, ReplicaClient]):
     def replace(
         self, published: Mapping[str, Mapping[str, Any]], listener: ReplicaListener
     ) -> None:
-        """Set the running replicas.
+        """Set the running replicas: connect to new ones, and retire those that are gone.
 
         During an update, replicas with another tokenizer are left to routers with that tokenizer.
 

@@ -1,1 +1,1 @@
-"""gRPC: the HTTP API's service with protobuf messages, if the configuration has a port for it."""
+"""The gRPC server: the HTTP API with protobuf messages, on the port that the configuration sets."""

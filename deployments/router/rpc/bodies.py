@@ -1,4 +1,4 @@
-"""Conversion of protobuf requests to bodies of the HTTP API, and of its answers to protobuf."""
+"""Conversion of protobuf requests to HTTP bodies, and of the HTTP API's answers to protobuf."""
 
 import base64
 import json
@@ -11,8 +11,11 @@ Answer, ModelList = message("Answer"), message("ModelList")
 
 
 def body_of(request: Any, default_model: str) -> dict[str, Any]:
-    """Return the HTTP body of a ChatRequest or GenerateRequest. Raises ApiError 400 naming the
-    field."""
+    """Return the HTTP body of a ChatRequest or GenerateRequest. Raises ApiError 400 that names the
+    field.
+
+    default_model: the model of a request that names none.
+    """
     body = _options(request.options)
     chat = request.DESCRIPTOR.name == "ChatRequest"
     own: dict[str, Any] = {"model": request.model or default_model}
@@ -68,7 +71,10 @@ def _message(one: Any, index: int) -> dict[str, Any]:
 
 
 def _content_part(part: Any, place: str) -> dict[str, Any]:
-    """Return a part of a chat's content. Raises ApiError 400 for one that has nothing."""
+    """Return a part of a chat message's content as JSON. Raises ApiError 400 for an empty part.
+
+    place: path of the part's field in the request, for errors.
+    """
     kind = part.WhichOneof("part")
     if kind == "text":
         return {"type": "text", "text": part.text}
@@ -88,9 +94,11 @@ def _content_part(part: Any, place: str) -> dict[str, Any]:
 
 
 def _url(file: Any, place: str, others: str) -> str:
-    """Return the URL of an Image or a Frame. Raises ApiError 400 for one without data and url.
+    """Return the URL of an Image or a Frame, a data: URL for bytes. Raises ApiError 400 if the
+    message has neither data nor url.
 
-    others: what else may stand at the place, for the error.
+    place: path of the field in the request, for errors.
+    others: alternatives to the image at this place, for the error.
     """
     source = file.WhichOneof("source")
     if source is None:
@@ -132,7 +140,7 @@ def _sampling(sampling: Any, chat: bool) -> dict[str, Any]:
 
 
 def answer_of(event: dict[str, Any]) -> Any:
-    """Return the protobuf Answer of a complete HTTP response, or of an event of a stream."""
+    """Return the protobuf Answer of an HTTP response's JSON, or of one event of a stream."""
     answer = Answer(id=event["id"], model=event["model"], created=event["created"])
     answer.event_id = event.get("event_id", "")
     for choice in event["choices"]:

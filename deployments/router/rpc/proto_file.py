@@ -1,6 +1,6 @@
-"""read_proto: a .proto file parsed to descriptors at run time.
+"""read_proto: a parser of .proto files to descriptors, and the message classes of our own files.
 
-Generated code would work with some versions of protobuf only.
+Parsing is done at run time, as generated code would work with some versions of protobuf only.
 """
 
 import re
@@ -139,14 +139,17 @@ INFERENCE, HEALTH = "manta.v1.Inference", "grpc.health.v1.Health"
 
 
 def message(name: str) -> Any:
-    """Return the class of a message. name: "Answer", or a full name such as "manta.v1.Answer"."""
+    """Return a message's class by its name in manta.v1, or its full name "grpc.health.v1.Name"."""
     full = name if "." in name else f"manta.v1.{name}"
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(full))
 
 
 def methods(service: str) -> dict[str, tuple[Any, Any, bool]]:
-    """Return a service's methods by name: request class, response class, whether responses are
-    streamed."""
+    """Return {method name: (request class, response class, whether responses are streamed)} of a
+    service.
+
+    service: its full name.
+    """
     descriptor = POOL.FindServiceByName(service)
     return {
         method.name: (

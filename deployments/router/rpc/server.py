@@ -41,7 +41,7 @@ logger = logging.getLogger("manta.grpc")
 _CHAT, _COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 _HEALTH_SECONDS = 1.0  # seconds between polls for Watch calls
 _Code = grpc.StatusCode
-# By the `type` of an error: an error inside a stream has no HTTP status.
+# Status code by an error's `type`, as an error inside a stream has no HTTP status.
 _KINDS = {
     INVALID: _Code.INVALID_ARGUMENT,
     AUTHENTICATION: _Code.UNAUTHENTICATED,
@@ -65,7 +65,8 @@ OnlyModel = Callable[[], str]  # the model of requests that name none; "" if the
 class GrpcServer:
     """A router's gRPC server.
 
-    port: the port that it listens on; the chosen one if the settings have 0.
+    port: the port that the server listens on, also if the settings have 0 (any free port).
+    model: returns the model of requests that name none.
     """
 
     def __init__(self, api: Api, ready: Ready, model: OnlyModel, settings: GrpcSettings) -> None:
@@ -98,12 +99,14 @@ class GrpcServer:
         logger.info("gRPC at %s:%d", self._settings.host, self.port)
 
     async def stop(self) -> None:
-        """Accept no new calls; running calls may end within `stop_seconds`."""
+        """Stop the server: refuse new calls, and let running ones end within `stop_seconds`."""
         await self._server.stop(self._settings.stop_seconds)
 
 
 def _handlers(service: str, implementation: Any) -> Any:
-    """Return the handlers of a service.
+    """Return the handlers of a service's calls, for grpc.
+
+    service: full name of the service.
 
     implementation: object with a method of the same name for each method of the service.
     """
@@ -120,7 +123,7 @@ def _handlers(service: str, implementation: Any) -> Any:
 
 
 def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
-    """Return the headers of the HTTP request that a gRPC call becomes, from the call's metadata."""
+    """Return those of a gRPC call's metadata that become headers of its HTTP request."""
     return [
         (key.encode(), value.encode("utf-8", "replace"))
         for key, value in metadata or ()
@@ -130,7 +133,7 @@ def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
 
 
 class _Keys(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Checks a call's API key before its message is read, if keys are used.
+    """An interceptor that checks a call's API key before its message is read, if keys are used.
 
     Health calls need no key, as over HTTP.
     """
@@ -255,9 +258,11 @@ class _Inference:
             raise
 
     async def _begin(self, path: str, body: dict[str, Any] | None, context: Any) -> AsgiCall:
-        """Send a call to the HTTP API, and return once its response has started.
+        """Start a request to the HTTP API, and return it once its response has started.
 
-        The gRPC call's initial metadata is sent then, too.
+        The gRPC call's initial metadata is sent at the same time.
+
+        path, body: of the HTTP request; None: a GET.
         """
         headers = _headers(context.invocation_metadata())
         ids = [value for name, value in headers if name == b"x-request-id"]
@@ -292,7 +297,7 @@ async def _body(call: AsgiCall, context: Any) -> dict[str, Any]:
 
 
 class _Health:
-    """The methods of grpc.health.v1.Health: serving while a replica can take requests."""
+    """The methods of grpc.health.v1.Health: SERVING while `ready()` is true."""
 
     def __init__(self, ready: Ready) -> None:
         self._ready = ready

@@ -21,7 +21,7 @@ class AllRouters:
     async def ask(self, seconds: float, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all routers, and return the answers that arrive within `seconds`.
 
-        A router that is silent or fails does not affect the answers of the others.
+        The answer of a router that is late or fails is missing from the list.
         """
         try:
             async with asyncio.timeout(seconds) as limit:

@@ -1,8 +1,8 @@
-"""discovery: the running replicas, as Serve reports them to this process's handles.
+"""publish, subscribe: the running replicas, as Serve reports them to this process's handles.
 
-Serve pickles the request router class by value together with its module, so a global in that module
-would be another object in each process. The registry is therefore in this module, which the class
-in `deployments.router.serve.request_router` imports.
+Serve pickles the class in `deployments.router.serve.request_router` by value together with its
+module, so a global there would be copied. The registry is therefore in this module, which is
+imported by name.
 """
 
 import threading
@@ -19,7 +19,7 @@ _listeners: dict[tuple[str, str], list[Listener]] = {}
 
 
 def publish(app: str, deployment: str, replicas: Replicas) -> None:
-    """Set the running replicas of a deployment, and call the listeners. Runs on the handle's
+    """Set the running replicas of a deployment, and call its listeners. Runs on the handle's
     thread."""
     key = (app, deployment)
     with _lock:
@@ -32,7 +32,9 @@ def publish(app: str, deployment: str, replicas: Replicas) -> None:
 
 
 def subscribe(app: str, deployment: str, listener: Listener) -> Callable[[], None]:
-    """Call the listener now, if replicas are known, and at each change, on any thread.
+    """Call a listener with a deployment's replicas now, if known, and at each change.
+
+    The listener may be called on any thread.
 
     Returns a function that ends the subscription.
     """

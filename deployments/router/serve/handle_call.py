@@ -1,4 +1,4 @@
-"""Calls of our own ASGI app without HTTP, by which handle calls get the HTTP API's behaviour."""
+"""Calls of our own ASGI app without a socket, which make calls over Serve handles HTTP requests."""
 
 import asyncio
 import contextlib
@@ -28,16 +28,16 @@ AsgiApp = Callable[
     Awaitable[None],
 ]
 
-_MAX_PARTS = 16  # most unread parts of a response
+_MAX_PARTS = 16  # maximum of unread parts of a response
 
 
 def path_for(body: dict[str, Any]) -> str:
-    """Return the route for a body: chat bodies have `messages`, completions have a `prompt`."""
+    """Return the route for a body: that of chats if it has `messages`, else that of completions."""
     return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
 async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of the response.
+    """Send a completion or chat, and return the JSON of the response.
 
     A failure is OpenAI's {"error": {...}} with an additional key "status".
     """
@@ -50,10 +50,10 @@ async def control(
     query: str | Mapping[str, Any],
     body: dict[str, Any] | str | bytes | None,
 ) -> dict[str, Any]:
-    """Return the JSON of a route's answer; a failure as in `call`.
+    """Send a request to a route, and return the JSON of the response; a failure as in `call`.
 
-    query: its text, or its fields, of which lists are fields of one name.
-    body: JSON object, or its text; None for a GET.
+    query: the URL's query, or its fields; a list repeats its field.
+    body: a JSON object, or its text; None for a GET.
     """
     if not isinstance(query, str):
         query = urlencode(query, doseq=True)
@@ -73,8 +73,9 @@ async def stream(
 
     Closing the generator aborts the request.
 
-    last_event_id: id of the event to resume after; "": a new stream with ids; None: without ids.
-        With ids each chunk has `event_id`, and {"done": True} follows the last one.
+    last_event_id: id of the event after which a stream is resumed; "": a new stream with event ids;
+        None: a new stream without them. With ids each chunk has `event_id`, and {"done": True}
+        follows the last chunk.
     """
     headers: list[tuple[bytes, bytes]] = []
     if last_event_id is not None:
@@ -105,7 +106,8 @@ async def post(
     Cancelling the call aborts the request.
 
     payload: the JSON body.
-    seconds: deadline of the request.
+    caller: the tenant and its rights, as if an API key had been checked.
+    seconds: time until the request's deadline.
     """
     deadline = f"{min(seconds, MAX_DEADLINE):.3f}".encode()
     headers = ((b"x-request-id", request_id.encode()), (b"x-deadline-seconds", deadline))
@@ -132,10 +134,12 @@ async def post(
 
 
 def wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
-    """Return the seconds until a request is tried again; None: the answer is final.
+    """Return the seconds until a request should be sent again; None: the response is final.
 
-    A request is tried again after a lack of room or replicas, or when the key's limit per minute or
-    budget is used up.
+    A request is sent again if there was no room or no replica, or if the key's limit per minute or
+    budget was used up.
+
+    status, headers: of the response.
     """
     if status not in (429, 503):
         return None
@@ -177,8 +181,8 @@ def _scope(
 class AsgiCall:
     """A request to an ASGI app that runs in its own task and queues the parts of the response.
 
-    body: JSON object, or its text; None for a GET.
-    status, headers: those of the response, once it has started.
+    body: a JSON object, or its text; None for a GET.
+    started: set once the response has started, after which `status` and `headers` are known.
     """
 
     def __init__(
@@ -234,8 +238,8 @@ class AsgiCall:
             yield part
 
     async def events(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield the events of a streamed response; with ids, each has `event_id`. None stands for
-        [DONE]."""
+        """Yield the JSON of each event of a streamed response, with its id as `event_id` if it has
+        one. None stands for [DONE]."""
         tail = b""
         async for part in self.parts():
             *events, tail = (tail + part).split(b"\n\n")

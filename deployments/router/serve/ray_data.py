@@ -1,4 +1,7 @@
-"""Rows of Ray Data's Serve stage (`ServeDeploymentProcessorConfig`), answered behind all others."""
+"""answer_row: answers rows of Ray Data's Serve stage (`ServeDeploymentProcessorConfig`).
+
+Their requests have the priority of batch work.
+"""
 
 import asyncio
 import json
@@ -11,7 +14,7 @@ from deployments.api.caller import Caller
 from deployments.router.serve.handle_call import AsgiApp, post, wait_of
 from engine.messages import BATCH_PRIORITY
 
-# The stage adds these to a row's `request_kwargs`.
+# Fields that the stage adds to a row's `request_kwargs`, which the HTTP API does not know.
 _OF_STAGE = ("request_id", "idx_in_batch")
 _LONGEST_WAIT = 60.0  # seconds between two tries
 # A tenant of its own, so that other callers with handles do not queue behind a dataset.
@@ -22,9 +25,9 @@ async def answer_row(app: AsgiApp, path: str, request: Any, model: str) -> dict[
     """Return the JSON answer to a row's request; wait, however long, while there is no room.
 
     path: the HTTP route that answers.
-    request: the fields of the HTTP API, or a pydantic model of them, with those of the stage.
-    model: the name for a request that names none; "": there are several.
-    Raises ValueError for an answer that is an error: the stage then fails this row alone.
+    request: the row's fields of the HTTP API and of the stage, as a mapping or a pydantic model.
+    model: the model of a request that names none; "": there are several.
+    Raises ValueError for an error response: the stage then fails this row alone.
     """
     fields = _fields(request)
     if fields.pop("stream", None):
@@ -60,7 +63,7 @@ def _fields(request: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return NumPy's array or number, which Arrow makes of lists, in Python's own types."""
+    """Return a NumPy array or number as Python lists and numbers. Raises ValueError for others."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise ValueError(f"request_kwargs: {type(value).__name__} has no form in JSON")

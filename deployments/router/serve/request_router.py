@@ -1,8 +1,8 @@
-"""The request router of handles to engine deployments.
+"""DiscoveryRouter: Serve's request router for handles of engine deployments.
 
-It publishes the running replicas to `discovery` and sends plain calls to the least busy replica.
-Tokens do not pass through it (see transport/channel.py). Serve pickles this module by value, so it
-must have no state.
+The class publishes the running replicas to `discovery`, and sends plain calls to the least busy
+replica. Tokens take another way (see transport/channel.py). Serve pickles this module by value, so
+the module must have no state.
 """
 
 from ray.serve.request_router import (
@@ -16,9 +16,9 @@ from deployments.router.serve import discovery
 
 
 class DiscoveryRouter(FIFOMixin, RequestRouter):
-    """Publishes the replicas' metadata to `discovery`.
+    """A request router that publishes the replicas' metadata to `discovery`.
 
-    It ranks all replicas equally, so Serve picks the shortest queue.
+    All replicas have the same rank, so Serve picks the one with the shortest queue.
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
