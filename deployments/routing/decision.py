@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """The facts of a request that decide which replica gets it: sizes in tokens, prefixes, adapter.
+    """The facts of a request that decide which replica gets it.
 
+    prompt_tokens: number of prompt tokens. max_tokens: limit of its output tokens.
     prefix_hashes: hashes of the prompt's prefixes (prefix_index.hash_prefix).
     sequences: number of choices.
     adapter: name of the adapter; "": none.
-    batch_work: whether it waits for rows that other requests leave free.
-    session: digest of the session that the client names, whose requests go to one replica; b"":
-        none.
+    batch_work: whether the request only gets rows that other requests leave free.
+    session: digest of the session that the client names, whose requests should have the same
+        replica; b"": none.
     """
 
     prompt_tokens: int
@@ -30,13 +31,15 @@ class RoutingDecision:
     """The choice of a replica for a request.
 
     replica: name of the replica.
-    reason: "load"; "prefix" or "adapter" (the replica has it); "owner" (the replica is to have it);
-        "spill" (the replica that has it is too busy); "move" (the same, and it pulls the prefix
-        from there); "session" (its session is there); "only" (it is the only replica).
+    reason: "load": the least expected cost; "prefix" or "adapter": the replica has it; "owner":
+        hashing has chosen the replica for this prefix or adapter, which no replica has; "spill":
+        the replicas that have it are too busy; "move": the replica pulls the prefix from another
+        one; "session": the session's replica; "only": there is no other replica.
     seconds: expected time to the first token.
     cached: prompt tokens expected in the replica's prefix cache.
     loads_adapter: whether the replica must load the adapter first.
-    source: name of the replica from which it should pull `cached` tokens; "": it has them itself.
+    source: name of the replica from which the `cached` tokens should be pulled; "": the chosen
+        replica has them itself.
     """
 
     replica: str

@@ -1,14 +1,14 @@
-"""Fleet: a router's knowledge of all its replicas, as a table with one column per replica.
+"""Fleet: what a router knows of all its replicas, as a table with one column per replica.
 
 With the table a routing decision takes a few array operations, however many replicas there are.
 Times are arguments. A replica's column is derived from its ReplicaState, by the first decision
-after a change of that state. Its first three fields give the seconds that a request would add,
-linear in the request's needs:
+after a change of that state. The first three fields of a column give the seconds that a request
+would take at the replica:
 
   fixed + uncached prompt tokens x token + output tokens x decode
 
-Knowledge of a single replica is in its ReplicaState. This module adds what routing needs of all
-replicas: the columns, and which replicas hold which prefix and which adapter.
+Data about a single replica are in its ReplicaState. This module adds the columns, and which
+replicas hold which prefix and which adapter.
 """
 
 from collections.abc import Sequence
@@ -31,30 +31,33 @@ Fields = NDArray[np.float64]  # [fields, columns]
 
 # The fields of a column, which are rows of the table; the first three are `Fleet.terms`.
 FIXED, TOKEN, DECODE, _ROOM, _BEYOND, _DUE, _STEP, _VICTIM, _ENDING, _MOVE = range(10)
-# What admission asks of each replica: see `Fleet.places` and the fields after it.
+# The fields that admission reads: see `Fleet.places` and the attributes after it.
 _PLACES, _FREE_ROWS, _ROUTERS, _RATE, _ROWS, _FIRST, _ROLE = range(10, 17)
 _LOAD, _BATCH_PLACES = 17, 18
 _FIELDS = 19
-# The codes of `ReplicaState.role`; DECODES goes on with prompts of others.
+# The codes of `ReplicaState.role`. A DECODES replica continues prompts that others have computed.
 ENGINE, PREFILL, DECODES = range(3)
 _ROLES = {"engine": ENGINE, "prefill": PREFILL, "decode": DECODES}
-HARM = 0.1  # weight of a second's delay for each running stream, against one for the new request
+HARM = 0.1  # weight of a second that a running stream is delayed, against one of the new request
 # Seconds without a frame that are normal for a busy replica, in addition to three steps.
 _STALE = 0.25
 OUTPUT_GUESS = 128.0  # output tokens assumed for a request until some requests have ended
 _ADAPTER_SECONDS = 0.1  # seconds to load an adapter, until measured
-# Fewer tokens are computed rather than pulled from another replica.
+# Least number of tokens whose KV blocks are pulled from another replica rather than computed.
 MOVE_TOKENS = 256
-MOVE_SECONDS = 0.01  # of a pull, besides those of its bytes: connections, and steps in flight
+MOVE_SECONDS = 0.01  # constant part of a pull's time: connections, and steps in flight
 _WAKE_SECONDS = 1.0  # seconds for a sleeping engine to wake, until measured
-_PEERS = 32  # replicas of a pool whose mean speed a new one is assumed to have
+_PEERS = 32  # number of replicas whose mean speed a new one of their pool is assumed to have
 
 
 class Fleet:
     """The replicas in service as arrays, from which one replica is chosen for a request.
 
-    `terms`, `room` and the other columns are for routing.route and for admission. They are valid
-    after `refresh`.
+    `terms`, `room` and the other views of the table are for routing.route and for admission. They
+    are valid after `refresh`.
+
+    replicas: the states of the replicas by name. columns: the same by column; None: vacant.
+    index: which replicas have which prefix. apart: see `_divide`.
     """
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
@@ -65,13 +68,13 @@ class Fleet:
         self.sessions = Sessions()
         self.popularity = Popularity()  # how often each adapter is requested
         self.adapter_seconds = _ADAPTER_SECONDS
-        # Column -> its adapters, the next one to be evicted last.
+        # Column -> adapters of its replica; the last one is evicted next.
         self._held: dict[int, tuple[str, ...]] = {}
         self._changed: set[ReplicaState] = set()  # states whose columns are out of date
-        # whether replicas are available that compute prompts for others, and such others
+        # whether prefill replicas, and replicas for their decodes, are available
         self.apart = False
-        self._has_roles = False  # whether a replica had another role than "engine"
-        # Column -> the stats from which its cache sizes were taken.
+        self._has_roles = False  # whether any replica so far had another role than "engine"
+        # Column -> the stats of its last refresh, whose cache size the index has counted.
         self._stats: dict[int, EngineStats] = {}
         self._vacant: list[int] = []  # heap of columns without a replica
         self._resize(16)
@@ -91,22 +94,23 @@ class Fleet:
     def _view(self, count: int) -> None:
         table = self._table[:, :count]
         self.terms = table[:_ROOM]
-        # Free tokens; seconds for each token beyond them.
+        # Tokens of free KV memory; seconds of waiting for each token beyond it.
         self.room, self.beyond = table[_ROOM], table[_BEYOND]
-        self.due = table[_DUE]  # time at which a missing frame counts as silence
-        self.step, self.ending = table[_STEP], table[_ENDING]  # seconds
+        self.due = table[_DUE]  # time from which a busy replica without a new frame is late
+        # Seconds of a step, and from the end of one sequence to the next end.
+        self.step, self.ending = table[_STEP], table[_ENDING]
         self.load = table[_LOAD]  # seconds for each token that is loaded from host memory or disk
         self.move = table[_MOVE]  # seconds for each token that is pulled from another replica
-        self.victim = table[_VICTIM]  # popularity of the adapter that a further one would evict
-        # ReplicaState.room; -inf where no request may be sent.
+        self.victim = table[_VICTIM]  # popularity of the adapter that a new adapter would evict
+        # The first two results of ReplicaState.room; -inf where no request may be sent.
         self.places, self.free_rows = table[_PLACES], table[_FREE_ROWS]
-        self.batch_places = table[_BATCH_PLACES]  # like `places`, of batch work
-        # ReplicaState.rate, its share of all rows, and first_seconds.
+        self.batch_places = table[_BATCH_PLACES]  # like `places`, for batch work
+        # ReplicaState.rate, this router's share of all rows, and first_seconds.
         self.rates, self.rows, self.first_seconds = table[_RATE], table[_ROWS], table[_FIRST]
         self.roles = table[_ROLE]
 
     def _clear(self, columns: slice | int) -> None:
-        """Reset columns of the table, so that they stand for no replica and are never chosen."""
+        """Reset columns of the table: without a replica they are never chosen."""
         for field in (FIXED, _DUE, _MOVE):
             self._table[field, columns] = np.inf
         for field in (_PLACES, _FREE_ROWS, _BATCH_PLACES):
@@ -126,12 +130,11 @@ class Fleet:
         kv_token_bytes: float = 0.0,
         role: str = "engine",
     ) -> ReplicaState:
-        """Add a replica that will send frames.
+        """Add a replica, and return its state, which its frames update.
 
-        It is assumed to be as fast as its pool until it was measured.
+        The replica is assumed to be as fast as others of its pool until it was measured.
 
-        adapter_slots: adapters that fit on its device; 0: unknown.
-        kv_token_bytes, role: see `ReplicaState`.
+        step_tokens, adapter_slots, kv_token_bytes, role: see `ReplicaState`.
         """
         if self._vacant:
             column = heappop(self._vacant)
@@ -181,9 +184,7 @@ class Fleet:
             self._divide()
 
     def _divide(self) -> None:
-        """Update `apart`: whether some available replicas compute prompts for other available
-        ones.
-        """
+        """Update `apart`: whether a prefill replica and one of another role are available."""
         available = self.places > -np.inf
         computing = (available & (self.roles == PREFILL)).any()
         self.apart = bool(computing and (available & (self.roles != PREFILL)).any())
@@ -192,7 +193,7 @@ class Fleet:
         return [replica for replica in self.replicas.values() if replica.available]
 
     def routers(self) -> int:
-        """Return the number of routers as the replicas report it; 1 before any report."""
+        """Return the largest number of routers that a replica reports; 1 before any report."""
         self.refresh()
         return max(1, int(self._table[_ROUTERS, : len(self.columns)].max(initial=1)))
 
@@ -206,9 +207,12 @@ class Fleet:
         request: RoutingRequest,
         now: float,
     ) -> None:
-        """Record that choices of one request are sent to a replica.
+        """Record that choices of one request are sent to a replica: book them, and assume that its
+        caches get the request's prefix and adapter.
 
-        The first choice computes the prompt; the others find it cached.
+        The first choice computes the prompt, which the others then have from the cache.
+
+        choices: numbers of the choices. now: seconds of any clock.
         """
         uncached = request.prompt_tokens - decision.cached
         for choice in choices:
@@ -234,22 +238,23 @@ class Fleet:
             self.index.add_prefix(request.prefix_hashes, replica.column)
 
     def add_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
-        """Record a prefix that another router has sent to a replica, as hashes."""
+        """Record that another router has sent a prompt to a replica. prefix_hashes: its prefix."""
         if replica.column >= 0:
             self.index.add_prefix(prefix_hashes, replica.column)
 
     def remove_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
-        """Record that prefixes have left a replica's caches, as hashes."""
+        """Record that a replica has evicted prefixes from all tiers. prefix_hashes: of these."""
         if replica.column >= 0:
             self.index.remove(prefix_hashes, replica.column)
 
     def lower_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
-        """Record that prefixes have left a replica's device for a tier below it, as hashes."""
+        """Record that a replica has prefixes in host memory or on disk only, no longer on the
+        device. prefix_hashes: their hashes."""
         if replica.column >= 0:
             self.index.lower(prefix_hashes, replica.column)
 
     def adapter_loaded(self, seconds: float) -> None:
-        """Note that a request waited some seconds until its adapter was on the device."""
+        """Add a measurement to `adapter_seconds`, the mean time to load an adapter on a device."""
         self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)
 
     def adapters_of(self, replica: ReplicaState) -> tuple[str, ...]:
@@ -257,7 +262,7 @@ class Fleet:
         return self._held.get(replica.column, ())
 
     def forget_caches(self, replica: ReplicaState) -> None:
-        """Clear what is known of a replica's caches and stats, as its caches are empty."""
+        """Assume that a replica's caches are empty, as its engine is new or gone."""
         column = replica.column
         if column >= 0:
             self.index.capacity -= _share(self._stats[column])
@@ -266,7 +271,8 @@ class Fleet:
             self.index.forget(column)
 
     def move_saves(self, replica: ReplicaState, tokens: int) -> bool:
-        """Whether a replica pulls so many tokens from another one sooner than it computes them."""
+        """Return whether a replica pulls the KV blocks of `tokens` tokens from another replica in
+        less time than it takes to compute them."""
         self.refresh()
         if tokens < MOVE_TOKENS or replica.column < 0:
             return False
@@ -294,7 +300,7 @@ class Fleet:
             self._held.pop(column, None)
 
     def refresh(self) -> None:
-        """Derive the columns of replicas whose states have changed."""
+        """Derive the columns of the replicas whose states have changed since the last call."""
         if not self._changed:
             return
         while self._changed:
@@ -316,7 +322,7 @@ class Fleet:
         stats, column, table = replica.stats, replica.column, self._table
         cost = replica.steps.cost
         running = stats.running
-        # The other routers see the same stats and choose alike, which shows only in the next frame.
+        # Other routers see the same stats and choose alike; the next frame counts their choices.
         routers = max(1, stats.routers)
         sequences = running + stats.waiting + routers * len(replica.bookings)
         limit = stats.rows or 2**31
@@ -324,11 +330,11 @@ class Fleet:
         step = cost.base + cost.sequence * crowd
         chunk = max(1, replica.step_tokens - crowd)
         token = cost.token + step / chunk
-        # Part of the waiting prompts will be found in the cache. Of its own prompts this router
-        # knows which part.
+        # Of waiting prompts a part will be in the cache: by the measured hit rate, and for choices
+        # that this router has booked, as it expects.
         waiting_tokens = stats.waiting_tokens - stats.batch_waiting_tokens
         queued = waiting_tokens * replica.missed + routers * replica.uncached_tokens
-        # Seconds between two ends, if all sequences have the mean length.
+        # `ending`: seconds between the ends of two sequences, if all have the mean length.
         output = stats.output_tokens / stats.finished if stats.finished else OUTPUT_GUESS
         ending = step * output / max(1, crowd)
         fixed = queued * token + step * (1.5 if sequences else 1.0)
@@ -368,7 +374,7 @@ class Fleet:
 
 
 def _share(stats: EngineStats) -> int:
-    """Return how many prefix hashes the prefix cache of a replica with these stats can hold."""
+    """Return the number of prefix hashes whose tokens fit into a replica's prefix cache."""
     return stats.total_blocks * stats.block_size // STRIDE
 
 

@@ -1,10 +1,10 @@
 """PrefixIndex: which replica holds which prefix, as far as this router knows, in bounded memory.
 
-The index has two sources: this router's own requests, and those of other routers. Their requests
-carry prefix hashes, which the replica passes on with its next frame. Replicas report which of them
-have left their caches. The index is as large as the caches, and a wrong entry costs one prefill,
-after which it is right. docs/routing.md compares this with reporting every block to
-all routers.
+The index has two sources: this router's own requests, and those of other routers. The messages of
+other routers have prefix hashes, which the replica passes on with its next frame. Replicas report
+which prefixes they have evicted. The index is as large as the caches. A wrong entry costs one
+prefill, after which the entry is right. docs/routing.md compares this with reporting every block
+to all routers.
 
 A prefix is named by a chain of hashes, one for each `STRIDE` tokens. For each hash the index keeps
 the set of its holders as the bits of an integer.
@@ -19,10 +19,10 @@ from engine.scheduling.memory.prefix_hash import extend_hashes, root_hash
 
 # Tokens per hash, four blocks; a finer stride costs memory and finds 32 tokens more on average.
 STRIDE = PREFIX_STRIDE
-# A collision costs a wrong guess and nothing else.
+# Hashes are short, as a collision costs no more than a prefill on the wrong replica.
 HASH_BYTES = PREFIX_BYTES
-FORWARDED_HASHES = 64  # leading hashes of a request that are passed on to other routers
-_LIMIT = 2**19  # most (hash, holder) pairs: 33 million tokens, 80 to 120 MB
+FORWARDED_HASHES = 64  # number of leading hashes of a request that other routers get
+_LIMIT = 2**19  # maximum of (hash, holder) pairs: 33 million tokens, 80 to 120 MB
 
 
 def hash_prefix(
@@ -30,7 +30,7 @@ def hash_prefix(
 ) -> list[bytes]:
     """Return the chained prefix hashes of a prompt, one for each STRIDE tokens.
 
-    The last token is in none, because it is always computed.
+    No hash covers the last token, because it is always computed.
 
     adapter: adapter as "name@revision"; "": none.
     salt: cache salt of the request.
@@ -45,7 +45,7 @@ def hash_prefix(
 
 
 def pack_hashes(prefix_hashes: Sequence[bytes]) -> bytes:
-    """Join the hashes of the prompt's head, which other prompts share, for the other routers."""
+    """Join the first FORWARDED_HASHES hashes of a prompt, for the message to other routers."""
     return b"".join(prefix_hashes[:FORWARDED_HASHES])
 
 
@@ -57,17 +57,17 @@ def unpack_hashes(prefix_hashes: bytes) -> list[bytes]:
 class PrefixIndex:
     """The replicas that hold each prefix, as far as this router knows.
 
-    Holders are small integers, the columns of routing.Fleet.
+    Replicas are holders here, named by their columns in routing.Fleet.
 
-    capacity: (hash, holder) pairs that the replicas' caches hold. Beyond it, or beyond `limit`, the
-        least recently used hashes are dropped.
+    capacity: number of (hash, holder) pairs that the replicas' caches can hold. Beyond `capacity`
+        or `limit` pairs, the least recently used hashes are dropped.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self.capacity = 0
         self._limit = limit
         self._holders: OrderedDict[bytes, int] = OrderedDict()  # hash -> bit set, oldest first
-        # Hash -> those of its holders that have it in host memory or on disk.
+        # Hash -> bit set of those holders that have it in host memory or on disk only.
         self._lower: dict[bytes, int] = {}
         self._size = 0
         self._gone = 0  # bit set of holders whose pairs are to be dropped by the next sweep
@@ -76,10 +76,10 @@ class PrefixIndex:
         return self._size
 
     def match(self, prefix_hashes: Sequence[bytes], limit: int = 4) -> list[tuple[int, int]]:
-        """Return up to `limit` pairs (holders, cached leading hashes), most hashes first.
+        """Return up to `limit` pairs (holders, number of leading hashes), the largest number first.
 
-        holders: the replicas of a pair, as a bit set of their columns. Each replica is in one pair
-            only.
+        Holders are a bit set of the columns whose replicas have just so many of the leading hashes,
+        so a replica is in one pair at most.
         """
         matches: list[tuple[int, int]] = []
         get = self._holders.get
@@ -98,7 +98,8 @@ class PrefixIndex:
         return matches[: -limit - 1 : -1]
 
     def lowered(self, prefix_hashes: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Return (index, holders) of the hashes that replicas have in host memory or on disk."""
+        """Return (index in prefix_hashes, holders) of each hash that replicas have in host memory
+        or on disk only. Holders are a bit set of columns."""
         lower, held = self._lower, ~self._gone
         if not lower:
             return []
@@ -106,14 +107,17 @@ class PrefixIndex:
         return [(index, holders) for index, holders in known if holders]
 
     def lower(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """Record that a replica has a prefix in a tier below its device, and not on the device."""
+        """Record that a replica has a prefix in host memory or on disk only."""
         bit = 1 << holder
         for prefix_hash in prefix_hashes:
             if self._holders.get(prefix_hash, 0) & bit:
                 self._lower[prefix_hash] = self._lower.get(prefix_hash, 0) | bit
 
     def _raise(self, prefix_hash: bytes, holders: int) -> None:
-        """Record that replicas have a prefix no longer in a tier below their devices."""
+        """Record that replicas no longer have a hash in host memory or on disk only.
+
+        holders: bit set of the replicas.
+        """
         if low := self._lower.get(prefix_hash, 0) & holders:
             self._lower[prefix_hash] ^= low
             if not self._lower[prefix_hash]:
@@ -125,7 +129,7 @@ class PrefixIndex:
         bit = 1 << holder
         if self._gone & bit:
             self._sweep()
-        # From the tail, so that the head is the last to be evicted.
+        # From the prompt's end, so that its head is the most recently used.
         for prefix_hash in reversed(prefix_hashes):
             known = holders.get(prefix_hash, 0)
             if not known & bit:
@@ -141,7 +145,7 @@ class PrefixIndex:
             self._lower.pop(dropped, None)
 
     def remove(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """Record that a replica has not cached a prefix after all."""
+        """Record that a replica does not have hashes of prefixes any more."""
         bit = 1 << holder
         for prefix_hash in prefix_hashes:
             known = self._holders.get(prefix_hash, 0)
@@ -154,15 +158,15 @@ class PrefixIndex:
                     self._holders[prefix_hash] = known ^ bit
 
     def forget(self, holder: int) -> None:
-        """Forget a replica that is gone or has lost its cache.
+        """Forget all hashes of a replica that is gone or has lost its cache.
 
-        Its pairs stay until one of the forgotten holders gets a prefix again. Then one walk drops
-        the pairs of all of them, which takes 0.1 s when the index is full.
+        Its pairs are ignored, and remain until one of the forgotten holders gets a prefix again.
+        Then one walk drops the pairs of all forgotten holders: 0.1 s when the index is full.
         """
         self._gone |= 1 << holder
 
     def _sweep(self) -> None:
-        """Drop the pairs of a prefix and a replica whose replica was forgotten."""
+        """Drop the (hash, holder) pairs of all holders that were forgotten."""
         present, holders = ~self._gone, self._holders
         stale = [(name, known) for name, known in holders.items() if known & self._gone]
         for name, known in stale:

@@ -1,12 +1,12 @@
-"""ReplicaState: one router's knowledge of one replica.
+"""ReplicaState: what one router knows of one replica.
 
-It has the last stats, the choices sent since, the measured speed, and how much more the replica can
-be given. It has no event loop, clock or connection.
+The state has the replica's last stats, the choices sent since, the measured speed, and how many
+more choices the replica can take. It has no event loop, clock or connection.
 
 A choice that was sent is *booked* until the replica's stats count it. The replica's frame names the
 choices that its stats count for the first time (`StepFrame.taken`). So a booking lasts until the
-replica has taken the choice, through a step of any length. It ends with the choice's first tokens
-at the latest.
+replica has received the choice, through a step of any length. A booking ends with the choice's
+first tokens at the latest.
 """
 
 import math
@@ -15,32 +15,32 @@ from collections.abc import Iterable
 from deployments.routing.step_cost import StepCost, StepCostModel
 from engine.messages import EngineStats
 
-_RATE_SECONDS = 2.0  # time constant of measured rates, whose older measurements decay
-_RATE_ENOUGH = 0.25  # least seconds of measurement for a rate
+_RATE_SECONDS = 2.0  # time constant of the exponential decay in measured rates
+_RATE_ENOUGH = 0.25  # seconds of measurements, after decay, from which a rate is known
 _FIRST = 0.1  # weight of the newest choice in first_seconds
 _ALL_HERE = 2.0  # seconds after which all routers have connected to a new replica
 
 # Choices that may wait at the replica, as a share of its rows, so that freed rows are refilled.
 _SPARE = 1 / 16
-_KEPT = 8  # 1 / the share of rows and blocks that batch work leaves free
+_KEPT = 8  # batch work leaves 1 / this of rows and blocks free
 # Prompt tokens that may wait at the replica: as many as it computes in _AHEAD_SECONDS or in
 # _AHEAD_STEPS steps, enough for its next step. The router can no longer reorder such prompts, and
 # prompts that start together also finish together.
 _AHEAD_SECONDS = 0.5
 _AHEAD_STEPS = 2.5
-_AHEAD_LEAST = 1 / 8  # lower bound, as a share of a step's token budget
-_AHEAD_UNKNOWN = 1 / 2  # the same share until the replica's prompt rate is measured
-# The hit rate of a new frame weighs (its looked-up prompt tokens) / this, at most one half.
+_AHEAD_LEAST = 1 / 8  # lower bound of these tokens, as a share of a step's token budget
+_AHEAD_UNKNOWN = 1 / 2  # their share of the budget until the replica's prompt rate is measured
+# A frame's hit rate has the weight (prompt tokens looked up since the last) / this, at most 0.5.
 _MISSED_TOKENS = 20_000
-# Bytes and seconds of moves of KV blocks that are assumed besides the measured ones: 1 GB/s.
+# (bytes, seconds) of moved KV blocks that are added to the measured ones: 1 GB/s at first.
 _MOVED = (64e6, 0.064)
-_LOADED = 4096  # tokens of loads that are assumed before any were measured
+_LOADED = 4096  # number of loaded tokens, at a guessed speed, that is added to the measured ones
 
 
 class FadingRate:
-    """A measured rate per second, as an exponentially decayed mean.
+    """A rate per second: an exponentially decayed mean of (amount, seconds) observations.
 
-    measured: the rate; None until enough was observed.
+    measured: the rate; None until observations cover _RATE_ENOUGH seconds.
     """
 
     __slots__ = ("_amount", "_seconds", "measured")
@@ -60,15 +60,16 @@ class FadingRate:
 class ReplicaState:
     """The state of one replica as one router knows it.
 
-    step_tokens: most tokens of its engine's step.
-    adapter_slots: adapters that fit on its device; 0: not reported.
-    kv_token_bytes: bytes of a token in KV blocks; 0: they do not move.
-    role: "prefill" computes prompts for others, "decode" goes on with them; "engine" does both.
+    step_tokens: maximum of tokens in a step of its engine.
+    adapter_slots: number of adapters that fit on its device; 0: not reported.
+    kv_token_bytes: bytes of a token's keys and values in all layers; 0: the replica neither sends
+        nor pulls KV blocks.
+    role: "prefill" computes prompts for others, "decode" continues them; "engine" does both.
     cost: assumed cost of its steps until measured.
     changed: the fleet's set of states whose columns are out of date; this state adds itself.
     column: column in the fleet's table; -1: none.
     available: whether requests may be sent to the replica.
-    kept_out: whether it gets none until it has other weights.
+    kept_out: whether the replica gets no requests until it has loaded other weights.
     """
 
     def __init__(
@@ -95,27 +96,27 @@ class ReplicaState:
         self.kv_token_bytes = kv_token_bytes
         self.role = role
         self.seen = 0.0  # time of the last frame
-        self.stats = EngineStats()  # as last published
+        self.stats = EngineStats()  # the stats of the last frame
         self.steps = StepCostModel(cost or StepCost.mean(()))
         self.missed = 1.0  # share of prompt tokens that its prefix cache does not have
         self.booked_tokens = 0  # prompt tokens of booked choices
         self.uncached_tokens = 0  # booked prompt tokens that are not expected in its cache
-        # booked choice -> (its prompt tokens, those of them not expected in the cache)
+        # number of a booked choice -> (its prompt tokens, those not expected in the cache)
         self.bookings: dict[int, tuple[int, int]] = {}
-        self._batch_bookings: dict[int, int] = {}  # the same of batch work -> prompt tokens
+        self._batch_bookings: dict[int, int] = {}  # booked choice of batch work -> prompt tokens
         self._ours: set[int] = set()  # this router's choices at the replica
         self._unbegun: dict[int, str] = {}  # this router's choices without a token -> adapter
         # Fading mean of the seconds from sending a choice to its first token.
         self.first_seconds = 0.0
-        self._open = False  # connected, and in service
-        self._sharing = 0  # number of routers that a new replica will soon have
+        self._open = False  # whether the connection is open and Serve has not removed the replica
+        self._sharing = 0  # number of routers that will soon be connected to a new replica
         self._opened = 0.0
         self._changed: set[ReplicaState] = set() if changed is None else changed
-        # result of `room`; None: to be computed
+        # cached result of `room`; None: out of date
         self._room: tuple[int, float, float, int] | None = None
-        self._part = FadingRate()  # this router's share of all choices there, while it is full
+        self._part = FadingRate()  # this router's share of the choices of a full replica
         self._prompts = FadingRate()  # prompt tokens/s, while a prompt waits
-        # tokens/s of prompts (computed or cached) and outputs, while it is full
+        # tokens/s of prompts (computed or cached) and outputs, while the replica is full
         self._work = FadingRate()
 
     # -- the connection
@@ -123,15 +124,15 @@ class ReplicaState:
     def opened(self, sharing: int, now: float) -> None:
         """Make the replica available for choices, as a connection was opened.
 
-        sharing: number of routers at the other replicas. They will connect here, too, but the first
-            one is told that it is the only one.
+        sharing: number of routers that other replicas report. They will connect to this replica
+            soon; until then its stats count fewer. now: seconds of any clock.
         """
         self._open, self.available = True, not self.stats.draining and not self.kept_out
         self._sharing, self._opened = sharing, now
         self._touch()
 
     def keep_out(self, kept_out: bool) -> None:
-        """Set whether the replica gets no requests until it has other weights."""
+        """Set `kept_out`: whether the replica gets no requests until it has loaded weights."""
         if kept_out != self.kept_out:
             self.kept_out = kept_out
             self.available = self._open and not self.stats.draining and not kept_out
@@ -143,7 +144,7 @@ class ReplicaState:
         self._touch()
 
     def _touch(self) -> None:
-        """Invalidate what was derived from this state: `room`, and the fleet's columns."""
+        """Mark what is derived from this state as out of date: `room`, and the fleet's column."""
         self._room = None
         self._changed.add(self)
 
@@ -161,7 +162,7 @@ class ReplicaState:
         self._ours.clear()
         self._unbegun.clear()
 
-    # -- what is sent
+    # -- choices sent to the replica
 
     @property
     def held(self) -> int:
@@ -177,10 +178,11 @@ class ReplicaState:
         *,
         batch_work: bool = False,
     ) -> None:
-        """Book a choice that was sent, until the replica's stats count it.
+        """Book a choice that is sent to the replica, until the replica's stats count the choice.
 
-        tokens: tokens of its prompt.
-        uncached: prompt tokens that must be computed.
+        choice: number of the choice.
+        tokens: number of its prompt tokens.
+        uncached: number of prompt tokens that must be computed.
         """
         self._room = None
         self._changed.add(self)
@@ -193,7 +195,7 @@ class ReplicaState:
         self.uncached_tokens += uncached
 
     def settle(self, choices: Iterable[int]) -> None:
-        """Drop the bookings of choices that the stats now count, or that are gone. Idempotent."""
+        """Drop the bookings of choices that the stats count now, or that have ended. Idempotent."""
         settled = False
         for choice in choices:
             booking = self.bookings.pop(choice, None)
@@ -212,7 +214,7 @@ class ReplicaState:
         self.settle((choice,))
 
     def measure_first(self, seconds: float) -> None:
-        """Note the seconds from sending a choice to its first token."""
+        """Add a measurement to the mean time from sending a choice to its first token."""
         self.first_seconds += _FIRST * (seconds - self.first_seconds)
 
     def unbook(self, choice: int) -> None:
@@ -222,15 +224,15 @@ class ReplicaState:
 
     @property
     def sent_adapters(self) -> set[str]:
-        """The adapters of choices without a token, which the replica has or is loading."""
+        """The adapters of this router's choices without a token, which may still be loading."""
         return {adapter for adapter in self._unbegun.values() if adapter}
 
-    # -- what it publishes
+    # -- frames of the replica
 
     def observe(self, stats: EngineStats, taken: Iterable[int], now: float) -> None:
         """Update the state by a frame of the replica.
 
-        taken: choices that its stats count for the first time.
+        taken: numbers of the choices that the stats count for the first time.
         now: seconds of the clock that `opened` uses.
         """
         self._room = None
@@ -254,7 +256,7 @@ class ReplicaState:
         computed = stats.prompt_tokens - last.prompt_tokens
         if last.waiting_tokens > last.batch_waiting_tokens:
             self._prompts.observe(computed, seconds)
-        # Steps that batch work shares with others are shorter than full ones.
+        # Batch work does not make a replica full: other requests take its rows.
         others = last.running + last.waiting - last.batch_requests
         waiting = last.waiting > 0 and not last.batch_requests
         waiting = waiting or last.waiting_tokens > last.batch_waiting_tokens
@@ -266,10 +268,10 @@ class ReplicaState:
             self._part.observe(part * seconds, seconds)
 
     def move_seconds(self) -> float:
-        """Return the seconds that a token's KV blocks take from another replica to this one; inf
-        where they do not move.
+        """Return the seconds per token to pull KV blocks from another replica to this one; inf if
+        they are not pulled.
 
-        Moves that failed took time for nothing.
+        The time of failed pulls is shared among the tokens of the others.
         """
         if not self.kv_token_bytes:
             return math.inf
@@ -279,30 +281,31 @@ class ReplicaState:
         return self.kv_token_bytes / rate / max(0.01, 1 - failed)
 
     def load_seconds(self, token: float) -> float:
-        """Return the seconds that a token's KV blocks take from host memory or disk to the device,
-        as requests have waited for them.
+        """Return the seconds per token to load KV blocks from host memory or disk to the device, by
+        the times for which requests have waited.
 
-        token: the seconds to compute a token, of which a tenth is assumed until tokens were loaded.
+        token: seconds to compute a token; a tenth of it is assumed until tokens were loaded.
         """
         stats = self.stats
         tokens = stats.host_kv_loaded_tokens
         seconds = stats.host_kv_wait_seconds + stats.disk_kv_wait_seconds
         return (seconds + _LOADED * token / 10) / (tokens + _LOADED)
 
-    # -- how many more choices to send
+    # -- number of further choices
 
     def room(self) -> tuple[int, float, float, int]:
-        """Return how many more choices this router should send, its share of the free rows, its
-        share of all rows, and how many of batch work it should send; inf: the replica's rows are
-        unknown.
+        """Return four numbers: further choices that this router may send, its share of the free
+        rows, its share of all rows, and further choices of batch work. A share is inf while the
+        replica's rows are unknown.
 
-        Zero or less: send none. Routers do not know of each other's requests. Each takes its share
-        of the free rows, and sees in the next frame how many are left. It also sends its share of
-        the choices that wait at the replica, so that no router waits for the others.
+        At zero or less further choices, send none. Routers do not know of each other's requests.
+        Each takes its share of the free rows, and sees in the next frame how many are left. It also
+        sends its share of the choices that wait at the replica, so that no router waits for the
+        others.
 
-        The share of free rows is 0 while memory is short. If negative, so many of the router's
-        choices wait there for a row. Other routers fill their shares at the same time, which only
-        the next frame shows.
+        The share of free rows is 0 while memory is short. If it is negative, so many choices of the
+        router wait at the replica for a row. Other routers fill their shares at the same time: only
+        the next frame shows it.
         """
         if self._room is not None:
             return self._room
@@ -332,15 +335,15 @@ class ReplicaState:
         elif not stats.rows:
             room = spare
         elif free > 0:
-            # Choices sent since the frame count against this router's share, not against all rows.
-            # Otherwise a router would take half of the rest each time, and two routers would each
-            # take all rows.
+            # Booked choices count against this router's share, not against all rows. Otherwise a
+            # router would take half of the remaining rows each time, and each of two routers would
+            # take all rows in the end.
             room = spare - (-free // routers) - booked
         else:
             over = booked - free
             room = spare - min(over, over * len(self._unbegun) // max(1, waiting + booked))
-        # Batch work waits in routers until rows and memory are free beyond a part that is kept for
-        # other requests, which then need not wait for a step that preempts.
+        # Batch work leaves 1 / _KEPT of rows and memory free. Other requests start there without a
+        # step that preempts batch work.
         batch_room = room
         if stats.rows:
             tokens = stats.waiting_tokens + routers * self.booked_tokens
@@ -355,7 +358,7 @@ class ReplicaState:
         return self._room
 
     def _prompts_ahead(self) -> float:
-        """Return how many prompt tokens may wait at the replica."""
+        """Return the maximum of prompt tokens that may wait at the replica."""
         rate = self._prompts.measured
         if rate is None:
             return _AHEAD_UNKNOWN * self.step_tokens
@@ -363,13 +366,11 @@ class ReplicaState:
         return max(_AHEAD_LEAST * self.step_tokens, rate * seconds)
 
     def rate(self) -> float:
-        """Return the tokens/s (prompts and outputs) that this router gets from the replica when it
-        is full.
-
-        Returns inf until the replica was seen full.
+        """Return the tokens/s (prompts and outputs) that this router gets from the replica when the
+        replica is full; inf until it was full for the first time.
         """
         rate, part = self._work.measured, self._part.measured
         if rate is None or part is None:
             return math.inf
-        # A router that sent little would still get its share if it sent more.
+        # A router that sends little now can have an equal share with the others at least.
         return rate * max(part, 1 / max(1, self.stats.routers))

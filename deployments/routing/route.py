@@ -2,27 +2,27 @@
 
 It needs no clock and no Ray. Costs are in seconds. The cost of a replica is the sum of:
 
-  queue there + uncached prompt tokens x its seconds per token
+  the wait for its queue + uncached prompt tokens x its seconds per token
   + output tokens x its seconds per step      (slow streams count, too)
   + the delay of requests that run there      (HARM)
-  + waiting for memory, if the prompt does not fit now
-  + loading the adapter, if it is not there, and evicting another one
-  + its silence, if it is busy and a frame is overdue
+  + the wait for memory, if the prompt does not fit now
+  + loading the adapter, if the replica lacks it, and evicting another one
+  + the time since its overdue frame, if it is busy and silent
 
-A replica that can pull the prefix from another one (engine.kv_moves) counts these tokens at the
-seconds that they take to move, where that is less. Tokens that a replica has in host memory or on
-disk count the seconds of their loads.
+A replica that can pull the prefix from another one (engine.kv_moves) has the cost of the pull
+instead of that of the prefill, where the pull takes less time. Tokens that a replica has in host
+memory or on disk cost the seconds of their loads.
 
-A session that the client names stays at its replica, unless the replica is gone, has no room, or
-its queue is `_SESSION_SECONDS` longer than the shortest. A session that this router does not know
-goes by cost if caches have most of its prompt, as another router knows it; else it begins at a
-replica by consistent hashing.
+A session that the client names remains at its replica, unless the replica is gone, has no room, or
+its queue is `_SESSION_SECONDS` longer than the shortest. Of a session that this router does not
+know, two cases: If caches have most of the prompt, another router knows the session, and cost
+decides. Otherwise the session begins at a replica that consistent hashing chooses.
 
 Costs within `_TIE` of each other count as equal, as a queue is known to half a step at best. Among
-equal replicas, one that has the prefix or the adapter wins. If none has it, consistent hashing
+equal replicas, one that has the prefix or the adapter is chosen. If none has it, consistent hashing
 decides, so that routers agree without communication, and further replicas come into use as the load
-needs them (the tie is the bound of "bounded loads"). A request without prefix and adapter goes to
-the better of two random replicas.
+needs them (the tie is the bound of "bounded loads"). For a request without prefix and adapter, the
+better of two random replicas is chosen.
 """
 
 from collections.abc import Sequence
@@ -44,16 +44,16 @@ from deployments.routing.fleet import (
 )
 from deployments.routing.prefix_index import STRIDE
 
-# Output tokens that count: users notice the beginning, and the length is unknown.
+# Maximum of output tokens in the cost: users notice the beginning, and the length is unknown.
 _OUTPUT_HORIZON = 64
 _OUTPUT_WEIGHT = 0.1  # weight of a second during output against a second before the first token
-_TIE = (0.05, 0.5)  # share of the cost; steps
-# Steps; a larger tie, as each copy of an adapter takes another one's slot.
+_TIE = (0.05, 0.5)  # difference of equal costs: a share of the lowest cost, plus a number of steps
+# The number of steps with an adapter: larger, as each copy of an adapter takes a slot of another.
 _ADAPTER_TIE = 2.0
-_VICTIM = 2.0  # most that evicting another adapter counts, in adapter loads
+_VICTIM = 2.0  # maximum cost of evicting another adapter, in adapter loads
 # Seconds by which the queue of a session's replica may be longer than another's.
 _SESSION_SECONDS = 1.0
-# Weight of an adapter load against waiting: the slot is worth more than the delay.
+# Weight of an adapter load's seconds: the slot that it takes is worth more than the delay.
 _COPY = 4.0
 
 
@@ -67,9 +67,11 @@ def route(
     avoid: str = "",
     with_room: bool = False,
 ) -> RoutingDecision | None:
-    """Return the replica to send a request to; None if none is available.
+    """Return the decision which replica to send a request to; None if no replica is available.
 
-    Changes nothing: call `Fleet.send` with the choices that are sent.
+    The fleet is not changed: call `Fleet.send` when choices are sent.
+
+    now: seconds of the clock of `ReplicaState.observe`.
 
     among: names of the replicas that may be chosen; None: all.
     avoid: a replica to choose only if there is no other, such as one that has just failed this
@@ -158,8 +160,11 @@ def route(
 def _lowered(
     fleet: Fleet, prefix_hashes: Sequence[bytes], cached: NDArray[np.float64]
 ) -> NDArray[np.float64] | None:
-    """Return how many of its cached tokens each column has to load from host memory or disk; None =
-    none has to."""
+    """Return by column how many cached tokens the replica has to load from host memory or disk;
+    None if no replica has to.
+
+    cached: prompt tokens in the cache, by column.
+    """
     lowered = fleet.index.lowered(prefix_hashes)
     if not lowered:
         return None
@@ -174,11 +179,11 @@ def _lowered(
 def _moves(
     fleet: Fleet, cached: NDArray[np.float64], low: NDArray[np.float64] | None
 ) -> tuple[int, NDArray[np.float64]]:
-    """Return the replica from which others may pull the prefix, and the seconds that each replica
-    saves by that; 0 where computing is faster. Replicas are columns of the fleet's table.
+    """Return the column of the replica from which others may pull the prefix, and by column the
+    seconds that a pull saves; 0 where computing is faster.
 
-    cached: prompt tokens that each replica has in its cache.
-    low: those of them that are not on its device, from where alone they move.
+    cached: prompt tokens in the cache, by column.
+    low: those that are in host memory or on disk, from where they cannot be pulled; None: none.
     """
     held = np.where(np.isfinite(fleet.move), cached if low is None else cached - low, 0.0)
     most = held.max()
@@ -198,10 +203,10 @@ def _pinned(
     cached: NDArray[np.float64] | None,
     now: float,
 ) -> int:
-    """Return the column of the request's session; -1 if the request must not go there, or its cost
-    decides.
+    """Return the column of the replica for the request's session; -1 if cost decides, because the
+    session's replica may not be chosen or another router knows the session.
 
-    cached: prompt tokens that each replica has in its cache; None = none has any.
+    cost: by column. cached: prompt tokens in the cache, by column; None: none has any.
     """
     possible = np.isfinite(cost).nonzero()[0]
     place = fleet.replicas.get(fleet.sessions.place(request.session))
@@ -227,7 +232,12 @@ def _choose(
     low: NDArray[np.float64] | None,
     has: NDArray[np.bool_] | None,
 ) -> tuple[int, str]:
-    """Return one of the columns in `equal`, and the reason."""
+    """Return one of the columns whose costs count as equal, and `RoutingDecision.reason`.
+
+    cost, cached, low, has: by column the cost, cached prompt tokens, those to be loaded from host
+        memory or disk, and whether the replica has the adapter; None: no replica has any.
+    equal: the columns to choose from.
+    """
     if request.adapter:
         if has is not None:
             warm = equal[has[equal]]
@@ -257,8 +267,7 @@ def _of_two(random: Random, cost: NDArray[np.float64], columns: NDArray[np.intp]
 
 
 def _owner(fleet: Fleet, columns: NDArray[np.intp], key: bytes) -> int:
-    """Return a column by rendezvous hashing: its rank for a key does not depend on the other
-    columns."""
+    """Return the column that rendezvous hashing chooses for a key, among `columns`."""
     if len(columns) == 1:
         return int(columns[0])
     mixed = fleet.hashes[columns] ^ np.uint64(int.from_bytes(key[:8], "little"))
@@ -269,7 +278,10 @@ def _owner(fleet: Fleet, columns: NDArray[np.intp], key: bytes) -> int:
 
 
 def _columns(holders: int, count: int) -> NDArray[np.bool_] | int:
-    """Return an index of the columns whose bits are set in `holders`."""
+    """Return a NumPy index, into arrays by column, of the columns whose bits are set in `holders`.
+
+    count: number of columns.
+    """
     if not holders & (holders - 1):
         return holders.bit_length() - 1
     data = np.frombuffer(holders.to_bytes((count + 7) // 8, "little"), np.uint8)

@@ -1,14 +1,14 @@
-"""Sessions: the replicas at which sessions were last, as far as this router knows."""
+"""Sessions: the replica that each client session used last, as far as this router knows."""
 
 from collections import OrderedDict
 
-_MOST = 1 << 16  # sessions that are remembered; others begin anew, by their hashes
+_MOST = 1 << 16  # number of remembered sessions; older ones count as new
 
 
 class Sessions:
-    """The last replica of each session that a client names, in bounded memory.
+    """The last replica of each of the newest `most` sessions.
 
-    Names are digests: sessions of different API keys differ.
+    A session is named by a digest of the client's name for it and the API key.
     """
 
     def __init__(self, most: int = _MOST) -> None:
@@ -19,11 +19,11 @@ class Sessions:
         return len(self._places)
 
     def place(self, session: bytes) -> str:
-        """Return the name of the replica that had the session last; "" = unknown."""
+        """Return the name of the replica that the session used last; "": unknown."""
         return self._places.get(session, "")
 
     def note(self, session: bytes, replica: str) -> None:
-        """Record the replica of a session's last request; the oldest session beyond `most` goes."""
+        """Record the replica of a session's last request; beyond `most` drop the oldest session."""
         self._places[session] = replica
         self._places.move_to_end(session)
         if len(self._places) > self._most:

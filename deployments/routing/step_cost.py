@@ -2,8 +2,9 @@
 
   seconds = base x steps + sequence x output tokens + token x prompt tokens
 
-All four are sums between two frames, counted in the engine. So it does not matter which frames
-arrive, nor when: a router that was busy, or read three frames at once, learns the same.
+Seconds, steps, output tokens and prompt tokens are sums between two frames, counted in the engine.
+So it does not matter which frames arrive, nor when: a router that was busy, or read three frames at
+once, learns the same.
 
 The sums are taken over stretches of many steps. If a step is launched while the previous one runs,
 the launch of a long step puts part of its seconds into the previous frame. From frame to frame the
@@ -20,7 +21,7 @@ from engine.messages import EngineStats
 STRETCH = 0.2  # least busy seconds of an interval between two observations
 # Decay of earlier intervals at each new one, so that about twenty count: a replica may change.
 _FADE = 0.95
-_REFIT = 4  # intervals between two solutions, after the first few
+_REFIT = 4  # number of intervals between two solutions, after the first few
 _SWEEPS = 12  # Gauss-Seidel iterations of a solution
 
 
@@ -33,18 +34,19 @@ class StepCost(NamedTuple):
 
     @classmethod
     def mean(cls, costs: Iterable["StepCost"]) -> "StepCost":
-        """Return the mean cost of replicas of one kind; without any, a guess between GPU and
-        CPU."""
+        """Return the mean of the costs of similar replicas; without any, a guess between those of a
+        GPU and a CPU."""
         known = list(costs)
         if not known:
             return cls(0.01, 0.002, 0.0005)
         return cls(*(sum(column) / len(known) for column in zip(*known, strict=True)))
 
     def rates(self, rows: int, step_tokens: int) -> tuple[float, float]:
-        """Return (prompt tokens/s, output tokens/s), each of a replica that does nothing else.
+        """Return the prompt tokens/s of a replica that only computes prompts, and the output
+        tokens/s of one that only decodes a full batch.
 
-        rows: sequences of a full batch.
-        step_tokens: most tokens of a step.
+        rows: number of sequences in a full batch.
+        step_tokens: maximum of tokens in a step.
         """
         prompt = 1 / (self.token + self.base / step_tokens)
         return prompt, rows / max(1e-6, self.base + self.sequence * rows)
@@ -54,7 +56,7 @@ class StepCostModel:
     """A least-squares fit of step times with non-negative coefficients and exponential decay.
 
     prior: the assumed cost at the beginning.
-    fade: factor of earlier steps' weights at each fit.
+    fade: factor by which each new observation lowers the weights of earlier ones.
     """
 
     def __init__(self, prior: StepCost, fade: float = _FADE) -> None:
@@ -62,7 +64,8 @@ class StepCostModel:
         self._fade = fade
         self._last: EngineStats | None = None  # stats at the beginning of the interval
         self._stretches = 0
-        # Normal equations of three typical steps with the prior's cost.
+        # Normal equations; at first those of three typical steps with the prior's cost. s: steps,
+        # o: output tokens, p: prompt tokens.
         self._matrix = [0.0] * 6  # ss, so, sp, oo, op, pp
         self._vector = [0.0] * 3
         for outputs, prompts in ((1, 0), (16, 0), (8, 256)):
@@ -75,7 +78,7 @@ class StepCostModel:
             )
 
     def observe_frame(self, stats: EngineStats) -> None:
-        """Add a replica's frame. Frames may be missing, as their counters are cumulative."""
+        """Observe a frame's stats. Frames may be missing, as the counters are cumulative."""
         last = self._last
         if (
             last is None
@@ -93,7 +96,7 @@ class StepCostModel:
             self._last = stats
 
     def observe(self, steps: int, outputs: int, prompts: int, seconds: float) -> None:
-        """Add the steps and tokens that a replica computed in some busy seconds."""
+        """Add an observation: steps, output and prompt tokens that took `seconds` of busy time."""
         if seconds <= 0:
             return
         self._matrix = [value * self._fade for value in self._matrix]

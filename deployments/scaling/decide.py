@@ -1,16 +1,16 @@
 """decide: the number of replicas that each pool should have, and why.
 
-It has no clock and no Ray; the simulator and the live policy call the same function.
+The function has no clock and no Ray; the simulator and the live policy both call it.
 
 Work is measured in replicas: tokens that arrive each second, divided by the measured rate of a
 replica of the pool. A pool needs
 
-  arriving work when a replica started now would be ready / objective.busy + waiting work
+  (arriving work at the time when a replica started now is ready) / objective.busy + waiting work
 
 A pool grows at once. A replica takes `start_seconds` to be ready, so the trend of the last minute
-is extrapolated that far. A pool shrinks only to what the whole last `calm_seconds` would have
-needed, so that counts do not oscillate. Of two pools, the one that does the work at the lower price
-carries it. The other takes what the first cannot do yet, and is removed when the first can.
+is extrapolated that far. A pool shrinks only to the replicas that could have carried all of the
+last `calm_seconds`, so that counts do not oscillate. Of two pools, the one that does the work at
+the lower price carries it. The other pool carries what the first cannot yet, until the first can.
 """
 
 import math
@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 _TREND_SECONDS = 60.0  # seconds of the past that the trend is fitted to
-_SAMPLE_SECONDS = 2.0  # least seconds between two samples of the history
+_SAMPLE_SECONDS = 2.0  # minimum of seconds between two samples of the history
 _KV_FULL = 0.85  # share of used KV cache above which a pool with waiting requests is too small
-_LEVEL_SECONDS = 20.0  # seconds whose mean is the present level
-_SLACK = 0.04  # share of replicas' time that must stay unused for replicas to be removed
-_DRAIN = 0.65  # share of the start-up time in which work gathered until then should be done
-_HELD = 5.0  # times ttft: a cheap pool whose backlog is longer does not carry all work alone
+_LEVEL_SECONDS = 20.0  # the mean of so many last seconds is the present level of work
+_SLACK = 0.04  # share of time that the remaining replicas must have to spare before any is removed
+# Work that gathers while replicas start should be done within this share of the start-up time.
+_DRAIN = 0.65
+_HELD = 5.0  # times ttft: with a longer backlog no pool carries the first pool's work alone
 # Share of the cheap pool's capacity below which the other pool's replicas are removed.
 _RETURN = 0.7
 
@@ -33,9 +34,9 @@ _RETURN = 0.7
 class PoolModel:
     """The measured properties of a pool's replicas.
 
-    prompt_rate, output_rate: tokens/s of a busy replica that does nothing else.
+    prompt_rate, output_rate: tokens/s of a replica that only computes prompts, or only decodes.
     start_seconds: seconds from the decision to the first answer, including the start of a node.
-    price: price per hour.
+    price: price of a replica's hour.
     minimum, maximum: limits of the number of replicas.
     """
 
@@ -55,8 +56,8 @@ class PoolModel:
 class PoolState:
     """The present replicas of a pool.
 
-    ready, starting: numbers of replicas.
-    kv_used: share of KV blocks in use, over the ready replicas.
+    ready, starting: numbers of replicas that answer requests, and that are being started.
+    kv_used: mean share of KV blocks in use at the ready replicas.
     """
 
     ready: int
@@ -69,7 +70,7 @@ class Demand:
     """The arriving, waiting and running work.
 
     now: seconds of any clock.
-    prompt_rate, output_rate: tokens/s that arrive; the output is an expectation.
+    prompt_rate, output_rate: prompt tokens and expected output tokens that arrive per second.
     waiting_tokens: prompt tokens not yet computed.
     waiting: requests that no replica has taken.
     running: requests that a replica has taken.
@@ -88,7 +89,7 @@ class ServiceObjective:
     """The targets that `decide` keeps with as few replicas as possible.
 
     ttft: TTFT target in seconds.
-    busy: share of a replica's time that may be planned for.
+    busy: maximum share of a replica's time that is planned to be busy.
     calm_seconds: seconds of lower demand before replicas are removed.
     idle_seconds: seconds without a request before the last replica is removed, if the minimum is 0.
     """
@@ -101,13 +102,13 @@ class ServiceObjective:
 
 @dataclass(frozen=True, slots=True)
 class ScalingHistory:
-    """The arrival rates and earlier decisions that `decide` needs from its last call.
+    """The arrival rates and earlier decisions that `decide` returns for its next call.
 
-    samples: (time, prompt rate, output rate), oldest first.
+    samples: (time, prompt tokens/s, output tokens/s), oldest first.
     busy_at: last time when there was work.
     targets: targets of the last plan, by pool.
-    started_at: time when the replicas that are now starting were wanted, by pool.
-    raised_at: time when the target last rose, by pool.
+    started_at: by pool, the time since which replicas are starting.
+    raised_at: by pool, the last time when the target rose.
     """
 
     samples: tuple[tuple[float, float, float], ...] = ()
@@ -118,17 +119,18 @@ class ScalingHistory:
 
 
 class ScalingReason(str):
-    """A sentence for operators. cause: one word for it, for metrics.
+    """A sentence for operators: the reason for a pool's number of replicas.
 
-    work, trend, backlog, kv: grow or stay for arriving work, a rise, waiting work or a full KV
-        cache.
-    calm, idle: shrink after a quiet time.
-    needed, grown, silent, handover: do not shrink yet, because the last minutes needed the
-        replicas, the pool has just grown, some replicas do not report, or another pool is not
-        ready.
-    overflow, beyond: stand in for another pool that is starting, or at its maximum.
-    held: another pool carries all work.
-    minimum, maximum: a limit has changed the number.
+    cause: one word for the reason, for metrics:
+        work, trend, backlog, kv: the pool grows, or remains, for arriving work, a rise of it,
+            waiting work or a full KV cache.
+        calm, idle: the pool shrinks after a quiet time.
+        needed, grown, silent, handover: the pool does not shrink yet, because the last minutes
+            needed the replicas, the pool has just grown, some replicas do not report, or another
+            pool is not ready.
+        overflow, beyond: the pool helps another one that is starting, or at its maximum.
+        held: another pool carries all work.
+        minimum, maximum: a limit of the pool has changed the number.
     """
 
     cause: str
@@ -143,8 +145,8 @@ class ScalingReason(str):
 class ScalingPlan:
     """The number of replicas that each pool should have, and why.
 
-    targets, reasons: target and reason by pool.
-    history: history for the next call.
+    targets, reasons: number of replicas and its reason, by pool.
+    history: argument of the next call of `decide`.
     """
 
     targets: dict[str, int]
@@ -192,7 +194,7 @@ def decide(
                 count < have
                 and demand.now - history.raised_at.get(name, -math.inf) < _LEVEL_SECONDS
             ):
-                # The mean that gave the smaller count lacks the work for which the pool has grown.
+                # The smaller count comes from a mean that lacks the work for which the pool grew.
                 count, reason = have, ScalingReason("grown", "it has just grown")
         else:
             count, reason = _overflow(pools[main], observed[main], pool, demand, objective)
@@ -204,7 +206,7 @@ def decide(
             if beyond > count:
                 text = f"beyond what {' and '.join(targets)} can do"
                 count, reason = beyond, ScalingReason("beyond", text)
-        # A pool that hands over keeps its replicas until the other pool is ready.
+        # A pool whose work another pool takes over keeps its replicas until that pool is ready.
         takers = [other for other in names if other != name]
         have = observed[name].ready + observed[name].starting
         if count < have and takers and not idle and name != main and holder is None:
@@ -225,10 +227,10 @@ def decide(
 
 
 def keep(plan: ScalingPlan, targets: Mapping[str, int], reason: str) -> ScalingPlan:
-    """Return a plan without its decreases.
+    """Return a plan in which no pool shrinks below its previous target.
 
-    targets: previous targets by pool.
-    reason: reason for pools that do not shrink.
+    targets: the previous targets by pool.
+    reason: the reason for pools that the plan would have shrunk; their cause is "silent".
     """
     low = {name for name, target in plan.targets.items() if target < targets.get(name, 0)}
     lowered = {name: targets[name] if name in low else plan.targets[name] for name in plan.targets}
@@ -247,7 +249,7 @@ def _remember(
     busy = asked or demand.running > 0 or starting
     since = demand.now if busy or history.busy_at == -math.inf else history.busy_at
     if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
-        # A request that wakes a pool must not wait for a sample.
+        # Only busy_at is updated: a request that wakes a pool must not wait for the next sample.
         return replace(history, busy_at=since)
     span = max(objective.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
     samples = (*(past for past in samples if past[0] > demand.now - span), sample)
@@ -255,7 +257,7 @@ def _remember(
 
 
 def _works(pool: PoolModel, demand: Demand, history: ScalingHistory) -> list[tuple[float, float]]:
-    """Return (time in seconds, work) of the samples in the trend's window."""
+    """Return (time, work in replicas of the pool) of the samples in the trend's window."""
     since = demand.now - _TREND_SECONDS
     return [
         (when, pool.work(prompt, output))
@@ -265,12 +267,13 @@ def _works(pool: PoolModel, demand: Demand, history: ScalingHistory) -> list[tup
 
 
 def _knows_calm(demand: Demand, history: ScalingHistory, objective: ServiceObjective) -> bool:
-    """Whether the history goes back far enough for replicas to be removed."""
+    """Return whether the history covers `calm_seconds`, without which no replica is removed."""
     return history.samples[0][0] <= demand.now - objective.calm_seconds
 
 
 def _levels(pool: PoolModel, history: ScalingHistory, objective: ServiceObjective) -> list[float]:
-    """Return the work during the calm time, averaged over windows of _LEVEL_SECONDS."""
+    """Return moving averages over _LEVEL_SECONDS of the work in the last `calm_seconds`, in
+    replicas of the pool."""
     last = history.samples[-1][0]
     window = sum(when > last - _LEVEL_SECONDS for when, _, _ in history.samples)
     since = last - objective.calm_seconds - _LEVEL_SECONDS
@@ -283,7 +286,8 @@ def _levels(pool: PoolModel, history: ScalingHistory, objective: ServiceObjectiv
 def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
     """Return the waiting work in seconds of one replica.
 
-    Output is assumed in the recent ratio to prompts, also if no requests arrive any more.
+    Output is assumed to have the recent ratio to prompt tokens, also when requests no longer
+    arrive.
     """
     prompt = sum(prompt for _, prompt, _ in history.samples)
     output = sum(output for _, _, output in history.samples)
@@ -292,7 +296,7 @@ def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
 
 
 def _price(pool: PoolModel, demand: Demand) -> float:
-    """Return the price of a unit of this demand's work in a pool."""
+    """Return the price per hour of the replicas of a pool that would carry the arriving work."""
     return pool.price * pool.work(max(1.0, demand.prompt_rate), max(1.0, demand.output_rate))
 
 
@@ -304,17 +308,19 @@ def _holder(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> str | None:
-    """Return the dearer pool that carries all work for less than one replica of the first pool
-    costs.
+    """Return the name of a pool other than the cheapest that carries all work for less than one
+    replica of the cheapest pool costs; None if there is no such pool.
 
-    An example is a CPU replica at night. Dearer means per token. None if there is no such pool.
+    An example is a CPU replica at night, which costs more per token than a GPU but less per hour.
+
+    names: the pools, the cheapest per token first.
     """
     main = pools[names[0]]
     if main.minimum > 0:
         return None
     known = history.samples[-1][0] - history.samples[0][0]
     if known < objective.calm_seconds and observed[names[0]].ready + observed[names[0]].starting:
-        # A new controller or policy does not know why the replicas are there.
+        # The history of a new controller or policy is too short to give up the replicas.
         return None
     for name in names[1:]:
         pool = pools[name]
@@ -338,15 +344,16 @@ def _carry(
     objective: ServiceObjective,
     started: float,
 ) -> tuple[int, ScalingReason]:
-    """Return the number of replicas that this pool needs for all the work, and why.
+    """Return the number of replicas that a pool needs to carry all work alone, and why.
 
-    started: seconds since the starting replicas were wanted.
+    observed: the pool's present replicas.
+    started: seconds since the replicas that are starting were wanted.
     """
     works = _works(pool, demand, history)
     level, slope = _trend(works)
     ahead = level + slope * pool.start_seconds
     have = observed.ready + observed.starting
-    # Work that waits, or gathers until the starting replicas are ready, in seconds of one replica.
+    # Work that waits now or will until the starting replicas are ready, in seconds of one replica.
     until = max(0.0, pool.start_seconds - started)
     gathered = _backlog(pool, demand, history) + until * max(0.0, level - observed.ready)
     extra = 0.0
@@ -372,13 +379,13 @@ def _carry(
         text = f"work of {level:.1f} replicas" if have else "there was none"
         return count, ScalingReason("work", text)
     if count < have:
-        # A pool grows for a certain rise, but a merely possible one already keeps it from
+        # Only a significant upward trend makes a pool grow, but any upward slope keeps it from
         # shrinking.
         rising = level + pool.start_seconds * _slope(works)[0]
         most = max(*_levels(pool, history, objective), rising)
         calm = math.ceil(most / (objective.busy - _SLACK) + extra)
         count = max(count, calm, 1) if _knows_calm(demand, history, objective) else have
-        # Waiting work may be little for the present replicas, and too much for fewer.
+        # The pool also keeps its replicas while more work waits than fewer replicas could do soon.
         if extra or (count < have and gathered > objective.ttft * count):
             return have, ScalingReason("backlog", f"{demand.waiting_tokens:.0f} prompt tokens wait")
         if count < have:
@@ -396,7 +403,7 @@ def _beyond(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> int:
-    """Return the number of replicas for the work that all cheaper pools leave at their maximum.
+    """Return the number of a pool's replicas for the work beyond the maximum of all cheaper pools.
 
     cheaper: (pool, target) of each cheaper pool.
     """
@@ -404,7 +411,10 @@ def _beyond(
         return 0
 
     def left(work: Callable[[PoolModel], float], busy: float) -> float:
-        """Return the work that the cheaper pools leave, in replicas of this pool."""
+        """Return the work that the cheaper pools cannot do, in replicas of this pool.
+
+        work: returns all work in replicas of the given pool. busy: as in ServiceObjective.
+        """
         done = sum(busy * target / max(1e-9, work(other)) for other, target in cheaper)
         return max(0.0, 1.0 - done) * work(pool) / busy
 
@@ -426,7 +436,11 @@ def _overflow(
     demand: Demand,
     objective: ServiceObjective,
 ) -> tuple[int, ScalingReason]:
-    """Return the number of replicas a second pool needs until the first has enough, and why."""
+    """Return the number of a pool's replicas that help the main pool while that one starts more,
+    and why.
+
+    observed: the main pool's present replicas.
+    """
     short = main.work(demand.prompt_rate, demand.output_rate) / objective.busy - observed.ready
     if (
         short <= max(0.25, 0.05 * observed.ready)
@@ -442,10 +456,12 @@ def _overflow(
 
 
 def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return (work at the last sample, slope per second), each cautious given the noise.
+    """Return cautious estimates of (the present work, its growth per second, at least 0).
 
-    The level is a mean; after a jump, it is what the last two samples both exceed. A slope counts
-    by how far it exceeds its own standard error, so that noise is not a trend.
+    The work is a mean, or after a jump the lower one of the last two samples. From the slope two
+    standard errors are subtracted, so that noise is not a trend.
+
+    samples: (time, work) of each sample, oldest first.
     """
     last = samples[-1][0]
     recent = [work for when, work in samples if when > last - _LEVEL_SECONDS]
@@ -453,14 +469,15 @@ def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     jump = min(work for _, work in samples[-2:])
     if jump > level * 1.25 + 0.1:
         return jump, 0.0
-    # A past step looks like a slope in the long window, but is flat in the short one.
+    # A jump some time ago looks like a slope in the long window, but the short window is flat.
     short = [sample for sample in samples if sample[0] > last - _LEVEL_SECONDS]
     sure = min(slope - 2 * error for slope, error in (_slope(samples), _slope(short)))
     return level, max(0.0, sure)
 
 
 def _slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the slope per second and its standard error; (0, 0) for too few samples."""
+    """Return (slope per second, its standard error) of a line through (time, work) samples; (0, 0)
+    for fewer than five."""
     count = len(samples)
     if count < 5:
         return 0.0, 0.0

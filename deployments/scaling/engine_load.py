@@ -1,4 +1,4 @@
-"""EngineLoad: what a replica reports of its engine to the scaling policy."""
+"""EngineLoad: the metrics of an engine's load that a replica reports to the scaling policy."""
 
 import time
 
@@ -6,13 +6,13 @@ from deployments.routing.step_cost import StepCostModel
 from deployments.scaling.policy import CounterRates
 from engine.messages import EngineStats
 
-_ROWS = 256  # most running sequences for which tokens/s are predicted
+_ROWS = 256  # maximum of running sequences for which tokens/s are predicted
 
 
 class EngineLoad:
-    """The load of one engine, between two calls of `figures`.
+    """The load of one engine, with rates over the time between two calls of `figures`.
 
-    step_tokens: most tokens of its steps.
+    step_tokens: maximum of tokens in a step.
     """
 
     def __init__(self, step_tokens: int) -> None:
@@ -20,10 +20,11 @@ class EngineLoad:
         self._rates = CounterRates(time.monotonic())
 
     def figures(self, stats: EngineStats, steps: StepCostModel) -> dict[str, int | float]:
-        """Return the metrics that the policy reads.
+        """Return the metrics that the policy reads, by name.
 
         prompt_rate and output_rate are tokens/s since the last call. prompt_able and output_able
-        are the tokens/s that the engine could reach, by its measured steps.
+        are the tokens/s that the engine could reach, by its measured steps; they are missing until
+        steps were measured.
         """
         used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
         rates = self._rates.update(

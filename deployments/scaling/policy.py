@@ -1,6 +1,6 @@
 """PoolsPolicy, PoolPolicy: Serve's autoscaling policies, which call scaling.decide.
 
-They turn Serve's reports into Demand and PoolState, and the plan into Serve's decision. The
+The policies turn Serve's reports into Demand and PoolState, and the plan into Serve's decision. The
 controller calls policies ten times a second in its only loop, so they decide once a second.
 
 `PoolsPolicy` decides for all pools of an application together, from the routers' reports. Serve
@@ -44,12 +44,12 @@ ROUTER = "router"
 _SMOOTHING = 0.3  # weight of the newest start-up time in the mean
 _KEY = "manta/scaling/"
 _EVERY = 1.0  # seconds between two decisions
-# tokens/s of prompts and outputs, until measured
+# (prompt tokens/s, output tokens/s) of a replica by kind of pool, until measured
 RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}
 _PRICES = {"gpu": 1.0, "cpu": 0.1}
-_IMAGES_AT_ONCE = 2.0  # images at an encoder, of which it encodes one, before another starts
+_IMAGES_AT_ONCE = 2.0  # mean number of images at an encoder beyond which another one is started
 _REPORT_SECONDS = 1.0  # seconds between two reports of a replica
-_LOOK_BACK_SECONDS = 2.0  # seconds over which Serve averages reports
+_LOOK_BACK_SECONDS = 2.0  # length of the window over which Serve averages reports
 
 
 def scales(pool: PoolConfig) -> bool:
@@ -57,12 +57,12 @@ def scales(pool: PoolConfig) -> bool:
 
 
 def price(config: MantaConfig, name: str, pool: PoolConfig) -> float:
-    """Return the price of a replica's hour in a pool."""
+    """Return the price of a replica's hour in a pool: the configured one, or a default."""
     return pool.price or _PRICES[config.kind(name, pool)]
 
 
 def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> dict[str, Any]:
-    """Return the arguments of PoolsPolicy for the pools that scale."""
+    """Return the keyword arguments of PoolsPolicy for those of the pools that scale."""
     models = {}
     for name, pool in pools.items():
         if scales(pool) and pool.role != "encoder":
@@ -78,7 +78,8 @@ def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> di
 
 
 def replica_options(name: str, pool: PoolConfig, config: MantaConfig) -> dict[str, Any]:
-    """Return Serve's options of a pool's deployment: a fixed count, or limits and PoolPolicy."""
+    """Return the options of a pool's Serve deployment that set its number of replicas: a fixed
+    count, or limits with PoolPolicy."""
     if not scales(pool):
         return {"num_replicas": pool.replicas}
     arguments = policy_arguments(config, {name: pool})
@@ -109,7 +110,7 @@ def encoder_limits(pool: PoolConfig, calm_seconds: float) -> dict[str, Any]:
 
 
 def counts(least: int, most: int) -> dict[str, Any]:
-    """Return Serve's autoscaling_config with the given limits, without a policy.
+    """Return Serve's autoscaling_config with a minimum and a maximum, without a policy.
 
     It has no initial_replicas, as each deployment would restart from that count. Serve's own delays
     are off, because the policy has its own.
@@ -145,11 +146,11 @@ class ServeContext(Protocol):
 class PoolsPolicy:
     """The autoscaling policy of an application, which Serve's controller calls.
 
-    A call gets the contexts of the application's deployments, and returns (the number of replicas
-    of each, its record for Serve by deployment). Pools of different roles do not stand in for each
-    other, so prefill pools, decode pools and others are planned apart.
+    A call gets the contexts of the application's deployments, and returns ({deployment: number of
+    replicas}, {deployment: a state that Serve keeps}). Pools of one role cannot do the work of
+    another role, so prefill pools, decode pools and others are planned separately.
 
-    pools: fields of decide.PoolModel, and "role" if there is one, by pool.
+    pools: by pool, fields of decide.PoolModel, and "role" unless it is "engine".
     objective: fields of decide.ServiceObjective.
     """
 
@@ -170,7 +171,7 @@ class PoolsPolicy:
         }
         self._objective = ServiceObjective(**objective)
         self._history = ScalingHistory()
-        # By pool: when more replicas were wanted, and how many.
+        # By pool: (time of the last increase of the target, that target), while replicas start.
         self._started: dict[str, tuple[float, int]] = {}
         self._plan: ScalingPlan | None = None
         self._decided = 0.0  # time of the last decision
@@ -188,7 +189,7 @@ class PoolsPolicy:
         states: dict[Any, dict[str, Any]] = {}
         for name, (id, context) in by_name.items():
             if name.startswith(ENCODER_PREFIX):
-                # Serve delays what this wants, by the deployment's own settings.
+                # Serve applies the delays of `encoder_limits` to this result.
                 wanted, states[id] = replica_queue_length_autoscaling_policy(cast(Any, context))
                 decisions[id] = math.ceil(wanted)
         if not engines:
@@ -206,7 +207,7 @@ class PoolsPolicy:
         return decisions, states
 
     def plan(self, engines: Mapping[str, ServeContext], router: ServeContext | None) -> ScalingPlan:
-        """Return the present plan; decide anew once a second, and report a plan that has changed.
+        """Return the present plan; once a second make a new one, and report changed targets.
 
         engines: Serve's contexts of the engine deployments, by pool.
         router: Serve's context of the router deployment; None: routers do not report.
@@ -228,7 +229,7 @@ class PoolsPolicy:
     def decide(
         self, engines: Mapping[str, ServeContext], router: ServeContext | None, now: float
     ) -> ScalingPlan:
-        """Return a new plan, by what the contexts say and what was measured before.
+        """Return a new plan, from Serve's contexts and earlier measurements.
 
         engines, router: see `plan`.
         now: seconds of any clock.
@@ -244,7 +245,7 @@ class PoolsPolicy:
         return plan
 
     def _measured(self, name: str, context: ServeContext) -> PoolModel:
-        """Return a pool with Serve's limits and, once there are any, its engines' measurements."""
+        """Return a pool with Serve's present limits and the rates that its engines report."""
         pool = replace(
             self._pools[name],
             minimum=context.capacity_adjusted_min_replicas,
@@ -263,8 +264,7 @@ class PoolsPolicy:
         if starting and (began is None or began[1] < target):
             self._started[name] = (now, target)
         elif not starting and began is not None:
-            # All wanted replicas are ready: measure how long a start takes, including that of a
-            # node.
+            # All wanted replicas are ready, so the start-up time is known, with that of a node.
             del self._started[name]
             if ready >= began[1]:
                 pool = self._pools[name]
@@ -286,17 +286,17 @@ class PoolPolicy:
 
 
 def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, now: float) -> Demand:
-    """Return the demand as the routers report it; without routers, what the engines compute.
+    """Return the demand as the routers report it; without them, the tokens/s that engines compute.
 
-    Only routers know of requests at a replica that is leaving, as it is no longer in the
-    deployment.
+    Only routers know of requests at a replica that Serve is stopping, as the replica is no longer
+    in the deployment.
     """
     source: Iterable[ServeContext | None] = engines.values() if router is None else (router,)
     prompt = output = 0.0
     for context in source:
         prompt += sum(_values(context, "prompt_rate"))
         output += sum(_values(context, "output_rate"))
-    # Waiting work is reported with its expected output; this is the prompts' share.
+    # `queued_tokens` includes the expected output; `share` is the part of the prompts.
     share = prompt / (prompt + output) if prompt + output > 0 else 0.5
     waiting_tokens = share * sum(_values(router, "queued_tokens"))
     waiting = sum(_values(router, "queued"))
@@ -310,7 +310,10 @@ def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, no
 
 
 def _of_role(demand: Demand, engines: Mapping[str, ServeContext], role: str) -> Demand:
-    """Return the part of a demand that pools of this role carry."""
+    """Return the part of a demand that pools of one role carry: prompts, outputs or both.
+
+    engines: Serve's contexts of these pools.
+    """
     if role == "engine":
         return demand
     contexts = engines.values()
@@ -322,14 +325,14 @@ def _of_role(demand: Demand, engines: Mapping[str, ServeContext], role: str) -> 
 
 
 def _values(context: ServeContext | None, metric: str) -> list[float]:
-    """Return the values of a metric, one for each replica that reports it."""
+    """Return the values of a metric, one for each replica that reports it; [] without a context."""
     metrics = context.aggregated_metrics if context is not None else None
     return list(metrics.get(metric, {}).values()) if metrics else []
 
 
 def _silent(context: ServeContext | None) -> bool:
-    """Whether replicas exist but report nothing, so that they are starved or cut off rather than
-    idle."""
+    """Return whether a deployment has replicas but none reports, as when they are starved of CPU or
+    cut off; idle replicas report."""
     return bool(context and context.current_num_replicas and not context.aggregated_metrics)
 
 
@@ -345,9 +348,9 @@ Cooldowns = tuple[float, float]  # seconds of calm, of idleness
 
 
 def _export(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns) -> None:
-    """Export a plan's metrics at each decision, as Ray's exporter drops values that are not
+    """Export a plan's metrics; called at each decision, as Ray's exporter drops values that are not
     repeated."""
-    # Imported here: by value there would be several exporters in a process.
+    # Imported here: Serve pickles this module by value, and the exporter has to be one per process.
     from deployments.observe.ray_exporter import scaling_export
 
     causes = {name: reason.cause for name, reason in plan.reasons.items()}
@@ -355,9 +358,9 @@ def _export(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns) -
 
 
 def _report(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
-    """Log a plan in the controller's log, and store it for `scaling_decisions`.
+    """Write a plan to the controller's log, and store it for `scaling_decisions`.
 
-    Each pool has a record of its own, as pools with separate policies decide separately.
+    Each pool has a stored record of its own, as pools may have separate policies.
     """
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
 
@@ -377,8 +380,8 @@ def _report(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns, n
 def scaling_decisions(app: str) -> dict[str, Any] | None:
     """Return the last scaling decision of an application; None if there was none.
 
-    It has "time", and by pool "targets", "reasons", "limits" as [minimum, maximum] and "cooldowns"
-    as seconds of [calm, idleness]. Needs a connection to Ray.
+    Its keys are "time", and by pool "targets", "reasons", "limits" ([minimum, maximum]) and
+    "cooldowns" ([calm_seconds, idle_seconds]). Needs a connection to Ray.
     """
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
@@ -398,11 +401,11 @@ def scaling_decisions(app: str) -> dict[str, Any] | None:
     }
 
 
-# -- reported by routers and engines
+# -- rates that routers and engines report
 
 
 class CounterRates:
-    """Rates per second of growing counters, over the time between two calls."""
+    """The rates per second of growing counters, over the time between two calls of `update`."""
 
     def __init__(self, now: float) -> None:
         self._at = now
@@ -410,7 +413,7 @@ class CounterRates:
         self._rates: dict[str, float] = {}
 
     def update(self, now: float, **counters: float) -> dict[str, float]:
-        """Return the rates by name; the previous ones if less than 0.2 s have passed."""
+        """Return {counter: its rate}; the previous rates if less than 0.2 s have passed."""
         if now - self._at >= 0.2:
             self._rates = {
                 name: max(0.0, (value - self._last.get(name, value)) / (now - self._at))

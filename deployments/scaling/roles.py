@@ -1,7 +1,7 @@
-"""Roles: what `manta plan` says of pools that compute prompts for each other.
+"""lines: the lines of `manta plan` about prefill pools and decode pools.
 
-The estimate leaves out what `python -m bench.simulate roles` has: queues, steps, and the gaps
-between tokens.
+The estimate leaves out queues, steps and the gaps between tokens, which
+`python -m bench.simulate roles` simulates.
 """
 
 from collections.abc import Iterator
@@ -10,15 +10,16 @@ from deployments.config.load import MantaConfig
 from deployments.scaling.policy import RATES
 
 _WORK = ((1024, 256), (8192, 256), (2048, 1024))  # (prompt, output) tokens of a request
-_ENOUGH = 0.9  # share of the tokens/s that the same replicas reach without roles
+_ENOUGH = 0.9  # `share_of_together` below which the lines advise against roles
 
 
 def share_of_together(prefills: int, decodes: int, prompt: int, output: int, kind: str) -> float:
-    """Return the requests/s of pools with roles, over those of the same replicas without.
+    """Return the requests/s of pools with roles, divided by those of the same replicas without.
 
-    It is at most 1: a role leaves its replicas idle while the other one is full.
+    The result is at most 1: replicas of one role idle while the other role is full.
 
-    prefills, decodes: replicas of each role.
+    prefills, decodes: numbers of replicas of each role.
+    prompt, output: tokens of each request.
     kind: "gpu" or "cpu".
     """
     prompts, outputs = RATES[kind]
@@ -27,7 +28,7 @@ def share_of_together(prefills: int, decodes: int, prompt: int, output: int, kin
 
 
 def lines(config: MantaConfig) -> Iterator[str]:
-    """Yield the lines of `manta plan` about pools that compute prompts for others, if any."""
+    """Yield the lines of `manta plan` about prefill and decode pools; none without such pools."""
     if not config.apart:
         return
     pools = config.engine_pools
