@@ -1,7 +1,8 @@
-"""Deploying an application on a cluster with others: conflicts, and one deployment at a time.
+"""Checks and a lock for the deployment of applications on a cluster where others run.
 
-Serve accepts only a complete list of a cluster's applications and deletes those that are missing.
-So the list includes the running applications as they were deployed, which restarts nothing.
+Serve accepts only a complete list of a cluster's applications, and deletes applications that are
+missing in it. So the list includes the running applications as they were deployed, which restarts
+none of them.
 """
 
 import json
@@ -19,14 +20,14 @@ from engine.errors import ConfigError, MantaError
 ONE_MODEL = "deployments.app:build"  # import paths of applications that answer requests
 SEVERAL_MODELS = "deployments.app:build_routers"
 _DEPLOYING = "manta-deploying"  # key in Ray's store, held by the process that deploys
-# Seconds after which the holder is presumed dead; a deployment takes a few.
+# Seconds after which the holder of the key is presumed dead; a deployment takes a few.
 _STALE = 30.0
 _WAIT = 60.0  # longest seconds to wait for the key
 _POLL = 0.1
 
 
 def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
-    """Check that applications can be deployed on a cluster with running ones.
+    """Check that applications can be deployed on a cluster where others run.
 
     wanted: Serve's schemas of the applications to deploy.
     there: Serve's schemas of the running applications, by name.
@@ -55,10 +56,11 @@ def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
 
 
 def left_out(wanted: Sequence[Any], there: Mapping[str, Any]) -> set[str]:
-    """Return the running applications of models that an earlier configuration had and this one
-    lacks.
+    """Return the names of running applications of models that are no longer in the configuration.
 
-    Models that were added to the running endpoint are not among them. Arguments as in `check`.
+    Models that were added to the running endpoint are left out, as no configuration has them.
+
+    wanted, there: as in `check`.
     """
     ours = {app["name"] for app in wanted}
     several = [app["name"] for app in wanted if app["import_path"] == SEVERAL_MODELS]
@@ -125,8 +127,8 @@ def check_port(port: int, endpoint: int) -> None:
 def config_of(application: Any) -> MantaConfig | None:
     """Return the configuration in an application of Serve's schema.
 
-    None if the application is not one of ours that answers requests, or of a release with other
-    keys.
+    Returns None if the application is not Manta's, if it has no routers, or if a release with other
+    configuration keys deployed it.
     """
     application = model_applications.as_dict(application)
     config = application.get("args", {}).get("config")
@@ -134,21 +136,21 @@ def config_of(application: Any) -> MantaConfig | None:
     if not ours or not isinstance(config, Mapping):
         return None
     with suppress(ConfigError):
-        # Its files may be on another machine.
+        # Files that the configuration names may be on another machine.
         return parse_config(config, {}, check_files=False)
     return None
 
 
-# -- one at a time
+# -- one deployment at a time
 
 
 @contextmanager
 def deploying() -> Iterator[None]:
-    """Hold a lock of the cluster that keeps other deployments out.
+    """Hold the cluster's deployment lock: no other deployment runs at the same time.
 
-    Of two at once, each would delete what the other has added.
+    Of two simultaneous deployments, each would delete what the other has added.
 
-    Raises MantaError after a minute, and OSError if Ray's store does not answer.
+    Raises MantaError if the lock is held for a minute, and OSError if Ray's store does not answer.
     """
     mine = json.dumps(time.time()).encode()
     deadline = time.monotonic() + _WAIT
@@ -167,7 +169,7 @@ def deploying() -> Iterator[None]:
             store("del", _DEPLOYING)
 
 
-# -- when an application itself was deployed
+# -- deployment times
 
 
 def _key(app: str) -> str:
@@ -177,7 +179,8 @@ def _key(app: str) -> str:
 def deployed_at(app: str, reported: float) -> float:
     """Return the Unix time at which an application itself was last deployed.
 
-    reported: Serve's deployment time, which a deployment of any other application changes, too.
+    reported: the deployment time that Serve reports, which a deployment of any other application
+        changes, too.
     """
     record = store("get", _key(app))
     seen, before = json.loads(record) if record else (reported, reported)
@@ -185,9 +188,11 @@ def deployed_at(app: str, reported: float) -> float:
 
 
 def note_others(now: float, others: Mapping[str, float]) -> None:
-    """Record that an application is deployed at `now`, for `deployed_at` of the others.
+    """Record that a deployment at `now` changes the reported deployment time of other applications.
 
-    others: Serve's deployment time of each other application, by name.
+    `deployed_at` then returns their own times.
+
+    others: the deployment time that Serve has reported so far, by application.
     """
     for app, deployed in others.items():
         store(

@@ -1,4 +1,4 @@
-"""The Serve deployments of one model: engine pools, routers, and the settings that both share."""
+"""The Serve deployments of one model's engines, and the settings that engines and routers share."""
 
 import json
 import logging
@@ -31,16 +31,17 @@ from engine.errors import ConfigError
 
 _DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
 _HEALTH_PERIOD = (
-    2.0  # seconds; channels report a dead engine at once, but only this check replaces it
+    2.0  # seconds; channels report a dead engine at once, but only this check has it replaced
 )
 _HEALTH_TIMEOUT = 10.0
-_IMAGES_AT_ENCODER = 16  # most images at an encoder, and most that wait in a replica for one
-DRAIN_POLL = 0.2  # seconds between Serve's polls of an ending replica; its default of 2 only delays
-SURGE = 20  # percent, at least one: as many replicas as Serve's update stops at a time
+_IMAGES_AT_ENCODER = 16  # maximum of images at an encoder, and of images that wait in a replica
+DRAIN_POLL = 0.2  # seconds between Serve's polls of an ending replica; the default 2 delays its end
+# Percent of new replicas, at least one, that start before old ones stop: Serve's update stops 20 %.
+SURGE = 20
 # Seconds after the drain until Serve kills a replica: time for the engine to stop.
 KILL_MARGIN = 10.0
 
-# Key of Ray's store with the autoscaler's JSON report, renewed every few seconds.
+# Key of the autoscaler's JSON report in Ray's store, which the monitor rewrites every few seconds.
 _MONITOR = "__autoscaling_status"
 
 logger = logging.getLogger("manta.app")
@@ -51,7 +52,7 @@ Prepare = Callable[[ReplicaSettings], EngineConfig]
 
 
 def channel_limits(config: MantaConfig) -> ChannelLimits:
-    """Return the limits of channels, whose backlog may hold all images of a router."""
+    """Return the limits of channels; the backlog of one may hold all images of a router."""
     return ChannelLimits(
         heartbeat=config.router.heartbeat_seconds,
         timeout=config.router.silence_seconds,
@@ -76,9 +77,9 @@ def dispatch_limits(config: MantaConfig) -> DispatchLimits:
 
 
 def logs(config: MantaConfig) -> dict[str, Any]:
-    """Return the logging options of a deployment.
+    """Return the logging options of a Serve deployment: JSON logs, or none for text logs.
 
-    They are empty for logs in text, so that Serve's own config file may set them.
+    Without options Serve's own config file may set them.
     """
     return {"logging_config": {"encoding": "JSON"}} if config.log.format == "json" else {}
 
@@ -86,9 +87,11 @@ def logs(config: MantaConfig) -> dict[str, Any]:
 def engine_deployments(
     config: MantaConfig, machine: "NodeCapacity", prepare: Prepare | None = None
 ) -> list[Application]:
-    """Return one deployment for each pool of engines of a model.
+    """Return a Serve deployment for each pool of engines of a model.
 
-    Encoder pools' deployments are arguments of the engine pools' deployments.
+    Deployments of encoder pools are arguments of these deployments.
+
+    prepare: returns the EngineConfig on a replica's machine; None: `prepare_engine`.
     """
     engines = []
     prepare = prepare or prepare_engine
@@ -128,7 +131,7 @@ def engine_deployments(
 
 
 def _encoders(config: MantaConfig, name: str, pool: PoolConfig, prepare: Prepare) -> Application:
-    """Return the deployment of an encoder pool."""
+    """Return the Serve deployment of an encoder pool."""
     scaling = (
         {"autoscaling_config": autoscaling.encoder_limits(pool, config.scaling.calm_seconds)}
         if autoscaling.scales(pool)
@@ -162,7 +165,8 @@ def _sleep_settings(config: MantaConfig, pool: PoolConfig) -> SleepSettings | No
 
 
 def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
-    """Return the EngineConfig of a replica on its machine; downloads the model if needed."""
+    """Return the EngineConfig of a replica on this machine, where the model is downloaded if
+    needed."""
     options = dict(settings.engine)
     dummy = options.get("load_format") == "dummy"
     folder = resolve_model(
@@ -184,13 +188,13 @@ def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
 def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel:
     """Return the ServedModel of a one-model configuration.
 
-    gpus: GPUs of a machine, see `pools_on`
-    app: application of the engines; "": the routers' own application
+    gpus: number of GPUs of a machine, see `pools_on`.
+    app: Serve application of the engines; "": the routers' own application.
     """
     return ServedModel(
         name=config.name(),
         aliases=tuple(config.aliases),
-        # Resolve to the form that pools use, so that the router needs no conversion of its own.
+        # The router uses the same converted form of the model as the pools.
         find_model=partial(
             resolve_model,
             config.model,
@@ -219,7 +223,7 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
 
 
 def wake_seconds(config: MantaConfig) -> float | None:
-    """Return the assumed seconds of a replica's start if all pools may be empty; else None."""
+    """Return the assumed seconds of a replica's start; None if a pool always has a replica."""
     pools = config.engine_pools.values()
     if not pools or any(not autoscaling.scales(pool) or pool.min_replicas for pool in pools):
         return None
@@ -237,10 +241,10 @@ def served_models(app: str) -> dict[str, ServedModel]:
 
 @dataclass(frozen=True, slots=True)
 class NodeCapacity:
-    """The most that a replica can get: CPU cores and GPUs of the largest node.
+    """The maximum of CPU cores and GPUs that a replica can get: those of the largest node.
 
-    alone: whether this is the only node, as far as known
-    grows: whether something may start further nodes; None: unknown, as there is no cluster yet
+    alone: whether this is the only node, as far as known.
+    grows: whether an autoscaler may start further nodes; None: unknown, as there is no cluster yet.
     """
 
     cores: float
@@ -265,9 +269,10 @@ class NodeCapacity:
 
 
 def _grows() -> bool:
-    """Whether something may start further nodes, as far as Ray's autoscaler monitor reports.
+    """Return whether an autoscaler may start further nodes, by the report of Ray's monitor.
 
-    A monitor without node types lists nodes by their ids; in its first seconds it reports nothing.
+    A monitor without an autoscaler lists nodes by their ids; in its first seconds it reports
+    nothing, and the result is true.
     """
     try:
         report = json.loads(store("get", _MONITOR) or b"{}")
@@ -278,18 +283,21 @@ def _grows() -> bool:
 
 
 def _only_ids(report: dict[str, Any], ids: Collection[str]) -> bool:
-    """Whether the monitor's report names nodes by their ids only."""
+    """Return whether the monitor's report has nodes by ids and none by an autoscaler's node type.
+
+    ids: "node_" and the id of each node.
+    """
     types = (report.get("autoscaler_report") or {}).get("active_nodes") or {}
     return bool(types) and set(types) <= set(ids)
 
 
 def deployment_name(pool: str) -> str:
-    """Return the name of a pool's Serve deployment."""
+    """Return the name of an engine pool's Serve deployment."""
     return f"engine-{pool}"
 
 
 def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
-    """Return the pools, encoders included, with all open values resolved.
+    """Return the pools, encoders included, with values for cores, GPUs and threads that are open.
 
     A CPU replica's step uses one thread per core, as more would make replicas wait for each other.
     An encoder has one core unless the configuration says otherwise.
@@ -330,13 +338,13 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
 def check_gpus(
     config: MantaConfig, resolved: Mapping[str, PoolConfig], machine: NodeCapacity
 ) -> None:
-    """Check that a node has, or may get, the GPUs of a replica, as it would otherwise wait for
-    ever.
+    """Check that a node has the GPUs of a replica, or may be started; without, the replica would
+    wait for ever.
 
-    A GPU pool with minimum 0 is accepted if another pool can answer. If something may start such a
-    node, only a warning is logged.
+    A GPU pool with minimum 0 is accepted if a CPU pool can answer. If an autoscaler may start a
+    node with the GPUs, only a warning is logged.
 
-    resolved: result of `pools`
+    resolved: result of `pools`.
 
     Raises ConfigError.
     """
@@ -392,7 +400,7 @@ def _check_share(
 ) -> None:
     """Check that a CPU replica's share of the machine has a core per rank. Raises ConfigError.
 
-    num_cpus is not configured here, so the error does not mention it as a given value.
+    For pools without a configured num_cpus, whose share is `cores`.
     """
     ranks = config.node_ranks(pool)
     if ranks == 1 or cores >= ranks:
@@ -409,10 +417,10 @@ def _check_share(
 
 
 def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCapacity]:
-    """Return the share of each of several models in the machine, if it is the only node.
+    """Return the capacity that each of several models may use, if the machine is the only node.
 
-    CPU pools without num_cpus share equally what the others leave. Without shares each would
-    reserve all cores, and the second would never start.
+    CPU pools without num_cpus divide the cores that other pools leave equally among their replicas.
+    If each reserved all cores, the second model would never start.
     """
     if not machine.alone:
         return [machine] * len(models)
@@ -425,9 +433,9 @@ def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCap
 def beside(
     others: Iterable[MantaConfig], config: MantaConfig, machine: NodeCapacity
 ) -> NodeCapacity:
-    """Return the share of a model that is added to others, which keep theirs.
+    """Return the capacity that a model may use which is added to others: the cores they leave.
 
-    others: configurations of the other models
+    others: configurations of the other models.
     """
     if not machine.alone or not _open_replicas(config, machine):
         return machine
@@ -436,8 +444,7 @@ def beside(
 
 
 def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:
-    """Return the number of CPU replicas without a configured number of cores; 0 if it is
-    configured."""
+    """Return the number of a model's CPU replicas whose number of cores is not configured."""
     return sum(
         max(1, pool.replicas)
         for name, pool in config.pools_on(machine.gpus).items()
@@ -446,9 +453,9 @@ def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:
 
 
 def _cores_taken(config: MantaConfig, machine: NodeCapacity) -> float:
-    """Return the cores of the replicas with a known number of cores.
+    """Return the cores that a model's replicas reserve whose number of cores is known.
 
-    Encoders beside an open CPU pool take theirs from its share.
+    Cores of encoders are left out if a CPU pool's number is open: they are part of its share.
     """
     return (0.0 if _open_replicas(config, machine) else _encoding(config)) + sum(
         pool.replicas * (config.node_ranks(pool) if pool.num_cpus is None else pool.num_cpus)
@@ -462,7 +469,7 @@ def _encoder_cores(pool: PoolConfig) -> float:
 
 
 def _encoding(config: MantaConfig) -> float:
-    """Return the cores of all encoders."""
+    """Return the number of cores of all encoders of a model."""
     return sum(pool.replicas * _encoder_cores(pool) for pool in config.encoders.values())
 
 
@@ -471,10 +478,10 @@ def _update_options(pool: PoolConfig) -> dict[str, Any]:
 
 
 def _placement_options(pool: PoolConfig, nodes: int) -> dict[str, Any]:
-    """Return the deployment options for what Ray reserves for a replica, and where.
+    """Return the deployment options for the resources that Ray reserves for a replica.
 
-    For several nodes this is a placement group with a bundle on each, granted all or none. The
-    replica's actor is in the first bundle, and starts the actors of the others.
+    For several nodes they are a placement group with a bundle on each, reserved all or none. The
+    replica's actor is in the first bundle, and starts the actors in the others.
     """
     actor: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
     if pool.resources:

@@ -14,7 +14,7 @@ logger = logging.getLogger("manta.app")
 
 
 def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
-    """Return the proxy that will be used, and log it, as it determines the cost of a streamed
+    """Return the proxy that will be used, and log its name, as it determines the cost of a streamed
     token."""
     if behind_haproxy(config):
         logger.info("HTTP through haproxy")
@@ -44,7 +44,7 @@ def check_edge(config: MantaConfig) -> None:
 
 
 def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
-    """Return the environment variables of all Ray processes of the cluster from their start.
+    """Return the environment variables that all Ray processes of the cluster need at their start.
 
     Client drivers must not have them.
 
@@ -63,8 +63,8 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
         # A node's proxy is replaced after some failed polls: within 10 s instead of 30.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        # Ray's workers have niceness 15, but 0 while they start. So the start of a replica, or
-        # anything else on the machine, would take nearly all CPU time from the engines that stream.
+        # By default Ray's workers have niceness 15, but 0 while they start. So the start of a
+        # replica, or another program, would take nearly all CPU time from the engines that stream.
         "RAY_worker_niceness": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.http.uvicorn_hooks:install",
     }

@@ -1,6 +1,7 @@
-"""Controller: the pools' replicas in virtual time, as Serve's controller starts and stops them.
+"""Controller: starts and stops the pools' replicas in virtual time, as Serve's controller does.
 
-Once a second routers and replicas report their load, and the service's own policy decides.
+Once a second routers and replicas report their load, and the service's own policy decides on the
+number of replicas.
 """
 
 import asyncio
@@ -16,14 +17,15 @@ from deployments.simulation.service import MODEL, Service, SimulatedReplica
 from deployments.simulation.speed import Speed
 
 _EVERY = 1.0  # seconds between two reports, and between two decisions
-_REPORTS = 2  # reports that Serve averages
+_REPORTS = 2  # number of last reports that are averaged, as by Serve
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPool:
     """A pool of the configuration.
 
-    first: replicas at the beginning. least, most: limits. scales: whether the policy decides.
+    first: number of replicas at the beginning. least, most: limits of the number.
+    scales: whether the policy decides on the number.
     start_seconds: seconds from the decision to a replica that takes requests.
     price: price of a replica's hour.
     """
@@ -39,7 +41,7 @@ class SimulatedPool:
 
 @dataclass(slots=True, eq=False)
 class _Reporter:
-    """The last reports of a router or replica. read: returns its load."""
+    """The last reports of a router or replica. read: returns its present load, {metric: value}."""
 
     read: Callable[[], Mapping[str, float]]
     reports: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_REPORTS))
@@ -52,7 +54,10 @@ class _Reporter:
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """The life of a replica. wanted, ended: seconds of its decision and its end; -1: not yet."""
+    """The life of a replica, from the decision to start it on.
+
+    wanted, ended: times of the decision and of the replica's end; -1: not yet.
+    """
 
     wanted: float
     ended: float = -1.0
@@ -63,7 +68,7 @@ class _Life:
 
 @dataclass(slots=True)
 class _Context:
-    """A deployment, as `scaling.policy.ServeContext` describes it to the policy."""
+    """A deployment, with the attributes of `scaling.policy.ServeContext`, for the policy."""
 
     deployment_name: str
     current_num_replicas: int
@@ -79,8 +84,8 @@ class _Context:
 class Controller:
     """The controller of a service's pools.
 
-    policy: the policy of the pools that scale; None: none does.
-    drain_seconds: longest time of a replica that is to stop for its running requests.
+    policy: the policy of the pools that scale; None: no pool scales.
+    drain_seconds: longest time for the running requests of a replica that is to stop.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class Controller:
         self._ticks: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the first replicas at once; `run` decides on others."""
+        """Start the first replicas without a delay; `run` decides on others."""
         for name, pool in self._pools.items():
             for _ in range(pool.first):
                 life = _Life(self._loop.time())
@@ -112,11 +117,11 @@ class Controller:
                 await self._begin(life, pool.speed)
 
     def run(self) -> None:
-        """Decide from now on."""
+        """Begin to decide on the number of replicas, once a second."""
         self._ticks = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop deciding, and end what still starts or drains. Raises what a decision has raised."""
+        """Stop deciding, and cancel starts and drains. Raises the error of a failed decision."""
         if self._ticks is not None and self._ticks.done():
             self._ticks.result()
         starting = (life.starting for lives in self._lives.values() for life in lives)
@@ -126,13 +131,16 @@ class Controller:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def empty(self) -> bool:
-        """Whether no pool has more replicas than its least, and none of them is ending."""
+        """Return whether all pools have shrunk to their minimum and no replica is draining."""
         return not self._ending and all(
             len(self._present(name)) <= pool.least for name, pool in self._pools.items()
         )
 
     def replica_seconds(self, name: str, since: float, until: float) -> float:
-        """Return the seconds of a pool's replicas, from each decision to each end."""
+        """Return the sum of the lives of a pool's replicas in seconds, between two times.
+
+        A life is from the decision to start the replica to its end.
+        """
         return sum(
             max(
                 0.0, (until if life.ended < 0 else min(life.ended, until)) - max(life.wanted, since)
@@ -141,7 +149,7 @@ class Controller:
         )
 
     def most(self, name: str) -> int:
-        """Return the most replicas that a pool has had at once."""
+        """Return the largest number of replicas that a pool has had at once."""
         changes = [(life.wanted, 1) for life in self._lives[name]]
         changes += [(life.ended, -1) for life in self._lives[name] if life.ended >= 0]
         count = most = 0
@@ -172,7 +180,7 @@ class Controller:
                     yield life.reporter
 
     def _present(self, name: str) -> list[_Life]:
-        """Return the replicas that the pool is to have; replicas that still start come last."""
+        """Return the pool's replicas without draining ones; those that are starting come last."""
         lives = [life for life in self._lives[name] if life.ended < 0 and not self._leaves(life)]
         return sorted(lives, key=lambda life: (life.replica is None, life.wanted))
 
@@ -234,8 +242,9 @@ class Controller:
 
 
 class Wakes:
-    """The calls of routers that wait for a first replica, which Serve counts as queued.
+    """The calls by which routers wait for a first replica, and which Serve counts as queued.
 
+    waiting: number of open calls.
     start_seconds: assumed seconds of a start; None: the model never sleeps.
     """
 
@@ -245,11 +254,11 @@ class Wakes:
         self._there: asyncio.Event | None = None
 
     def waking(self) -> Waking:
-        """Return a router's Waking."""
+        """Return a Waking for one router, whose calls are counted in `waiting`."""
         return Waking(MODEL, self._start_seconds, self._ask)
 
     def ready(self) -> None:
-        """Answer the calls, as a replica is ready."""
+        """Answer all open calls, as a replica is ready."""
         if self._there is not None:
             self._there.set()
             self._there = None
@@ -265,7 +274,10 @@ class Wakes:
 
 
 def _aggregated(reporters: Iterable[_Reporter]) -> dict[str, dict[int, float]]:
-    """Return the metrics of several reporters, as Serve gives them to a policy."""
+    """Return {metric: {index of a reporter: mean of its reports}}, as Serve gives it to a policy.
+
+    A reporter without the metric is left out.
+    """
     metrics: dict[str, dict[int, float]] = {}
     for number, reporter in enumerate(reporters):
         for metric in {name: None for report in reporter.reports for name in report}:

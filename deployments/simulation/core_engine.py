@@ -1,9 +1,9 @@
 """CoreEngine: the real scheduling of an engine on a simulated device, behind a real ReplicaServer
 in virtual time.
 
-A step takes what `Speed` says of its decodes, samples and prompt tokens. Like the engine's loop it
-accepts requests only between two calls of `EngineCore.step`, whose results are published when the
-device would have computed them.
+A step takes the seconds that `Speed` gives for its samples and prompt tokens. Like the engine's
+loop, the class accepts requests only between two calls of `EngineCore.step`. Results are published
+at the time when the device would have computed them.
 """
 
 import time
@@ -19,7 +19,7 @@ from engine.scheduling.core import CoreConfig, EngineCore
 
 
 class Step:
-    """A launched step, which is done at `end`."""
+    """A launched step, which ends at the virtual time `end`."""
 
     def __init__(self, device: "Device", batch: Batch, end: float) -> None:
         self._device, self._end = device, end
@@ -37,14 +37,14 @@ class Step:
 
 
 class Device:
-    """A runner whose steps take virtual time, one after the other.
+    """A runner that computes nothing and whose steps take virtual time, one after the other.
 
-    now: the time of the host, which `wait` moves to the end of a step.
+    now: virtual time of the host, which `Step.wait` moves to the end of a step.
     """
 
     def __init__(self, speed: Speed) -> None:
         self._speed = speed
-        self._free = 0.0  # the end of the newest step
+        self._free = 0.0  # virtual time at which the newest step ends
         self.now = 0.0
 
     def launch(self, batch: Batch) -> Step:

@@ -1,4 +1,4 @@
-"""VirtualEngine: what a replica's server asks of an engine, on timers of virtual time."""
+"""VirtualEngine: a base of simulated engines, which run on timers of virtual time."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,9 +13,9 @@ VOCABULARY = 1000
 
 
 class VirtualEngine:
-    """The part of an engine that replica/server.py uses, on a timer of virtual time.
+    """A base class with the methods of `replica.server.ReplicaEngine`, on a timer of virtual time.
 
-    It has no adapters. Requests are aborted by engines that implement `abort`.
+    It has no adapters. Subclasses implement `submit`, and `abort` if requests can be aborted.
     """
 
     alive = True
@@ -33,7 +33,7 @@ class VirtualEngine:
 
     @property
     def pulses(self) -> int:
-        """A liveness counter that grows at each read."""
+        """The number of keep-alive messages; grows at each read, so that no watchdog fires."""
         self._pulses += 1
         return self._pulses
 

@@ -1,4 +1,4 @@
-"""Rates of replicas: what their steps cost, measured or from a GPU's data sheet."""
+"""PoolRates: the cost of replicas' steps, read from a file or derived from a GPU's data sheet."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ _FORMS = (
 
 
 class PoolRates(BaseModel):
-    """The measured replicas of a pool.
+    """The measured or estimated speed of a pool's replicas.
 
-    base, sequence, token: see StepCost.
-    kv_tokens: tokens that the KV cache of a replica holds; None: unknown.
+    base, sequence, token: fields of StepCost.
+    kv_tokens: number of tokens that the KV cache of a replica holds; None: unknown.
     start_seconds: seconds from a decision to a replica that takes requests; None: unknown.
     """
 
@@ -43,7 +43,8 @@ class PoolRates(BaseModel):
 def read_rates(path: Path, model: str) -> dict[str, PoolRates]:
     """Return the rates in a file, by pool. Raises ConfigError that names the file and key.
 
-    model: name of the model in a live view of several.
+    path: the answer of GET /v1/live, or a JSON object of PoolRates by pool.
+    model: name of the model, for a live view of several models.
     """
     try:
         data = json.loads(path.read_text("utf-8"))
@@ -70,7 +71,7 @@ def read_rates(path: Path, model: str) -> dict[str, PoolRates]:
 
 
 def _of_live(data: Mapping[str, Any], model: str) -> dict[str, PoolRates]:
-    """Return the means of the replicas that a live view has measured, by pool."""
+    """Return by pool the mean rates of the replicas that a live view has measurements of."""
     costs: dict[str, list[StepCost]] = {}
     tokens: dict[str, int] = {}
     for pool, cost, kv_tokens in _measured(data, model):
@@ -83,9 +84,9 @@ def _of_live(data: Mapping[str, Any], model: str) -> dict[str, PoolRates]:
 
 
 def _measured(data: Mapping[str, Any], name: str) -> Iterator[tuple[str, StepCost, int]]:
-    """Yield (pool, step cost, KV tokens) of each measured replica, once for each router.
+    """Yield (pool, step cost, tokens of its KV cache) of each measured replica, for each router.
 
-    name: the model's, where there are several.
+    data: a live view. name: the model's name, which counts if there are several models.
     """
     for router in data["routers"]:
         models = router["models"]
@@ -102,9 +103,9 @@ def _measured(data: Mapping[str, Any], name: str) -> Iterator[tuple[str, StepCos
 
 
 def of_data_sheet(plan: EnginePlan, context: float) -> PoolRates:
-    """Return the least that the steps of a GPU can cost, by its data sheet.
+    """Return lower bounds of the costs of a GPU's steps, by its memory bandwidth and TFLOP/s.
 
-    context: mean tokens of prompt and output that a sequence has at a step.
+    context: mean number of tokens, of prompt and output, that a sequence has at a step.
 
     Raises ConfigError for a device without a data sheet.
     """
@@ -122,6 +123,9 @@ def of_data_sheet(plan: EnginePlan, context: float) -> PoolRates:
 
 
 def mean_context(lengths: Sequence[tuple[int, int]]) -> float:
-    """Return the mean tokens that a sequence has at a step. lengths: (prompt, output) tokens."""
+    """Return the mean number of tokens that a sequence has at a step.
+
+    lengths: numbers of (prompt, output) tokens of each request.
+    """
     steps = sum(output for _, output in lengths)
     return sum(output * (prompt + output / 2) for prompt, output in lengths) / steps

@@ -25,15 +25,16 @@ from loadtest.measure.figures import sample_at
 from loadtest.scenario.arrivals import TRACE_BLOCK, TraceRow
 
 _TOO_LONG = "context_length_exceeded"
-_DIGITS = 997  # values of a token that numbers a block or request
-_FILLER = 999  # a token that numbers nothing
+_DIGITS = 997  # base of the digits, as token ids, by which prompts number blocks and requests
+_FILLER = 999  # token id of the other tokens of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRun:
-    """A pool's part in a replay.
+    """The replicas and the cost of one pool in a replay.
 
-    most: most replicas at once. price: price of a replica's hour.
+    replica_seconds: sum of the replicas' lives. most: largest number of replicas at once.
+    price: price of a replica's hour.
     """
 
     replica_seconds: float
@@ -49,9 +50,10 @@ class PoolRun:
 class Replay:
     """The outcome of a replay; times are seconds.
 
-    firsts, gaps: of each answered request the time to its first token, and the mean time between
-        tokens if it has several; ascending.
-    refused: requests without a whole answer, by the code of their error.
+    firsts: time to the first token of each answered request, ascending.
+    gaps: mean time between tokens of each answered request with several tokens, ascending.
+    refused: number of requests without a whole answer, by error code.
+    seconds: duration of the replay in virtual time.
     """
 
     firsts: list[float] = field(default_factory=list)
@@ -65,11 +67,11 @@ class Replay:
         return sum(pool.cost for pool in self.pools.values())
 
     def first(self, share: float) -> float:
-        """Return a quantile of the seconds to the first token. share: e.g. 0.99."""
+        """Return a quantile of the seconds to the first token. share: the quantile, as 0.99."""
         return sample_at(self.firsts, share)
 
     def gap(self, share: float) -> float:
-        """Return a quantile of the requests' mean seconds between tokens."""
+        """Return a quantile of the requests' mean seconds between tokens. share: as in `first`."""
         return sample_at(self.gaps, share)
 
 
@@ -78,8 +80,8 @@ def simulated_pools(
 ) -> dict[str, SimulatedPool]:
     """Return the pools of a configuration, for `replay`.
 
-    speeds: of each pool's replicas.
-    start_seconds: measured seconds of a start, by pool; without them `start_seconds` of the pool.
+    speeds: speed of the replicas, by pool.
+    start_seconds: measured seconds of a start, by pool; others have the configured start_seconds.
 
     Raises ConfigError for pools that are not simulated.
     """
@@ -114,10 +116,13 @@ def replay(
     settle: float = 0.0,
     seed: int = 1,
 ) -> Replay:
-    """Serve a trace by a service that has just started; equal arguments give equal results.
+    """Run the requests of a trace through a simulated service that has just started.
 
-    pools: see `simulated_pools`.
-    settle: longest time after the last answer in which pools may still shrink, and cost.
+    Equal arguments give equal results.
+
+    pools: result of `simulated_pools`.
+    settle: longest time after the last answer until pools have shrunk to their minimum; replicas
+        cost until then.
     """
     return virtual_time.run(_replay(config, pools, trace, settle, seed))
 
@@ -174,7 +179,8 @@ async def _replay(
 def _policy(
     config: MantaConfig, pools: Mapping[str, SimulatedPool]
 ) -> autoscaling.PoolsPolicy | None:
-    """Return the policy of the pools that scale, which knows their measured rates."""
+    """Return the autoscaling policy of the pools that scale, with the rates of their speeds; None
+    if no pool scales."""
     arguments = autoscaling.policy_arguments(config, config.engine_pools)
     for name, fields in arguments["pools"].items():
         speed = pools[name].speed
@@ -187,7 +193,10 @@ def _policy(
 async def _ask(
     router: Dispatcher, row: TraceRow, number: int, context: int, outcome: Replay
 ) -> None:
-    """Send a row's request to a router, and read its answer."""
+    """Send a request of the trace to a router, read the answer, and add its times to `outcome`.
+
+    number: the row's index in the trace. context: maximum of tokens of a request.
+    """
     if row.input + row.output > context:
         outcome.refused[_TOO_LONG] += 1
         return
@@ -212,9 +221,10 @@ async def _ask(
 
 
 def _token_ids(row: TraceRow, number: int) -> list[int]:
-    """Return a prompt that shares the blocks of others, and is its own beyond them.
+    """Return the token ids of a prompt: equal to other prompts in the row's blocks that they share,
+    different from all beyond them.
 
-    number: the row's number in the trace.
+    number: the row's index in the trace.
     """
     ids: list[int] = []
     for block in row.blocks[: -(-row.input // TRACE_BLOCK)]:

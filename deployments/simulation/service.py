@@ -1,7 +1,7 @@
 """Service: real routers and replica servers with simulated engines, in virtual time.
 
-All code between a request and its engine is the service's own: admission, queue, routing, channel,
-replica server.
+All code between a request and its engine is that of the real service: admission, queue, routing,
+channel, replica server.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ MODEL = "m"  # the name of the served model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedReplica:
-    """A replica that has started. engine: of the class that the service was given."""
+    """A replica that has started. engine: the simulated engine, from `make_engine` of Service."""
 
     name: str
     speed: Speed
@@ -34,12 +34,12 @@ class SimulatedReplica:
 
 
 class Service:
-    """Routers and replicas, connected with each other.
+    """Real routers and simulated replicas that are connected with each other.
 
-    speeds: those of the replicas that `start` adds.
+    speeds: speed of each replica that `start` adds.
     make_engine: a subclass of VirtualEngine.
-    make_waking: returns what wakes the model for a router; None: it never sleeps.
-    context: most tokens of a request, until a replica says otherwise.
+    make_waking: returns a Waking for a router; None: the model never sleeps.
+    context: maximum of tokens of a request, until replicas report theirs.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Service:
         make_waking: Callable[[], Waking] | None = None,
         context: int = 32768,
     ) -> None:
-        self.replicas: list[SimulatedReplica] = []  # those that routers know
+        self.replicas: list[SimulatedReplica] = []  # replicas that routers may use
         self._speeds = speeds
         self._limits = limits
         self._make_engine = make_engine
@@ -70,7 +70,7 @@ class Service:
 
     @property
     def engines(self) -> list[Any]:
-        """The engines of the replicas that routers know."""
+        """The engines of the replicas that routers may use."""
         return [replica.engine for replica in self.replicas]
 
     async def start(self) -> None:
@@ -90,7 +90,7 @@ class Service:
         return replica
 
     def withdraw(self, replica: SimulatedReplica) -> None:
-        """Let routers send no more to a replica, which is to be drained and stopped."""
+        """Remove a replica from those that routers may use; the caller drains and stops it."""
         self.replicas.remove(replica)
         self._publish()
 

@@ -1,4 +1,4 @@
-"""Speed: what a simulated replica's steps cost, and what fits into its engine."""
+"""Speed: the cost of a simulated replica's steps, and the limits of its engine."""
 
 from dataclasses import dataclass, replace
 
@@ -7,13 +7,14 @@ from deployments.routing.step_cost import StepCost
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speed of a kind of replica.
+    """The cost of steps and the limits of one kind of simulated replica.
 
-    base, sequence, token: seconds per step, per sequence and per prompt token in it.
-    adapter_seconds: seconds to load an adapter. slots: adapter slots.
-    ahead: whether a step is launched before the previous one ends, so that arrivals wait one more
-    step.
-    context: most tokens of a request. block: tokens of a KV block.
+    base, sequence, token: seconds of a step, and of each sequence and prompt token in the step.
+    kv_tokens: number of tokens that the KV cache holds. chunk: maximum of tokens in a step.
+    adapter_seconds: seconds to load an adapter. slots: number of adapter slots.
+    ahead: whether a step is launched before the previous one ends, so that new requests wait for
+        one step more.
+    context: maximum of tokens of a request. block: number of tokens in a KV block.
     """
 
     pool: str

@@ -1,8 +1,8 @@
-"""An event loop whose clock jumps to the next timer, so that minutes of the service's own code run
-in seconds and reproducibly.
+"""VirtualLoop: an event loop whose clock jumps to the next timer, so that minutes of the service's
+own code run in seconds and reproducibly.
 
 Connections on the loop are pairs of in-memory transports: bytes arrive `HOP` seconds later.
-`time.monotonic` is the loop's clock while `run` runs, because the code under test reads it.
+`run` replaces `time.monotonic` by the loop's clock, because the service's code reads it.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-HOP = 0.0005  # seconds from one end of a connection to the other
+HOP = 0.0005  # seconds that bytes take from one end of a connection to the other
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run main in virtual time and return its result.
+    """Run a coroutine in virtual time and return its result.
 
-    Nothing in main may wait for a thread, a process or a real socket.
+    The coroutine may not wait for a thread, a process or a real socket.
     """
     real = time.monotonic
     loop = VirtualLoop()
@@ -37,11 +37,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class _Selector(selectors.SelectSelector):
-    """A selector that lets the clock jump instead of waiting."""
+    """A selector that advances its clock by the timeout instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 1000.0  # seconds; not 0, which means "never" in places
+        self.now = 1000.0  # seconds; not 0, which stands for "never" in some fields
 
     def select(self, timeout: float | None = None) -> list[Any]:
         assert timeout is not None, "everything waits and no timer will end it"
@@ -104,7 +104,7 @@ class _Transport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         if not self._closed:
-            # Simultaneous timers run in any order, so each delivers the oldest bytes.
+            # Timers of the same time run in any order, so each delivers the oldest bytes.
             self.peer._coming.append(bytes(data))
             self._loop.call_later(HOP, self.peer._arrives)
 
