@@ -1,4 +1,4 @@
-"""AdaptersConfig: the configuration's section `adapters`, and the checks of it before a start."""
+"""AdaptersConfig: the configuration's section `adapters`, with checks before a start."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ def make_absolute(section: Any, found: Callable[[str], str]) -> None:
     """Make relative folders of the section `adapters` absolute, in place.
 
     section: the section as parsed, not yet validated.
-    found: function that returns the absolute path of a relative folder.
+    found: returns the absolute path of a relative folder.
     """
     if not isinstance(section, dict):
         return

@@ -176,13 +176,13 @@ class HttpConfig(Section):
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine reaches the service."""
+        """Whether only clients on this machine can reach the service."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
     def exposed(self) -> str:
-        """The rights of every client in the network without a key, in a sentence; "" if there are
-        none."""
+        """A warning that says what clients in the network may do without a key; "" if they may do
+        nothing."""
         if self.loopback or self.api_keys_file is not None:
             return ""
         admin = "" if self.admin_keys_file is not None else ", change adapters"
@@ -391,7 +391,7 @@ class TracingConfig(Section):
     )
 
     def settings(self) -> TracingSettings | None:
-        """Return the settings of the span exporter; None if no spans are made."""
+        """Return the settings of the span exporter; None if tracing is off."""
         if self.endpoint is None:
             return None
         return TracingSettings(self.endpoint, self.sample, self.service, self.headers)

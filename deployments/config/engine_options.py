@@ -1,4 +1,4 @@
-"""Options of the engine in the configuration, checked as all other settings are."""
+"""EngineOptions: the type of the engine's options in the configuration, with their checks."""
 
 import typing
 from collections.abc import Iterable, Iterator
@@ -16,14 +16,14 @@ from engine.errors import ConfigError
 from engine.typecheck import words
 
 _OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that the top level sets
-# the expected type in errors about fields that take several types
+# field that takes several types -> the text about them in errors
 _SEVERAL = {"speculation": "auto, off or a mapping such as {method: lookup, tokens: 7}"}
 
 
 @cache
 def engine_model() -> type[BaseModel]:
-    """Return EngineConfig's fields as a pydantic model, so that its errors are reported like
-    others."""
+    """Return a pydantic model with the fields of EngineConfig, so that their errors are reported as
+    those of other settings."""
     hints = typing.get_type_hints(EngineConfig)
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(EngineConfig):
@@ -51,7 +51,10 @@ def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_of_a_union(errors: Iterable[Any]) -> Iterator[Any]:
-    """Yield pydantic's errors of engine options; a union's, which it lists by option, as one."""
+    """Yield pydantic's errors of engine options, with a single error for a field of a union type.
+
+    pydantic lists an error for each type of the union.
+    """
     hints = typing.get_type_hints(EngineConfig)
     unions: set[str] = set()
     for error in errors:
@@ -66,8 +69,8 @@ def _one_of_a_union(errors: Iterable[Any]) -> Iterator[Any]:
 
 
 def flatten(errors: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield pydantic's errors one by one, with nested errors unpacked and their locations
-    joined."""
+    """Yield pydantic's errors one by one; errors inside an error of type "nested" get the outer
+    location before their own."""
     for error in errors:
         if error["type"] != "nested":
             yield {**error}

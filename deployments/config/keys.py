@@ -1,4 +1,4 @@
-"""Files of API keys: each line has one key, followed by its rights and limits.
+"""read_api_keys: reads files of API keys, whose lines have a key, its rights and its limits.
 
 sha256:9f86d0...  name=team-a models=llama,legal-* requests=60 tokens=100000 budget=5000000/day
 sk-plain-text     priority=-8
@@ -28,7 +28,7 @@ FIELDS = (
 
 
 class ApiKey(NamedTuple):
-    """An API key's rights and limits.
+    """An API key, known by its digest, with its rights and limits.
 
     digest: SHA-256 of the key, in hex.
     """
@@ -38,12 +38,12 @@ class ApiKey(NamedTuple):
 
 
 def key_digest(key: str) -> str:
-    """Return an API key's digest, by which the key is known in files and tables."""
+    """Return the SHA-256 of an API key in hex, which stands for the key in files and tables."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[ApiKey, ...]:
-    """Return the keys in a file, in which # begins a comment line.
+    """Return the keys in a file; lines that begin with # are comments.
 
     Raises ConfigError (about `param`) if the file is missing, empty or readable by others, if a
     line is malformed, or if a key or a name is there twice.
@@ -80,7 +80,7 @@ def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[
 def parse_line(line: str, where: str, param: str) -> ApiKey:
     """Return the key and the rights in a line of a keys file.
 
-    where: place of the line, for error messages.
+    where: file and number of the line, for error messages.
     param: configuration key of the file, for error messages.
 
     Raises ConfigError, whose message never contains the key.

@@ -1,4 +1,4 @@
-"""Loading of the configuration: a YAML file becomes a `MantaConfig`, whose keys models.py explains.
+"""load_config: reads a YAML file into a `MantaConfig`, whose keys models.py explains.
 
 Loading needs no torch, no Ray and no GPU, and fails before any of them is used. A ConfigError lists
 all problems, each with file, line, key and, for a misspelt key, the nearest known key.
@@ -76,7 +76,7 @@ def load_config(
         where = f"{path}:{problem.line}" if problem.line else str(path)
         raise ConfigError(f"{where}: {problem.message}", param=str(path)) from None
     if parsed.data is None:
-        # The file was cut short, or is not the one that was meant.
+        # The file may have been cut short, or another file was meant.
         message = f"{path}: there is nothing in it; the least is `model: default`"
         raise ConfigError(message, param=str(path))
     arguments = str(path), path.parent, environment
@@ -93,8 +93,9 @@ def parse_config(
 
     data: keys of the configuration; None or {}: all defaults.
     environment: see `load_config`.
-    check_files: whether to check the files that it names. False for a configuration that was
-        checked when it was deployed: the files may have changed since, or be on another machine.
+    check_files: whether to check the files that the configuration names. False for a configuration
+        that was checked when it was deployed: the files may have changed since, or be on another
+        machine.
 
     Raises ConfigError.
     """
@@ -105,8 +106,8 @@ def parse_config(
 def parse_part(data: Mapping[str, Any]) -> MantaConfig:
     """Return a part of a configuration that was checked as a whole.
 
-    Neither its files nor its sections against each other are checked again: files may have changed,
-    and other sections may be missing. Raises ConfigError.
+    The files that it names are not checked, as they may have changed. Nor is the consistency of its
+    sections, as some may be missing. Raises ConfigError.
     """
     parsed = yaml_lines.YamlDocument(dict(data))
     return _build(parsed, "configuration", Path.cwd(), {}, check_files=False, whole=False)
@@ -143,8 +144,9 @@ def _build(
     """Return the configuration of a parsed document.
 
     source: name of the document, for error messages.
-    folder: folder that relative paths are resolved in first.
-    whole: whether to check the sections against each other, too.
+    folder: folder against which relative paths are resolved first.
+    check_files, complete: as in `parse_config` and `load_config`.
+    whole: whether to check the consistency of the sections, too.
 
     Raises ConfigError.
     """
@@ -204,7 +206,7 @@ def _check_files(config: MantaConfig, complete: bool) -> None:
 
 @contextmanager
 def _under(prefix: str) -> Iterator[None]:
-    """Prefix the key that a ConfigError raised inside is about."""
+    """Put a prefix before the key (`param`) of a ConfigError that is raised inside."""
     try:
         yield
     except ConfigError as error:
@@ -245,7 +247,7 @@ def _check_model(config: MantaConfig, complete: bool) -> None:
 
 
 def check_encoders(config: MantaConfig, model: "ModelConfig") -> None:
-    """Check that there is a tower for the encoder pool, if there is one. Raises ConfigError."""
+    """Check that the model has a tower, if there is an encoder pool. Raises ConfigError."""
     for name in config.encoders if model.vision is None else ():
         raise ConfigError(
             "the model sees no images, so there is nothing to encode; leave the pool out, or take "
@@ -274,9 +276,11 @@ def _make_absolute(data: dict[str, Any], path: tuple[str, ...], folder: Path) ->
 
 
 def _beside(section: Any, key: str, folder: Path) -> None:
-    """Make a relative path of a section absolute, beside the configuration file, in place.
+    """Resolve a relative path of a section against the configuration file's folder, in place.
 
     The file or folder need not exist yet.
+
+    key: key of the path in the section.
     """
     value = section.get(key) if isinstance(section, dict) else None
     if isinstance(value, str) and value and "\0" not in value:
@@ -284,9 +288,11 @@ def _beside(section: Any, key: str, folder: Path) -> None:
 
 
 def _read_template(section: Any, folder: Path, source: str) -> None:
-    """Replace the path of a chat template by the file's text, in place.
+    """Replace the path of a section's chat template by the file's text, in place.
 
-    The cluster's other nodes do not have the file. Raises ConfigError.
+    Other nodes of the cluster do not have the file. Raises ConfigError.
+
+    source: name of the configuration, for error messages.
     """
     value = section.get("chat_template") if isinstance(section, dict) else None
     if not isinstance(value, str):
@@ -312,9 +318,9 @@ def _read_template(section: Any, folder: Path, source: str) -> None:
 
 
 def _found(value: str, folder: Path) -> str:
-    """Return the absolute path of a file beside the configuration file or in the working directory.
+    """Return the absolute path of a file in the configuration's folder or the working directory.
 
-    Returns the path unchanged if the file is in neither place.
+    Returns the path unchanged if the file is in neither.
     """
     if "\0" not in value:
         for base in (folder, Path.cwd()):
@@ -328,7 +334,7 @@ def _found(value: str, folder: Path) -> str:
 
 
 def _describe(error: dict[str, Any], parsed: yaml_lines.YamlDocument, source: str) -> str:
-    """Return a problem as one line: file and line, key, message."""
+    """Return one of pydantic's errors as a line of text: file and line number, key, message."""
     loc = tuple(part for part in error["loc"] if part != "[key]")
     line = parsed.line(loc)
     where = f"{source}:{line}" if line else source
@@ -351,7 +357,7 @@ def _describe(error: dict[str, Any], parsed: yaml_lines.YamlDocument, source: st
 
 
 def _known_keys(path: tuple[str | int, ...]) -> list[str]:
-    """Return the keys that a mapping at this path may have."""
+    """Return the keys that the mapping at a key path of the configuration may have."""
     if path and path[-1] == "engine":
         return list(engine_model().model_fields)
     section: type[BaseModel] = MantaConfig
@@ -370,9 +376,9 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
 
 
 def _keys_elsewhere(loc: tuple[str | int, ...]) -> dict[str, list[str]]:
-    """Return the places where a misspelt or misplaced key may stand, by key.
+    """Return {known key: up to two dotted paths at which it may stand}, for a wrong key at `loc`.
 
-    Only places that belong to the same model are listed, the nearest two first.
+    Paths inside other models are left out. The paths nearest to `loc` come first.
     """
     own = tuple(map(str, loc[:2])) if loc[0] == "models" and len(loc) > 2 else ()
     roots: list[tuple[tuple[str, ...], type[BaseModel]]] = [((), MantaConfig)]
@@ -423,7 +429,7 @@ def _lookup(data: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def environment_names() -> dict[str, tuple[str, ...]]:
-    """Return the key path of each environment variable MANTA_<KEY>, for every single value."""
+    """Return {environment variable MANTA_<KEY>: path of the key}, for keys with a single value."""
     names: dict[str, tuple[str, ...]] = {}
     for key, field in MantaConfig.model_fields.items():
         kind = field.annotation

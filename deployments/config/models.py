@@ -1,6 +1,6 @@
-"""The configuration's models: every setting with its unit, default and reason.
+"""MantaConfig: the pydantic model of the configuration, with unit, default and reason of each key.
 
-They are frozen, and an unknown key is an error. load.py reads a file into them.
+The model is frozen, and an unknown key is an error. load.py reads a file into it.
 """
 
 import re
@@ -45,12 +45,12 @@ from engine.config.engine_config import ranks_said
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
-MAX_TEMPLATE = 1 << 20  # characters of a chat template
+MAX_TEMPLATE = 1 << 20  # maximum of characters of a chat template
 _TEMPLATE = (
     "Chat template instead of the model's: a file of jinja, which is read when the configuration "
     "is, or jinja itself."
 )
-PART = "part"  # key of the validation context that turns off checks of sections against each other
+PART = "part"  # key of the validation context that turns off checks of consistency among sections
 
 
 class ScalingConfig(Section):
@@ -327,7 +327,7 @@ class MantaConfig(Section):
         )
 
     def by_model(self) -> dict[str, "MantaConfig"]:
-        """Return each model's configuration as if it were served alone, by the model's name."""
+        """Return {model: its configuration, as if the model were served alone}."""
         if self.models:
             return {name: self.of(name) for name in self.models}
         return {self.name(): self}
@@ -338,7 +338,7 @@ class MantaConfig(Section):
         return {name: pool for name, pool in self.pools.items() if pool.role != "encoder"}
 
     def kind(self, name: str, pool: PoolConfig) -> PoolKind:
-        """Return the kind of a pool of engines: its name, or that of its device."""
+        """Return the kind of an engine pool: its name if that is a kind, else its device's kind."""
         if name in POOL_KINDS:
             return name
         device = {**self.engine, **pool.engine}.get("device", "auto")
@@ -346,11 +346,12 @@ class MantaConfig(Section):
 
     @property
     def apart(self) -> bool:
-        """Whether some replicas compute prompts for others."""
+        """Whether there are prefill pools, whose replicas compute prompts for others."""
         return any(pool.role == "prefill" for pool in self.pools.values())
 
     def _check_roles(self) -> None:
-        """Check that pools with roles have each other, and equal KV blocks. Raises ValueError."""
+        """Check that a prefill pool has a pool that continues its prompts, and the other way round,
+        on the same kind of device and with equal KV blocks. Raises ValueError."""
         roles = {pool.role: name for name, pool in self.engine_pools.items()}
         name = roles.get("prefill") or roles.get("decode")
         if name is None:
@@ -386,11 +387,11 @@ class MantaConfig(Section):
 
     @property
     def encoders(self) -> dict[str, PoolConfig]:
-        """The encoder pool by its name; none if the replicas encode all images."""
+        """The encoder pools by name: one, or none if the replicas encode all images."""
         return {name: pool for name, pool in self.pools.items() if pool.role == "encoder"}
 
     def _check_encoders(self) -> None:
-        """Check that there is at most one encoder pool, and engines that send it images.
+        """Check that there is at most one encoder pool, and that engines take images for it.
 
         Raises ValueError.
         """
@@ -422,7 +423,7 @@ class MantaConfig(Section):
         return {**top, **own, "device": "cuda" if pool.num_gpus else "cpu", "quantization": "none"}
 
     def _check_ranks(self, name: str, pool: PoolConfig) -> None:
-        """Check that a replica's reserved GPUs and cores suit its ranks. Raises ValueError."""
+        """Check that num_gpus and num_cpus of a replica suit its ranks. Raises ValueError."""
         kind = self.kind(name, pool)
         tensor, pipeline, nodes = self.divisions(pool)
         if pipeline % nodes:
@@ -453,11 +454,11 @@ class MantaConfig(Section):
             )
 
     def sleeps(self, pool: PoolConfig) -> bool:
-        """Whether a replica of the pool sleeps when idle, with its weights in host memory."""
+        """Return whether replicas of a pool sleep when idle, with their weights in host memory."""
         return bool({**self.engine, **pool.engine}.get("sleep_in_host_memory"))
 
     def node_ranks(self, pool: PoolConfig) -> int:
-        """Return how many ranks each node of a replica has (`EngineConfig.ranks_per_node`)."""
+        """Return the number of ranks on each node of a replica (`EngineConfig.ranks_per_node`)."""
         tensor, pipeline, nodes = self.divisions(pool)
         return tensor * pipeline // nodes
 
@@ -477,9 +478,10 @@ class MantaConfig(Section):
         return {**top, **moves, **self.engine, **pool.engine}
 
     def pools_on(self, gpus: float) -> dict[str, PoolConfig]:
-        """Return the pools of engines by name, with device and quantization resolved.
+        """Return the engine pools by name, with device and quantization resolved.
 
-        gpus: GPUs of a machine, which decide the kind of a pool that is not configured.
+        gpus: number of GPUs of a machine; without configured pools, it decides whether the only
+            pool is "gpu" or "cpu".
         """
         named = self.engine_pools
         if not named:
@@ -501,7 +503,8 @@ class MantaConfig(Section):
         return pool.model_copy(update={"engine": engine})
 
     def kept_blocks(self, gpus: float) -> list[bool]:
-        """Return whether pools keep a GGUF file's blocks, as sorted distinct values.
+        """Return the sorted distinct values, over all engine pools, of whether a pool keeps the
+        quantised blocks of a GGUF file.
 
         gpus: see `pools_on`.
         """

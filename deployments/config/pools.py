@@ -15,16 +15,16 @@ from pydantic_core import PydanticCustomError
 from deployments.config.endpoint import Section
 from deployments.config.engine_options import EngineOptions
 
-# Fields that decide how requests are read, equal for all pools.
+# Engine options that decide how requests are read, so that they have to be equal for all pools.
 _REQUEST_OPTIONS = frozenset({"seed", "generation_config"})
 
 
 PoolKind = Literal["gpu", "cpu"]
 _ENCODE_SECONDS = 5.0
 POOL_KINDS: tuple[PoolKind, ...] = typing.get_args(PoolKind)
-# Engine options that an encoder pool may have of its own, and others that it takes from `engine`.
+# Engine options that an encoder pool may set itself; TOWER_OPTIONS: all that apply to encoders.
 _ENCODER_OPTIONS = ("num_threads", "image_cache_tokens")
-# Engine options that decide what a KV block means, so that pools with roles have them in common.
+# Engine options that decide the content of KV blocks, so that prefill and decode pools share them.
 BLOCK_OPTIONS = ("block_size", "dtype", "kv_dtype", "quantization", "speculation")
 TOWER_OPTIONS = (
     *_ENCODER_OPTIONS,
@@ -135,7 +135,7 @@ class PoolConfig(Section):
         return self
 
     def _check_encoder(self) -> None:
-        """Raise ValueError for settings that mean nothing to a tower alone."""
+        """Check that an encoder pool has no settings of engines. Raises ValueError."""
         for name in self.engine.keys() - {*_ENCODER_OPTIONS, "device"}:
             raise ValueError(
                 f"engine.{name}: an encoder has the model's tower alone, and of its own settings "
@@ -149,8 +149,8 @@ class PoolConfig(Section):
 
 
 def _pools(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Validate pools by name: replicas of engines without a role are called gpu or cpu, encoders
-    otherwise."""
+    """Validate pools and their names: gpu and cpu are for engines without a role, other names for
+    encoders and pools with a role."""
     errors: list[Any] = []
     for name, pool in value.items() if isinstance(value, dict) else ():
         role = pool.get("role") if isinstance(pool, dict) else getattr(pool, "role", None)
@@ -176,7 +176,9 @@ Pools = Annotated[dict[_PoolName, PoolConfig], WrapValidator(_pools)]
 
 
 def check_sleep(name: str, kind: PoolKind, pool: PoolConfig) -> None:
-    """Check that a pool's replicas can sleep, and that others can use the device meanwhile.
+    """Check that a pool's replicas can sleep, so that other replicas can use the device meanwhile.
+
+    kind: "gpu" or "cpu".
 
     Raises ValueError.
     """

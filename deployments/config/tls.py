@@ -9,7 +9,9 @@ from engine.errors import ConfigError
 def check_certificate(certificate: str, key: str) -> None:
     """Check that a server can use a certificate and key, and that clients would accept them today.
 
-    Names and issuers are not checked. Raises ConfigError (param http.tls.certificate or .key).
+    Host names and issuers are not checked. Raises ConfigError (param http.tls.certificate or .key).
+
+    certificate, key: PEM files.
     """
     for name, path in (("certificate", certificate), ("key", key)):
         param = f"http.tls.{name}"
@@ -46,7 +48,7 @@ def client_context(certificate: str) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    # The certificate need not be a root.
+    # The certificate need not be a root certificate.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(certificate)
     return context

@@ -1,8 +1,8 @@
 """A parser of a YAML subset that keeps line numbers: mappings, lists and plain values.
 
-It builds values from parser events with an explicit stack, so that depth, size and repetition are
-bounded, and no object of a type named by the file is made. Anchors and aliases, tags, second
-documents and duplicate keys are refused.
+The parser builds values from events with an explicit stack, so that depth, size and repetition are
+bounded, and the file cannot name a type whose objects are constructed. Anchors and aliases, tags,
+second documents and duplicate keys are refused.
 """
 
 import math
@@ -22,7 +22,7 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 
-# Bytes of a file; the pure Python parser takes half a second for this size.
+# Maximum bytes of a file; the pure Python parser takes half a second for this size.
 MAX_BYTES = 2**16
 _MAX_DEPTH = 16
 
@@ -40,7 +40,7 @@ _WORDS: dict[str, bool | None] = {
 
 
 class YamlProblem(Exception):
-    """A fault of the file.
+    """An error: a fault of the YAML file.
 
     line: line number from 1; 0: unknown.
     """
@@ -112,7 +112,10 @@ def parse(text: str) -> YamlDocument:
 
 @dataclass(slots=True)
 class _OpenNode:
-    """A mapping or list that has not ended. key: the mapping's key whose value comes next."""
+    """A mapping or list whose end the parser has not reached.
+
+    path: its key path. key: the mapping's key whose value comes next; None: a key comes next.
+    """
 
     value: Any
     path: Path
@@ -122,8 +125,12 @@ class _OpenNode:
 def _add(
     result: YamlDocument, stack: list[_OpenNode], value: Any, line: int, key: str | None = None
 ) -> Path:
-    """Add a value to the innermost open mapping or list, or take it as its next key; return its
-    path."""
+    """Add a value to the innermost open mapping or list, or begin the mapping's next key with it;
+    return the key path.
+
+    stack: the open mappings and lists, the innermost last.
+    key: the value as a key; None: it cannot be one.
+    """
     if not stack:
         result.data = value
         return ()
@@ -159,7 +166,7 @@ def _value(event: ScalarEvent, line: int) -> str | int | float | bool | None:
 
 
 def plain_value(text: str, line: int = 0) -> str | int | float | bool | None:
-    """Return the value of an unquoted scalar by YAML 1.2's core schema.
+    """Return the value of an unquoted scalar by the core schema of YAML 1.2.
 
     Raises YamlProblem for a number that is too long or not finite.
     """

@@ -2,8 +2,9 @@
 
     python -m deployments.integrations.openrlhf ARGUMENTS of openrlhf.cli.train_ppo_ray
 
-OpenRLHF places one actor a GPU, beside the trainer where it trains colocated, and calls it as it
-calls its own. Its package imports vLLM's, which has to be installed and runs nothing.
+OpenRLHF places one actor on each GPU, which the trainer may share (colocated training), and calls
+this actor as its own. OpenRLHF's package imports vLLM, which has to be installed but computes
+nothing.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ _REFUSED = ("allowed_token_ids", "bad_words", "logit_bias", "structured_outputs"
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability, as agents of OpenRLHF read it."""
+    """A token's log-probability, with the attribute that agents of OpenRLHF read."""
 
     logprob: float
 
@@ -41,7 +42,7 @@ class Logprob:
 class Choice:
     """A choice of a rollout, with the fields of vLLM's CompletionOutput that OpenRLHF reads.
 
-    logprobs: for each of token_ids, by token id.
+    logprobs: for each of token_ids, {token id: log-probability} of it and of its alternatives.
     """
 
     index: int
@@ -53,14 +54,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The answer of `RolloutActor.generate`."""
+    """The answer of `RolloutActor.generate`: a prompt and its choices."""
 
     prompt_token_ids: list[int]
     outputs: list[Choice]
 
 
 def read_sampling(theirs: Any) -> SamplingParams:
-    """Return vLLM's SamplingParams as ours. Raises InvalidRequest."""
+    """Return vLLM's SamplingParams `theirs` as Manta's. Raises InvalidRequest."""
     for name in _REFUSED:
         if getattr(theirs, name, None):
             raise InvalidRequest(f"sampling_params.{name}: not supported in rollouts; leave it out")
@@ -73,10 +74,10 @@ def read_sampling(theirs: Any) -> SamplingParams:
 
 
 class RolloutActor:
-    """The actor that replaces that of OpenRLHF's `create_vllm_engines`, with the same methods.
+    """The actor that replaces the one of OpenRLHF's `create_vllm_engines`, with the same methods.
 
-    Weights come one tensor a call. They take effect all at once, after the tensor that OpenRLHF
-    sends with empty_cache, its last one.
+    Each call brings one tensor of an update. The last tensor comes with empty_cache set, and then
+    all weights take effect at once.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -99,8 +100,8 @@ class RolloutActor:
     ) -> None:
         """Start the engine on the GPU that Ray has given to this actor.
 
-        ignored: arguments of vLLM's engine without a meaning here. Its seed is one of them: by
-            EngineConfig.seed all samples of a prompt would be equal.
+        ignored: arguments of vLLM's engine that have no meaning for Manta, or a wrong one: with the
+            seed as EngineConfig.seed all samples of a prompt would be equal.
         Raises ConfigError.
         """
         if tensor_parallel_size != 1:
@@ -149,7 +150,7 @@ class RolloutActor:
         backend: str,
         use_ray: bool,
     ) -> None:
-        """Join the trainer's group. Raises UpdateFailed."""
+        """Join the trainer's process group. Raises UpdateFailed."""
         if use_ray:
             raise UpdateFailed("vllm.sync_with_ray: not supported; the trainer's NCCL group is")
         await self._engine.init_weight_transfer(
@@ -166,6 +167,7 @@ class RolloutActor:
     ) -> None:
         """Receive a tensor that the trainer broadcasts.
 
+        empty_cache: whether the tensor is the update's last.
         Raises UpdateFailed, which ends the update.
         """
         await self._take_tensor(_tensor(name, dtype, shape), last=empty_cache)
@@ -189,7 +191,7 @@ class RolloutActor:
     async def _take_tensor(self, tensor: dict[str, Any], *, last: bool) -> None:
         if not self._updating:
             await self._engine.start_weight_update()
-        # An error ends the update.
+        # If the next call raises, the update has ended.
         self._updating = False
         await self._engine.update_weights(tensor)
         if last:
@@ -218,7 +220,7 @@ class RolloutActor:
     ) -> Rollout:
         """Return the continuation of a prompt.
 
-        sampling_params: vLLM's.
+        sampling_params: SamplingParams of vLLM.
         Raises InvalidRequest, EngineDead.
         """
         if multi_modal_data:
@@ -242,7 +244,7 @@ class RolloutActor:
         return Rollout(list(prompt_token_ids), choices)
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of rollouts that run, by which OpenRLHF spreads prompts."""
+        """Return the number of running rollouts; OpenRLHF balances prompts among actors by it."""
         return self._running
 
     async def generate_responses(
@@ -255,7 +257,7 @@ class RolloutActor:
         num_samples: int = 1,
         images: Any = None,
     ) -> list[Any]:
-        """Return num_samples samples of a prompt, by OpenRLHF's executor of agents."""
+        """Return num_samples samples of a prompt, as OpenRLHF's agent executor makes them."""
         if self._executor is None:
             self._executor = _executor(*self._executor_fields)
         fields = prompt, label, sampling_params, max_length, hf_tokenizer, self, images
@@ -264,7 +266,7 @@ class RolloutActor:
 
 
 def _tensor(name: str, dtype: torch.dtype, shape: Sequence[int]) -> dict[str, Any]:
-    """Return vLLM's update_info of one tensor."""
+    """Return the description of one tensor in the form of vLLM's update_info."""
     kind = str(dtype).removeprefix("torch.")
     return {"names": [name], "dtype_names": [kind], "shapes": [list(shape)]}
 
@@ -275,7 +277,10 @@ def _by_id(item: TokenLogprobs) -> dict[int, Logprob]:
 
 
 def _executor(agent_func_path: str | None, remote_rm_url: str | None) -> Any:
-    """Return OpenRLHF's executor: a user's agent, or single turns with a reward."""
+    """Return OpenRLHF's executor: of a user's agent, or of single turns with a reward.
+
+    agent_func_path: file of the agent; None: single turns. remote_rm_url: the reward model.
+    """
     if agent_func_path:
         from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
 
@@ -293,7 +298,7 @@ def install() -> None:
 
 
 if __name__ == "__main__":
-    from deployments.integrations import openrlhf  # not __main__, which workers could not import
+    from deployments.integrations import openrlhf  # by this name, as workers cannot import __main__
 
     openrlhf.install()
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")

@@ -3,8 +3,8 @@
     VERL_USE_EXTERNAL_MODULES=deployments.integrations.verl python -m verl.trainer.main_ppo \\
         actor_rollout_ref.rollout.name=manta ...
 
-verl imports this module in all of its processes. Weights go over CUDA IPC to the engine on the
-worker's own GPU, or over shared memory where there is none; no pickle is sent or read.
+verl imports this module in all of its processes. Workers send weights over CUDA IPC to the engine
+on their own GPU, or over shared memory without a GPU; no pickle is sent or read.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ NAME = "manta"
 
 
 class Server(RolloutServer):
-    """The actor of a replica, whose answers are verl's."""
+    """The actor of a replica: a RolloutServer whose answers have verl's type TokenOutput."""
 
     async def generate(self, *fields: Any, **named: Any) -> TokenOutput:
         """Return the continuation of a prompt; see `RolloutServer.generate`."""
@@ -33,12 +33,12 @@ class Server(RolloutServer):
 
 
 class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
-    """A replica of verl with one engine, on the node and GPUs of its workers."""
+    """A verl replica with one engine, on the node and the GPUs of the replica's workers."""
 
     _server_handle: Any
 
     async def launch_servers(self) -> None:
-        """Start the replica's server beside its workers. Raises ConfigError."""
+        """Start the replica's server on the node of its workers. Raises ConfigError."""
         if self.nnodes != 1:
             raise ConfigError(
                 "rollout.tensor_model_parallel_size: an engine is on one node; set it to at most "
@@ -66,24 +66,25 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
         self._server_handle = server.remote(self.config, self.model_config, mode, visible)
         self.servers = [self._server_handle]
         await self._server_handle.launch_server.remote()
-        # verl tells replicas apart by this address; there is no HTTP server.
+        # verl distinguishes replicas by this address; there is no HTTP server.
         self._server_address = name
 
     async def sleep(self) -> None:
-        """Free the memory of the engine, once no request runs."""
+        """Free the memory of the engine, once its running requests have ended."""
         await self._server_handle.wait_for_requests_to_drain.remote()
         await super().sleep()
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """End all requests, whose answers are the outputs so far; return their number and ids."""
+        """End all running requests with the outputs so far; return their number and ids."""
         answer: dict[str, Any] = await self._server_handle.abort_all_requests.remote(reject_request)
         return answer
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
-    """The trainer's end of a replica, in each of its workers; the first one speaks to the server.
+    """The interface of a trainer's worker to its replica; only the replica's first worker calls the
+    server.
 
-    replica_rank: number of the replica; -1 = that of this worker's rank.
+    replica_rank: index of the replica; -1: the index that follows from this worker's rank.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
 
     def _handle(self) -> Any:
         if self._server is None:
-            # The server starts after its workers.
+            # Looked up late, as the server starts after the workers.
             self._server = ray.get_actor(f"{NAME}_server_{self.replica_rank}_0")
         return self._server
 
@@ -119,9 +120,10 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
         wire_format: str = "named_tensors",
         **options: Any,
     ) -> None:
-        """Replace the engine's weights. Raises UpdateFailed, and the old ones serve on.
+        """Replace the engine's weights. Raises UpdateFailed, after which the old weights remain.
 
-        weights: all tensors, by checkpoint names. Each rank has to go through them.
+        weights: (checkpoint name, tensor) of all tensors. Each rank has to iterate over them, as
+            that may gather their parts.
         """
         if wire_format != "named_tensors":
             raise UpdateFailed(
@@ -160,7 +162,7 @@ async def _each(
 
 
 def install() -> None:
-    """Make "manta" a name of verl's rollouts in this process."""
+    """Register "manta" as a rollout name of verl, in this process."""
     RolloutReplicaRegistry.register(NAME, lambda: Replica)
     _ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.{ServerAdapter.__name__}"
 

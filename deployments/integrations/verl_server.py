@@ -1,6 +1,6 @@
-"""RolloutServer and Bucket: a verl server over an engine of Manta, and weights on their way to it.
+"""RolloutServer and Bucket: a verl server over an engine of Manta, and the messages with weights.
 
-`verl.py` beside it has the classes that verl makes of them; this module needs no package of verl.
+`verl.py` has the classes with verl's base classes and types; this module does not import verl.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ _SAMPLING = (
     *("temperature", "top_p", "min_p", "min_tokens", "seed", "stop_token_ids", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-HYBRID, STANDALONE = "hybrid", "standalone"  # verl's names of two of its rollout modes
+HYBRID, STANDALONE = "hybrid", "standalone"  # values of verl's RolloutMode
 
 
 @dataclass(slots=True)
 class Rollout:
-    """The fields of verl's TokenOutput."""
+    """The answer to a prompt, with the fields of verl's TokenOutput."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
@@ -39,10 +39,10 @@ class Rollout:
 
 
 def read_sampling(theirs: Mapping[str, Any], room: int, *, routed: bool = False) -> SamplingParams:
-    """Return verl's sampling_params as ours.
+    """Return verl's sampling_params `theirs` as Manta's.
 
-    room: the most tokens that the answer may have.
-    routed: whether to return the routed experts.
+    room: maximum of tokens that the answer may have.
+    routed: whether to return the experts chosen for each token.
     Raises InvalidRequest for unknown fields that are not None.
     """
     fields = {name: value for name, value in theirs.items() if value is not None}
@@ -62,15 +62,15 @@ class RolloutServer:
     """The actor of one replica, with the methods that verl's trainer calls.
 
     config, model_config: verl's RolloutConfig and HFModelConfig.
-    mode: the value of verl's RolloutMode; "hybrid" drops weights in a sleep, as the trainer sends
-        them again, and "standalone" never sleeps.
-    visible_devices: CUDA_VISIBLE_DEVICES of the replica's workers; "" = none.
+    mode: the value of verl's RolloutMode. A "hybrid" server drops weights in a sleep, as the
+        trainer sends them again; a "standalone" one never sleeps.
+    visible_devices: CUDA_VISIBLE_DEVICES for the engine, the workers' GPUs; "": not set.
     """
 
     def __init__(self, config: Any, model_config: Any, mode: str, visible_devices: str) -> None:
         self._config, self._model = config, model_config
         self._mode = mode
-        self._steps: int | None = None  # the trainer's step that the weights are of
+        self._steps: int | None = None  # the trainer's step whose weights the engine has
         self._refusing = False
         self._running: dict[str, RequestHandle] = {}
         if visible_devices:
@@ -116,7 +116,8 @@ class RolloutServer:
     ) -> Rollout:
         """Return the continuation of a prompt. Raises InvalidRequest, EngineDead.
 
-        Its stop_reason is "aborted" if the trainer has ended it; verl goes on with its tokens.
+        The stop_reason is "aborted" if the trainer has ended the request; verl then continues the
+        tokens so far in another request.
         """
         if image_data or video_data or audio_data:
             raise InvalidRequest("image_data, video_data, audio_data: rollouts take texts only")
@@ -150,10 +151,10 @@ class RolloutServer:
         return {"global_steps": self._steps}
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """End all requests, whose answers are the outputs so far; further ones wait for
+        """End all running requests with the outputs so far; new requests wait for
         `resume_generation`.
 
-        reject_request: whether further ones end at once instead.
+        reject_request: whether new requests are aborted at once instead.
         """
         self._refusing = reject_request
         ids = [*self._running]
@@ -161,7 +162,7 @@ class RolloutServer:
         return {"aborted_count": len(ids), "request_ids": ids}
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
-        """End a request, whose answer is the output so far."""
+        """End a running request with the output so far."""
         handle = self._running.get(request_id)
         if handle is not None:
             handle.stop()
@@ -181,29 +182,32 @@ class RolloutServer:
         self._steps = global_steps
 
     async def start_weight_update(self) -> None:
-        """Begin an update; one that a trainer has broken off is dropped. Raises UpdateFailed."""
+        """Begin an update of the weights, and drop an unfinished one. Raises UpdateFailed."""
         await self._engine.init_weight_transfer({})
         await self._engine.start_weight_update()
 
     async def take_weights(self, update_info: dict[str, Any]) -> None:
-        """Update weights by tensors that a worker of the replica shares; see `UpdateInfo`.
+        """Receive tensors of the update that a worker shares; update_info: see `UpdateInfo`.
 
         Raises UpdateFailed.
         """
         await self._engine.update_weights(update_info)
 
     async def finish_weight_update(self, global_steps: int | None = None) -> None:
-        """Replace the weights by those that have come, all at once. Raises UpdateFailed."""
+        """Replace the weights by the tensors of the update, all at once. Raises UpdateFailed.
+
+        global_steps: the trainer's step; None: unchanged.
+        """
         await self._engine.finish_weight_update()
         self._steps = self._steps if global_steps is None else global_steps
 
     async def sleep(self) -> None:
-        """Free the memory of weights and KV cache, once no request runs."""
+        """Free the memory of weights and KV cache; no request may run."""
         if self._config.free_cache_engine and self._mode != STANDALONE:
             await self._engine.sleep(2 if self._mode == HYBRID else 1)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory that a sleep freed. tags: "weights", "kv_cache"; None = both."""
+        """Allocate memory that a sleep freed. tags: "weights", "kv_cache"; None: both."""
         if self._config.free_cache_engine and self._mode != STANDALONE:
             await self._engine.wake(tags or ())
 
@@ -228,9 +232,9 @@ class RolloutServer:
 
 
 class Bucket:
-    """Tensors that go to the engine in one message, in memory that both processes see.
+    """The tensors of one message to the engine, in memory that both processes share.
 
-    num_bytes: size of the memory, which a larger tensor makes grow.
+    num_bytes: size of the memory, which grows for a tensor that is larger.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -248,7 +252,7 @@ class Bucket:
         return not self._names or self._used + tensor.nbytes <= self._size
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor for which there is room."""
+        """Copy a tensor into the bucket, which must have room (`has_room`)."""
         if self._buffer is None or tensor.nbytes > self._size:
             self._size = max(self._size, tensor.nbytes)
             self._allocate(tensor.device)
@@ -272,9 +276,9 @@ class Bucket:
             self._buffer = torch.frombuffer(self._memory.buf, dtype=torch.uint8)
 
     def message(self) -> dict[str, Any]:
-        """Return vLLM's update_info of what is in the bucket, and begin anew.
+        """Return vLLM's update_info of the tensors in the bucket, and empty the bucket.
 
-        The memory must not be written before the engine has answered.
+        `put` must not be called before the engine has answered, as it overwrites the memory.
         """
         info: dict[str, Any] = {
             "names": self._names,

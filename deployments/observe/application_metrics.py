@@ -1,11 +1,11 @@
-"""ApplicationMetrics: the text of /metrics for a whole application, whichever router is asked.
+"""ApplicationMetrics: the text of /metrics for a whole application, as any one router returns it.
 
-A load balancer sends each scrape to another router. So that router asks the others for their
-counts, and each router's series carry its name. A series is thus counted in one process and never
-decreases. The series of a router that ends disappear.
+A load balancer sends each scrape to another router. So the router that is asked asks the others for
+their counts, and each router's series have its name as a label. A series is thus counted in one
+process and never decreases. The series of a router that ends disappear.
 
-Each replica has one series. Of the routers' readings of a replica the newest is used. A router also
-remembers readings from other routers, so that these series do not decrease either.
+A replica's metrics appear once. Of the routers' readings of a replica the newest is used. A router
+also remembers readings from other routers, so that these series do not decrease either.
 """
 
 import asyncio
@@ -20,12 +20,15 @@ from engine.messages import EngineStats
 
 T = TypeVar("T")
 
-# The reading with more steps is the newer one.
+# Counter by which readings of a replica are compared: the reading with more steps is newer.
 _AGE = "engine_steps_total"
 
 
 class RouterReport(msgspec.Struct, array_like=True):
-    """A router's report to the other routers: its own metrics, and its reading of each replica."""
+    """A router's report to the other routers: its own metrics, and its reading of each replica.
+
+    replicas: {replica: {key of a metric: value}}; see `replica_readings`.
+    """
 
     router: str
     families: list[MetricFamily]
@@ -35,10 +38,10 @@ class RouterReport(msgspec.Struct, array_like=True):
 class ApplicationMetrics:
     """The metrics text of an application, as one router serves it.
 
-    router: name of this router.
-    own: function that returns this router's metrics.
-    heard: function that returns the last stats of the replicas that this router is connected to.
-    others: call for the other routers' reports; routers that do not answer are missing.
+    router: name of this router. model: name of the only model; "": there are several.
+    own: returns this router's metrics.
+    heard: returns the last stats of the replicas to which this router is connected, by name.
+    others: returns the encoded reports of the other routers that answer.
     """
 
     def __init__(
@@ -58,12 +61,12 @@ class ApplicationMetrics:
         self.text = SingleFlight(self._gather)
 
     def report(self) -> bytes:
-        """Return this router's report to another router, encoded."""
+        """Return this router's RouterReport for another router, as msgpack."""
         return msgspec.msgpack.encode(self._own_report())
 
     def _own_report(self) -> RouterReport:
         heard = {name: replica_readings(stats) for name, stats in self._heard().items()}
-        # Forget replicas that this router is no longer connected to.
+        # Replicas to which this router is no longer connected are left out.
         self._replicas = {
             name: _newest(figures, self._replicas.get(name, figures))
             for name, figures in heard.items()
@@ -83,11 +86,11 @@ class ApplicationMetrics:
 
 
 class SingleFlight(Generic[T]):
-    """A function whose concurrent calls are merged: those that arrive during a call share the next
-    one.
+    """A function whose concurrent calls are merged: callers that come while it runs share its next
+    run.
 
-    So no caller gets a result that was begun before it asked, and any number of callers costs two
-    calls.
+    So no caller gets the result of a run that began before its call, and simultaneous callers cost
+    two runs at most.
     """
 
     def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
@@ -111,7 +114,7 @@ def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     """Return the newer of two readings of a replica's metrics, with the larger value of each
     counter.
 
-    Readings after the same number of engine steps may differ in counters that grow between steps.
+    Some counters grow between steps, so readings after the same number of steps may differ.
     """
     newer, older = (one, other) if one[_AGE] >= other[_AGE] else (other, one)
     counters = {name for name in newer if name.endswith("_total")}
@@ -122,7 +125,8 @@ def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 
 def _labelled(reports: Iterable[RouterReport]) -> Iterable[MetricFamily]:
-    """Return each of the routers' metric families once, with the samples of all routers.
+    """Return each metric family of the routers once, with the samples of all routers, which get the
+    label `router`.
 
     Routers may have different families during an update.
     """
@@ -142,7 +146,7 @@ def _labelled(reports: Iterable[RouterReport]) -> Iterable[MetricFamily]:
 def _replica_labels(name: str) -> dict[str, str]:
     """Return the labels of a replica's series.
 
-    name: `engine-POOL/ID`, with MODEL/ before it if there are several models.
+    name: name of the replica: `engine-POOL/ID`, or `MODEL/engine-POOL/ID` with several models.
     """
     model, _, replica = name.rpartition("/engine-")
     return {"model_name": model, "replica": f"engine-{replica}"} if model else {"replica": name}

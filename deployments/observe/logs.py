@@ -1,7 +1,7 @@
-"""log_through_serve: our loggers' output in the log files of a Serve replica, as text or JSON.
+"""log_through_serve: sends our loggers' output to the log files of a Serve replica.
 
 A record about one request has `extra={"request_id": ...}`. The id is the same in the router, the
-replica and the engine process, whose records reach the replica through its client.
+replica and the engine process, whose records EngineClient passes to the replica's loggers.
 """
 
 import logging
@@ -26,9 +26,10 @@ def log_through_serve(level: str = "info") -> None:
 
 
 class _BufferBypass(logging.Handler):
-    """Writes records past Serve's MemoryHandler, which would hold back rare ones until it is full.
+    """A handler that passes records to the target of Serve's MemoryHandler at once.
 
-    Serve's filters still add application, deployment and replica.
+    The MemoryHandler would hold rare records back until its buffer is full. Its filters still add
+    application, deployment and replica.
     """
 
     def __init__(self, behind: MemoryHandler) -> None:
@@ -40,6 +41,6 @@ class _BufferBypass(logging.Handler):
         if self.behind.target is None or not self.behind.filter(record):
             return
         if request_id is not None:
-            # Serve's filter sets the id of whatever request is current.
+            # Serve's filter has replaced the record's id by that of Serve's current request.
             record.request_id = request_id
         self.behind.target.handle(record)

@@ -1,11 +1,11 @@
-"""The metrics: names, units and buckets in one table, and their Prometheus text.
+"""RouterMetrics: names, units and buckets of a router's metrics, and their Prometheus text.
 
 Names follow vLLM's, with the prefix `manta_`. Times are in seconds. Labels come from closed sets
 (served models, replica ids and names in the keys files), never from a request.
 
-`families` lists a router's metrics, replica_metrics.py those of a replica, and `render` writes
-Prometheus' text. application_metrics.py merges what all routers say, and ray_exporter.py passes it
-to Ray's exporter.
+`families` yields a router's metrics, replica_metrics.py has those of a replica, and `render` writes
+Prometheus' text. application_metrics.py merges the reports of all routers, and ray_exporter.py
+passes metrics to Ray's exporter.
 """
 
 from bisect import bisect_left
@@ -54,7 +54,10 @@ class Counter:
 
 
 class Histogram:
-    """A histogram: counts by upper bound, and the sum of the values."""
+    """A histogram: the number of values in each bucket, and the sum of the values.
+
+    buckets: upper bounds, ascending; values above the last one have a further bucket.
+    """
 
     kind = "histogram"
 
@@ -79,9 +82,10 @@ class Histogram:
 
 
 def quantile(buckets: Sequence[float], counts: Sequence[float], q: float) -> float | None:
-    """Return the q-quantile of a histogram's counts, interpolated linearly; None without counts.
+    """Return the q-quantile of a histogram, interpolated linearly; None if it has no values.
 
-    buckets: upper bounds; a quantile beyond the last one is that bound.
+    buckets: upper bounds, the last of which is returned for quantiles beyond it.
+    counts: number of values by bucket.
     """
     wanted = q * sum(counts)
     if wanted <= 0:
@@ -178,17 +182,17 @@ class RouterMetrics:
         return tuple(vars(self).values())
 
     def of_no_model(self) -> Iterator["MetricFamily"]:
-        """Yield the metrics that are counted for all models together or name the model in a
-        label."""
+        """Yield the metrics of a router of several models that do not belong to one model: counted
+        for all models together, or with a label for the model."""
         counted = (self.http, self.key_requests, self.key_prompt_tokens, self.key_output_tokens)
         for metric in counted:
             yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counts that `manta status` reads.
+        """Return {name of the attribute: its counts since the start}, for `manta status`.
 
-        They are sums since the start, by label values if there are labels, and bucket counts of
-        histograms.
+        A counter's value is a sum, or sums by label values (joined by "/"). A histogram's value is
+        the list of its bucket counts.
         """
         values: dict[str, Any] = {}
         for name, metric in vars(self).items():
@@ -201,7 +205,7 @@ class RouterMetrics:
         return values
 
 
-# Metrics of the autoscaling policy, which runs in Serve's controller: in Ray's exporter only.
+# Metrics of the autoscaling policy, which runs in Serve's controller: only Ray's exporter has them.
 SCALING_TARGET = "scaling_target_replicas"
 SCALING_DECISIONS = "scaling_decisions_total"
 SCALING_MINIMUM = "scaling_min_replicas"
@@ -223,7 +227,7 @@ Sample = tuple[str, dict[str, str], float]  # suffix of the name, labels, value
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """A metric and its present samples. kind: "counter", "gauge" or "histogram"."""
+    """A metric with its present samples. kind: "counter", "gauge" or "histogram"."""
 
     name: str
     kind: str
@@ -232,7 +236,10 @@ class MetricFamily:
 
 
 def families(metrics: RouterMetrics, state: BackendState) -> Iterator[MetricFamily]:
-    """Yield a router's counters and histograms, and gauges of its requests in flight and queued."""
+    """Yield a router's counters and histograms, and gauges of requests in flight and of its queue.
+
+    state: has the values of the gauges.
+    """
     for metric in metrics.all():
         yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
     for name, help, value in (
@@ -248,7 +255,7 @@ def families(metrics: RouterMetrics, state: BackendState) -> Iterator[MetricFami
 
 
 def of_model(figures: Iterable[MetricFamily], model: str) -> Iterator[MetricFamily]:
-    """Yield a router's metrics with the model as a label of each sample."""
+    """Yield metric families with the model's name as a label of each sample."""
     for family in figures:
         samples: list[Sample] = [
             (suffix, {"model_name": model, **labels}, value)

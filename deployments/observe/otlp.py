@@ -1,4 +1,6 @@
-"""Export of spans to an OpenTelemetry collector, as OTLP's JSON over HTTP, and W3C's trace context.
+"""SpanExporter: sends spans to an OpenTelemetry collector, as OTLP's JSON over HTTP.
+
+Span and TraceContext hold the spans and W3C's trace contexts.
 
 Sources: OTLP 1.x (opentelemetry-proto, "JSON Protobuf Encoding"), W3C Trace Context, level 1.
 """
@@ -18,13 +20,13 @@ import msgspec
 logger = logging.getLogger("manta.router")
 
 SEND_SECONDS = 2.0  # seconds between two batches
-# Most waiting spans; further ones are dropped.
+# Maximum of spans that wait to be sent; further ones are dropped.
 MAX_SPANS = 8192
 _BATCH = 512
 _TIMEOUT = 10.0
 
-INTERNAL, SERVER = 1, 2  # kinds of a span
-_ERROR = 2  # code of a status
+INTERNAL, SERVER = 1, 2  # OTLP's numbers for kinds of spans
+_ERROR = 2  # OTLP's status code of a failed span
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -33,6 +35,7 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 class TracingSettings:
     """The settings of the span exporter, from TracingConfig.
 
+    sample: probability that a new trace is sampled.
     headers: HTTP headers of each request to the collector.
     """
 
@@ -47,7 +50,7 @@ class TraceContext:
     """A W3C trace context.
 
     trace: trace id, 32 hex digits.
-    parent: id of the parent span, 16 hex digits; "" without one.
+    parent: id of the parent span, 16 hex digits; "": the trace begins here.
     state: value of the tracestate header.
     """
 
@@ -58,7 +61,7 @@ class TraceContext:
 
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Parse a traceparent header; None if it is missing or invalid, so that a new trace begins."""
+    """Return the context in a request's headers; None if traceparent is missing or invalid."""
     match = _TRACEPARENT.fullmatch(traceparent)
     if match is None:
         return None
@@ -134,9 +137,11 @@ def _value(value: Any) -> dict[str, Any]:
 
 
 class SpanExporter:
-    """Sends spans in batches from a thread, and drops spans that cannot be sent.
+    """An exporter that sends spans in batches from a thread, and drops spans that cannot be sent.
 
-    The log reports the first failure of each outage of the collector.
+    The first failure of each outage of the collector is logged.
+
+    instance: name of the router. version: version of Manta.
     """
 
     def __init__(self, settings: TracingSettings, instance: str, version: str) -> None:
@@ -189,7 +194,7 @@ class SpanExporter:
                 return
 
     def _post(self, batch: list[Span]) -> str:
-        """Send a batch of spans, and return why that failed; "" if it succeeded."""
+        """Send a batch of spans; return the reason of a failure, or ""."""
         scope = {"scope": self._scope, "spans": [span.to_json() for span in batch]}
         body = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         try:

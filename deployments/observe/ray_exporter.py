@@ -1,7 +1,7 @@
-"""Export of our metrics through Ray's exporter, in addition to the routers' /metrics.
+"""ServeExport, ScalingExport: our metrics in Ray's exporter, in addition to the routers' /metrics.
 
-It serves clusters that scrape Ray's nodes, and the dashboard in deploy/grafana.json. Ray prefixes
-the names with `ray_` and adds deployment, replica and application.
+They are for clusters that scrape Ray's nodes, and for the dashboard in deploy/grafana.json. Ray
+prefixes the names with `ray_` and adds deployment, replica and application.
 
 Values are copied every few seconds, because one call of Ray's costs as much as relaying a token.
 Histogram buckets are therefore gauges with a histogram's names, which queries cannot tell apart.
@@ -30,9 +30,11 @@ _PERIOD = 5.0  # seconds between exports: fresh enough for a scraper, and of neg
 
 
 class ServeExport:
-    """Copies the metrics that `families()` returns to Ray every _PERIOD seconds until `stop`.
+    """A copier of metrics to Ray's exporter, every _PERIOD seconds until `stop`.
 
     All calls belong to one event loop.
+
+    families: returns the metrics.
     """
 
     def __init__(self, families: Callable[[], Iterable[MetricFamily]]) -> None:
@@ -74,7 +76,7 @@ def _make(
 
 @cache
 def scaling_export(app: str) -> "ScalingExport":
-    """Return this process's exporter of an application's scaling metrics."""
+    """Return the exporter of an application's scaling metrics, one in this process."""
     return ScalingExport(app)
 
 
@@ -116,7 +118,7 @@ class ScalingExport:
         causes: `ScalingReason.cause`, by pool.
         limits: minimum and maximum number of replicas, by pool.
         cooldowns: seconds of low demand before replicas are removed, and of idleness before the
-            last one is.
+            last replica is.
         """
         for pool, target in targets.items():
             tags = {"application": self._app, "pool": pool}

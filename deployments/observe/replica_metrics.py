@@ -1,4 +1,4 @@
-"""The metrics of a replica, each read from its EngineStats."""
+"""REPLICA_METRICS: the metrics of a replica, each with a function that reads it from EngineStats."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from engine.speculation.settings import MAX_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetric:
-    """A metric of a replica, read from its EngineStats.
+    """A metric of a replica, or the part of it with one value of the label `position`.
 
-    position: the label `position`, "" for none; metrics of one name with different positions are
-        one family.
+    kind: "counter" or "gauge".
+    read: returns the metric's value.
+    position: value of the label `position`; "": the metric has no such label.
     """
 
     name: str
@@ -25,7 +26,7 @@ class ReplicaMetric:
 
     @property
     def key(self) -> str:
-        """The name of this series in a reading of a replica."""
+        """The key of this series in a reading of a replica (`replica_readings`)."""
         return f"{self.position}/{self.name}" if self.position else self.name
 
     @property
@@ -34,7 +35,10 @@ class ReplicaMetric:
 
 
 def replica_readings(stats: EngineStats) -> dict[str, float]:
-    """Return the value of each series by its key; positions without a count are left out."""
+    """Return a reading of a replica: {`ReplicaMetric.key`: value}.
+
+    Series with a position and the value 0 are left out.
+    """
     values = ((figure, float(figure.read(stats))) for figure in REPLICA_METRICS)
     return {figure.key: value for figure, value in values if value or not figure.position}
 
@@ -447,17 +451,17 @@ REPLICA_METRICS = (
 
 
 def replica_families(stats: EngineStats) -> Iterator[MetricFamily]:
-    """Yield the metrics of a replica from its stats."""
+    """Yield the metrics of one replica, without labels that name it."""
     return of_replicas({"": replica_readings(stats)}, lambda _: {})
 
 
 def of_replicas(
     readings: Mapping[str, Mapping[str, float]], labels: Callable[[str], dict[str, str]]
 ) -> Iterator[MetricFamily]:
-    """Yield the metrics of replicas.
+    """Yield each metric once, with the samples of all replicas.
 
-    readings: for each replica what `replica_readings` returned.
-    labels: function that returns the labels of a replica's series, by the replica's name.
+    readings: result of `replica_readings`, by replica.
+    labels: returns the labels of a replica's samples, given its name.
     """
     for name, figures in groupby(REPLICA_METRICS, key=lambda figure: figure.name):
         series = list(figures)

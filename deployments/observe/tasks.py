@@ -1,11 +1,11 @@
-"""A count of the tasks on this thread's event loop, to find leaked tasks."""
+"""tasks: counts the tasks on this thread's event loop, to find leaked tasks."""
 
 import asyncio
 from collections import Counter
 
 
 def tasks() -> dict[str, int]:
-    """Return the number of tasks of each coroutine function, by its qualified name.
+    """Return {qualified name of a coroutine function: number of its unfinished tasks}.
 
     Must be called on an event loop.
     """

@@ -1,4 +1,4 @@
-"""plan_encoders: the memory and the rate of the actors of encoder pools."""
+"""plan_encoders: the memory and the speed of the actors of encoder pools."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ from engine.config.model_config import ModelConfig
 if TYPE_CHECKING:  # imports torch
     from engine.encoder import TowerAlone
 
-_EMBEDDINGS = 260  # of a picture of 640 x 427 for Qwen3-VL
-# Operations a second that towers were measured at, in bfloat16. Qwen3-VL-8B's encodes 519 pictures
-# in 1.83 s on an H200, which is this share of the GPU's products. Qwen3-VL-2B's takes a core 2.2 s.
+_EMBEDDINGS = 260  # number of embeddings of a picture of 640 x 427 for Qwen3-VL
+# Measured speed of towers in bfloat16. Qwen3-VL-8B's encodes 519 pictures in 1.83 s on an H200:
+# `_OF_PRODUCTS` of the GPU's peak. Qwen3-VL-2B's takes 2.2 s a picture on one core: `_A_CORE`
+# operations a second.
 _OF_PRODUCTS = 0.40
 _A_CORE = 0.44e12
 
@@ -24,10 +25,10 @@ _A_CORE = 0.44e12
 class EncoderPlan:
     """The plan of an encoder pool's actor, which holds a model's tower without the model's layers.
 
-    kind: "cuda" or "cpu".
-    rows: the bytes of memory that the actor takes, by purpose.
-    pictures_s: pictures of about 260 embeddings that a whole GPU or one core encodes a second; 0
-        where nothing was measured.
+    kind: type of the actor's device, "cuda" or "cpu".
+    rows: (purpose, bytes) of the memory that the actor takes.
+    pictures_s: pictures of about 260 embeddings that a whole GPU or one core encodes per second; 0:
+        unknown.
     """
 
     pool: str
@@ -37,12 +38,12 @@ class EncoderPlan:
 
     @property
     def used(self) -> int:
-        """The bytes of all rows."""
+        """The sum of the bytes of all rows."""
         return sum(size for _, size in self.rows)
 
     @property
     def rate(self) -> str:
-        """The pictures a second, in words; "" where nothing was measured."""
+        """The pictures per second, in words; "" if unknown."""
         if not self.pictures_s:
             return ""
         number = f"{self.pictures_s:.{0 if self.pictures_s > 10 else 1}f}"
@@ -54,7 +55,8 @@ def plan_encoders(
 ) -> Iterator[EncoderPlan]:
     """Yield the plan of each encoder pool of a configuration.
 
-    device: where its replicas run; encoders may run on the other kind, of unknown size.
+    device: device of the engines' replicas; encoders on the other kind have a device of unknown
+        size.
 
     Raises DoesNotFit, and ConfigError for a model without a tower.
     """
@@ -98,7 +100,8 @@ def _plan(pool: str, model: ModelConfig, config: EngineConfig, device: Hardware)
 
 
 def _operations(encoder: "TowerAlone") -> float:
-    """Return the multiplications and additions for a picture, of products and attention."""
+    """Return the number of multiplications and additions to encode a picture of `_EMBEDDINGS`
+    embeddings, in linear layers and attention."""
     tower = encoder.tower
     tiles, height, width = tower.shape_of(_EMBEDDINGS)
     patches = height * width // tower.config.patch_size**2

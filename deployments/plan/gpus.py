@@ -1,4 +1,4 @@
-"""The GPUs that `manta plan --gpu` knows by name, with their makers' figures."""
+"""GPUS: the GPUs that `manta plan --gpu` knows by name, with figures of their data sheets."""
 
 from typing import NamedTuple
 
@@ -8,10 +8,10 @@ GIB = 1 << 30
 class Gpu(NamedTuple):
     """The figures of a GPU that estimates need.
 
-    gib: memory as the driver reports it, which is less than advertised.
-    capability: compute capability of CUDA.
-    bandwidth: reads of its memory, GB/s.
-    teraflops: dense products of 16-bit numbers with sums in float32, TFLOP/s.
+    gib: memory in GiB as the driver reports it, which is less than advertised.
+    capability: CUDA compute capability, (major, minor).
+    bandwidth: bandwidth of its memory in GB/s.
+    teraflops: dense 16-bit matmuls with sums in float32, in TFLOP/s.
     """
 
     gib: float
@@ -47,7 +47,8 @@ GPUS = {
 
 
 def abilities(capability: tuple[int, int]) -> tuple[str, str]:
-    """Return what a GPU of this compute capability runs natively, and what it does otherwise."""
+    """Return two texts: number formats and kernels that GPUs of a compute capability have, and what
+    Manta does in place of those that they lack."""
     from kernels.packed import FLOAT8, INT8_PRODUCTS, multiplies  # importing torch takes seconds
 
     native, others = ["float16"], []

@@ -1,7 +1,7 @@
-"""plan: an engine's use of memory on a device, computed without loading the model.
+"""plan: the memory that an engine takes on a device, computed without loading the model.
 
-The calculation is the engine's own (`engine.runner.memory.plan_memory`), for a model whose tensors
-take no memory. Values that the engine measures at its start are estimated.
+The engine's own function (`engine.runner.memory.plan_memory`) sums up a model whose tensors take no
+memory. Values that the engine measures at its start are estimated.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,19 +31,19 @@ CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the ot
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A GPU with `memory` bytes, or a CPU machine with that many bytes free."""
+    """A GPU with `memory` bytes, or a CPU machine with `memory` free bytes."""
 
     name: str
     kind: str  # "cuda" or "cpu"
     memory: int  # bytes
     cores: int = 0  # cores of a CPU machine; 0: unknown
     capability: tuple[int, int] | None = None  # CUDA compute capability; None: unknown
-    bandwidth: int = 0  # reads of memory, GB/s; 0: unknown
-    teraflops: int = 0  # dense products of 16-bit numbers, TFLOP/s; 0: unknown
+    bandwidth: int = 0  # of the memory, GB/s; 0: unknown
+    teraflops: int = 0  # of dense 16-bit matmuls, TFLOP/s; 0: unknown
 
     @classmethod
     def gpu(cls, name: str) -> "Hardware":
-        """Return the hardware of a GPU by its name in GPUS."""
+        """Return the hardware of the GPU that has this name in GPUS."""
         gpu = GPUS[name]
         return cls(
             name.upper(), "cuda", gpu.memory, 0, gpu.capability, gpu.bandwidth, gpu.teraflops
@@ -63,16 +63,18 @@ class EnginePlan:
     dtype: dtype of the tensors that are not quantised.
     weights_kind: description of the weights' format.
     products: descriptions of the GEMM kernels for quantised weights, one per format.
-    attention: descriptions of attention's kernels on CUDA, one per kind of layer.
-    active_parameters: parameters that one token uses; fewer than all in a mixture of experts.
-    kv_per_token: (tokens that are kept, layers, bytes) for each kind of layer; on GPUs for the same
-        rank as `memory`, on CPUs for all ranks. Tokens outside an attention window take nothing.
+    attention: descriptions of the attention kernels on CUDA, one per kind of layer.
+    active_parameters: number of parameters that one token uses; fewer than all in a mixture of
+        experts.
+    kv_per_token: (text that says which tokens are kept, number of layers, bytes of a token in all
+        of them) for each kind of layer; on GPUs for the same rank as `memory`, on CPUs for all
+        ranks.
     ranks: number of ranks that the model is divided among.
     stages: number of pipeline stages.
     nodes: number of nodes of a replica, each with equally many ranks.
     states: (number of recurrent layers, bytes of one request's state in all of them).
     snapshots: number of state snapshots that the prefix cache can hold.
-    speculation: settings of drafts; None = the engine has none.
+    speculation: settings of speculative decoding; None: the engine drafts nothing.
     """
 
     device: Hardware
@@ -115,7 +117,7 @@ class EnginePlan:
 
     @property
     def kv_tokens(self) -> int:
-        """The number of tokens of typical requests that the KV cache holds."""
+        """The number of tokens that the KV cache holds, for requests of typical length."""
         return self.memory.positions * self.memory.block_size
 
     @property
@@ -139,7 +141,7 @@ class EnginePlan:
     def replicas_per_node(self) -> int:
         """The number of replicas that fit on a node, or on the group of nodes that a replica spans.
 
-        It is bounded by GPUs, or on a CPU by memory and one core per rank.
+        The number is bounded by GPUs, or on a CPU by memory and one core per rank.
         """
         if self.device.kind == "cuda":
             return self.devices_per_node // self.ranks_per_node
@@ -157,7 +159,7 @@ def plan(
 ) -> EnginePlan:
     """Return the memory plan of an engine on a device.
 
-    devices_per_node: GPUs of a node; None: as many as a replica uses there.
+    devices_per_node: number of GPUs of a node; None: as many as a replica uses on a node.
 
     Raises DoesNotFit with the bytes needed and suggestions, and ConfigError for what the engine
     would refuse on this device.
@@ -181,7 +183,7 @@ def plan(
     try:
         others = CUDA_CONTEXT if cuda else CPU_PROCESS
         host_bytes = lora_host_bytes(config, device.memory)
-        # a share is of the host's memory, which for a GPU is not known here
+        # a size given as a share is of the host's memory, which is unknown for a GPU
         host_kv = host_kv_bytes(config, 0 if cuda else device.memory)
         kinds = []
         # A GPU holds one rank; a CPU node holds all of its ranks.
@@ -201,7 +203,7 @@ def plan(
         memory, part = min(kinds, key=lambda each: each[0].num_blocks)
         groups = part.kv if cuda else kv_groups(resolved.model)
     except ConfigError as error:
-        # The shape of a matrix does not suit its format, whatever the memory.
+        # This error is not about memory: the shape of a matrix does not suit its format.
         if error.param == KEY:
             raise
         raise DoesNotFit(
@@ -228,7 +230,7 @@ def plan(
     linears, experts = _matrices(whole)
     quantized = model.quantized
     if quantized is not None:
-        # An embedding is stored like linear layers only with GGUF blocks.
+        # Only GGUF files store the embedding in blocks, as the linear layers.
         table = [whole.config.record.tensors["embedding"].names[0]] * (quantized.method == "gguf")
         quantized = quantized.of((*linears, *experts, *table))
     dtype = str(resolved.dtype).removeprefix("torch.")
@@ -291,7 +293,10 @@ def plan(
 def _by_format(
     config: EngineConfig, linears: list[str], experts: list[str]
 ) -> dict[str, tuple[list[str], list[str]]]:
-    """Return value of `quantization` -> the names of linear layers and experts that have it."""
+    """Return {quantization: (names of the linear layers, names of the experts) that have it}.
+
+    linears, experts: names of all linear layers and experts.
+    """
     from engine.quantization.by_layer import pattern_of  # imports torch
 
     formats: dict[str, tuple[list[str], list[str]]] = {config.quantization: ([], [])}
@@ -305,7 +310,8 @@ def _by_format(
 
 
 def _matrices(model: "Model") -> tuple[list[str], list[str]]:
-    """Return the checkpoint names of linear layers and of experts, without ".weight"."""
+    """Return the names of a model's linear layers and of its experts in checkpoints, without
+    ".weight"."""
     linears = [part.name for spec in model.matrices() for part in spec.parts]
     experts = [
         source.name.removesuffix(".weight")
@@ -316,7 +322,7 @@ def _matrices(model: "Model") -> tuple[list[str], list[str]]:
 
 
 def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -> int | None:
-    """Return the smallest tensor_parallel with which a model fits; None if it fits with none.
+    """Return the smallest tensor_parallel with which a model fits; None if there is none.
 
     2, 4 and 8 times the configured value are tried.
     """
@@ -333,7 +339,7 @@ def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -
 def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, folder: Path) -> None:
     """Check that the engine would accept the weight files in a folder, by their headers alone.
 
-    NaN values are found only when the weights are loaded. Raises ConfigError that names file and
+    NaN values are detected only when the weights are loaded. Raises ConfigError that names file and
     tensor.
     """
     import torch
@@ -366,7 +372,10 @@ def _on_one_rank(config: EngineConfig) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A cache key: a stage of a model, compared by its text, as a configuration has no hash."""
+    """The cache key of `_outline_of`: a pipeline stage of a model.
+
+    text: the text of `resolved`, which is compared in its place, as it has no hash.
+    """
 
     text: str
     resolved: "Resolved" = field(compare=False)
@@ -377,7 +386,7 @@ def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
     return _outline_of(_Asked(repr(resolved), resolved, stage))
 
 
-# A price list has dozens of node types for the same configuration.
+# Cached, as a price list has dozens of node types for the same configuration.
 @lru_cache(maxsize=8)
 def _outline_of(asked: _Asked) -> "Model":
     from engine.runner.memory import outline
@@ -386,7 +395,12 @@ def _outline_of(asked: _Asked) -> "Model":
 
 
 def check_quantization(model: ModelConfig, config: EngineConfig, kind: str) -> None:
-    """Check that the quantisation exists for this model and kind of device. Raises ConfigError."""
+    """Check that the engine has the quantisation for a model and kind of device.
+
+    kind: "cuda" or "cpu".
+
+    Raises ConfigError.
+    """
     if config.quantization in ("auto", "none") and model.quantized is None:
         return
     from engine.quantization import registry  # imports torch

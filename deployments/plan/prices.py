@@ -1,4 +1,4 @@
-"""The costs of a pool: which node types hold its replicas, and the price per hour and million
+"""offers: the node types that can hold a pool's replicas, with prices per hour and per million
 tokens.
 
 Prices come from a dated file. Throughput is given only where it was measured.
@@ -22,7 +22,7 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 DEFAULT = _CONFIGS / "prices.yaml"
 SPEEDS = _CONFIGS / "speeds.yaml"
 
-# Share of a node's memory for replicas; the system and Ray take the rest.
+# Share of a node's memory that replicas may take; the system and Ray need the remainder.
 _HOST_SHARE = 0.9
 
 # Dimensions of the models in speeds.yaml: layers, width, heads, KV heads, vocabulary.
@@ -33,8 +33,9 @@ _MEASURED = {
 
 
 class NodeType(BaseModel):
-    """A node type, a row of the price list.
+    """A node type: a row of the price list.
 
+    gpu: name of its GPUs in GPUS; None: it has none. gpus, cpus: numbers of GPUs and of cores.
     hour: price per hour.
     """
 
@@ -48,7 +49,7 @@ class NodeType(BaseModel):
     hour: float = Field(gt=0)
 
     def device(self) -> Hardware:
-        """Return the hardware of one replica of a GPU pool, or of all replicas of a CPU pool."""
+        """Return the hardware to plan for: one GPU, or the node's cores and memory without GPUs."""
         if self.gpu is not None:
             return Hardware.gpu(self.gpu)
         return Hardware(self.name, "cpu", int(_HOST_SHARE * self.memory_gib * GIB), self.cpus)
@@ -95,7 +96,7 @@ class Prices(BaseModel):
 class NodeOffer:
     """A pool on one node type, with its price for `manta plan`.
 
-    replicas: replicas that fit on one node, or on the group of nodes that a replica spans.
+    replicas: number of replicas on one node, or on the group of nodes that a replica spans.
     tokens_per_second: measured output tokens/s of one replica; None if nothing was measured.
     """
 
@@ -115,7 +116,7 @@ class NodeOffer:
         return self.replica_hour / (self.tokens_per_second * 3600) * 1e6
 
     def hour(self, replicas: int) -> float:
-        """Return the hourly price of `replicas` replicas, in whole nodes."""
+        """Return the hourly price of the whole nodes that `replicas` replicas need."""
         return -(-replicas // self.replicas) * self.plan.nodes * self.node.hour
 
 
@@ -150,11 +151,14 @@ def offers(
 
 
 def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: EnginePlan) -> int:
-    """Return the number of replicas that Ray places on a node, by what each reserves."""
+    """Return the number of replicas that Ray places on a node, by the resources that each reserves.
+
+    fits: the plan of one replica on the node.
+    """
     if kind == "gpu":
         by_gpus = int(node.gpus / (pool.num_gpus or fits.ranks_per_node))
         return min(by_gpus, int(node.cpus / (pool.num_cpus or fits.ranks_per_node)))
-    # Without num_cpus a replica takes all cores of a node.
+    # Without num_cpus a replica reserves all cores of a node.
     return min(fits.replicas_per_node, int(node.cpus / (pool.num_cpus or node.cpus)))
 
 
@@ -168,10 +172,10 @@ class _Speed(BaseModel):
 
 
 def _throughputs(model: ModelConfig, path: Path) -> dict[tuple[str, str], float]:
-    """Return the measured output tokens/s of one replica by (GPU, dtype), on the chat workload.
+    """Return {(GPU, dtype): measured output tokens/s of one replica}, on the chat workload.
 
-    The engine alone was measured, without routers. Raises OSError and ValidationError for an
-    invalid file, which is a part of the package.
+    The result is empty for a model of other dimensions than the measured ones. The engine alone was
+    measured, without routers. Raises OSError and ValidationError for an invalid file.
     """
     sizes = (
         model.num_layers,
