@@ -1,4 +1,4 @@
-"""The Serve application, the only place where its parts are wired together.
+"""build, serve_config, deploy: the Serve applications, whose parts are wired together here only.
 
 From a shell:    serve run deployments.app:build config=manta.yaml
 As Serve's file: MANTA_CONFIG=manta.yaml serve build deployments.app:app
@@ -79,7 +79,7 @@ logger = logging.getLogger("manta.app")
 def build(config: str | dict[str, Any] | MantaConfig) -> Application:
     """Return the Serve application of a configuration.
 
-    config: a file's path, a mapping of keys, or Serve's arguments {"config": path or mapping}
+    config: a file's path, a mapping of keys, or Serve's arguments {"config": path or mapping}.
 
     Raises ConfigError before anything is started.
     """
@@ -87,15 +87,15 @@ def build(config: str | dict[str, Any] | MantaConfig) -> Application:
 
 
 def __getattr__(name: str) -> Application:
-    """Return `app`, the application of the file in MANTA_CONFIG, for tools that pass no
-    arguments."""
+    """Return the application of the file in MANTA_CONFIG as the attribute `app`, for tools that
+    pass no arguments."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return build(default_config())
 
 
 def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConfig:
-    """Return the configuration in any form that `build` takes. Raises ConfigError."""
+    """Return the MantaConfig of a configuration in a form that `build` takes. Raises ConfigError."""
     if isinstance(config, MantaConfig):
         return config
     if isinstance(config, Mapping):
@@ -108,10 +108,9 @@ def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConf
 def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application:
     """Return the application of a one-model configuration.
 
-    prepare: function that returns a replica's EngineConfig, called on the replica's machine; None
-        for the default
+    prepare: returns a replica's EngineConfig on the replica's machine; None: `prepare_engine`.
 
-    Raises ConfigError for several models, as each is an application of its own.
+    Raises ConfigError for several models, as each of them is an application of its own.
     """
     if config.models:
         raise ConfigError(
@@ -129,7 +128,7 @@ def build_routers(config: Any) -> Application:
 
     Each model's engines are an application of their own.
 
-    config: Serve's arguments
+    config: the application's arguments from Serve.
     """
     return _routers(_of_arguments(config), None)
 
@@ -137,7 +136,7 @@ def build_routers(config: Any) -> Application:
 def build_engines(config: Any) -> Application:
     """Return the application of one model's engines, at an endpoint of several models.
 
-    config: Serve's arguments
+    config: the application's arguments from Serve.
     """
     engines = engine_deployments(_of_arguments(config), NodeCapacity.here())
     return deployment(ModelApplication).options(name=model_applications.MODEL).bind(*engines)
@@ -146,7 +145,7 @@ def build_engines(config: Any) -> Application:
 class ModelApplication:
     """The root deployment of a model's Serve application, to which the model's pools are bound.
 
-    It never runs: `model_application` gives it no replicas.
+    The deployment never runs, as `model_application` gives it no replicas.
     """
 
     def __init__(self, *engines: Any) -> None: ...
@@ -156,9 +155,9 @@ class ModelApplication:
 
 
 def _of_arguments(config: Any) -> MantaConfig:
-    """Return the configuration in Serve's arguments.
+    """Return the configuration in an application's arguments from Serve.
 
-    Values are parsed but not checked as a whole: they are a part of a checked configuration.
+    The consistency of its sections is not checked, as it is a part of a checked configuration.
     """
     section = config["config"] if isinstance(config, Mapping) and "config" in config else config
     return parse_part(section)
@@ -167,9 +166,9 @@ def _of_arguments(config: Any) -> MantaConfig:
 def _routers(
     config: MantaConfig, models: tuple[ServedModel, ...] | None, *engines: Application
 ) -> Application:
-    """Return the application of the routers.
+    """Return the application of the routers, to which engine deployments are bound.
 
-    models: the served models; None if models are added and removed at run time
+    models: the served models; None if models are added and removed at run time.
     """
     http = config.http
     key_files = {
@@ -184,9 +183,9 @@ def _routers(
         ray_actor_options={"num_cpus": config.router.num_cpus},
         # The routers refuse earlier, by their own limits, with an error in the client's format.
         max_ongoing_requests=2 * config.limits.in_flight,
-        # An open stream cannot move to another router, because its connection ends here. In an
-        # update new routers start first, and old ones stay while they stream. If the engines leave,
-        # too, the streams end soon.
+        # An open stream cannot move to another router, because its connection ends at this one. In
+        # an update new routers start first, and old ones remain while they have streams. If the
+        # engines are replaced, too, the streams end soon.
         max_surge_percent=model_deployments.SURGE,
         graceful_shutdown_wait_loop_s=model_deployments.DRAIN_POLL,
         graceful_shutdown_timeout_s=config.http.max_stream_seconds + model_deployments.KILL_MARGIN,
@@ -226,10 +225,9 @@ def _routers(
 
 
 def _changes(base: MantaConfig) -> ChangeModels:
-    """Return the functions that change the models of a running endpoint, or say why one does not
-    start.
+    """Return the functions by which a router changes the models of its endpoint.
 
-    base: the endpoint's configuration without its models
+    base: the endpoint's configuration without its models.
     """
     app = base.app_name
     return ChangeModels(
@@ -243,10 +241,10 @@ def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
     The models of `base` are ignored, and key files that changed since the deployment are not read.
     Needs a connection to Ray, and blocks.
 
-    base: the configuration of the endpoint
-    section: the keys of `models.NAME`
+    base: the configuration of the endpoint.
+    section: the keys of `models.NAME`.
 
-    Raises ConfigError, whose parameter is a key without the prefix `models.NAME`.
+    Raises ConfigError, whose param is a key without the prefix `models.NAME`.
     """
     before = f"models.{name}."
     try:
@@ -311,12 +309,12 @@ def serve_config(
 ) -> dict[str, Any]:
     """Return Serve's config schema (ServeDeploySchema) for a configuration.
 
-    one_machine: whether Ray runs on this machine only and its processes have `cluster_environment`;
-        haproxy is then told where to listen, and the routers behind it listen on loopback
-
-    Replica counts and limits stand outside the application's arguments. Deploying a schema that
+    Replica counts and limits are outside the application's arguments. Deploying a schema that
     differs in these alone restarts nothing; any other change of arguments or policy restarts every
     replica.
+
+    one_machine: whether Ray runs on this machine only, with the variables of `cluster_environment`.
+        These say where haproxy listens, and the schema then has loopback for the routers.
     """
     config = as_config(config)
     machine = NodeCapacity.here()
@@ -351,8 +349,8 @@ def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
     resolved = _resolved(config, machine)
     routers = config.router.replicas
     policy = _policy(config, resolved)
-    # One policy scales all pools and needs the routers' reports. Serve collects reports of
-    # autoscaled deployments only, so the routers are autoscaled between equal bounds.
+    # The policy scales all pools and needs the routers' reports. Serve collects reports of
+    # autoscaled deployments only, so the routers are autoscaled between equal limits.
     counts = (
         {"autoscaling_config": autoscaling.counts(routers, routers)}
         if policy
@@ -383,10 +381,10 @@ def _routers_application(config: MantaConfig) -> dict[str, Any]:
 def model_application(
     config: MantaConfig, machine: NodeCapacity, *, added: bool = False
 ) -> dict[str, Any]:
-    """Return Serve's schema of one model's engines, an application beside those of other models.
+    """Return Serve's schema of the application of one model's engines, among several models.
 
-    config: the configuration of this model, from `MantaConfig.of`
-    added: whether the model is added to a running endpoint over the API
+    config: the configuration of this model, from `MantaConfig.of`.
+    added: whether the model is added to a running endpoint over the API.
     """
     resolved = _resolved(config, machine)
     whole = config.model_copy(update={"replicas": 1, "pools": resolved})
@@ -420,8 +418,8 @@ def model_application(
         "args": {"config": _arguments(engines, resolved)},
         "deployments": [
             *_counts(config, resolved),
-            # Serve accepts no fixed number of 0 replicas. Nothing calls this deployment, so none
-            # starts.
+            # Serve refuses a fixed number of 0 replicas. As nothing calls this deployment, no
+            # replica of it starts.
             {
                 "name": model_applications.MODEL,
                 "autoscaling_config": autoscaling.counts(0, 1),
@@ -446,7 +444,10 @@ def _resolved(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfi
 
 
 def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str, Any]:
-    """Return the application's arguments: the configuration without replica counts."""
+    """Return the application's arguments for Serve: the configuration without replica counts.
+
+    resolved: the pools with all values.
+    """
     counted = config.model_copy(
         update={"router": _uncounted(config.router), "pools": {}, "replicas": 1}
     )
@@ -463,16 +464,16 @@ def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[
 
 
 def _uncounted(router: RouterConfig) -> RouterConfig:
-    """Return the routers' section with the replica count 1, so that a change of the count changes
-    no arguments.
+    """Return the routers' section with `replicas` set to 1, so that a change of the number of
+    routers does not change an application's arguments.
 
-    The arguments are validated again when they are parsed, and 1 is valid with every other key.
+    1 is used as it is valid with every other key, when the arguments are validated again.
     """
     return router.model_copy(update={"replicas": 1})
 
 
 def _counts(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:
-    """Yield Serve's schema of each pool's deployment: its name and replica count."""
+    """Yield Serve's schema of each pool's deployment: its name, and its replica count or limits."""
     for name, pool in resolved.items():
         encodes = pool.role == "encoder"
         options: dict[str, Any] = {"num_replicas": pool.replicas}
@@ -499,10 +500,10 @@ def _policy(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str
 
 
 def deploy(schema: Mapping[str, Any]) -> None:
-    """Deploy a schema as `serve deploy` does, but without the dashboard that this command needs.
+    """Deploy a schema as `serve deploy` does, but without the dashboard that `serve deploy` needs.
 
-    Starts Serve if it is not running. Deploying a changed configuration restarts only what changed.
-    Other applications of the cluster stay as they are. Needs a connection to Ray.
+    Starts Serve if it is not running. A changed configuration restarts only deployments that have
+    changed. Other applications of the cluster remain as they are. Needs a connection to Ray.
 
     Raises ConfigError if an application conflicts with a running one; see
     `coexistence.check_beside`.
@@ -521,11 +522,11 @@ def deploy(schema: Mapping[str, Any]) -> None:
 
 
 def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Deploy the schema's applications in Serve, and leave the others of `there` unchanged.
+    """Deploy a schema's applications in Serve, and keep the other running applications of `there`.
 
-    Call it within `coexistence.deploying`.
+    Applications that are in neither are deleted. The caller holds `coexistence.deploying`.
 
-    there: Serve's schema of each running application, by name
+    there: Serve's schema of each running application to keep, by name.
     """
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema

@@ -1,7 +1,7 @@
-"""Backend: the interface between the HTTP API or the Python client and what runs the requests.
+"""Backend: the interface by which the HTTP API has requests run.
 
 `api/` imports nothing else of the serving layer but the adapter records in `deployments/adapters/`.
-Tests use a fake backend; the router implements it over channels to engine replicas.
+The router implements the interface over channels to engine replicas; tests use a fake backend.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ def draining() -> Overloaded:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The description of one name that requests may use for a model."""
+    """The description of a model or an adapter under the name `id`, which requests use."""
 
     id: str
     max_model_len: int  # tokens of prompt and output, less an adapter's virtual tokens
@@ -38,26 +38,26 @@ class ModelCard:
     root: str = ""
     parent: str | None = None  # base model of an adapter
     seed: int | None = None  # EngineConfig.seed of the replicas
-    fingerprint: str = ""  # hash of weights and server; equal outputs need an equal seed, too
-    pooling: Pooling | None = None  # how texts become embeddings; None: the model makes none
+    fingerprint: str = ""  # hash of weights and server version; OpenAI's system_fingerprint
+    pooling: Pooling | None = None  # how texts become embeddings; None: the model has no embeddings
     vector_size: int = 0  # elements of an embedding
     aliases: tuple[str, ...] = ()  # patterns of other names for the model; not used for adapters
     facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
     # How images become pixels and tokens; None: the model takes text only.
     images: ImageProcessor | None = field(default=None, compare=False)
-    images_off: bool = False  # whether a setting alone keeps the model from taking images
+    images_off: bool = False  # whether a multimodal model takes no images by `engine.images: off`
 
 
 @dataclass(slots=True)
 class GenerationRequest:
     """A validated and tokenised prompt, of which n choices are generated with one seed."""
 
-    # The caller's or ours; used in logs and headers only, never as a key of a table.
+    # The client's id or a new one; used in logs and headers only, as it need not be unique.
     request_id: str
     model: str
     token_ids: list[int]
     params: SamplingParams
-    seed: int  # the request's own, or a drawn one
+    seed: int  # the client's, one derived from EngineConfig.seed and the prompt, or a random one
     cache_salt: str = ""
     # The record has a fixed revision, so that another replica uses the same weights.
     adapter: AdapterRecord | None = None
@@ -66,16 +66,16 @@ class GenerationRequest:
     session: bytes = b""  # digest of the session that the client names; b"": none
     key: str = ""  # the tenant, by which waiting requests are shared fairly
     owner: str = ""  # digest of the API key; only its holder may ask for the request's outcome
-    # Name under which replicas keep the output tokens for a while; "": they do not.
+    # Id under which replicas keep the output tokens for a while (StreamMemory); "": they do not.
     stream: str = ""
-    # Resumed streams: the tokens that each choice begins with; None: the choice has ended.
+    # Of a resumed stream: the output tokens that each choice has already; None: it has ended.
     emitted: list[list[int] | None] = field(default_factory=list)
     # Weights (ModelIdentity) of the model that generated `emitted`; "" if unknown.
     weights: str = ""
     prediction: list[int] = field(default_factory=list)  # tokens expected in the output
-    speculate: bool = True  # whether the engine may draft; the text is the same
+    speculate: bool = True  # whether the engine may use drafts, which do not change the text
     images: list[Image] = field(default_factory=list)  # the prompt's images, in order
-    verbatim: bool = False  # whether the client sent token ids, as in EngineRequest
+    verbatim: bool = False  # whether the client sent token ids; see EngineRequest
     trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate headers, unchanged
 
     @property
@@ -86,9 +86,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecalledChoice:
-    """The output of a choice as a replica remembers it.
+    """The output of a choice of a stream, as a replica remembers it.
 
-    weights: the weights of the replica's model, as in ModelIdentity
+    stream: `GenerationRequest.stream`. choice: index of the choice in its request.
+    weights: identity of the replica's weights, as in ModelIdentity.
     """
 
     stream: str
@@ -104,9 +105,9 @@ class Timing:
     """The parts of a request's timing that its client cannot measure.
 
     queue_s: seconds from arrival at the router to the first engine step, for the choice that waited
-        longest
-    migrations: how often a choice moved to another replica after losing its own
-    replicas: names of the replicas that ran the request, in order
+        longest.
+    migrations: how often a choice moved to another replica after losing its own.
+    replicas: names of the replicas that ran the request, in order.
     """
 
     queue_s: float = 0.0
@@ -117,11 +118,11 @@ class Timing:
 class Generation(Protocol):
     """The running generation of the n choices of one prompt.
 
-    It survives a change of replica, and each choice ends exactly once.
+    A generation continues when its replica changes, and each choice ends exactly once.
     """
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """Wait for at least one (choice, delta), then return all since the last call, in order.
+        """Wait for a delta, and return (index of the choice, delta) of all since the last call.
 
         Returns [] after the last choice has finished. Raises MantaError if the whole request fails.
         """
@@ -135,7 +136,10 @@ class Generation(Protocol):
         ...
 
     def versions(self, choice: int) -> list[tuple[str, int]]:
-        """Return (version of the weights, number of tokens) of each part of a choice's output."""
+        """Return (weights version, number of tokens) of each part of a choice's output, in order.
+
+        choice: index of the choice.
+        """
         ...
 
     def timing(self) -> Timing:
@@ -149,9 +153,9 @@ class BackendState:
 
     replicas: dict[str, EngineStats] = field(default_factory=dict)
     in_flight: int = 0
-    queued: int = 0  # choices that wait for room at a replica
-    queued_tokens: int = 0  # tokens of work in the choices that wait
-    draining: bool = False  # shutting down: all new requests are refused
+    queued: int = 0  # number of choices that wait for room at a replica
+    queued_tokens: int = 0  # prompt tokens and expected output tokens of these choices
+    draining: bool = False  # whether the service is shutting down and refuses new requests
 
 
 class AdapterDirectory(Protocol):
@@ -190,11 +194,14 @@ class Backend(Protocol):
 
     @property
     def only(self) -> str:
-        """The one served model; "" if there are several."""
+        """The name of the only served model; "" if there are several."""
         ...
 
     def models(self) -> Mapping[str, ModelCard]:
-        """Return the model cards by request name. Adapters are included under their bare names."""
+        """Return the cards of models and adapters, by the names that requests use.
+
+        An adapter's name has no revision here.
+        """
         ...
 
     def tokenizer(self, model: str) -> Tokenizer: ...
@@ -202,9 +209,9 @@ class Backend(Protocol):
     def admit(self, key: str, model: str) -> None:
         """Check that a new request with this key would be admitted now. Raises Overloaded.
 
-        The API calls this before it reads and parses the request.
+        The API calls this method before it reads and parses the request.
 
-        model: name of the model; "" if not yet known
+        model: name of the model; "" if not yet known.
         """
         ...
 
@@ -221,10 +228,10 @@ class Backend(Protocol):
         streams: Sequence[str],
         enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
-        """Return what the model's replicas remember of requests by their `stream` names.
+        """Return the choices that the model's replicas remember of the given streams.
 
-        enough: whether the answers so far suffice; asking stops then, or once every replica was
-            asked
+        streams: values of `GenerationRequest.stream`.
+        enough: whether the choices so far suffice; then no further replica is waited for.
         """
         ...
 

@@ -5,9 +5,9 @@
   for chunk in client.stream("Once upon", max_tokens=20): print(chunk.text, end="")
   client.update_weights("/checkpoints/step-1", "step 1")  # and a trainer's other orders
 
-Fields are those of the HTTP API. Its errors are raised as exceptions of `engine.errors`. Unknown
-fields are always refused. A job without Manta installed uses `serve.get_app_handle("manta")` with
-plain dicts; see docs/python.md.
+Fields are those of the HTTP API. The HTTP API's errors are raised as exceptions of `engine.errors`.
+Unknown fields are always refused. A job without Manta installed uses
+`serve.get_app_handle("manta")` with plain dicts; see docs/python.md.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
-# Token ids may be an array of NumPy, torch or DLPack.
+# A text, token ids (also as an array of NumPy, torch or DLPack), or the messages of a chat.
 Prompt = str | Sequence[int] | Messages
 
 
@@ -47,7 +47,7 @@ Prompt = str | Sequence[int] | Messages
 class Usage:
     """The token counts of an answer.
 
-    cached_tokens: number of prompt tokens found in a prefix cache
+    cached_tokens: number of prompt tokens that came from a prefix cache.
     """
 
     prompt_tokens: int
@@ -57,14 +57,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice of a complete answer. What was not requested is None.
+    """A choice of a complete answer. Fields that were not requested are None.
 
     logprobs: as in the HTTP API.
-    token_ids: the output as ids (`return_token_ids=True`).
-    token_logprobs: the log-probability of each of token_ids (`logprobs` too).
-    weight_versions: (version, number of tokens) of the weights that made token_ids, in order.
-    routed_experts: the experts of each token of prompt and output but the last, an array
-        [tokens, layers, experts of a token] (`return_routed_experts=True`).
+    token_ids: ids of the output tokens, with `return_token_ids=True`.
+    token_logprobs: the log-probability of each of token_ids, with `logprobs` as well.
+    weight_versions: (version, number of tokens) of the weights that sampled token_ids, in order.
+    routed_experts: the experts chosen for each token of prompt and output but the last, an array
+        [tokens, layers, experts of a token], with `return_routed_experts=True`.
     """
 
     index: int
@@ -82,9 +82,9 @@ class Completion:
     """A complete answer.
 
     raw: the HTTP API's response object.
-    prompt_token_ids: the prompt as ids (`return_token_ids=True`); None if not requested.
-    prompt_logprobs: the log-probability of each prompt token, None of the first
-        (`prompt_logprobs=0` too).
+    prompt_token_ids: ids of the prompt, with `return_token_ids=True`; None if not requested.
+    prompt_logprobs: the log-probability of each prompt token, None for the first, with
+        `prompt_logprobs=0` as well; None if not requested.
     """
 
     id: str
@@ -105,9 +105,10 @@ class Completion:
 class Chunk:
     """A chunk of one choice of a streamed answer.
 
-    finish_reason: None until the choice's last piece
-    raw: the HTTP API's chunk object, which may hold pieces of several choices
-    token_ids, token_logprobs: of this piece, as in `Choice`
+    index: index of the choice.
+    finish_reason: None until the choice's last chunk.
+    raw: the HTTP API's chunk object, which may have parts of several choices.
+    token_ids, token_logprobs: of this chunk's tokens, as in `Choice`.
     """
 
     index: int
@@ -121,8 +122,8 @@ class Chunk:
 class _Connected:
     """A client's connection to an application.
 
-    model: name of the application's model; "" if it has several, in which case each call must name
-        one (`model="..."`)
+    model: name of the application's only model; "": it has several, and each call must name one
+        (`model="..."`).
     """
 
     def __init__(self, app_name: str, model: str) -> None:
@@ -135,9 +136,9 @@ class _Connected:
         return type(self), (self._app_name, self.model)
 
     def _method(self, name: str, *, stream: bool = False) -> "DeploymentHandle[Any]":
-        """Return the application's handle for a method.
+        """Return the application's handle for a method of its router.
 
-        The first call of a process raises MantaError (code app_not_found) if there is no
+        The first call in a process raises MantaError (code app_not_found) if there is no
         application.
         """
         if self._handle is None:
@@ -145,7 +146,7 @@ class _Connected:
         return self._handle.options(method_name=name, stream=stream)
 
     def _control(self, order: Order[Any]) -> tuple[str, str, dict[str, Any] | None]:
-        """Return the arguments of `LLMRouter.control`: path, query and body."""
+        """Return the arguments of the router's method `control`: path, query and body."""
         body = None if order.body is None else dict(order.body)
         return order.path, order.query_for(self.model), body
 
@@ -276,7 +277,7 @@ class AsyncClient(_Connected, AsyncTrainerCalls):
 class _RouterRetry:
     """The retries of a call whose router may be lost.
 
-    last: id of the stream's last event, after which another router resumes it
+    last: id of the last event of a stream, after which another router resumes the stream.
     """
 
     def __init__(self) -> None:
@@ -284,8 +285,8 @@ class _RouterRetry:
         self._resuming = ResumableStream()
 
     def take_chunk(self, item: dict[str, Any]) -> bool:
-        """Whether a chunk is the last. Removes the event's id, which callers do not need, from
-        it."""
+        """Return whether an item of a stream is its end. The event id is removed from the item and
+        remembered."""
         if "error" not in item:
             self._resuming.heard()
         self.last = item.pop("event_id", self.last)
@@ -294,7 +295,7 @@ class _RouterRetry:
     def pause(self, error: RayError | Overloaded) -> float:
         """Return the seconds until the next attempt, or raise the call's error if there is none.
 
-        A refusal by the service is retried only if a stream has begun.
+        A refusal (Overloaded) is retried only if the stream has begun.
         """
         if isinstance(error, Overloaded):
             headers = {"retry-after": str(error.retry_after)}
@@ -308,8 +309,8 @@ class _RouterRetry:
         _lost(error)
 
 
-# The handle that our clients use for each of Serve's own handles in this process. All clients share
-# it, and lose it when Serve is shut down.
+# Serve's handle of an application -> the handle that all our clients in this process use in its
+# place, until Serve is shut down.
 _HANDLES: "WeakKeyDictionary[DeploymentHandle[Any], DeploymentHandle[Any]]" = WeakKeyDictionary()
 
 
@@ -335,7 +336,8 @@ def _find(app_name: str) -> "DeploymentHandle[Any]":
 def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the body of a request.
 
-    Raises InvalidRequest, also for unknown fields, as a handle call has no x-ignored-fields header.
+    fields: further fields of the HTTP API.
+    Raises InvalidRequest, also for unknown fields: a handle call has no header to name them in.
     """
     prompt = as_list(prompt)
     if isinstance(prompt, str):
@@ -357,7 +359,7 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(item: Any) -> Any:
-    """Return a token id of NumPy or torch as an int, an array as a list, anything else
+    """Return a token id of NumPy or torch as an int, an array as a list, and other values
     unchanged."""
     return operator.index(item) if is_token_id(item) else as_list(item)
 
@@ -366,7 +368,7 @@ def _completion(answer: dict[str, Any]) -> Completion:
     _check(answer)
     usage = answer["usage"]
     details = usage.get("prompt_tokens_details") or {}
-    # A completion tells of its prompt in each choice, as it may have several prompts.
+    # A text completion may have several prompts, so its choices have the fields of the prompt.
     prompt = answer if "prompt_token_ids" in answer else answer["choices"][0]
     return Completion(
         id=answer["id"],
@@ -409,7 +411,7 @@ def _routed(shown: dict[str, Any] | None) -> "NDArray[np.integer] | None":
 
 
 def _tuple(of: dict[str, Any], name: str) -> tuple[Any, ...] | None:
-    """Return the list under a name of a mapping as a tuple; None if the name is missing."""
+    """Return the list that a mapping has under a name, as a tuple; None if there is none."""
     return None if (values := of.get(name)) is None else tuple(values)
 
 
@@ -428,7 +430,7 @@ def _chunks(item: dict[str, Any]) -> Iterator[Chunk]:
 
 
 def _check(answer: dict[str, Any]) -> None:
-    """Raise the exception of an error object; do nothing for any other answer."""
+    """Raise the exception for an answer that is an error object."""
     error = answer.get("error")
     if error is None:
         return
@@ -445,7 +447,7 @@ def _check(answer: dict[str, Any]) -> None:
 
 
 def _lost(error: RayError) -> NoReturn:
-    """Raise EngineDead for a call that Ray could not complete, as router or node is gone."""
+    """Raise EngineDead (code router_lost) for a call that failed with the router or its node."""
     raise EngineDead(
         f"the router did not answer: {type(error).__name__}", code="router_lost"
     ) from error

@@ -1,4 +1,4 @@
-"""Checks whether a cluster's nodes have room for the replicas that a configuration starts with.
+"""check_pools: checks that a cluster's nodes have room for the replicas of a configuration's start.
 
 `manta serve` refuses to start without room, and `manta doctor` reports it beforehand.
 """
@@ -18,14 +18,14 @@ from deployments.serve.model_deployments import NodeCapacity, check_gpus, pools,
 from engine.errors import ConfigError
 
 _WORDS = {"CPU": "core", "GPU": "GPU"}
-_ALL = "models"  # the name under which faults of several models together are reported
+_ALL = "models"  # the name for faults that concern several models together
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
     """A node of a Ray cluster: the resources that replicas may reserve on it, and its labels.
 
-    here: whether Ray is not started yet, so that this machine will be the only node
+    here: whether the node is this machine, the only one, as Ray is not started yet.
     """
 
     resources: Mapping[str, float]
@@ -37,11 +37,13 @@ class RayNode:
 class _Demand:
     """The resources that the replicas of a pool need.
 
-    least: number of replicas at the start
-    count: number of replicas that must fit
-    nodes: number of nodes that each replica spans
-    per_node: what a replica reserves on each of its nodes, by resource
-    counted: configuration key of the number of replicas
+    pool: configuration key of the pool.
+    least: number of replicas at the start.
+    count: number of replicas that must fit.
+    nodes: number of nodes that each replica spans.
+    per_node: {resource: amount that a replica reserves on each of its nodes}.
+    labels: labels that the nodes must have.
+    counted: configuration key of the number of replicas.
     """
 
     pool: str
@@ -53,7 +55,8 @@ class _Demand:
     counted: str
 
     def places(self, node: RayNode, names: Sequence[str]) -> float:
-        """Return how many replicas a node has room for, considering only the named resources."""
+        """Return the number of replicas for which a node has enough of the named resources; inf
+        without names."""
         if any(node.labels.get(key) != value for key, value in self.labels.items()):
             return 0
         wanted = [(node.resources.get(name, 0), self.per_node[name]) for name in names]
@@ -61,7 +64,7 @@ class _Demand:
 
 
 def this_machine() -> list[RayNode]:
-    """Return this machine as the one node of a Ray that is started here, with Ray's core count."""
+    """Return this machine as the only node of a cluster, with the cores that Ray would count."""
     cores = get_num_cpus(override_docker_cpu_warning=True)
     return [RayNode({"CPU": float(cores), "GPU": float(gpus_here())}, here=True)]
 
@@ -76,9 +79,10 @@ def cluster_nodes() -> list[RayNode]:
 
 
 def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple[str, ConfigError]]:
-    """Yield (name, error) for each demand for resources that the nodes can never meet.
+    """Yield (name, error) for replicas that can never fit on the nodes.
 
-    The name is the model's, or "models" for several together. Replicas that might fit are no fault.
+    The name is the model's, or "models" for several models together. Replicas that might fit are no
+    fault.
     """
     most = {name: max(node.resources.get(name, 0) for node in nodes) for name in _WORDS}
     machine = NodeCapacity(
@@ -104,7 +108,7 @@ def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple
 
 
 def check_pools(config: MantaConfig, nodes: Sequence[RayNode]) -> None:
-    """Raise the first error of `pool_faults`, a ConfigError, if there is one."""
+    """Check that the replicas fit on the nodes. Raises ConfigError, the first of `pool_faults`."""
     for name, error in pool_faults(config, nodes):
         before = f"models.{name}: " if config.models and name != _ALL else ""
         raise ConfigError(f"{before}{error.message}", param=error.param)
@@ -133,7 +137,7 @@ def _demand(
 
 
 def _check(demand: _Demand, nodes: Sequence[RayNode]) -> None:
-    """Check that one pool's replicas fit, without other pools. Raises ConfigError."""
+    """Check that one pool's replicas fit on nodes without other replicas. Raises ConfigError."""
     if not demand.count:
         return
     names = list(demand.per_node)

@@ -1,7 +1,7 @@
-"""The store that the routers of an application share: Ray's own key-value store.
+"""store: Ray's own key-value store (GCS), which the routers of an application share.
 
-It lives as long as the cluster, while routers, replicas and Serve's controller come and go. All
-functions here block, and raise OSError if the store is unavailable.
+The store lives as long as the cluster, while routers, replicas and Serve's controller come and go.
+All functions here block, and raise OSError if the store is unavailable.
 """
 
 import secrets
@@ -14,9 +14,9 @@ def prefix(app: str) -> str:
 
 
 def store(what: str, *arguments: Any, **options: Any) -> Any:
-    """Call Ray's key-value store and return its result.
+    """Call a function of Ray's internal key-value store and return its result.
 
-    what: "get", "put", "list" or "del".
+    what: "get", "put", "list" or "del". arguments, options: those of Ray's function.
     """
     from ray.exceptions import RayError
     from ray.experimental import internal_kv
@@ -36,7 +36,7 @@ def first_served(app: str, model: str, now: int) -> int:
     """Return the Unix time at which this application first served this model, equal for all
     routers.
 
-    now: the present Unix time, which is stored if no router has asked before
+    now: the present Unix time, which is stored if no router has asked before.
     """
     return int(_first(f"{prefix(app)}created/{model}", b"%d" % now))
 
@@ -44,8 +44,8 @@ def first_served(app: str, model: str, now: int) -> int:
 def event_secret(app: str) -> bytes:
     """Return the secret that signs event ids, equal for all routers of an application.
 
-    The first router draws it. It is not in the configuration, because a changed argument would
-    restart all routers.
+    The first router generates the secret. The configuration does not have it, because a changed
+    argument would restart all routers.
     """
     return _first(f"{prefix(app)}event-secret", secrets.token_bytes(32))
 

@@ -1,4 +1,4 @@
-"""`make demo`: serve the default model, print one streamed answer, then stay until Ctrl-C."""
+"""`make demo`: serve the default model, print one streamed answer, and serve until Ctrl-C."""
 
 import sys
 import time

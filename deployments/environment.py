@@ -1,4 +1,4 @@
-"""The environment variables that Manta reads, all in one place."""
+"""The environment variables that Manta reads, and those that it sets for its child processes."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ def cache_dir() -> Path:
 
 
 def modelscope_endpoint() -> str:
-    """Return the address of ModelScope: MODELSCOPE_DOMAIN, with https:// unless it says http://."""
+    """Return the URL of ModelScope: MODELSCOPE_DOMAIN, with https:// if it has no scheme."""
     domain = os.environ.get("MODELSCOPE_DOMAIN") or "www.modelscope.cn"
     has_scheme = domain.startswith(("https://", "http://"))
     return (domain if has_scheme else f"https://{domain}").rstrip("/")
@@ -47,13 +47,13 @@ def visible_devices() -> str:
 
 
 def worker_rank() -> int:
-    """Return the rank of this process among a trainer's, which its launcher has set."""
+    """Return the rank of this process among a trainer's workers (RANK); 0 if it is not set."""
     return int(os.environ.get("RANK", "0"))
 
 
 def auth_token_source() -> str | None:
-    """Return where Ray's authentication token comes from: a variable or a file; None without a
-    token."""
+    """Return the source of Ray's authentication token: "RAY_AUTH_TOKEN" or the path of a file; None
+    without a token."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -72,7 +72,7 @@ def make_auth_token() -> None:
         return
     path = Path(_TOKEN).expanduser()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Another process may have made the file meanwhile.
+    # Another process may have created the file meanwhile.
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w") as file:
@@ -80,7 +80,7 @@ def make_auth_token() -> None:
 
 
 def send_auth_token() -> None:
-    """Set RAY_AUTH_MODE so that Ray's client sends this machine's token, unless it is set.
+    """Set RAY_AUTH_MODE, unless it is set, so that Ray's client sends this machine's token, if any.
 
     A Ray cluster that `manta serve` started requires the token.
     """
@@ -89,9 +89,9 @@ def send_auth_token() -> None:
 
 
 def asks_for_token() -> bool:
-    """Whether Ray's processes started from here require the token.
+    """Return whether Ray processes that this process starts require the authentication token.
 
-    A local Ray cluster decides this at its start.
+    A cluster requires it if RAY_AUTH_MODE is "token" when the cluster starts.
     """
     return os.environ.get("RAY_AUTH_MODE") == "token"
 
@@ -102,7 +102,7 @@ def api_key() -> str | None:
 
 
 def ray_address() -> str | None:
-    """Return the address of the Ray cluster to join; None if RAY_ADDRESS is not set."""
+    """Return the address of a Ray cluster to join (RAY_ADDRESS); None if it is not set."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
@@ -112,9 +112,9 @@ def ray_temporary_folder() -> Path:
 
 
 def set_for_children(variables: dict[str, str]) -> None:
-    """Set environment variables for the processes that this one starts.
+    """Set environment variables for the processes that this process starts.
 
-    PYTHONPATH is put before an existing value.
+    A new PYTHONPATH is put before the existing value.
     """
     for name, value in variables.items():
         before = os.environ.get(name)
@@ -124,10 +124,10 @@ def set_for_children(variables: dict[str, str]) -> None:
 
 
 def no_ray_metrics() -> dict[str, str]:
-    """Return variables that keep Ray from serving its metrics on all network interfaces.
+    """Return environment variables that keep Ray from serving its metrics on all interfaces.
 
-    Variables that the user has set are left out. An invalid port is the only way to turn a metrics
-    port off.
+    Variables that the user has set are left out. Only an invalid port number turns a metrics port
+    off.
     """
     wanted = {
         "RAY_enable_metrics_collection": "0",
@@ -138,10 +138,12 @@ def no_ray_metrics() -> dict[str, str]:
 
 
 def edge_settings() -> str:
-    """Return the JSON settings of HAProxy's launcher (haproxy/settings.py); "": all defaults."""
+    """Return the JSON settings of HAProxy's launcher (MANTA_EDGE, see haproxy/settings.py); "": all
+    defaults."""
     return os.environ.get("MANTA_EDGE", "")
 
 
 def haproxy_binary() -> str:
-    """Return the path of the HAProxy binary that Serve must run; "" if the variable is not set."""
+    """Return the path of the HAProxy binary for Serve (RAY_SERVE_HAPROXY_BINARY_PATH); "" if it is
+    not set."""
     return os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")

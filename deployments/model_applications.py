@@ -1,9 +1,9 @@
-"""The models of an endpoint of several, as Serve applications.
+"""entries: the models of an endpoint of several models, which are Serve applications.
 
 Each model is an application of its own without a route, besides that of the routers. Killing,
-updating or removing one restarts nothing of another. Serve's list of applications is the only
-record. Fields that routers need but engines do not are kept as `user_config` of a deployment
-without replicas, because a changed argument would restart every engine.
+updating or removing one model restarts nothing of another. Serve's list of applications is the only
+record of the models. Fields that routers need but engines do not are kept as `user_config` of a
+deployment without replicas, because a changed argument would restart every engine.
 """
 
 import hashlib
@@ -23,16 +23,16 @@ from deployments.error_text import error_line, plain
 from engine.errors import ConfigError
 
 ENGINES = "deployments.app:build_engines"  # import path of a model's application
-MODEL = "model"  # the deployment without replicas
+MODEL = "model"  # name of the deployment without replicas
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """An entry for one model of an endpoint that serves several.
+    """One model of an endpoint that serves several.
 
-    app: name of the model's Serve application
-    config: the model's configuration as if it were served alone, with resolved pools
-    added: whether the model was added to a running endpoint, so that it is in no file
+    app: name of the model's Serve application.
+    config: the model's configuration as if it were served alone, with all values of its pools.
+    added: whether the model was added to a running endpoint, so that no configuration file has it.
     """
 
     app: str
@@ -41,19 +41,19 @@ class CatalogEntry:
 
 
 def model_app(app: str, model: str) -> str:
-    """Return the name of a model's application.
+    """Return the name of a model's Serve application.
 
-    app: name of the routers' application, without a dot
+    app: name of the routers' application, without a dot.
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "-", model)
     if safe != model:
-        # Different models keep different names.
+        # With the hash, different models have different application names.
         safe += "-" + hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
     return f"{app}.{safe}"
 
 
 def is_model_of(app: str, name: str) -> bool:
-    """Whether an application's name is that of a model which the endpoint `app` serves."""
+    """Return whether `name` is that of an application of a model at the endpoint `app`."""
     return name.startswith(f"{app}.")
 
 
@@ -68,7 +68,8 @@ def as_dict(application: Any) -> Mapping[str, Any]:
 def entry(application: Any) -> CatalogEntry | None:
     """Return the catalog entry of an application in Serve's schema.
 
-    Returns None if it is not a model's application, or from a release with other keys.
+    Returns None if the application is not that of a model, or if a release with other keys has
+    deployed it.
     """
     application = as_dict(application)
     if application.get("import_path") != ENGINES:
@@ -88,15 +89,15 @@ def entry(application: Any) -> CatalogEntry | None:
 def _config(text: str) -> MantaConfig:
     """Return the configuration in a JSON text.
 
-    Cached, as routers poll all models every few seconds and few have changed.
+    Cached, as routers poll all models every few seconds and few of them change.
     """
     return parse_part(json.loads(text))
 
 
 def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry]:
-    """Return the models behind `app` by name, those of the configuration file first.
+    """Return the models of the endpoint `app` by name, those of the configuration file first.
 
-    applications: Serve's schema of each running application, by name
+    applications: Serve's schema of each running application, by name.
     """
     entries = [
         model
@@ -111,8 +112,8 @@ def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry
 class ApplicationStatus:
     """The status of an application, as Serve reports it.
 
-    messages: messages of its deployments, and last its own
-    deployed_at: Unix time of its last deployment
+    messages: messages of its deployments, followed by its own.
+    deployed_at: Unix time of its last deployment.
     """
 
     status: str
@@ -121,11 +122,10 @@ class ApplicationStatus:
 
 
 def statuses() -> dict[str, ApplicationStatus]:
-    """Return the status of each application by name.
+    """Return the status of each Serve application, by name.
 
-    `serve.status()` is not used, as it pickles a class for each deployment: tens of milliseconds
-    per call, during which a router's streams stall. Needs a connection to Ray, and blocks; raises
-    Ray's exceptions.
+    Needs a connection to Ray, and blocks; raises Ray's exceptions. `serve.status()` would pickle a
+    class for each deployment: tens of milliseconds per call, during which a router's streams stall.
     """
     from ray.serve.context import _get_global_client
 
@@ -159,7 +159,12 @@ def applications() -> dict[str, Any]:
 
 
 def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
-    """Check that a model's names are not names of other models. Raises ConfigError."""
+    """Check that no other model has one of a model's names, aliases or adapter names.
+
+    known: the models by name; the model itself may be among them.
+
+    Raises ConfigError.
+    """
     mine = {config.name(): "name", **dict.fromkeys(map(same_pattern, config.aliases), "aliases")}
     mine |= dict.fromkeys(config.adapters.paths, "adapters.paths")
     for name, other in known.items():
@@ -173,10 +178,10 @@ def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
 
 
 def trouble(app: str, name: str) -> dict[str, str]:
-    """Return why a model does not start, as Serve reports it; {} if no fault is known.
+    """Return why a model does not start, as Serve reports it; {} if no reason is known.
 
-    `message` is the reason. `status` is "failed", or missing if the model only waits for room.
-    Serve may still be retrying. Needs a connection to Ray, and blocks.
+    The key "message" has the reason. "status" is "failed", or missing if the model only waits for
+    resources. Serve may still be retrying. Needs a connection to Ray, and blocks.
     """
     application = statuses().get(model_app(app, name))
     if application is None:
@@ -188,14 +193,15 @@ def trouble(app: str, name: str) -> dict[str, str]:
     return {"message": waits} if waits else {}
 
 
-# Serve's message after half a minute without a node for a replica.
+# Serve's message when a replica has waited half a minute for a node.
 _NO_ROOM = re.compile(r"to be scheduled\. .*Resources required for each replica: (\{.*?\})")
 
 
 def why_waiting(messages: Sequence[str]) -> str:
-    """Describe the resources that a waiting replica needs and no node has free; "" if none waits.
+    """Return a sentence on the resources that a waiting replica needs and no node has free; "" if
+    no replica waits.
 
-    messages: an application's messages, see `why_failed`
+    messages: `ApplicationStatus.messages`.
     """
     for message in messages:
         if match := _NO_ROOM.search(message):
@@ -214,9 +220,9 @@ def why_waiting(messages: Sequence[str]) -> str:
 
 
 def why_failed(messages: Sequence[str]) -> str:
-    """Return the line of the messages that names the deepest cause of a failure.
+    """Return the line in an application's messages that names the deepest cause of its failure.
 
-    messages: messages of an application, its own last
+    messages: `ApplicationStatus.messages`.
     """
     for message in messages:
         if line := error_line(message):
@@ -225,15 +231,18 @@ def why_failed(messages: Sequence[str]) -> str:
     return whole.splitlines()[-1] if whole else "no reason given"
 
 
-# -- the mark, whose change tells routers to reload the models
+# -- the change mark, by which routers notice that models have changed
 
 
 def mark(app: str) -> bytes:
-    """Return the mark that changes whenever the models change. Blocks; raises OSError."""
+    """Return the change mark of an endpoint's models: bytes that differ after each change.
+
+    Blocks; raises OSError.
+    """
     mark_bytes: bytes = store("get", f"{prefix(app)}models/mark") or b""
     return mark_bytes
 
 
 def note_change(app: str) -> None:
-    """Change the mark, so that routers reload the models. Blocks; raises OSError."""
+    """Write a new change mark, so that routers reload the models. Blocks; raises OSError."""
     store("put", f"{prefix(app)}models/mark", secrets.token_bytes(8), overwrite=True)

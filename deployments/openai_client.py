@@ -1,11 +1,12 @@
-"""An HTTP client for OpenAI's Python client whose streams survive broken connections.
+"""http_client: an HTTP client for OpenAI's Python client whose streams survive broken connections.
 
   client = OpenAI(base_url="http://127.0.0.1:8000/v1", http_client=http_client())
 
 A streamed completion that breaks is resumed after its last complete event, at any router; the
-caller sees a pause. If the proxy is briefly unreachable when a completion begins, that is a pause,
-too, once it has served a completion. Other requests pass through unchanged. The module works with
-httpx and httpx2, so with all versions of the client since 1.0 and libraries built on it.
+caller sees a pause. If the proxy is briefly unreachable when a completion begins, the caller sees a
+pause as well, but only if an earlier completion has succeeded. Other requests pass through
+unchanged. The module works with httpx and httpx2, so with all versions of the client since 1.0 and
+libraries built on it.
 """
 
 import asyncio
@@ -18,15 +19,15 @@ from typing import Any
 from deployments.resumable_stream import PATIENCE, ResumableStream
 
 _STREAMS = ("/completions", "/responses", "/messages")
-# An unknown model has another code.
+# In the body of a 404 for an unknown path; a 404 for an unknown model has another code.
 _NOWHERE = b'"code":"not_found"'
 
 
 def http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
     """Return an HTTP client for OpenAI(http_client=...).
 
-    patience: seconds without data after which a stream is given up, with the error that broke it
-    options: options of httpx.Client
+    patience: seconds without data after which a stream is given up, with the error that broke it.
+    options: options of httpx.Client.
     """
     from openai import DefaultHttpxClient
 
@@ -47,14 +48,14 @@ def async_http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
 
 
 def _limits(httpx: Any) -> Any:
-    # The OpenAI client's own limits, which httpx drops when it is given a transport.
+    # The limits of OpenAI's client, which a transport of our own would lose otherwise.
     return httpx.Limits(max_connections=1000, max_keepalive_connections=100)
 
 
 class _Threads:
-    """A synchronous httpx transport behind the interface of _Asyncio.
+    """A synchronous httpx transport with the interface of _Asyncio.
 
-    Its coroutines wait by blocking, so `_now` can run them without an event loop.
+    The coroutines block instead of suspending, so `_now` can run them without an event loop.
     """
 
     def __init__(self, transport: Any) -> None:
@@ -78,7 +79,7 @@ class _Threads:
 
 
 class _InTurn:
-    """An asynchronous iterator over a synchronous one; it never suspends."""
+    """An asynchronous iterator over a synchronous one, whose coroutines never suspend."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self._parts = parts
@@ -93,7 +94,7 @@ class _InTurn:
 
 
 class _Asyncio:
-    """An asyncio httpx transport."""
+    """An asyncio httpx transport, with the few methods that _Completion uses."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
@@ -116,7 +117,8 @@ class _Asyncio:
 
 
 def _now(work: Any) -> Any:
-    """Return the result of a coroutine that awaits only _Threads, so never an event loop."""
+    """Run a coroutine that never suspends, as it only awaits methods of _Threads; return its
+    result."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -125,8 +127,10 @@ def _now(work: Any) -> Any:
 
 
 class _Completion:
-    """A streamed completion: its request, and its response, which may come over several
-    connections."""
+    """A completion's request, and its response, which may come over several connections.
+
+    body: the request's body. patience: as in `http_client`.
+    """
 
     def __init__(
         self, transport: _Threads | _Asyncio, request: Any, body: bytes, patience: float
@@ -137,9 +141,10 @@ class _Completion:
         self._httpx = _library(type(request))
 
     async def answer(self, served: bool) -> Any:
-        """Return the response; if it is a stream, its body is this object.
+        """Send the request and return the response; if it is a stream, its body is this object.
 
-        served: whether the server has answered before, so that a refusal is treated as a pause
+        served: whether the server has answered before, so that the request is sent again while the
+            server is unreachable.
         """
         httpx, transport = self._httpx, self._transport
         while True:
@@ -152,14 +157,14 @@ class _Completion:
                     return self._around(response) if _is_stream(response) else response
                 await transport.close(response)
             except (httpx.NetworkError, httpx.RemoteProtocolError):
-                # No server has received it.
+                # No server has received the request, so it may be sent again.
                 pause = self._resuming.pause() if served else None
                 if pause is None:
                     raise
             await transport.wait(pause)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the complete events of the response, resuming it after a break."""
+        """Yield the complete events of the response, and resume the stream when it breaks."""
         httpx, transport, resuming = self._httpx, self._transport, self._resuming
         while True:
             broke: Exception = httpx.RemoteProtocolError("the stream ended before its end")
@@ -186,9 +191,9 @@ class _Completion:
                     break
                 pause = resuming.pause(response.status_code, dict(response.headers))
                 kind = response.headers.get("content-type", "")
-                # The body says what is wrong.
+                # A final refusal has a body that says why, which is yielded as an event.
                 if pause is None and kind.startswith("application/json"):
-                    # Yield it as an event, which callers expect.
+                    # Callers expect events.
                     yield b"data: %b\n\n" % await transport.read(response)
                     return
 
@@ -210,8 +215,8 @@ class _Completion:
     def _refused(self, response: Any) -> float | None:
         """Return the seconds until the request is sent again; None if the response is final.
 
-        It is sent again if no router took it, or if the proxy does not know its routers yet, which
-        makes a valid path 404.
+        The request is sent again if no router took it. A proxy that does not know its routers yet
+        answers 404 for a valid path.
         """
         status = response.status_code
         if status in (502, 504) or (status == 404 and _NOWHERE in response.content):
@@ -256,7 +261,7 @@ class _AsyncResumingStream(_Completion):
 class ResumingTransport:
     """A transport for httpx or httpx2 whose streamed completions survive broken connections.
 
-    It wraps a transport of that library.
+    transport: a transport of the library, which sends the requests.
     """
 
     def __init__(self, transport: Any, patience: float = PATIENCE) -> None:
@@ -319,8 +324,10 @@ def _library(cls: type) -> Any:
 
 @cache
 def _stream_class(httpx: Any, base: str, of: type) -> Any:
-    """Return the stream class as a subclass of httpx's, which accepts only its own streams as
-    bodies."""
+    """Return a subclass of a stream class and of the library's, whose streams it accepts as bodies.
+
+    httpx: the library. base: name of its stream class. of: the stream class.
+    """
     return type(of.__name__, (of, getattr(httpx, base)), {})
 
 

@@ -1,5 +1,7 @@
-"""Checks that Python finds Manta's own packages, as their names are plain words that others use,
-too."""
+"""prefer_own, why_mixed: checks that Python imports Manta's own packages.
+
+Their names are plain words, which other distributions may use, too.
+"""
 
 import contextlib
 import hashlib
@@ -16,10 +18,9 @@ _NAME = "manta-serve"
 
 
 def prefer_own() -> None:
-    """Put Manta's folder first in sys.path if another file would be imported as one of its
-    packages.
+    """Put Manta's folder first in sys.path if Python would import another package of the same name.
 
-    Such a file may be in a folder of PYTHONPATH.
+    Such a package may be in a folder of PYTHONPATH.
     """
     if any(_folder(name) != SOURCE / name for name in PACKAGES):
         sys.path.insert(0, str(SOURCE))
@@ -34,7 +35,7 @@ def _folder(name: str) -> Path | None:
 
 
 def version() -> str:
-    """Return Manta's version, from pyproject.toml if it runs from a source folder."""
+    """Return Manta's version, which in a source folder comes from pyproject.toml."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(_NAME)
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text("utf-8"))["project"]
@@ -44,7 +45,7 @@ def version() -> str:
 def why_mixed(path: list[str] | None = None) -> str:
     """Return which distribution has overwritten Manta's files, with a suggestion; "" if none has.
 
-    Installers do not report two distributions with a file of the same name.
+    Installers do not report that two distributions have a file of the same name.
 
     path: folders where distributions are looked for; None: sys.path.
     """
@@ -84,7 +85,11 @@ def _brings(distribution: metadata.Distribution, file: Path) -> bool:
 
 
 def _overwritten(ours: metadata.Distribution, file: Path) -> bool:
-    """Whether a file differs from the installed one; False for a source folder."""
+    """Return whether a file of Manta differs from the file that was installed; False in a source
+    folder.
+
+    ours: Manta's distribution.
+    """
     names = f"{file.parent.name}/{file.name}"
     for path in ours.files or ():
         if str(path) == names and path.hash is not None:

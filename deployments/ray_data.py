@@ -31,16 +31,16 @@ logger = logging.getLogger("manta.ray_data")
 Row = dict[str, Any]
 
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
-_ERROR = "__inference_error__"  # the column of Ray Data's own stages
+_ERROR = "__inference_error__"  # the column for a row's error, as in Ray Data's own stages
 
 
 class MantaEngineProcessorConfig(ProcessorConfig):
     """The configuration of a processor whose actors each run an engine.
 
     A row has `prompt` (a text), `messages` (a chat) or `prompt_token_ids`, and may have
-    `sampling_params`, the fields of `engine.SamplingParams`. It gets `generated_text`,
+    `sampling_params`, the fields of `engine.SamplingParams`. The processor adds `generated_text`,
     `generated_tokens`, `num_generated_tokens`, `num_input_tokens`, `finish_reason`, and
-    `token_logprobs` if they were asked for.
+    `token_logprobs` if log-probabilities were requested.
     """
 
     model_source: str = Field(
@@ -72,9 +72,9 @@ class MantaEngineProcessorConfig(ProcessorConfig):
 
 
 class EngineStageUDF(StatefulStageUDF):
-    """The stage's work in an actor: an engine, which the first batch starts.
+    """The function of an EngineStage in one actor, with an engine that the first batch starts.
 
-    Rows of all batches of the actor are in the engine at once.
+    The engine runs the rows of all batches of the actor at the same time.
     """
 
     def __init__(
@@ -91,13 +91,14 @@ class EngineStageUDF(StatefulStageUDF):
         self._continue = should_continue_on_error
         self._engine: AsyncEngine | None = None
         self._starting = asyncio.Lock()
-        self._alone = asyncio.Lock()  # held by a row that an engine may have died of
+        self._alone = asyncio.Lock()  # held by a row that is tried again after a death
 
     # The base class has no yield, so its type is that of a coroutine.
     async def udf(  # type: ignore[override]
         self, batch: list[Row]
     ) -> AsyncIterator[Row]:
-        """Yield the new columns of each row as it ends. Raises MantaError."""
+        """Yield the new columns of each row of a batch, in the order of their ends. Raises
+        MantaError."""
         name = uuid.uuid4().hex
         tasks = [asyncio.create_task(self._columns(row, name)) for row in batch]
         try:
@@ -123,7 +124,7 @@ class EngineStageUDF(StatefulStageUDF):
         try:
             output = await self._ask(prompt, params)
         except EngineDead:
-            # One of the rows may have been the cause, so they are tried again one by one.
+            # One of the rows may have killed the engine, so all are tried again one by one.
             async with self._alone:
                 output = await self._ask(prompt, params)
         choice = output.outputs[0]
@@ -142,7 +143,8 @@ class EngineStageUDF(StatefulStageUDF):
         return columns
 
     async def _ask(self, prompt: Any, params: SamplingParams | None) -> RequestOutput:
-        """Return the engine's answer. Raises EngineDead, after which there is no engine."""
+        """Return the engine's answer to a prompt. Raises EngineDead, after which the next call
+        starts a new engine."""
         engine = await self._running()
         try:
             return await engine.start_request(prompt, params)
@@ -153,7 +155,7 @@ class EngineStageUDF(StatefulStageUDF):
             raise
 
     async def _running(self) -> AsyncEngine:
-        """Return the engine, started if there is none. Raises ConfigError, EngineDead."""
+        """Return the engine, which is started if there is none. Raises ConfigError, EngineDead."""
         async with self._starting:
             if self._engine is None:
                 weights = self._fields.get("load_format") != "dummy"
@@ -164,12 +166,12 @@ class EngineStageUDF(StatefulStageUDF):
 
 
 class EngineStage(StatefulStage):
-    """The stage of a Manta engine."""
+    """A stage of a Ray Data processor whose actors run a Manta engine."""
 
     fn: type[StatefulStageUDF] = EngineStageUDF
 
     def get_optional_input_keys(self) -> dict[str, str]:
-        """Return the columns that a row may have; one of the first three is needed."""
+        """Return {column that a row may have: description}; one of the first three is needed."""
         return {
             "messages": "The messages of a chat.",
             "prompt": "The prompt, a text.",
@@ -186,7 +188,7 @@ def _prompt_of(row: Row) -> Any:
 
 
 def _params_of(row: Row) -> SamplingParams | None:
-    """Return a row's params; None: as the model recommends. Raises InvalidRequest.
+    """Return a row's sampling parameters; None: the model's defaults. Raises InvalidRequest.
 
     Arrow gives all rows the same fields, with None where a row has no value.
     """

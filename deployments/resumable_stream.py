@@ -1,7 +1,7 @@
 """ResumableStream: the client's side of a stream that survives a broken connection.
 
-It uses the standard library only, and does not handle connections. Its owner feeds it the received
-data, and asks it for the headers and the pause before the next attempt.
+The class uses the standard library only, and opens no connections. Its owner passes received data
+to `feed`, and reconnects with `headers` after `pause`.
 """
 
 import json
@@ -12,9 +12,9 @@ WANTED = "x-event-ids"  # request header; "1" asks the server for event ids
 LAST = "Last-Event-ID"
 
 PATIENCE = 60.0  # seconds without data after which a stream is given up
-_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # first and longest seconds between attempts, which double
-_LONGEST_TOLD = 5.0  # longest Retry-After that is followed, in seconds
-# A recovering service may send any of these, and Serve's proxy 404 for a moment.
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts: the first, which doubles up to
+_LONGEST_TOLD = 5.0  # maximum of seconds that are waited for a Retry-After
+# Statuses that a recovering service may send; 404 comes from Serve's proxy for a moment.
 _AGAIN = frozenset({404, 408, 425, 429, 500, 502, 503, 504})
 # Beginnings of the last event of a response or a message; chats end with [DONE].
 _ENDS = tuple(
@@ -29,8 +29,8 @@ _ENDS = tuple(
 class ResumableStream:
     """A streamed answer across its connections.
 
-    patience: seconds without data after which the stream is given up
-    finished: whether the stream has ended: by [DONE], its dialect's last event or an error event
+    patience: seconds without data after which the stream is given up.
+    finished: whether the stream has ended: by [DONE], its dialect's last event or an error event.
     """
 
     def __init__(self, patience: float = PATIENCE) -> None:
@@ -45,13 +45,13 @@ class ResumableStream:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the first request and of each attempt to resume."""
+        """The headers for the first request, and for the present attempt to resume."""
         return {WANTED: "1", **({LAST: self._last} if self._last else {})}
 
     def feed(self, data: bytes) -> bytes:
-        """Add received data, and return the complete events in it, which may be passed on.
+        """Take received data, and return the events that are complete now, for the reader.
 
-        An incomplete event is dropped at the next request, because the server sends it again.
+        An incomplete event is dropped when the stream breaks, because the server sends it again.
         """
         self._buffer = (self._buffer + data).replace(b"\r\n", b"\n")
         end = self._buffer.rfind(b"\n\n") + 2
@@ -64,8 +64,8 @@ class ResumableStream:
         return whole
 
     def heard(self) -> None:
-        """Record that data has arrived: the time of patience begins anew, and the next reconnect
-        waits as briefly as the first.
+        """Record that data has arrived: restart the time of `patience`, and reset the wait before
+        the next attempt.
         """
         self._news = time.monotonic()
         self._wait = _FIRST_WAIT
@@ -91,8 +91,8 @@ class ResumableStream:
     def pause(self, status: int = 0, headers: dict[str, str] | None = None) -> float | None:
         """Return the seconds to wait before the next attempt; None if the stream is given up.
 
-        status: HTTP status of a failed attempt to resume; 0: the stream broke
-        headers: headers of that response, in lower case
+        status: HTTP status of a failed attempt to resume; 0: the stream broke.
+        headers: headers of that response, with lower-case names.
         """
         headers = headers or {}
         self._buffer = b""

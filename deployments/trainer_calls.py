@@ -1,7 +1,7 @@
 """TrainerCalls and AsyncTrainerCalls: a trainer's orders, as methods of `Client` and `AsyncClient`.
 
-Each method is a route of docs/rl.md, with its fields and errors. An order is sent once: if the
-router is lost meanwhile, EngineDead (code router_lost) is raised, and `weights` tells what is true.
+Each method calls a route of docs/rl.md, with its fields and errors. An order is sent once: if the
+router is lost meanwhile, EngineDead (code router_lost) is raised, and `weights` returns the state.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,8 @@ Answer = dict[str, Any]
 class ReplicaWeights:
     """The weights of a replica, and whether it is paused or asleep.
 
-    weights_dropped: whether a sleep of level 2 has dropped its weights, and no update came since.
+    version: name of the weights.
+    weights_dropped: whether a sleep of level 2 has dropped the weights, and no update came since.
     """
 
     version: str
@@ -28,11 +29,12 @@ class ReplicaWeights:
 
 @dataclass(frozen=True, slots=True)
 class FleetWeights:
-    """The weights that all replicas of a model should have, and what each replica has.
+    """The weights that all replicas of a model should have, and those that each replica has.
 
-    paused, asleep: what a trainer has ordered.
-    replicas: by name.
-    weights_dropped: whether no replica has weights: all wait for an update.
+    version: name of the weights.
+    paused, asleep: whether a trainer has ordered a pause, and a sleep.
+    replicas: the state of each replica, by name.
+    weights_dropped: whether no replica has weights, and all wait for an update.
     """
 
     version: str
@@ -47,6 +49,7 @@ class Order(Generic[T]):
     """An HTTP call that carries out one order of a trainer.
 
     path: the route. body: the JSON body; None: the call is a GET.
+    query: (name, value) of the query's fields, besides the model.
     read: returns the order's result, given the JSON of the route's answer.
     """
 
@@ -56,12 +59,12 @@ class Order(Generic[T]):
     query: Sequence[tuple[str, str]] = ()
 
     def query_for(self, model: str) -> str:
-        """Return the URL's query, with the name of the model. model: "" stands for the only one."""
+        """Return the URL's query, with the name of the model; "": the only model, not named."""
         return urlencode([*([("model", model)] if model else []), *self.query])
 
 
 def _nothing(answer: Answer) -> None:
-    """Return nothing for the answer of an order that has no result."""
+    """Return None, as `Order.read` of an order without a result."""
 
 
 def _version(answer: Answer) -> str:
@@ -134,7 +137,7 @@ _WORLD_SIZE = Order("/get_world_size", _read_world_size, None)
 
 
 class TrainerCalls:
-    """The orders of a trainer to all replicas of a model. They raise MantaError."""
+    """The orders of a trainer to all replicas of a model. All methods raise MantaError."""
 
     def _carry_out(self, order: Order[T]) -> T:
         raise NotImplementedError
@@ -146,16 +149,22 @@ class TrainerCalls:
     def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """Make all replicas join a trainer's process group.
 
-        init_info: vLLM's; {}: the trainer shares its weights on the replicas' machine.
+        init_info: as for vLLM; {}: the trainer shares its weights on the replicas' machine.
         """
         self._carry_out(_init(init_info))
 
     def start_weight_update(self) -> None:
-        """Begin an update of several messages, which `finish_weight_update` ends."""
+        """Begin an update in several calls of `take_weights`, ended by `finish_weight_update`."""
         self._carry_out(_START)
 
     def take_weights(self, update_info: Mapping[str, Any], version: str = "") -> str:
-        """Take tensors from a trainer; return the version if they are the whole update, else ""."""
+        """Have the replicas receive tensors from the trainer.
+
+        Returns the version of the new weights if the tensors are a whole update; "" after
+        `start_weight_update`.
+
+        update_info: as for vLLM.
+        """
         return self._carry_out(_take_weights(update_info, version))
 
     def finish_weight_update(self, version: str = "") -> str:
@@ -171,15 +180,18 @@ class TrainerCalls:
         self._carry_out(_RESUME)
 
     def abort_requests(self) -> None:
-        """End all running requests, whose answers are the outputs so far."""
+        """End all running requests, which return the outputs so far."""
         self._carry_out(_ABORT)
 
     def sleep(self, level: int = 1, tags: Sequence[str] = (), *, mode: str = "abort") -> None:
-        """Pause all replicas and free memory; see `engine.LLM.sleep`. mode: of the pause."""
+        """Pause all replicas and free memory; see `engine.LLM.sleep`. mode: as in `pause`."""
         self._carry_out(_sleep(level, tags, mode))
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        """Allocate what a sleep freed; when all of it is there, the pause of the sleep ends."""
+        """Allocate memory that a sleep freed; once all is allocated, the pause of the sleep ends.
+
+        tags: names of parts of the memory; none: all parts.
+        """
         self._carry_out(_wake(tags))
 
     def reset_prefix_cache(self) -> None:
@@ -187,11 +199,11 @@ class TrainerCalls:
         self._carry_out(_RESET)
 
     def weights(self) -> FleetWeights:
-        """Return the version of the weights, pauses and sleeps, also of each replica."""
+        """Return the version of the weights, pause and sleep, of the model and of each replica."""
         return self._carry_out(_WEIGHTS)
 
     def world_size(self) -> int:
-        """Return the number of receivers of weights, which are the replicas."""
+        """Return the number of replicas, each of which is one receiver of weights."""
         return self._carry_out(_WORLD_SIZE)
 
 
