@@ -1,4 +1,4 @@
-"""The command line. Importing it makes sure that the packages imported later are Manta's own."""
+"""The command line. The import of this package makes later imports find Manta's own packages."""
 
 from deployments.packages import prefer_own
 

@@ -47,9 +47,8 @@ def add(
     key: AdminKey = None,
 ) -> None:
     """Serve an adapter, or replace it: requests that run finish on the old weights."""
-    # Find out at once whether the server is there and accepts the key, as downloading an adapter
-    # may take long.
-    # A URL in second place is the adapter's, not the server's.
+    # A first request checks whether the server runs and accepts the key, as the download of an
+    # adapter may take long. The second argument is the adapter's URL, not the server's.
     server = server_url(None, url)
     ask(server, key, "GET", "/adapters")
     body = {"name": name}

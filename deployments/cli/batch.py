@@ -25,9 +25,10 @@ _UPLOAD_SECONDS = 600.0
 def run(source: Path, output: Path, url: str, key: Path | None, resume: str | None) -> int:
     """Run a batch, download its files, and return the exit code.
 
-    The code is 0 if every request was answered, 1 if some failed; these are in OUTPUT.errors.
+    The code is 0 if every request was answered, 1 if some failed. Failures are written to
+    OUTPUT.errors.
 
-    resume: id of a batch that was started earlier.
+    resume: id of a batch that was started earlier; None: start one.
 
     Raises ConfigError, ServerError.
     """
@@ -59,7 +60,7 @@ def run(source: Path, output: Path, url: str, key: Path | None, resume: str | No
 
 
 def _endpoint(source: Path) -> str:
-    """Return the endpoint of the file's first request. Raises ConfigError."""
+    """Return the `url` of the file's first request, the batch's endpoint. Raises ConfigError."""
     try:
         with source.open(encoding="utf-8") as file:
             return str(json.loads(file.readline())["url"])

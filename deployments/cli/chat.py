@@ -19,7 +19,7 @@ from deployments.resumable_stream import ResumableStream
 from engine.errors import ConfigError, MantaError
 
 _CONNECT = 5.0  # seconds to connect
-_QUICK = 8.0  # seconds for an answer that runs no model
+_QUICK = 8.0  # seconds for a response that needs no model
 # Longest seconds between two chunks; a long prompt on a CPU takes minutes.
 _TIMEOUT = 600.0
 
@@ -54,7 +54,7 @@ class ServerError(MantaError):
 class ChatServer:
     """A client of an OpenAI-compatible server.
 
-    url: with or without /v1 at its end. api: URL prefix of the requests, with it.
+    url: the server's URL, with or without /v1 at its end. api: the same URL with /v1.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -127,9 +127,11 @@ class ChatServer:
     def _go_on(
         self, body: dict[str, Any], resuming: ResumableStream, broke: ServerError
     ) -> http.client.HTTPResponse:
-        """Request the rest of an answer whose stream broke off, with pauses between the tries.
+        """Request the remainder of an answer whose stream broke off, with pauses between attempts.
 
-        Raises ServerError, `broke` or that of the last try, when no try is left.
+        Raises ServerError when no attempt is left: `broke`, or the error of the last attempt.
+
+        broke: the error by which the stream broke off.
         """
         pause = resuming.pause()
         while pause is not None:
@@ -223,7 +225,7 @@ class ChatAnswer:
     """A complete answer.
 
     text: the whole text.
-    first_token: time.monotonic() at the first text; if there was none, at the end.
+    first_token: time.monotonic() at the first text; without any text, at the end.
     """
 
     text: str
@@ -271,7 +273,10 @@ def _converse(server: ChatServer, body: dict[str, Any], messages: list[dict[str,
 
 
 def read_key(path: Path | None) -> str | None:
-    """Return the first word of a key file, or OPENAI_API_KEY without a file. Raises ConfigError."""
+    """Return the API key: the first word of a file, or OPENAI_API_KEY. Raises ConfigError.
+
+    path: the file; None: OPENAI_API_KEY.
+    """
     if path is None:
         return api_key()
     try:

@@ -1,4 +1,4 @@
-"""The output of the command line: results go to stdout, everything else to stderr."""
+"""The consoles of the command line: `out` for results on stdout, `err` for all other output."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ from rich.status import Status as RichStatus
 
 from deployments.checkpoints.weights_file import Progress as Report
 
-_EACH_S = 5.0  # seconds between lines of a phase's progress where there is no terminal
+_EACH_S = 5.0  # seconds between lines on a phase's progress, without a terminal
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -22,7 +22,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 def model_progress() -> Iterator[Report]:
     """Yield a progress callback for resolve_model.
 
-    It draws bars on a terminal; elsewhere it prints a line every ten seconds.
+    The callback draws bars on a terminal. Without a terminal it prints a line every ten seconds.
     """
     if err.is_terminal:
         with _bars() as report:
@@ -64,10 +64,10 @@ def _lines() -> Report:
 
 
 class StatusLine:
-    """The display of the present phase: a spinner on a terminal, elsewhere one line per phase.
+    """The display of the present phase: a spinner on a terminal, otherwise one line per phase.
 
-    Progress within a phase ("phase: progress") is printed every few seconds. At the end the phase's
-    duration is printed.
+    Progress within a phase ("phase: progress") is printed every few seconds without a terminal. On
+    a terminal the phase's duration is printed at its end.
     """
 
     def __init__(self, text: str) -> None:

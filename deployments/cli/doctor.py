@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _LEAST_MEMORY = 3 * GIB  # bytes for Ray, Serve, two routers and the default model
 _LEAST_FILES = 4096  # one socket per client, and some files for each Ray process
 _RAY_PORTS = {8265: "dashboard", 6379: "GCS", 10001: "Ray client"}
-# Fields whose fault another device may cure; other errors of a model lie in its files.
+# Configuration keys whose errors depend on the device; other errors are those of the model's files.
 _OF_A_DEVICE = frozenset(EngineConfig.__struct_fields__) - {"model"}
 _STYLES = {"ok": "green", "note": "yellow", "MISSING": "bold red"}
 
@@ -63,7 +63,7 @@ _STYLES = {"ok": "green", "note": "yellow", "MISSING": "bold red"}
 class DoctorCheck:
     """The result of one check.
 
-    state: "ok"; "note": works, but see the text; "MISSING": Manta cannot run like this.
+    state: "ok"; "note": Manta works, with the limitation in `text`; "MISSING": Manta cannot run.
     way_out: suggestion that is printed after an arrow.
     """
 
@@ -103,7 +103,10 @@ def run(spec: str | None = None) -> int:
 
 
 def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
-    """Yield the checks of this machine, quick ones first."""
+    """Yield the results of all checks of this machine, quick ones first.
+
+    config: the configuration to be served; None: unknown.
+    """
     yield _python()
     yield from _packages()
     yield from _start_checks(config or parse_config({}))
@@ -124,7 +127,7 @@ def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
 def model_checks(
     config: MantaConfig | None, file: Path | None, device: Hardware | None = None
 ) -> Iterator[DoctorCheck]:
-    """Yield whether a device can hold the configuration's model, by `manta plan`'s calculation.
+    """Yield checks whether a device can hold the configuration's model, as `manta plan` computes.
 
     A model that is not on this machine is not downloaded.
 
@@ -181,7 +184,7 @@ def model_checks(
 
 
 def _images(model: ModelConfig, engine: EngineConfig, file: Path) -> Iterator[DoctorCheck]:
-    """Yield whether a multimodal model sees images. file: its config.json."""
+    """Yield a check whether a multimodal model takes images. file: the model's config.json."""
     text = sees_images(model, engine, file)
     if not text:
         return
@@ -193,7 +196,8 @@ def _images(model: ModelConfig, engine: EngineConfig, file: Path) -> Iterator[Do
 
 
 def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck]:
-    """Yield whether this machine has the memory for KV blocks that leave the device."""
+    """Yield checks whether this machine has room for KV blocks in host memory and on disk, if they
+    are configured."""
     from engine.runner.memory import available_host_memory, host_kv_bytes
 
     if not engine.host_kv_bytes:
@@ -210,7 +214,8 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck
 
 
 def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
-    """Yield whether the folder of KV blocks is this user's alone, and has room.
+    """Yield a check whether the folder for KV blocks on disk belongs to this user alone and has
+    room.
 
     free_memory: bytes that the host tier leaves.
     """
@@ -222,7 +227,7 @@ def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
     own = sum(path.stat().st_size for path in folder.glob("kv-*/??/*"))
     room = own + shutil.disk_usage(there).free
     if in_memory(folder):
-        # Pages of files in memory are counted as free until they are written.
+        # The folder is in memory (tmpfs), whose pages count as free until they are written.
         room = min(room, own + free_memory)
         text += ", which is memory, counted once a machine"
     stat = there.stat()
@@ -239,7 +244,7 @@ def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
 
 
 def _speculation(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck]:
-    """Yield which speculative decoding is used, with its host memory, if any is configured."""
+    """Yield a check with the kind and host memory of speculative decoding, if it is configured."""
     settings = result.speculation
     if settings is not None:
         text = f"{settings.method}, up to {settings.tokens} draft tokens of a request in a step"
@@ -254,7 +259,7 @@ def _speculation(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorChe
 def pool_checks(
     config: MantaConfig | None, nodes: "Sequence[RayNode] | None" = None
 ) -> Iterator[DoctorCheck]:
-    """Yield the reasons why `manta serve` could not place the replicas, from its own checks.
+    """Yield a failed check for each reason why `manta serve` could not place the replicas.
 
     nodes: Ray's nodes; None: this machine only.
     """
@@ -277,7 +282,10 @@ def _start_checks(config: MantaConfig) -> Iterator[DoctorCheck]:
 
 
 def _fault(name: str, error: ConfigError, state: str = "MISSING") -> DoctorCheck:
-    """Return an error as a failed check; the last clause of its message is the suggestion."""
+    """Return an error as a failed check; the last clause of its message becomes the suggestion.
+
+    state: "MISSING" or "note".
+    """
     text, stop, way_out = error.message.rpartition("; ")
     if not stop:
         text, stop, way_out = error.message.rpartition(". ")
@@ -299,9 +307,9 @@ def _headers(
 
 
 def _model_files(spec: str | None, file: Path | None) -> Iterator[DoctorCheck]:
-    """Yield a check of the files that `manta serve` needs besides config.json.
+    """Yield a check of the model's files that `manta serve` needs besides config.json.
 
-    A config.json given alone has no model folder yet, so missing files are only a note.
+    If `spec` is a config.json alone, there is no model folder yet, and missing files are a note.
     """
     if file is None:
         return
@@ -379,7 +387,10 @@ def _devices() -> Iterator[DoctorCheck]:
 
 
 def _gpu(name: str, text: str, capability: tuple[int, int]) -> DoctorCheck:
-    """Return what a GPU of this compute capability can do, as a check."""
+    """Return a check that says what a GPU can do, by its compute capability.
+
+    text: description of the GPU.
+    """
     from kernels.launch.device import LEAST
 
     text += f", compute capability {capability[0]}.{capability[1]}"
@@ -455,7 +466,8 @@ def _haproxy() -> DoctorCheck:
 
 
 def _ray() -> Iterator[DoctorCheck]:
-    """Yield checks that a Ray cluster that other machines can reach requires its token."""
+    """Yield checks that Ray clusters which other machines can reach require an authentication
+    token."""
     token = auth_token_source()
     yield _token(token)
     for item in listeners():

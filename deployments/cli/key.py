@@ -11,12 +11,16 @@ from engine.errors import ConfigError
 
 
 def run(file: Path, name: str, fields: list[str]) -> int:
-    """Append a new key's line to the file, and print the key, which is stored nowhere. Raises
-    ConfigError."""
+    """Make an API key, append its line to a keys file, and print the key, which is stored nowhere.
+
+    Raises ConfigError.
+
+    fields: rights and limits, such as "requests=60".
+    """
     key = f"sk-{secrets.token_urlsafe(24)}"
     digest = f"sha256:{key_digest(key)}"
     line = " ".join((digest, f"name={name}", *fields))
-    # The name last, so that errors quote the fields as they were typed.
+    # With the name last, errors number the fields as they were typed.
     parse_line(" ".join((digest, *fields, f"name={name}")), name, "key")
     if file.exists():
         known = [entry for entry in read_api_keys(file, str(file)) if entry.rule.name == name]
@@ -26,7 +30,7 @@ def run(file: Path, name: str, fields: list[str]) -> int:
         text += "" if text.endswith("\n") else "\n"
     else:
         text = ""
-    # Replace the file by a rename, so that routers never read half of it.
+    # The file is replaced by a rename, so that routers never read a half-written one.
     new = file.with_name(f"{file.name}.new")
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as target:

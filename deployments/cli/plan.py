@@ -32,7 +32,7 @@ from engine.errors import ConfigError
 from engine.images.settings import PREPROCESSOR
 from engine.parallel.nodes import read_nodes, shares
 
-_OFFERS = 8  # most node types in a table
+_OFFERS = 8  # maximum of node types in a table
 
 
 def run(
@@ -47,7 +47,8 @@ def run(
 ) -> int:
     """Print the tables of a configuration or model, or how it would serve a trace.
 
-    trace: a recorded load. rates: what replicas' steps cost; both for `plan_trace.predict`.
+    gpu, memory: as in `device_of`. gpus: number of GPUs of a node. prices: file of a price list.
+    trace: file of a recorded load. rates: file with the cost of replicas' steps; see `predict`.
 
     Raises ConfigError if something does not fit.
     """
@@ -74,7 +75,7 @@ def run(
 
 
 def _config_file(config: MantaConfig, file: Path | None) -> Path:
-    """Return the path of the model's config.json, for which a hub model is resolved.
+    """Return the path of the model's config.json; a hub model is downloaded without weights.
 
     file: the path, if known.
     """
@@ -82,7 +83,7 @@ def _config_file(config: MantaConfig, file: Path | None) -> Path:
     file = file or outlined(config.model) or (alone if alone.is_file() else None)
     if file is None:
         with model_progress() as progress:
-            # Weights are not read; of a GGUF file the folder with its blocks is converted faster.
+            # Weights are not needed, and GGUF files are converted faster if blocks are kept.
             folder = resolve_model(
                 config.model, config.revision, progress, weights=False, blocks=True
             )
@@ -139,7 +140,7 @@ def plans(
         except DoesNotFit as error:
             ranks = None if device.kind == "cpu" else ranks_that_fit(model, engine, device)
             if ranks is None:
-                # Ranks on a CPU share its memory, so more of them do not help.
+                # Ranks on a CPU share its memory, so more ranks do not help.
                 raise
             raise DoesNotFit(
                 f"{error.message}; or set engine.tensor_parallel: {ranks}, with which it fits on "
@@ -149,13 +150,13 @@ def plans(
 
 
 def keys_and_values(result: EnginePlan) -> Iterator[str]:
-    """Yield lines on the KV cache: bytes per token by kind of layer, and how long a token is kept.
+    """Yield lines on the KV cache: bytes per token, by kind of layer with the tokens that it keeps.
 
     Further lines describe the states of recurrent layers.
     """
     if not result.kv_per_token:
         return
-    # Ranks on a CPU share its memory.
+    # Ranks on a CPU share its memory, so their sum is given.
     suffix = " on each GPU" if result.ranks > 1 and result.device.kind == "cuda" else ""
     token_bytes = sum(size for _, _, size in result.kv_per_token)
     yield f"{token_bytes / 1024:,.1f} KiB of keys and values a token{suffix}"
@@ -178,7 +179,7 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
 
 
 def sees_images(model: ModelConfig, engine: EngineConfig, file: Path) -> str:
-    """Return whether an engine sees images, in words; "" for a model of text.
+    """Return a text that says whether an engine takes images; "" for a text model.
 
     file: config.json of the model.
     """
@@ -197,9 +198,10 @@ def parameters(result: EnginePlan) -> str:
 
 
 def as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
-    """Return the model with the quantisation that this engine would load.
+    """Return the configuration of a model as an engine would load it: without quantisation if the
+    engine does not keep a GGUF file's blocks.
 
-    model: configuration of the model; a GGUF model is given with its blocks.
+    model: configuration of the model; of a GGUF file, the one with blocks.
     """
     quantized = model.quantized
     if quantized is None or quantized.method != "gguf" or keeps_blocks(asdict(engine)):
@@ -216,8 +218,11 @@ def engine_of(config: MantaConfig, name: str, pool: PoolConfig) -> EngineConfig:
 def _costs(
     config: MantaConfig, model: ModelConfig, prices: Prices, gpu: str | None
 ) -> Iterator[str]:
-    """Yield the lines of a cost table for each configured pool, or for both kinds if none is
-    configured."""
+    """Yield the lines of a cost table for each engine pool; without configured pools, for a GPU and
+    a CPU pool.
+
+    gpu: the command's option; only its kind, or the GPU that it names, is listed.
+    """
     yield f"Costs    {prices.currency}, {prices.source}, {prices.date}; --prices takes others"
     wanted = gpu.lower() if gpu is not None else ""
     kinds: tuple[PoolKind, ...] = ("gpu", "cpu")
@@ -255,7 +260,10 @@ def _costs(
 
 
 def _span(pool: PoolConfig, offer: NodeOffer, currency: str) -> str:
-    """Describe the hourly cost of the pool's replicas on the cheapest node type."""
+    """Return a text on the hourly cost of a pool's replicas on a node type.
+
+    offer: the cheapest node type for the pool.
+    """
     noun = "replica" if pool.replicas == 1 else "replicas"
     hour, nodes = offer.hour(pool.replicas), offer.plan.nodes
     apart = f", each on {nodes} of them" if nodes > 1 else ""
@@ -277,7 +285,10 @@ def _offer(offer: NodeOffer) -> str:
 
 
 def engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, EngineConfig]]:
-    """Yield (pool, engine configuration) for each pool that would run on the device."""
+    """Yield (pool, engine configuration) for each pool that would run on the device.
+
+    Raises ConfigError if there is none.
+    """
     wanted: PoolKind = "gpu" if device.kind == "cuda" else "cpu"
     pools = {
         name: pool
@@ -354,7 +365,7 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
 
 
 def drafts_memory(result: EnginePlan) -> int:
-    """Return the most bytes of host memory that look-up takes; 0 if the engine has none."""
+    """Return the maximum of host memory, in bytes, that lookup drafting takes; 0 without it."""
     settings = result.speculation
     if settings is None or settings.by_model:
         return 0
@@ -362,14 +373,14 @@ def drafts_memory(result: EnginePlan) -> int:
 
 
 def _drafts(result: EnginePlan) -> Iterator[tuple[str, str]]:
-    """Yield the table row of speculation's host memory, if this engine looks up drafts."""
+    """Yield the table row for the host memory of lookup drafting, if the engine drafts so."""
     if most := drafts_memory(result):
         where = "" if result.device.kind == "cpu" else " of host memory"
         yield "drafts", f"{most / GIB:9.2f} GiB{where} at most (speculation)"
 
 
 def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, str]]:
-    """Yield the table row of KV blocks in host memory, if this engine keeps any there."""
+    """Yield the table rows for KV blocks in host memory and on disk, if the engine keeps any."""
     if not engine.host_kv_bytes:
         return
     memory = result.memory
@@ -377,7 +388,7 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, 
     text = (
         f"{memory.host_kv / GIB:9.2f} GiB{unit}, {memory.host_blocks:,} blocks that leave the cache"
     )
-    if not memory.host_kv:  # a share of memory that is known at the start alone
+    if not memory.host_kv:  # a share of the free memory, which is known only when the engine starts
         text = f"{engine.host_kv_bytes:g} of the free memory, for blocks that leave the cache"
     yield "host memory", text
     if engine.disk_kv_bytes:
@@ -387,7 +398,7 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, 
 
 
 def _encoders(config: MantaConfig, model: ModelConfig, device: Hardware) -> Iterator[str]:
-    """Yield the lines of each encoder pool: its actor's memory, and its rate where one is known."""
+    """Yield the lines on each encoder pool: the memory of its actor, and its speed if known."""
     for encoder in plan_encoders(config, model, device):
         kind = "GPU" if encoder.kind == "cuda" else "CPU"
         yield f"Pool     {encoder.pool} (encoder: the tower alone, on a {kind})"
@@ -398,7 +409,7 @@ def _encoders(config: MantaConfig, model: ModelConfig, device: Hardware) -> Iter
 
 
 def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:
-    """Yield table rows of this machine's NUMA nodes and each rank's share of them.
+    """Yield the table rows for this machine's NUMA nodes and each rank's share of them.
 
     Raises ConfigError.
     """

@@ -1,4 +1,4 @@
-"""`manta plan --trace`: how a configuration would serve a recorded load, in virtual time."""
+"""`manta plan --trace`: predict in virtual time how a configuration would serve a recorded load."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from loadtest.scenario.arrivals import TraceRow, read_trace
 
 
 def rows_of(path: Path) -> list[TraceRow]:
-    """Return the rows of a trace. Raises ConfigError with file, line and field."""
+    """Return the requests of a trace file. Raises ConfigError with file, line and field."""
     try:
         return read_trace(path)
     except ScenarioError as error:
@@ -35,7 +35,7 @@ def predict(
     """Yield the lines of a prediction of one model.
 
     file: config.json of the model.
-    device: what its GPU pools run on, or this machine.
+    device: the GPU of its GPU pools, or this machine.
     memory: free memory of a CPU node in GiB; None: this machine's.
     rates: file of `read_rates`; None: a GPU's data sheet.
 
@@ -112,7 +112,7 @@ def _speed(name: str, rates: PoolRates, fits: EnginePlan, block_size: int) -> Sp
 
 
 def _lines(trace: Sequence[TraceRow], outcome: Replay) -> Iterator[str]:
-    """Yield the lines of all pools together."""
+    """Yield the lines on the trace and on the results of all pools together."""
     lengths = sum(row.input for row in trace), sum(row.output for row in trace)
     yield (
         f"Trace    {len(trace):,} requests in {trace[-1].t:,.1f} s, {lengths[0]:,} prompt and "

@@ -1,4 +1,7 @@
-"""Listening sockets of this machine and their processes, from /proc; none where it is missing."""
+"""listeners, holder: the listening TCP sockets of this machine and their processes, from /proc.
+
+Without /proc no socket is found.
+"""
 
 import os
 import socket
@@ -47,7 +50,7 @@ def holder(port: int) -> str | None:
 
 
 def why_not_bindable(host: str, port: int) -> str | None:
-    """Return why a server cannot listen at an address, with a suggestion; None if it can."""
+    """Return why a server cannot listen at an address, with a suggestion; None if it can listen."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -74,9 +77,9 @@ def why_not_bindable(host: str, port: int) -> str | None:
 
 
 def _address(text: str, family: int) -> str:
-    """Return an address of /proc/net/tcp in its usual form.
+    """Return an IP address of /proc/net/tcp in its usual form.
 
-    The kernel prints it as hexadecimal words in the machine's byte order.
+    The kernel prints an address as hexadecimal words in the machine's byte order.
     """
     raw = bytes.fromhex(text)
     words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]

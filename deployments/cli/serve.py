@@ -28,9 +28,9 @@ from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.shards import read_headers
 
-_POLL = 0.2  # seconds between polls of Serve
+_POLL = 0.2  # seconds between polls of Serve during the start
 _POLL_SECONDS = 5.0  # seconds between two polls of the cluster's nodes
-_BEAT = 2.0  # seconds between polls of the deployed application
+_BEAT = 2.0  # seconds between polls of the running application
 _READY_SECONDS = 30.0  # longest seconds from Serve's "RUNNING" to a 200 of /ready
 
 
@@ -48,7 +48,8 @@ def run(
     limits.drain_seconds and returns 0.
 
     address: address of the Ray cluster to join; None: see `Cluster`.
-    once_ready: called with the endpoint's URL when it answers; False ends the serving with code 0.
+    once_ready: called with the endpoint's URL and the configuration when the endpoint answers; if
+        it returns False, serving ends with code 0.
 
     Raises ConfigError before anything is started, MantaError if the start fails, and RayLostError
     if a Ray node was lost and the restart limit is reached.
@@ -74,8 +75,8 @@ def run(
 
 
 def _end_leftovers() -> None:
-    """Kill processes that a killed `manta serve` left, as they may hold the port, the GPU and
-    memory."""
+    """Kill the processes of an earlier `manta serve` that was killed: they may hold the port, the
+    GPU and memory."""
     if processes := leftovers():
         names = ", ".join(f"{process.name} ({pid})" for pid, process in processes.items())
         err.print(f"Ending what a killed manta serve has left: {names}", markup=False)
@@ -88,15 +89,16 @@ def _with_http(config: MantaConfig, host: str | None, port: int | None) -> Manta
 
 
 def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -> None:
-    """Do the driver process's work: start or join Ray, deploy, and stay.
+    """Run the driver process: start or join Ray, deploy, and report until it is to stop.
 
+    folder: for the sockets and files of HAProxy, if this process starts Ray.
     Raises MantaError; RayLostError if Ray is gone.
     """
     if cluster.own:
         from deployments.cluster_capacity import check_pools, this_machine
 
         check_pools(config, this_machine())
-        # Models are fetched here, where progress is shown; the replicas find them in the cache.
+        # Models are downloaded here, where progress is shown; replicas then have them in the cache.
         with model_progress() as progress:
             for part in config.by_model().values():
                 dummy = part.engine.get("load_format") == "dummy"
@@ -104,7 +106,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
                     model_folder = resolve_model(
                         part.model, part.revision, progress, weights=not dummy, blocks=blocks
                     )
-                    # A replica would report a fault in the headers only after a minute.
+                    # Headers are checked now, as a replica would report a fault after a minute.
                     if not dummy:
                         read_headers(model_folder)
                     check_encoders(part, ModelConfig.from_folder(model_folder))
@@ -183,7 +185,7 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
         if app is not None:
             if app.status == "RUNNING":
                 return
-            # The application of one of several models.
+            # A name with a dot is that of the application of one of several models.
             of = f" of {app_name}" if "." in app_name else ""
             messages = [
                 *(deployment.message for deployment in app.deployments.values()),
@@ -208,8 +210,8 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
 def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
     """Wait until /ready answers with status 200. Raises ServeError.
 
-    Serve reports "RUNNING" a moment before its proxy knows the routers. If a pool may be empty, it
-    does so before the pool's first replica has started.
+    Serve reports "RUNNING" a moment before its proxy knows the routers. If a pool may be empty,
+    Serve does so before the pool's first replica has started.
     """
     status.update("Waiting for the first good answer")
     deadline = time.monotonic() + _READY_SECONDS
@@ -236,9 +238,9 @@ def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
 
 
 def _connection(config: MantaConfig) -> http.client.HTTPConnection:
-    """Return a connection to our own proxy.
+    """Return a connection to the proxy of this server.
 
-    The proxy is verified by its own certificate, whatever host name that contains.
+    With TLS, the proxy must have the configured certificate; its host names do not matter.
     """
     address, certificate = (_reachable(config), config.http.port), config.http.tls.certificate
     if certificate is None:
@@ -256,7 +258,7 @@ def _starting(app_name: str) -> bool:
 
 
 def _reachable(config: MantaConfig) -> str:
-    """Return an address to connect to, for an address to listen on."""
+    """Return the address by which clients on this machine reach the address of `http.host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)
 
 
@@ -295,9 +297,9 @@ def _about(config: MantaConfig) -> list[str]:
 
 
 def _key_option(config: MantaConfig) -> str:
-    """Return the --key option for `manta chat`.
+    """Return the option --key for the `manta chat` command that is shown to the user.
 
-    The keys file itself serves if its first word is a key rather than a digest.
+    It names the keys file if the file begins with a key in plain text, not with a digest.
     """
     file = config.http.api_keys_file
     if file is None:
@@ -312,7 +314,7 @@ def _logs() -> list[str]:
 
     node: Any = worker._global_node
     if node is None:
-        # A Ray client has no node.
+        # A process that is connected by Ray's client has no node.
         return []
     most, before = node.max_bytes >> 20, node.backup_count
     return [
@@ -322,10 +324,11 @@ def _logs() -> list[str]:
 
 
 def _stay(driver: Driver, app_name: str) -> None:
-    """Report once in a while that the application runs, until the supervisor ends this process.
+    """Report every `_BEAT` seconds that the application runs, until the supervisor ends this
+    process.
 
-    The supervisor detects a hanging call by missing reports. Raises ServeError if the application
-    was deleted.
+    The supervisor detects a call that hangs by missing reports. Raises ServeError if the
+    application was deleted.
     """
     from ray import serve
 

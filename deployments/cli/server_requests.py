@@ -1,4 +1,4 @@
-"""Options and requests that the commands for a running server share."""
+"""The options, and the function `ask`, that the commands for a running server share."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -34,7 +34,7 @@ from deployments.scaling.policy import (
 
 _POLL_SECONDS = 1.0  # seconds between the two polls of --once and --json
 _ANSWER = 5.0  # seconds for the routers to answer
-_LOOKS = 9.0  # seconds for one whole poll
+_LOOKS = 9.0  # longest seconds for one poll of an application
 _WIDTH = 110  # columns where there is no terminal
 
 Report = Mapping[str, Any]
@@ -44,13 +44,13 @@ Report = Mapping[str, Any]
 class StatusSnapshot:
     """The answers of one poll of an application.
 
-    time: Unix seconds.
+    time: Unix time of the poll.
     status: Serve's status of the application.
-    counts: number of replicas by pool and Serve's replica state.
-    routers: the routers' `state` dictionaries.
-    scaling: the last scaling decision, if any.
+    counts: {pool: {Serve's replica state: number of replicas}}.
+    routers: results of `Router.state`, of each router that has answered.
+    scaling: result of `scaling_decisions`; None: there was none.
     silent: number of routers that did not answer.
-    models: one snapshot per model if there are several.
+    models: snapshots of the models, if there are several.
     """
 
     time: float
@@ -123,8 +123,9 @@ def _join(address: str | None) -> None:
 
 
 def _looks(app: str | None) -> dict[str, StatusSnapshot]:
-    """Return a snapshot of each application, or of the named one, by application and model.
+    """Return {"application", or "application model" with several models: snapshot}.
 
+    app: the only application to poll; None: all.
     Raises ClusterError, also if Ray no longer answers.
     """
     try:
@@ -147,7 +148,7 @@ def applications() -> list[str]:
     ours = sorted(
         name
         for name, application in there.items()
-        # An application being built has no deployments yet; other people's have no router.
+        # Applications of other programs have no router. One that is being built has no deployment.
         if ROUTER in application.deployments or not application.deployments
     )
     if not ours:
@@ -170,7 +171,7 @@ def poll(app: str) -> StatusSnapshot:
         handle = serve.get_app_handle(app)
         answers = handle.broadcast("state").results(timeout_s=_ANSWER, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):
-        # No router can be asked now; the page shows it.
+        # No router can be called at the moment, and the page shows that.
         pass
     routers = [answer for answer in answers if isinstance(answer, Mapping)]
     whole = StatusSnapshot(
@@ -188,7 +189,7 @@ def poll(app: str) -> StatusSnapshot:
 
 
 def _counts(application: Any) -> dict[str, dict[str, int]]:
-    """Return the number of replicas by pool and state. application: Serve's status of it."""
+    """Return {pool: {replica state: number of replicas}}. application: its status from Serve."""
     return {
         name.removeprefix(ENGINE_PREFIX).removeprefix(ENCODER_PREFIX): {
             _word(state): count for state, count in deployment.replica_states.items()
@@ -199,7 +200,7 @@ def _counts(application: Any) -> dict[str, dict[str, int]]:
 
 
 def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, StatusSnapshot]:
-    """Return a snapshot of each model if there are several, else {}.
+    """Return a snapshot of each model, by name; {} if there is only one.
 
     whole: snapshot of the routers' application.
     there: Serve's status of all applications, by name.
@@ -212,7 +213,7 @@ def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, Status
         states = [router["models"][name] for router in whole.routers if name in router["models"]]
         status = "GONE" if application is None else _word(application.status)
         if status == "RUNNING" and all(state.get("status") == "sleeping" for state in states):
-            # Serve says RUNNING, because the pool has its target of no replicas
+            # Serve reports RUNNING, as the pool's target is to have no replicas
             status = "SLEEPING"
         pages[name] = replace(
             whole,
@@ -229,11 +230,14 @@ def _word(state: Any) -> str:
     return str(state.value if isinstance(state, Enum) else state)
 
 
-# -- from reports to what is shown
+# -- from snapshots to pages
 
 
 def summarise(now: StatusSnapshot, before: StatusSnapshot | None = None) -> dict[str, Any]:
-    """Return the page's data, which `--json` prints. Rates are None without an earlier snapshot."""
+    """Return the data of an application's page, which `--json` prints.
+
+    before: an earlier snapshot, since which rates are computed; None: they are None.
+    """
     seconds = now.time - before.time if before is not None else 0.0
     last = _replicas(before.routers) if before is not None else {}
     replicas = []
@@ -308,7 +312,8 @@ _SHAPES = RouterMetrics()  # for the metrics' names and buckets
 
 
 def _replicas(routers: Sequence[Report]) -> dict[str, Report]:
-    """Return the replicas' statistics by name; where routers differ, those of the newest step."""
+    """Return the stats of each replica by name; of several routers' stats, those of the newest
+    step."""
     replicas: dict[str, Report] = {}
     for router in routers:
         for name, stats in router["replicas"].items():
@@ -318,9 +323,10 @@ def _replicas(routers: Sequence[Report]) -> dict[str, Report]:
 
 
 def _metrics(now: Sequence[Report], before: Sequence[Report]) -> dict[str, Any]:
-    """Return the sums of what the routers have counted since the earlier poll.
+    """Return the sums, over all routers, of their metrics since an earlier poll.
 
-    A router that the earlier poll lacks counts from its start.
+    now, before: the routers' reports of the two polls. Metrics of a router that is missing in the
+        earlier poll are those since its start.
     """
     last = {router["name"]: router["metrics"] for router in before}
     total = _SHAPES.to_json()
@@ -386,7 +392,10 @@ def _pool(
 
 
 def pages(found: Sequence[Report]) -> RenderableType:
-    """Return the summaries of all applications, one below the other."""
+    """Return the pages of several applications, one below the other.
+
+    found: results of `summarise`.
+    """
     parts: list[RenderableType] = []
     for summary in found:
         parts += ([""] if parts else []) + [page(summary)]
@@ -394,7 +403,7 @@ def pages(found: Sequence[Report]) -> RenderableType:
 
 
 def page(found: Report) -> RenderableType:
-    """Return one application's summary as text and tables."""
+    """Return the page of one application: texts and tables. found: result of `summarise`."""
     rates, late = found["rates"], found["latency_ms"]
     head = (
         f"{escape(found['application'])} {escape(found['status'])}  {escape(str(found['model']))}  "

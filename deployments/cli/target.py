@@ -1,4 +1,4 @@
-"""The argument CONFIG|MODEL of the commands: a configuration file or a model."""
+"""read_target: reads the commands' argument CONFIG|MODEL, a configuration file or a model."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 
 
 def read_target(spec: str, *, complete: bool = True) -> MantaConfig:
-    """Return the configuration of a file, or the defaults with a model.
+    """Return the configuration in a file, or the default configuration with a model.
 
     spec: path of a .yaml file, or a value of `model:`.
     complete: see `load_config`.
@@ -33,8 +33,8 @@ def read_target(spec: str, *, complete: bool = True) -> MantaConfig:
 def read_planned(spec: str, *, complete: bool = True) -> tuple[MantaConfig, Path | None]:
     """Return a configuration for planning, and the path of the model's config.json.
 
-    Here a model folder may lack weights and tokenizer, or its config.json may be given alone. The
-    path is None if the model must be resolved first.
+    `spec` may also be a model folder without weights and tokenizer, or a config.json alone. The
+    path is None if the model may have to be downloaded first.
 
     complete: whether the folder that a .yaml file names must have weights and tokenizer.
     """
@@ -48,9 +48,9 @@ def read_planned(spec: str, *, complete: bool = True) -> tuple[MantaConfig, Path
 def engine_config(target: MantaConfig, **instead: Any) -> EngineConfig:
     """Return the configuration of an engine in this process, with a resolved device.
 
-    It is taken from the pool of the device's kind, if the configuration has one.
+    If the configuration has a pool of the device's kind, the fields are those of this pool.
 
-    instead: fields from the command line; None leaves a field as it is.
+    instead: fields of EngineConfig from the command line; None: as in the configuration.
 
     Raises ConfigError for a configuration of several models.
     """

@@ -17,8 +17,11 @@ def run(
     memory: list[str] | None = None,
     cache_claim: str = "",
 ) -> int:
-    """Print Serve's config file, or a RayService that contains it. Raises ConfigError."""
-    config = read_target(spec)  # read first, as importing Ray takes a second
+    """Print Serve's config file, or a RayService manifest that contains it. Raises ConfigError.
+
+    memory, cache_claim, image: as in `rayservice`, memory as texts such as "cpu=48Gi".
+    """
+    config = read_target(spec)  # before the import of Ray, which takes a second
     from deployments.app import serve_config
     from deployments.cli.building.kubernetes import IMAGE, memory_of, rayservice
 

@@ -25,9 +25,9 @@ HEAD_CPUS = 4
 CACHE = "/cache"  # models, kernels and the hub client's files, as in deploy/Dockerfile
 _EDGE = "/usr/local/bin/manta-haproxy"  # haproxy launcher that deploy/Dockerfile installs
 _EDGE_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
-# Seconds from the end of a drain to the end of its hook, and from there to the pod's end.
+# Seconds from the end of a drain to the end of the preStop hook, and from there to the pod's end.
 _MARGIN = 20
-# Most letters of a model's name in a group's name; a pod's name has at most 63.
+# Maximum of letters of a model's name in a group's name; a pod's name has at most 63.
 _NAME = 40
 _WRITTEN = {"tmp": "/tmp", "home": "/home/ray", "cache": CACHE}
 # The token for gated and private hub models. Optional: pods start without the Secret, too.
@@ -105,8 +105,8 @@ def rayservice(
                 },
                 "headGroupSpec": {
                     "labels": {"pool": "head"},
-                    # The operator must reach the dashboard from outside the pod; the token keeps
-                    # others out.
+                    # The operator must reach the dashboard from outside the pod; other clients lack
+                    # the token.
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
                     "template": head,
                 },
@@ -117,10 +117,10 @@ def rayservice(
 
 
 def _labelled(config: MantaConfig) -> MantaConfig:
-    """Return the configuration with a node label for each pool of several models that has none.
+    """Return the configuration, in which pools of several models have node labels, so that each
+    pool gets pods of its own.
 
-    Each pool then gets pods of its own. Raises ConfigError if the size of a pod is unknown, or if a
-    GPU pool sleeps.
+    Raises ConfigError if the size of a pod is unknown, or if a GPU pool sleeps.
     """
     for model, part in config.by_model().items():
         before = f"models.{model}." if config.models else ""
@@ -173,9 +173,9 @@ def _group_name(config: MantaConfig, model: str, pool: str) -> str:
 def _memory(
     groups: Mapping[str, tuple[str, PoolConfig, int]], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the memory of a pod by group, in Kubernetes' units.
+    """Return {group: memory of a pod in Kubernetes' units}, with the head's.
 
-    groups: (pool kind, pool, nodes of a replica) of each group.
+    groups: {group: (kind of pool, pool, number of nodes of a replica)}.
     given: amounts of the command line, by group or kind.
 
     Raises ConfigError for an unknown group.
@@ -193,10 +193,9 @@ def _memory(
 
 
 def _environment(config: MantaConfig) -> dict[str, str]:
-    """Return the environment of a pod.
+    """Return the environment variables of a pod.
 
-    Variables that name a folder or port of this machine are left out, so that pods use the
-    defaults.
+    Variables for a folder or a port of this machine are left out, so that pods use the defaults.
     """
     variables = {}
     folder = str(edge_folder())
@@ -215,7 +214,7 @@ def _environment(config: MantaConfig) -> dict[str, str]:
 
 
 def _kind(name: str, pool: PoolConfig) -> str:
-    """Return "gpu" or "cpu", by which a pool's pods have their memory."""
+    """Return the kind of a pool, "gpu" or "cpu", which decides the default memory of its pods."""
     if pool.role == "engine":
         return name
     return "gpu" if pool.num_gpus else "cpu"
@@ -223,7 +222,7 @@ def _kind(name: str, pool: PoolConfig) -> str:
 
 def _resources(pool: PoolConfig) -> dict[str, str]:
     """Return a pod's resource requests."""
-    # `deployments.app.pools` has set num_cpus.
+    # `model_deployments.pools` has set num_cpus.
     assert pool.num_cpus is not None
     cpus = math.ceil(pool.num_cpus) + 1  # one more for routers, the proxy and Ray's own processes
     resources = {"cpu": str(cpus)}
@@ -239,9 +238,9 @@ def _group(
     template: dict[str, Any],
     drain: int,
 ) -> dict[str, Any]:
-    """Return a worker group's specification, whose pods are drained before they end.
+    """Return the specification of a worker group, whose pods are drained before they end.
 
-    nodes: pods of one replica.
+    nodes: number of pods of one replica.
     template: pod template, to which the drain hook is added.
     drain: seconds for running requests to end or move.
     """
@@ -259,7 +258,7 @@ def _group(
     # A spot node ends with SIGTERM, after which requests have this long to end or move.
     template["spec"]["terminationGracePeriodSeconds"] = drain + 2 * _MARGIN
     params: dict[str, str] = {}
-    if pool.resources:  # quoted twice, as KubeRay puts the value into a shell command
+    if pool.resources:  # JSON as a JSON string, as KubeRay puts the value into a shell command
         params["resources"] = json.dumps(json.dumps(dict(pool.resources)))
     return {
         "groupName": name,

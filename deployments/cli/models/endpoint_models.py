@@ -78,9 +78,9 @@ def remove(name: _Name, server: UrlArgument = None, url: Url = None, key: AdminK
 
 
 def _outcome(name: str, url: str, key: Path | None, seconds: float) -> dict[str, Any]:
-    """Return a router's report on a model that was just added.
+    """Return a router's report on a model that was just added: GET /v1/models/NAME.
 
-    The answering router may not know the model yet, so 404 counts as "starting" at first.
+    The router that answers may not know the model yet, so 404 counts as "starting" at first.
 
     seconds: time since the model was added.
 

@@ -32,7 +32,10 @@ def run(
     as_json: bool,
     report_file: Path | None,
 ) -> int:
-    """Evaluate and print the results; return 1 if a threshold is missed."""
+    """Evaluate a model, print the results, and return the exit code: 1 if a threshold is missed.
+
+    spec: the model or configuration. The other parameters are the options of `manta eval`.
+    """
     if max_kl is not None and against is None:
         raise ConfigError("--max-kl needs --against: what the divergence is from")
     if min_accuracy is not None and not tasks:
@@ -81,9 +84,10 @@ def write_report(file: Path, report: str) -> None:
 
 
 def model_config(spec: str, device: str, dtype: str, quantization: str | None) -> EngineConfig:
-    """Return an engine's configuration with the model's folder, which is fetched if it must be.
+    """Return an engine's configuration with the folder of the model, which is downloaded if needed.
 
-    dtype: "auto" leaves it as the configuration has it.
+    spec: model or configuration file.
+    dtype: "auto": as in the configuration. quantization: None: as in the configuration.
     Raises ConfigError.
     """
     target = read_target(spec)

@@ -1,4 +1,4 @@
-"""`manta eval --tasks`: tasks of lm-evaluation-harness, by an engine of its own or a server."""
+"""`manta eval --tasks`: tasks of lm-evaluation-harness, answered by a new engine or by a server."""
 
 import contextlib
 import json
@@ -27,11 +27,12 @@ def check_options(
     harness_only: Mapping[str, Any],
     against: str | None,
 ) -> None:
-    """Check which options of `manta eval` stand together, and that what they need is installed.
+    """Check the combination of options of `manta eval`, and that lm-eval is installed if needed.
 
     harness: whether `--tasks` is given.
-    own: option -> value of those that exclude it; None or [] = not given.
-    harness_only: option -> value of those that need it.
+    own: {option: value} of options that exclude `--tasks`; None or []: not given.
+    harness_only: {option: value} of options that need `--tasks`; None: not given.
+    against: value of `--against`.
     Raises ConfigError.
     """
     url = against is not None and "://" in against
@@ -76,10 +77,10 @@ def run(
     as_json: bool,
     report_file: Path | None,
 ) -> int:
-    """Run tasks and print the library's table.
+    """Run tasks of lm-evaluation-harness, print its table of results, and return 0.
 
-    spec: the model that answers, or that has the tokenizer of the server's model.
-    server: URL of the server that answers; None: an engine of this command.
+    spec: the model that answers, or a model with the tokenizer of the server's model.
+    server: URL of the server that answers; None: an engine in this process.
     served_as: the model's name at the server.
     Raises ConfigError for unknown tasks and data that is missing.
     """
@@ -92,7 +93,7 @@ def run(
         raise ConfigError(f"--include {include}: no such folder")
     manager = _task_manager(tasks, include)
     try:
-        loaded = manager.load(tasks)["tasks"]  # before a model is: data may be missing
+        loaded = manager.load(tasks)["tasks"]  # before the model is loaded, as data may be missing
         for name, task in loaded.items():
             if getattr(task, "UNSAFE_CODE", False) and not run_code:
                 raise ConfigError(f"--tasks: {name} {_RUNS_CODE}")
@@ -132,15 +133,18 @@ def run(
 
 
 def _task_manager(tasks: list[str], include: Path | None) -> Any:
-    """Return lm-eval's manager of tasks. Raises ConfigError if it does not find a task."""
+    """Return lm-eval's TaskManager. Raises ConfigError if a task is unknown.
+
+    include: folder of further tasks.
+    """
     from lm_eval.tasks import TaskManager
 
     folder = None if include is None else str(include.absolute())
     if folder is not None:
-        # Without the library's own thousands of files, which take 15 seconds to read.
+        # First without lm-eval's own thousands of files, which take 15 seconds to read.
         alone = TaskManager(include_path=folder, include_defaults=False)
         if set(tasks) <= set(alone.all_subtasks):
-            # A group may have tasks of the library.
+            # `all_subtasks`, as a group of the folder may contain tasks of lm-eval.
             return alone
     manager = TaskManager(include_path=folder)
     for name in tasks:
@@ -164,16 +168,19 @@ def _own_engine(config: EngineConfig) -> Iterator[Any]:
 
 
 def _server_model(url: str, served_as: str | None, folder: str) -> Any:
-    """Return the library's `local-completions` model for a server. Raises ServerError."""
+    """Return lm-eval's `local-completions` model for a server. Raises ServerError.
+
+    folder: model folder with the tokenizer.
+    """
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     from engine.text.tokenizer import Tokenizer
 
     class ServerModel(LocalCompletionsAPI):  # type: ignore[misc]  # the library has no types
-        """A server that scores a prompt without a token behind it.
+        """A `local-completions` model that scores a prompt without generating a token.
 
-        An end token behind the prompt has no log-probability in an answer. The library would
-        leave out the prompt's last one instead.
+        lm-eval expects one generated token after the prompt, and drops the last log-probability of
+        an answer. Without such a token it would drop the log-probability of the prompt's last one.
         """
 
         def _create_payload(self, *args: Any, generate: bool = False, **options: Any) -> Any:
@@ -185,7 +192,7 @@ def _server_model(url: str, served_as: str | None, folder: str) -> Any:
             for output in outputs if isinstance(outputs, list) else [outputs]:
                 for choice in output["choices"]:
                     for name in ("token_logprobs", "top_logprobs"):
-                        # The library drops the last log-probability.
+                        # lm-eval drops this entry instead of the prompt's last log-probability.
                         choice["logprobs"][name].append(None)
             return LocalCompletionsAPI.parse_logprobs(outputs, *args, **options)
 
@@ -205,7 +212,7 @@ def _server_model(url: str, served_as: str | None, folder: str) -> Any:
 
 
 def choose_card(cards: list[dict[str, Any]], served_as: str | None, url: str) -> dict[str, Any]:
-    """Return the /v1/models entry of the model that is tested.
+    """Return the entry of /v1/models for the model that is tested.
 
     cards: the entries of /v1/models. served_as: the model's name; None: the only base model.
     url: the server's URL, for the error.

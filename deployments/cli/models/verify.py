@@ -36,9 +36,10 @@ def run(
     dump: Path | None,
     as_json: bool,
 ) -> int:
-    """Verify the checkpoint, print the report, and return the exit code.
+    """Verify a checkpoint, print the report, and return the exit code.
 
-    The code is 0 if it agrees, 1 if it differs, 3 if it was not compared with transformers.
+    The code is 0 if all outputs agree, 1 if some differ, 3 if they agree but transformers could not
+    compute the model.
     """
     target = read_target(spec)
     config = engine_config(target, device=device, dtype=dtype, quantization=quantization)
@@ -80,7 +81,8 @@ def run(
 
 
 def lines(report: Report, dump: Path | None = None, *, tower: bool = False) -> Iterator[str]:
-    """Yield the lines of a report. tower: whether the model sees images."""
+    """Yield the lines of a report. dump: folder of the tensors. tower: whether the model takes
+    images."""
     kind = report.quantization or report.dtype
     yield f"Model      {report.model}"
     yield f"           {report.architecture}, {kind} on {report.device}"

@@ -1,4 +1,4 @@
-"""The Ray cluster of `manta serve`: its own, which ends with the command, or one that it joins."""
+"""Cluster: the Ray cluster of `manta serve`: one that ends with the command, or a joined one."""
 
 import contextlib
 import logging
@@ -28,12 +28,12 @@ from deployments.serve.proxy import behind_haproxy
 from engine.private_folder import MAX_PATH, private_folder
 
 _ANSWER = 5.0  # seconds for Serve's controller to answer
-_DRAIN_MARGIN = 5.0  # more seconds for routers to report that they have drained
-# Seconds for replicas and routers to end; the proxy is told first, which takes 5 of them.
+_DRAIN_MARGIN = 5.0  # seconds after a drain for routers to report that they have drained
+# Seconds for replicas and routers to end, of which the proxy's update takes 5.
 _DELETE = 25.0
-# The longest time in seconds that `close` takes in addition to the drain.
+# Maximum of seconds that `close` takes in addition to the drain.
 STOP_SECONDS = 3 * _ANSWER + _DRAIN_MARGIN + _DELETE
-# Bytes; tokens never pass through it, only Serve's small messages do.
+# Bytes of Ray's object store, which has only Serve's small messages; tokens take another way.
 _OBJECT_STORE = 256 << 20
 
 
@@ -60,10 +60,11 @@ def serving_folder(config: MantaConfig) -> str:
 
 
 class Cluster:
-    """The Ray cluster that a server uses.
+    """The Ray cluster that a server uses: one of its own, or a running one that it joins.
 
-    Its own cluster runs on this machine and is ended by `close`; a joined one is left running.
+    A cluster of its own runs on this machine and is ended by `close`; a joined one goes on running.
 
+    own: whether the cluster is the server's own.
     address: address of the cluster to join, or "local" for an own one; None: RAY_ADDRESS, else a
         cluster that runs on this machine, else an own one.
     """
@@ -75,7 +76,7 @@ class Cluster:
         self._deployed = 0.0  # Unix time at which Serve accepted our deployment; 0: unknown
 
     def start(self, config: MantaConfig, folder: str | None = None) -> None:
-        """Start our own cluster, or join the given one.
+        """Start the server's own cluster, or join the cluster at `address`.
 
         folder: folder for haproxy's sockets and files, which the caller removes; None: a new one,
             which `close` removes.
@@ -89,7 +90,7 @@ class Cluster:
         adopt_orphans()
         if folder is None:
             folder = self._folder = serving_folder(config)
-        with contextlib.suppress(OSError):  # if it fails, Ray makes the token or reports why not
+        with contextlib.suppress(OSError):  # Ray then writes a token or reports an error
             make_auth_token()
         import ray
 
@@ -120,21 +121,21 @@ class Cluster:
             ) from error
 
     def note_deployment(self, app_name: str) -> None:
-        """Record that our application runs, so that `close` leaves a later deployment by others
-        alone."""
-        # If the time of deployment is unknown, `close` deletes whatever runs under this name.
+        """Record when the application was deployed, so that `close` does not delete a later
+        deployment by another command."""
+        # If the time is unknown, `close` deletes the application of this name, whoever deployed it.
         with contextlib.suppress(TimeoutError, OSError):
             self._deployed = _deployed_at(app_name)
 
     def close(self, app_name: str, drain_seconds: float | None = None) -> None:
-        """Stop our own cluster, or delete our application from a joined one.
+        """Stop the server's own cluster, or delete the application from a joined one.
 
-        The application is left alone if it was deployed again by others. Takes at most
-        drain_seconds plus STOP_SECONDS. Serve's own shutdown is not used, because with direct
-        ingress it waits at least 30 s.
+        The application is not deleted if another command has deployed it again. Takes at most
+        drain_seconds plus STOP_SECONDS. Serve's shutdown is not called, because with direct ingress
+        it waits at least 30 s.
 
-        drain_seconds: time for running requests to end while new ones are refused; None: no time,
-            and an own cluster ends at once.
+        drain_seconds: time for running requests to end while new ones are refused; None: none, and
+            a cluster of the server's own ends at once.
         """
         # If Ctrl-C interrupted `import ray`, there is nothing to stop.
         ray = sys.modules.get("ray")
@@ -149,7 +150,7 @@ class Cluster:
         import ray
         from ray import serve
 
-        # Nothing to delete if Serve's controller or Ray is gone, or never started.
+        # Errors if Serve's controller or Ray is gone, or has never started: no deletion is needed.
         gone = (
             ray.exceptions.RayError,
             serve.exceptions.RayServeException,
@@ -167,7 +168,7 @@ class Cluster:
             within(_DELETE, lambda: _delete(app_name))
 
     def kill(self) -> None:
-        """Kill every process of our own cluster. Does nothing to a joined one."""
+        """Kill every process of the server's own cluster; do nothing for a joined one."""
         if not self.own:
             return
 

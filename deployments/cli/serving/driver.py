@@ -1,9 +1,9 @@
-"""The child process of `manta serve` that talks to Ray: it deploys, and stays with the deployment.
+"""Driver: the child process of `manta serve` that calls Ray, deploys and watches the deployment.
 
-It is a process of its own for two reasons: Ray ends the process that talks to it when its node is
-lost, and calls to a Ray that is gone may never return. It has a session of its own, so that signals
-to the server's process group (from a terminal or `timeout`) do not reach Ray's processes. These end
-when the server says so. The driver writes lines of JSON that `supervisor.py` reads:
+The driver is a separate process for two reasons: Ray ends a process that is connected to a lost
+node, and calls to a Ray that is gone may never return. The driver has a session of its own, so that
+signals to the server's process group (from a terminal or `timeout`) do not reach Ray's processes.
+These end when the server says so. The driver writes lines of JSON that `supervisor.py` reads:
 
   {"model": true}                   the model is downloaded; later work leaves no partial files
   {"ray": true}                     Ray is started or joined
@@ -38,13 +38,15 @@ class RayLostError(MantaError):
 
 
 class Driver:
-    """The driver's side of the channel to the server process.
+    """The driver process, with its end of the channel to the server process.
 
     channel: socket to the server process.
-    serve: deploys and stays; it sends messages by `report`, and returns only once stopped.
-    close: stops what was started, given the seconds for running requests to end, or None.
+    serve: deploys and watches the deployment; sends messages by `report`, and returns only once
+        stopped.
+    close: stops the cluster or the deployment, given the seconds for running requests to end, or
+        None.
 
-    `serve` and `close` may raise anything.
+    `serve` and `close` may raise any exception.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Driver:
         """Run the driver in a process that was just forked and has one thread. Never returns.
 
         server: pid of the server process.
-        mark: the server's mark, set in the environment of all processes that are started.
+        mark: the server's mark (`processes.mark`), set in the environment of all child processes.
         """
         code = 1
         try:
@@ -95,7 +97,7 @@ class Driver:
                 traceback.print_exc()
         finally:
             if self.stopping:
-                # The listening thread ends the process.
+                # The thread of `_listen` ends the process.
                 threading.Event().wait()
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
@@ -103,11 +105,11 @@ class Driver:
             os._exit(code)
 
     def _listen(self) -> None:
-        """Wait for the server's stop message, then stop, even if the main thread hangs in a
-        call."""
+        """Wait for the server's stop message, and then call `close` and end the process, even if
+        the main thread hangs in a call."""
         if line := self._channel.makefile("rb").readline():
             self.stopping = True
-            # The server kills what is left.
+            # The server kills the processes that remain.
             with contextlib.suppress(Exception):
                 self._close(json.loads(line)["stop"])
         os._exit(0)

@@ -1,6 +1,6 @@
-"""Joining a Ray cluster at an address, which is probed first.
+"""join: joins the Ray cluster at an address, which is probed first.
 
-Ray's own client would try for a minute and a half and log each try.
+Without the probe, Ray's client would try for a minute and a half and log each attempt.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from deployments.error_text import reason
 from deployments.packages import SOURCE
 from engine.errors import ConfigError, MantaError
 
-# Seconds to connect; a lost packet is sent again after 1 and 3.
+# Seconds to connect; TCP sends a lost packet again after 1 and 3 seconds.
 _CONNECT = 3.0
 _ANSWER = 5.0  # seconds for the first response of the GCS
 # Seconds for Ray's client to join; a busy machine takes several.
@@ -111,19 +111,20 @@ def join(address: str) -> None:
 
 
 def job_config(folders: list[str]) -> Any:
-    """Return the config of a Ray job whose workers import from the given folders first.
+    """Return the JobConfig of a Ray job whose workers import from the given folders first.
 
-    Workers still run in the command's folder, but do not import from it, as it may contain a file
-    such as engine.py.
+    Workers run in the command's folder, but do not import from there, as it may have a file such as
+    engine.py.
     """
     from ray.job_config import JobConfig
 
-    # A job of Ray's client adds no import folders; up to Ray 2.60 no public option does this.
+    # Jobs of Ray's client add no other folders; up to Ray 2.60 there is no public option for that.
     return JobConfig(_client_job=True, _py_driver_sys_path=folders)
 
 
 def _installed() -> bool:
-    """Whether an installer has put Manta here, so that other nodes can have it, too."""
+    """Return whether Manta is an installed package rather than a source folder, so that other nodes
+    can have it, too."""
     return str(SOURCE) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
@@ -149,7 +150,7 @@ def _connect(address: str, host: str, port: int) -> None:
 
 
 def _ask(address: str) -> None:
-    """Probe the GCS with the token that Ray's client would send. Raises ClusterError."""
+    """Probe the GCS at an address, with the token of Ray's client. Raises ClusterError."""
     import grpc
     from ray._private.gcs_utils import create_gcs_channel
     from ray.core.generated import gcs_service_pb2_grpc

@@ -1,9 +1,9 @@
-"""The processes that a `manta serve` has started: finding them in /proc, and ending them.
+"""started_by, leftovers, kill: the processes that a `manta serve` has started, from /proc.
 
-Nothing is found on systems without /proc. While the server lives, its processes are known by their
-parents and by the driver's session: the server adopts orphans (`adopt_orphans`), and Ray's
-processes keep the session. After its death they are known by an environment variable that names the
-server.
+Without /proc no process is found. While the server lives, its processes are known by their parents
+and by the driver's session: the server adopts orphans (`adopt_orphans`), and Ray's processes keep
+the session. After the server's death they are known by an environment variable, MARK, that
+identifies the server.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-MARK = "_MANTA_SERVER"  # no prefix MANTA_, which would make it a setting
+MARK = "_MANTA_SERVER"  # not with the prefix MANTA_ of settings
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Seconds for the kernel to end killed processes; a large GPU process takes several.
@@ -71,9 +71,9 @@ def descendants(root: int, processes: Mapping[int, ProcessInfo] | None = None) -
 
 
 def mark() -> str:
-    """Return the mark of this server: its pid, start time and pid namespace.
+    """Return the mark of this server process: its pid, start time and pid namespace.
 
-    The namespace is part of it because a host also sees its containers' processes.
+    The namespace is part of the mark because a host also sees its containers' processes.
     """
     me = read(os.getpid())
     return f"{os.getpid()}.{me.started if me is not None else 0}.{_namespace()}"
@@ -82,8 +82,10 @@ def mark() -> str:
 def variable(server: str) -> dict[str, str]:
     """Return the environment variables for all processes that the driver starts.
 
-    The first is the server's mark. SPT_NOENV makes setproctitle, which Ray uses, leave the
-    environment alone; it would overwrite the mark.
+    MARK has the server's mark. With SPT_NOENV setproctitle, which Ray uses, does not overwrite the
+    environment.
+
+    server: the server's mark.
     """
     return {MARK: server, "SPT_NOENV": "1"}
 
@@ -96,9 +98,11 @@ def _namespace() -> str:
 
 
 def marked(processes: Iterable[int]) -> dict[int, str]:
-    """Return pid -> mark of the server that started the process, from its environment.
+    """Return {pid: mark of the server that started the process}, from the processes' environments.
 
-    Processes without a mark, or whose environment cannot be read, are left out.
+    Processes without a mark, or with an environment that cannot be read, are left out.
+
+    processes: the pids to look at.
     """
     servers = {}
     wanted = f"{MARK}=".encode()
@@ -111,7 +115,7 @@ def marked(processes: Iterable[int]) -> dict[int, str]:
 
 
 def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
-    """Return the pids of the live processes that this server has started.
+    """Return the pids of the live processes that this server process has started.
 
     server: this server's mark.
     sessions: sessions whose processes are included.
@@ -138,9 +142,9 @@ def leftovers() -> dict[int, ProcessInfo]:
 
 
 def kill(find: Callable[[], Collection[int]], seconds: float = _KILL_SECONDS) -> bool:
-    """Send SIGKILL to all processes that `find` returns, until it returns none.
+    """Send SIGKILL to the processes that `find` returns, until it returns none.
 
-    Returns False if some are left after `seconds`.
+    Returns False if it still returns some after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while pids := find():
@@ -154,11 +158,11 @@ def kill(find: Callable[[], Collection[int]], seconds: float = _KILL_SECONDS) ->
 
 
 def reap(but: int = 0) -> bool:
-    """Collect the exit codes of ended children, which are zombies until then.
+    """Collect the exit codes of ended child processes, which are zombies until then.
 
-    but: pid of a child to leave; nothing is collected after it has ended.
+    Returns whether this process has no child any more.
 
-    Returns whether no child is left.
+    but: pid of a child that is not collected; no child is collected once this one has ended.
     """
     try:
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -171,13 +175,16 @@ def reap(but: int = 0) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make this process, rather than init, the parent of its children's orphans."""
+    """Make this process, rather than init, the parent of orphans among its descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when its parent ends; exit at once if the parent has ended
-    already."""
+    """Have the kernel kill this process when its parent ends; exit at once if the parent has
+    already ended.
+
+    parent: pid of the parent.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

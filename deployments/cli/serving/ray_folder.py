@@ -1,4 +1,4 @@
-"""ray_folder: the folder for the sockets and logs of our own Ray.
+"""ray_folder: the folder for the sockets and logs of the Ray that `manta serve` starts.
 
 Ray's default (TMPDIR/ray) may be too long for a socket's path, or belong to another user.
 """
@@ -11,13 +11,13 @@ from deployments.environment import ray_temporary_folder
 from engine.errors import ConfigError
 from engine.private_folder import temporary_folders, why_unusable
 
-# Bytes of the folder's path: Linux allows 107 for a socket's path, and Ray appends
+# Maximum bytes of the folder's path: Linux allows 107 for a socket's path, and Ray appends
 # /session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.0
 _LONGEST = 107 - 66
 
 
 def ray_folder(parents: Sequence[Path] | None = None) -> Path:
-    """Return Ray's default folder if it is usable, else a folder of this user.
+    """Return Ray's default folder if it is usable, otherwise a folder of this user.
 
     parents: folders to try; None: temporary_folders().
 

@@ -1,4 +1,4 @@
-"""Checks of this machine before a server starts.
+"""START_CHECKS: the checks of this machine before a server starts.
 
 `manta serve` stops at the first fault; `manta doctor` reports all.
 """
@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 class StartCheck(NamedTuple):
     """A check of this machine before a server starts.
 
-    check: returns a description of what was found; raises ConfigError with a suggestion.
+    check: returns a description of the good state; raises ConfigError with a suggestion.
     state: state of a failed check in `manta doctor`.
     own: whether the check applies only if Ray is started here, not if a cluster is joined.
     """

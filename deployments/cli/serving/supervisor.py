@@ -1,7 +1,7 @@
-"""The parent process of `manta serve`, which starts the driver process and supervises it and Ray.
+"""Supervisor: the parent process of `manta serve`, which starts and supervises the driver and Ray.
 
-It starts both again when Ray's node is lost, and leaves no process behind. It never calls Ray, so
-it cannot hang in a call.
+The supervisor starts both again when Ray's node is lost, and ends all their processes in the end.
+It never calls Ray, so it cannot hang in a call.
 
         signal
   start driver -> serving ------> driver stops; remaining processes are killed
@@ -39,12 +39,12 @@ from engine.errors import ConfigError, MantaError
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL = 0.1  # seconds
-# Seconds in which a second signal counts as the first: `timeout` signals its child, then the group.
+# Seconds within which a second signal is not counted: `timeout` signals its child, then the group.
 _SAME = 0.1
 _UNWIND = 2.0  # seconds for a download to remove its partial files
-# Seconds without a report; Serve's controller may be restarting.
+# Seconds without a report after which Ray is lost; Serve's controller may take long to restart.
 _SILENT = 60.0
-# Processes whose end means that the node is lost.
+# Ray's processes whose end means that the node is lost -> their names in messages.
 _NODE = {"raylet": "the raylet", "gcs_server": "the GCS"}
 _HOUR = 3600.0
 
@@ -60,9 +60,10 @@ class ServeError(MantaError):
 
 
 class Signals:
-    """The signals received so far: the first says how to stop, a later one to stop waiting.
+    """The signals received so far: the first says how to stop, a later one to stop at once.
 
     first: number of the first signal; None: none yet.
+    hurry: whether a later signal has come.
     """
 
     def __init__(self) -> None:
@@ -73,8 +74,8 @@ class Signals:
 
     @property
     def exit_code(self) -> int:
-        """The exit code: 0 after SIGTERM, by which a service manager stops us, else 128 plus the
-        signal."""
+        """The exit code: 0 after SIGTERM, by which service managers stop a service, otherwise 128
+        plus the signal's number."""
         return 0 if self.first == signal.SIGTERM else 128 + (self.first or 0)
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
@@ -89,22 +90,22 @@ class Signals:
     def installed(self) -> Iterator[None]:
         before = {number: signal.getsignal(number) for number in _STOPS}
         for number, handler in before.items():
-            # Under nohup SIGHUP stays ignored.
+            # SIGHUP remains ignored if it was, as under nohup.
             if number != signal.SIGHUP or handler != signal.SIG_IGN:
                 signal.signal(number, self.handle)
         try:
             yield
         finally:
-            # After a first stop signal later signals are ignored, so the exit code is that of the
-            # first.
+            # After a stop signal further signals are ignored, so that the first one decides the
+            # exit code.
             for number, handler in before.items():
                 signal.signal(number, handler if self.first is None else signal.SIG_IGN)
 
 
 class DriverProcess:
-    """A driver process and all that it has started: our own Ray, but not a joined one.
+    """A driver process and the processes that it has started: Ray's, unless a cluster was joined.
 
-    serving, has_model, has_ray: whether the driver has sent these messages.
+    serving, has_model, has_ray: whether the driver has sent the message of this name.
     ended: whether the driver has closed its channel.
     """
 
@@ -115,7 +116,7 @@ class DriverProcess:
         self.ended = False
         self._heard = time.monotonic()
         self._rest = b""
-        # Pids of the node's processes by name; 0: not found.
+        # Pids of the processes in _NODE, by name; 0: not found.
         self._node: dict[str, int] = {}
         self._own = cluster.own
         self._mark = mark()
@@ -132,7 +133,7 @@ class DriverProcess:
         theirs.close()
 
     def messages(self, seconds: float) -> list[dict[str, Any]]:
-        """Return the driver's new messages. Waits for one for at most `seconds`."""
+        """Wait for a message of the driver for at most `seconds`, and return all new messages."""
         if self.ended:
             return []
         if self._selector.select(seconds):
@@ -162,7 +163,8 @@ class DriverProcess:
                 self._node = {name: below.get(name, 0) for name in _NODE}
 
     def check(self) -> None:
-        """Raise RayLostError if the driver or Ray's node has ended, or no longer reports."""
+        """Raise RayLostError if the driver or Ray's node has ended, or the driver has not reported
+        for long."""
         if gone := [_NODE[name] for name, pid in self._node.items() if read(pid) is None]:
             raise RayLostError(f"{gone[0]} of Manta's Ray has ended")
         if self.ended:
@@ -171,7 +173,7 @@ class DriverProcess:
             raise RayLostError(f"Ray has not answered for {_SILENT:.0f} s")
 
     def stop(self, drain_seconds: float | None) -> None:
-        """Tell the driver to stop what it started; `ended` becomes true afterwards.
+        """Tell the driver to stop the deployment and Ray; `ended` becomes true afterwards.
 
         drain_seconds: as in `Cluster.close`.
         """
@@ -179,9 +181,9 @@ class DriverProcess:
             self._channel.sendall(json.dumps({"stop": drain_seconds}).encode() + b"\n")
 
     def end(self) -> None:
-        """Kill the driver and the processes that it started.
+        """Kill the driver and the processes that it has started.
 
-        Processes that a joined Ray runs for us are left alone.
+        Processes of a joined cluster are not killed.
         """
         if not self.has_model:
             with contextlib.suppress(ProcessLookupError):
@@ -189,11 +191,11 @@ class DriverProcess:
             deadline = time.monotonic() + _UNWIND
             while read(self.pid) is not None and time.monotonic() < deadline:
                 time.sleep(_POLL / 10)
-        # The driver's zombie is collected last, so that its session number is not reused.
+        # The driver's zombie is collected last, so that the session's number is not used again.
         if not kill(lambda: started_by(self._mark, [self.pid])):
             survivors = ", ".join(f"{pid}" for pid in sorted(started_by(self._mark, [self.pid])))
             err.print(f"these processes do not end: {survivors}", markup=False)
-        # The machine may have no /proc.
+        # Without /proc no process was found, so the driver is killed by its pid.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         # A process whose main thread is a zombie holds its ports until its last thread has ended.
@@ -205,7 +207,11 @@ class DriverProcess:
 
 
 class Supervisor:
-    """The supervisor of one `manta serve`: serves until a signal comes."""
+    """The supervisor of one `manta serve`, which serves until a signal comes.
+
+    serve, close: as in Driver; `serve` also gets the folder of `serving_folder`.
+    once_ready: as in `deployments.cli.serve.run`.
+    """
 
     def __init__(
         self,
@@ -235,7 +241,7 @@ class Supervisor:
                     self._again(lost)
 
     def _again(self, lost: RayLostError) -> None:
-        """Announce a restart; raise `lost` instead if there is to be none."""
+        """Print that the server starts again after a lost Ray; raise `lost` if it does not."""
         times = self._config.limits.restarts
         if not (self._cluster.own and self._served):
             raise lost
@@ -262,14 +268,14 @@ class Supervisor:
             child.end()
             shutil.rmtree(folder, ignore_errors=True)
             if err.is_terminal:
-                # A killed spinner leaves it hidden.
+                # A spinner that was killed has left the cursor hidden.
                 err.show_cursor(True)
 
     def _check(self, child: DriverProcess) -> None:
         try:
             child.check()
         except RayLostError:
-            # A signal to the whole service may have ended Ray before our own arrived.
+            # A signal to all processes of a service may have ended Ray before it arrives here.
             time.sleep(_POLL)
             for message in child.messages(0):
                 self._hear(child, message)
@@ -277,7 +283,7 @@ class Supervisor:
                 raise
 
     def _hear(self, child: DriverProcess, message: dict[str, Any]) -> bool:
-        """Print what the driver reports; return whether serving goes on.
+        """Handle a message of the driver; return whether serving continues.
 
         Raises MantaError for a failed start or a lost Ray.
         """
@@ -308,7 +314,7 @@ class Supervisor:
             self._signals.interrupts = False
 
     def _stop(self, child: DriverProcess) -> int:
-        """Stop the driver, let requests end if the signal allows it, and return the exit code."""
+        """Stop the driver and return the exit code; SIGTERM lets running requests end first."""
         signals, own = self._signals, self._cluster.own
         terminated = signals.first == signal.SIGTERM
         drains = child.serving and (terminated or not own)

@@ -1,4 +1,4 @@
-"""Time limits for calls that may block for ever.
+"""within: a time limit for calls that may block for ever.
 
 Ray's calls wait for a GCS that is gone, and neither a signal nor an exception interrupts them.
 """
@@ -15,9 +15,10 @@ _overdue = False
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the call's result, or raise its exception. Raises TimeoutError after `seconds`.
+    """Run a call in a thread, and return its result or raise its exception.
 
-    An overdue call's thread goes on, so the process must then end by `leave`.
+    Raises TimeoutError after `seconds`. The thread of an overdue call continues, so the process
+    must then end by `leave`.
     """
     global _overdue
     result: list[T] = []
@@ -41,8 +42,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process; skip Ray's exit handlers if one of its calls hangs, as they would hang,
-    too."""
+    """End the process, without exit handlers if a call of `within` hangs, as Ray's handlers would
+    hang, too."""
     if not _overdue:
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
