@@ -95,7 +95,10 @@ def __getattr__(name: str) -> Application:
 
 
 def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConfig:
-    """Return the MantaConfig of a configuration in a form that `build` takes. Raises ConfigError."""
+    """Return the MantaConfig of a configuration in any form that `build` takes.
+
+    Raises ConfigError.
+    """
     if isinstance(config, MantaConfig):
         return config
     if isinstance(config, Mapping):

@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.shards import Entry, read_headers, weight_files
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_WORDS = ("I32", "U8", "I8")  # types that hold packed codes of quantised weights
+_WORDS = ("I32", "U8", "I8")  # safetensors' types of tensors with packed quantised weights
 _SCALES = ("scale", "scale_inv", "scales", "zeros", "zero_point", "g_idx", "absmax", "quant_map")
 
 
@@ -23,12 +23,12 @@ class ModelFacts:
 
     family: config.json's model_type.
     generates: whether the model generates text.
-    quantization: how most weights are stored, as in "Q4_K" or "BF16".
+    quantization: type in which most weights are stored, such as "Q4_K" or "BF16".
     format: format of the weight files.
     size_bytes: total size of the weight files.
     sizes: the network's dimensions under GGUF's names, such as block_count.
-    parameters: function that counts the weights by the files' headers; 0 if unknown. It is slow for
-        many tensors.
+    parameters: returns the number of weights by the files' headers, or 0 if unknown; slow for many
+        tensors.
     """
 
     family: str = ""
@@ -41,7 +41,8 @@ class ModelFacts:
 
 
 def read_facts(folder: Path, config: ModelConfig) -> ModelFacts:
-    """Return the facts of the checkpoint in a folder. Weight headers are read only on demand."""
+    """Return the facts of the checkpoint in a folder. The weight files' headers are read only when
+    `parameters` is called."""
     family = config.record.model_type or config.architecture
     quantized = config.quantized
     sizes = {
@@ -66,7 +67,7 @@ def read_facts(folder: Path, config: ModelConfig) -> ModelFacts:
 
 
 def _precision(kept: Quantized) -> str:
-    """Return the storage type that most matrices have."""
+    """Return the name of the type or quantisation in which most matrices are stored."""
     if kept.method == "gguf":
         types = Counter(kept.types.values())
         return types.most_common(1)[0][0] if types else "F16"
@@ -75,8 +76,11 @@ def _precision(kept: Quantized) -> str:
 
 
 def _count(folder: Path, kept: Quantized | None) -> int:
-    """Count the weights by the files' headers, without scales; 0 if a file is missing or
-    damaged."""
+    """Return the number of weights by the files' headers, without scales; 0 if a file is missing or
+    damaged.
+
+    kept: the checkpoint's quantisation; None: none.
+    """
     try:
         entries = read_headers(folder)
     except ConfigError:

@@ -5,10 +5,11 @@ time and written straight to the safetensors file, so that peak memory is one sl
 nor transformers is imported: SmolLM2-135M takes about 5 s, against 18 s and 1.1 GB through
 transformers.
 
-With `blocks`, matrices keep the file's quantised blocks unchanged (`engine.config.quantized`),
-which the CPU kernels multiply by directly; this takes a quarter of a second.
+With `blocks`, matrices keep the file's quantised blocks unchanged (`engine.config.quantized`), for
+CPU kernels that multiply by blocks; this takes a quarter of a second.
 
-With a tower beside the file (mmproj) the folder is that of a model that sees: `gguf_tower`.
+With a vision tower (mmproj) in the file's folder, the written folder is that of a multimodal model:
+`gguf_tower`.
 
 Supported: the architectures of `engine.architectures.gguf`, the tokenizers of `gguf_tokenizer`, and
 every quantisation that `gguf` knows.
@@ -37,10 +38,10 @@ from engine.config.quantized import GGUF_BLOCKS
 from engine.config_reader import Reader
 from engine.images.settings import PREPROCESSOR
 
-# Tensors whose contents config.json has, or that follow from it.
+# Tensors whose contents config.json has, or from which they follow.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_*.weight", "blk.*.attn_rot_embd")
 _EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")
-# Matrices kept in the activations' type, and those used as lookup tables.
+# Matrices that are always dequantised: those used in the activations' type, and lookup tables.
 _DENSE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd")
 # Dequantised bytes per slice: bounds memory and sets how often progress is reported.
 _SLICE_BYTES = 64 << 20
@@ -58,8 +59,8 @@ def convert(
 
     Weights become bfloat16; a file whose matrices are all float16 or all float32 keeps its type.
 
-    blocks: whether matrices of GGUF_BLOCKS types keep their blocks, one row of bytes per output.
-        config.json then names their types; norms and biases become float32.
+    blocks: whether matrices of GGUF_BLOCKS types keep their quantised blocks, as uint8 tensors
+        [rows, bytes of a row]. config.json then names their types; norms and biases become float32.
     sampling: defaults for generation_config.json, which the file's own defaults override.
 
     Raises ConfigError if the model is not supported, the file is damaged or the disk is too small.
@@ -84,10 +85,9 @@ def convert(
 
 
 def write_outline(source: Path, target: Path) -> None:
-    """Write only what `convert` with blocks would write of headers: config.json, and the settings
-    of pictures.
+    """Write config.json, and the settings of images, as `convert` with blocks would write them.
 
-    Raises ConfigError as `convert` does.
+    Raises the errors of `convert`.
     """
     file = GGUFFile(source)
     special, _ = tokenizer_of(file)
@@ -97,14 +97,18 @@ def write_outline(source: Path, target: Path) -> None:
 
 
 def _described(file: GGUFFile, special: dict[str, Any]) -> "tuple[str, ModelConfig, list[_Piece]]":
-    """Return the dtype of dequantised tensors, the model's configuration, and its tensors."""
+    """Return the dtype of dequantised tensors, the model's configuration, and the folder's tensors.
+
+    special: special token ids by their names in config.json.
+    """
     dtype = _weight_dtype(file)
     model = _model(file, config_of(file, dtype, special, {}))
     return dtype, model, _pieces(file, model)
 
 
 def _types(file: GGUFFile, pieces: "list[_Piece]") -> dict[str, str]:
-    """Return the GGUF type of each matrix that keeps its blocks, by the matrix's name."""
+    """Return {name of a matrix in the folder, without ".weight": its GGUF type} for the matrices
+    that keep their blocks."""
     return {
         piece.ours.removesuffix(".weight"): file.kind(piece.name)
         for piece in pieces
@@ -131,12 +135,13 @@ def _weight_dtype(file: GGUFFile) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tensor of the written folder, and the file's tensor that it comes from.
+    """A tensor of the written folder, and the GGUF file's tensor that it comes from.
 
     ours: the tensor's name in the folder.
-    name: the file's tensor.
-    stem: the file's name without layer and kind, as in "attn_q".
-    at: index along the first axis of a stacked tensor; None: the whole tensor.
+    name: name of the file's tensor.
+    stem: the same name without layer and kind, as in "attn_q".
+    shape: shape of the folder's tensor.
+    at: index along the first axis of the file's tensor, which stacks several; None: all of it.
     """
 
     ours: str
@@ -150,7 +155,7 @@ def _split(name: str) -> tuple[str | None, str, str | None, str]:
     """Split a GGUF tensor name into layer, stem, expert and kind.
 
     "blk.3.attn_q.weight" gives ("3", "attn_q", None, "weight"). Only older files have an expert
-    number. The stem is "" for any other name.
+    number. The stem is "" for a name of another form.
     """
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+?)(?:\.(\d+))?\.(weight|bias)", name)
     return (match[1], match[2], match[3], match[4]) if match else (None, "", None, "")
@@ -190,12 +195,16 @@ def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
 
 
 def _beyond(layer: str | None, model: ModelConfig) -> bool:
-    """Whether a layer comes after the model's own layers, as multi-token prediction layers do."""
+    """Return whether a layer comes after the model's own layers, as those of multi-token prediction
+    do."""
     return layer is not None and int(layer) >= model.num_layers
 
 
 def _check_shape(file: GGUFFile, model: ModelConfig, piece: _Piece, kind: str, count: int) -> None:
-    """Check a tensor's shape against the metadata, where that implies one. Raises ConfigError."""
+    """Check a tensor's shape, where the metadata implies one. Raises ConfigError.
+
+    kind: "weight" or "bias". count: number of tensors that the file's tensor stacks.
+    """
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, mlp, experts = model.hidden_size, model.intermediate_size, model.experts
     rows = {
@@ -244,7 +253,10 @@ def _check_all(
     targets: dict[str, str],
     seen: set[tuple[str, str | None]],
 ) -> None:
-    """Check that every layer has all its tensors. Raises ConfigError."""
+    """Check that every layer has all its tensors. Raises ConfigError.
+
+    targets: result of `Gguf.targets`. seen: (stem, layer) of the file's tensors.
+    """
     sparse = set() if model.experts is None else set(model.experts.layers)
     stems = {stem for stem, _ in seen}
     for target, ours in targets.items():
@@ -267,7 +279,7 @@ def _check_all(
                 raise file.error(f"tensor '{block}{stem}.weight' is missing")
 
 
-# A tied head uses the embedding; some models of a family lack these norms.
+# Tensors that a whole model may lack: a tied output head, and norms that some architectures have.
 _OPTIONAL = ("output", "attn_q_norm", "attn_k_norm", "ffn_norm")
 
 
@@ -277,9 +289,10 @@ _OPTIONAL = ("output", "attn_q_norm", "attn_k_norm", "ffn_norm")
 def _written(
     file: GGUFFile, model: ModelConfig, piece: _Piece, dtype: str, types: dict[str, str]
 ) -> WrittenTensor:
-    """Return the description of a tensor to write.
+    """Return a tensor of the folder with the function that yields its bytes.
 
-    types: GGUF types of the matrices that keep their blocks, by name.
+    dtype: type of dequantised tensors.
+    types: result of `_types`: the matrices that keep their blocks.
     """
     values = _Values(file, model, piece)
     shape = list(piece.shape)
@@ -292,7 +305,7 @@ def _written(
 
 
 class _Values:
-    """The values of one tensor in the folder's row order, read a few rows at a time."""
+    """The values of one tensor, with rows in the folder's order, read a few rows at a time."""
 
     def __init__(self, file: GGUFFile, model: ModelConfig, piece: _Piece) -> None:
         self._file, self._piece = file, piece
@@ -301,7 +314,7 @@ class _Values:
         self.data = data.reshape(1, -1) if data.ndim < len(piece.shape) else data
         ordered: Rows | None = file.layout.rows.get(piece.stem)
         self._order = None if ordered is None else ordered(model)
-        # GGUF files of some architectures store a norm's weight plus one; checkpoints do not.
+        # For some architectures GGUF files store a norm's weight plus one, unlike checkpoints.
         self._less = file.layout.plus_one and piece.name.endswith("norm.weight")
 
     def _slices(self, row_bytes: int) -> Iterator[NDArray[Any]]:
@@ -321,12 +334,12 @@ class _Values:
                 self._file.give_back(self.data)
 
     def raw(self) -> Iterator[bytes | memoryview]:
-        """Yield the file's bytes unchanged."""
+        """Yield the bytes of the tensor's blocks, unchanged."""
         for part in self._slices(self.data.shape[1]):
             yield np.ascontiguousarray(part).data.cast("B")
 
     def unpacked(self, dtype: str) -> Iterator[bytes | memoryview]:
-        """Yield the dequantised values in `dtype`."""
+        """Yield the bytes of the dequantised values in `dtype`."""
         vector = len(self._piece.shape) == 1
         parts = iter([self.data]) if vector else self._slices(4 * self._piece.shape[1])
         for part in parts:
@@ -339,7 +352,7 @@ class _Values:
 
 
 def _write_config(config: dict[str, Any], tower: TowerFile | None, target: Path) -> None:
-    """Write a text model's config.json, or with a tower that of the model that sees."""
+    """Write config.json of a text model or, with a tower, of a multimodal model."""
     if tower is not None:
         config = tower.around(config)
         _write_json(target / PREPROCESSOR, tower.settings())

@@ -17,7 +17,7 @@ def config_of(
 
     dtype: dtype of the dequantised weights.
     special: special token ids, such as eos_token_id.
-    types: GGUF type of each matrix that keeps its blocks, by the matrix's name.
+    types: {name of a matrix that keeps its blocks: its GGUF type}.
     """
     layout = file.layout
     hidden, heads = int(file.need("embedding_length")), int(file.need("attention.head_count"))
@@ -55,9 +55,10 @@ def config_of(
 
 
 def _attention_bias(file: GGUFFile) -> bool:
-    """Whether queries, keys and values have a bias.
+    """Return the value of config.json's `attention_bias`: whether queries, keys and values have a
+    bias.
 
-    Architectures with a separate `qkv_bias` switch mean the bias of the output projection here.
+    For architectures with a separate `qkv_bias` it is whether the output projection has one.
     """
     if "qkv_bias" in file.record.switches:
         return file.has("blk.0.attn_output.bias")
@@ -68,7 +69,7 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """Return rope_parameters with llama.cpp's defaults. Raises ConfigError for an unknown
     scaling."""
     read: dict[str, Any] = {"rope_theta": file.own("rope.freq_base", 10000.0)}
-    # Older files have only the factor.
+    # Older files have the scaling factor alone, which means linear scaling.
     kind = file.own("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise file.error(f"rope scaling {kind!r} is not supported")
@@ -99,7 +100,7 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
             "mscale": log_multiplier and 1.0,
             "mscale_all_dim": log_multiplier,
         }
-        if attention != 1:  # on top of yarn's own factor
+        if attention != 1:  # a factor in addition to yarn's own
             _refuse_scaling(file, yarn_log_multiplier=log_multiplier)
             own = read["attention_factor"] or 1 + 0.1 * math.log(max(1.0, factor))
             read["attention_factor"] = own * attention
@@ -113,12 +114,12 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
 
 
 def _factor(file: GGUFFile) -> float:
-    """Return the factor by which positions are scaled; the file's 0 means 1."""
+    """Return the factor by which positions are scaled; a 0 in the file stands for 1."""
     return float(file.own("rope.scaling.factor", file.own("rope.scale_linear", 0.0)) or 1.0)
 
 
 def _extrapolates(file: GGUFFile) -> bool:
-    """Whether yarn leaves the high frequencies unscaled; otherwise it is linear scaling."""
+    """Return whether yarn leaves the high frequencies unscaled; if not, it is linear scaling."""
     share = file.own("rope.scaling.yarn_ext_factor", -1.0)  # negative: not set
     if share > 0 and share != 1:
         raise file.error(f"rope.scaling.yarn_ext_factor {share} is not supported, only 0 and 1")
@@ -126,7 +127,10 @@ def _extrapolates(file: GGUFFile) -> bool:
 
 
 def _refuse_scaling(file: GGUFFile, **values: float | None) -> None:
-    """Refuse a rope.scaling value that would change the output but is not implemented."""
+    """Raise ConfigError for a rope.scaling value that would change the output but is not supported.
+
+    values: {key under rope.scaling: its value}.
+    """
     for key, value in values.items():
         if value not in (None, 0, 1):
             raise file.error(
@@ -136,10 +140,10 @@ def _refuse_scaling(file: GGUFFile, **values: float | None) -> None:
 
 
 def _llama3(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:
-    """Return Llama 3.1's rope_parameters from the file's divisors, one per frequency.
+    """Return Llama 3.1's rope_parameters from the file's rope_freqs, a divisor for each frequency.
 
-    Meta's models share the two band limits, so the largest divisor is the factor. Raises
-    ConfigError if the divisors do not follow from these.
+    Meta's models all have the same low and high frequency factors, so the largest divisor is the
+    scaling factor. Raises ConfigError if the other divisors do not follow from these numbers.
     """
     divisors = np.asarray(file.data("rope_freqs.weight"), dtype=np.float32).ravel()
     factor = float(divisors.max())

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine.architectures import ARCHITECTURES, GGUFS, Architecture, Gguf
 from engine.errors import ConfigError
 
-TOWER = "clip"  # general.architecture of files with towers
+TOWER = "clip"  # general.architecture of files with vision towers
 _NAMES = tuple(dict.fromkeys(layout.name for layout in GGUFS))
 
 
@@ -22,7 +22,7 @@ class GGUFContainer:
     """An open GGUF file of any kind. Raises ConfigError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
-        # Imported here, as it takes 0.3 s that `manta --help` should not wait for.
+        # Imported here, as the import takes 0.3 s, for which `manta --help` should not wait.
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
         from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 
@@ -110,9 +110,9 @@ class GGUFContainer:
     def own(self, key: str, default: Any = None) -> Any:
         """Return the metadata value of a key under the architecture's prefix.
 
-        A list with one equal number per layer becomes that number. A float32 becomes the shortest
-        decimal nearest to it, as in the checkpoint's config.json. Raises ConfigError if layers
-        differ.
+        A list of one integer per layer becomes that integer; ConfigError is raised if the layers
+        differ. A float32 becomes the shortest decimal that rounds to it, as in config.json of the
+        checkpoint.
         """
         value = self.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list) and value and type(value[0]) is int:
@@ -159,10 +159,10 @@ class GGUFContainer:
         return self._tensors[tensor].data
 
     def give_back(self, data: NDArray[Any]) -> None:
-        """Release the mapped memory of an array from `data`, or of rows of it; later reads load it
-        again.
+        """Release the mapped memory of an array that `data` returned, or of its rows; later reads
+        load them again.
 
-        Does nothing where the system has no madvise.
+        Does nothing if the system has no madvise.
         """
         whole: Any = self._reader.data
         begin = data.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
@@ -172,7 +172,10 @@ class GGUFContainer:
             whole.base.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def unpacked(self, tensor: str, data: NDArray[Any]) -> NDArray[np.float32]:
-        """Dequantise rows of a tensor. Raises ConfigError if a value is not finite."""
+        """Return dequantised rows of a tensor. Raises ConfigError if a value is not finite.
+
+        data: the rows as stored, from `data`.
+        """
         from gguf.quants import dequantize
 
         values = dequantize(data, self._tensors[tensor].tensor_type)
@@ -213,12 +216,13 @@ class GGUFFile(GGUFContainer):
 
 
 def _strings(data: NDArray[Any], start: int, count: int, order: str) -> tuple[list[str], int]:
-    """Return `count` strings, each preceded by its length in 8 bytes, and the offset of their end.
+    """Return `count` strings, each stored after its length in 8 bytes, and the offset of their end.
 
+    data: bytes of the file. start: offset of the first length.
     order: byte order of the lengths, in the notation of struct.
     """
     length, items = struct.Struct(f"{order}Q"), []
-    # Each index into the array would make another array.
+    # A memoryview is used, as each index into the array would create another array.
     with data.data as view:
         for _ in range(count):
             end = start + 8 + length.unpack_from(view, start)[0]

@@ -1,7 +1,7 @@
 """Conversion of a GGUF file's tokenizer to tokenizer.json of the `tokenizers` library.
 
-Two kinds are supported: byte-level BPE, whose pre-tokenizer the file names, and SentencePiece's
-BPE, whose merges follow from the scores of its pieces.
+Two kinds of tokenizers are supported: byte-level BPE, whose pre-tokenizer the file names, and
+SentencePiece's BPE, whose merges follow from the scores of its pieces.
 """
 
 from dataclasses import dataclass
@@ -22,15 +22,18 @@ from deployments.checkpoints.tokenizer_files.tokenizer_json import (
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
 
-# Patterns of the models' own tokenizer.json.
+# Parts of the patterns in the models' own tokenizer.json: upper-case and lower-case letters.
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(ending: str, digits: str) -> str:
-    """Return a pattern of words that end before an upper-case letter that follows a lower-case
-    one."""
+    """Return a regular expression for words that are cut between a lower-case and an upper-case
+    letter.
+
+    ending: pattern of a word's ending, such as 's. digits: pattern of numbers.
+    """
     return (
         rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{ending}"
         rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{ending}|{digits}|{_REST}"
@@ -39,9 +42,9 @@ def _cased(ending: str, digits: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """The pre-tokenizer: how a text is split before the BPE merges.
+    """The rules of a pre-tokenizer, by which a text is split before the BPE merges.
 
-    pattern: regular expression of words; None is GPT-2's, which the byte-level step includes.
+    pattern: regular expression of words; None: GPT-2's, which the byte-level step includes.
     digits: whether each digit is split off first.
     nfc: whether the text is normalised to NFC first.
     whole: whether a word that is in the vocabulary skips the merges.
@@ -101,7 +104,8 @@ def tokenizer_of(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
-    """Return the tokens and their types. Raises ConfigError if the embedding has too few rows."""
+    """Return the texts of the tokens, by id, and their types. Raises ConfigError if the embedding
+    has too few rows."""
     tokens = [str(token) for token in file.get("tokenizer.ggml.tokens") or []]
     kinds = [int(kind) for kind in file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)]
     if not tokens or len(kinds) != len(tokens):
@@ -140,7 +144,7 @@ def _byte_level(file: GGUFFile, split: _Split) -> dict[str, Any]:
 def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
     """Return tokenizer.json of a SentencePiece BPE tokenizer.
 
-    A character that is not in the vocabulary becomes its bytes' tokens.
+    A character that is not in the vocabulary becomes the tokens of its UTF-8 bytes.
     """
     tokens, kinds = _tokens(file)
     scores = [float(score) for score in file.get("tokenizer.ggml.scores") or []]
@@ -170,9 +174,10 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
 
 
 def _post_processor(file: GGUFFile, tokens: list[str], default: bool) -> dict[str, Any] | None:
-    """Return the step that adds the beginning-of-sequence token; None if none is to be added.
+    """Return tokenizer.json's post-processor that adds the beginning-of-sequence token; None if the
+    token is not added.
 
-    default: whether to add the token where the file does not say.
+    default: whether to add the token if the file does not say.
     """
     bos = file.get("tokenizer.ggml.bos_token_id")
     if not file.get("tokenizer.ggml.add_bos_token", default) or bos is None:
@@ -196,7 +201,7 @@ def _special_ids(file: GGUFFile) -> dict[str, Any]:
                 raise file.error(f"tokenizer.ggml.{theirs}_token_id is {value} of {count} tokens")
             ids[ours] = int(value)
     ends = [ids.pop(name) for name in ("eot", "eom") if name in ids]
-    if ends:  # ends of a turn, and of a message with tool calls
+    if ends:  # tokens that end a turn, or a message with tool calls
         first = [ids["eos_token_id"]] if "eos_token_id" in ids else []
         ends = list(dict.fromkeys([*first, *ends]))
         ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]

@@ -1,4 +1,4 @@
-"""TowerFile: the tower of a model that sees, which llama.cpp keeps in a GGUF file of its own."""
+"""TowerFile: the vision tower of a multimodal model, in the GGUF file that llama.cpp has for it."""
 
 import logging
 import re
@@ -19,25 +19,25 @@ logger = logging.getLogger("manta.checkpoints")
 
 _LAYER = re.compile(r"v\.(blk|deepstack)\.(\d+)\.")
 _BLOCK = "v.blk.{i}."
-# Other types become bfloat16.
+# GGUF types of tower tensors that keep their type; others become bfloat16.
 _KEPT = {"F32": "float32", "F16": "float16"}
-# Keys of the text model's config.json that hold for the whole model, and stand outside.
+# Keys of the text model's config.json that move to the top level, outside text_config.
 _OUTSIDE = ("dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", KEY)
 
 
 def towers_of(model: Path) -> list[Path]:
-    """Return the files with towers in the folder of a model's file, by their names."""
+    """Return the GGUF files with vision towers in the folder of a model's file, sorted by name."""
     files = sorted(model.parent.glob("*.gguf"))
     return [file for file in files if file != model and is_tower(file)]
 
 
 def is_tower(file: Path) -> bool:
-    """Whether a GGUF file has a tower, by its name."""
+    """Return whether a GGUF file has a vision tower, by the file's name."""
     return "mmproj" in file.name.lower()
 
 
 def tower_beside(model: GGUFFile) -> "TowerFile | None":
-    """Return the tower in the folder of a model's file; None if the model takes text alone.
+    """Return the vision tower in the folder of a model's file; None if the model takes text only.
 
     Of several towers that fit, the largest file is returned. A tower with an unsupported projector
     is ignored, as is the tower of another model in a folder of several models.
@@ -61,10 +61,10 @@ def tower_beside(model: GGUFFile) -> "TowerFile | None":
 
 
 class TowerFile(GGUFContainer):
-    """An open GGUF file with a tower, in the folder of a text model.
+    """An open GGUF file with a vision tower, in the folder of a text model.
 
-    projector: the sort of the tower, as the file names it.
-    supported: whether it is one that the table of projectors has.
+    projector: type of the tower's projector, as the file names it.
+    supported: whether MMPROJS has this type of projector.
     """
 
     def __init__(self, path: Path, model: GGUFFile) -> None:
@@ -76,13 +76,16 @@ class TowerFile(GGUFContainer):
 
     @property
     def layout(self) -> Mmproj:
-        """The entry of a supported projector, for the text model's architecture if there is one."""
+        """The entry of MMPROJS for the tower, which must be supported.
+
+        The entry for the text model's architecture comes first, if there is one.
+        """
         layouts = [layout for layout in self._layouts if layout.when(self)]
         mine = (layout for layout in layouts if self._model.architecture in layout.text)
         return next(mine, layouts[0])
 
     def misfit(self) -> str:
-        """Say why the tower is not that of the text model; "" if it is."""
+        """Return why the tower cannot belong to the text model; "" if it can."""
         layout, model = self.layout, self._model
         if model.architecture not in layout.text:
             texts = dict.fromkeys(text for layout in self._layouts for text in layout.text)
@@ -105,9 +108,7 @@ class TowerFile(GGUFContainer):
     # ---- Settings
 
     def around(self, text: dict[str, Any]) -> dict[str, Any]:
-        """Return the config.json of the model with images. text: the config.json of its text
-        model.
-        """
+        """Return config.json of the multimodal model. text: config.json of its text model."""
         layout = self.layout
         outside = {key: text[key] for key in _OUTSIDE if key in text}
         inner = {key: value for key, value in text.items() if key not in outside}
@@ -137,28 +138,30 @@ class TowerFile(GGUFContainer):
         return [float(str(np.float32(value))) for value in self.need(key)]
 
     def _token(self, texts: tuple[str, ...]) -> int | None:
-        """Return the id of the first text that is a token; None if none is."""
+        """Return the id of the first of several texts that is a token of the model; None if none
+        is."""
         tokens = self._model.get("tokenizer.ggml.tokens") or []
         return next((tokens.index(text) for text in texts if text in tokens), None)
 
     # ---- Tensors
 
     def tensors(self) -> list[WrittenTensor]:
-        """Return the tower's tensors with the folder's names, each in 16 bits or as it is stored.
+        """Return the tower's tensors for the folder, in float32 or float16 if they are stored so,
+        otherwise in bfloat16.
 
         Raises ConfigError for an extra or a missing tensor.
         """
         return [self._written(name, sources) for name, sources in self._sources().items()]
 
     def _sources(self) -> dict[str, list[str]]:
-        """Return the folder's name of each tensor -> the file's tensors that it is put together of.
+        """Return {name of a tensor in the folder: names of the file's tensors that it consists of}.
 
-        Raises ConfigError as `tensors` does.
+        Raises the errors of `tensors`.
         """
         layout, table = self.layout, self.layout.tensors
         levels, order = layout.levels(self), list(table)
         pieces: dict[str, list[tuple[int, str]]] = {}
-        # Older files have them the other way round.
+        # Older files have the names ffn_up and ffn_down the other way round.
         right = self.shape("v.blk.0.ffn_down.weight")[0] == self.need("vision.embedding_length")
         halves = ("up", "down") if right else ("down", "up")
         swapped = {"up": f"ffn_{halves[0]}", "down": f"ffn_{halves[1]}"}
@@ -184,7 +187,10 @@ class TowerFile(GGUFContainer):
         return sources
 
     def _check_all(self, sources: dict[str, list[str]], levels: list[int]) -> None:
-        """Check that no tensor is missing. Raises ConfigError."""
+        """Check that no tensor is missing. Raises ConfigError.
+
+        sources: as in `_sources`. levels: layers whose outputs also go to the text model.
+        """
         layers = range(int(self.need("vision.block_count")))
         fused = self.has("v.blk.0.attn_qkv.weight")
         absent = {f"{_BLOCK}attn_{part}" for part in (("q", "k", "v") if fused else ("qkv",))}
@@ -217,8 +223,8 @@ class TowerFile(GGUFContainer):
         return WrittenTensor.of(target, dtype, shape, data)
 
     def _values(self, name: str) -> NDArray[np.float32]:
-        """Return a tensor's values as a model folder has them: GGUF's changes of their order and of
-        norms undone.
+        """Return the values of a file's tensor as in a model folder: without GGUF's changes of row
+        order and of norms.
         """
         layout, data = self.layout, self.data(name)
         values = self.unpacked(name, data).reshape(self.shape(name))

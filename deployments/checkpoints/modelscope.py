@@ -33,8 +33,8 @@ class _File(NamedTuple):
 class ModelScopeModel:
     """A model on ModelScope at a revision.
 
-    name: owner/name. revision: a branch, tag or commit; None stands for master.
-    cache: the folder of models.
+    name: owner/name. revision: a branch, tag or commit; None: master.
+    cache: folder of our cached models.
     """
 
     def __init__(self, name: str, revision: str | None, cache: Path) -> None:
@@ -44,7 +44,7 @@ class ModelScopeModel:
         self._files = self._list()
 
     def fetch(self, patterns: Sequence[str]) -> Path:
-        """Download the files that match a pattern, and return the folder of the model.
+        """Download the files that match one of the patterns, and return the folder of the model.
 
         Raises ConfigError.
         """
@@ -77,7 +77,7 @@ class ModelScopeModel:
         return sorted(files)
 
     def _blob(self, file: _File) -> Path:
-        """Return the file of the cache that has these contents, downloaded if it is not there."""
+        """Return the cached file with the SHA-256 of a listed file, downloaded if it is missing."""
         blobs = self._folder / "blobs"
         target = blobs / file.sha256
         if target.exists():
@@ -106,7 +106,7 @@ class ModelScopeModel:
                 raise self._unusable(error) from error
 
     def _open(self, route: str, **parameters: str) -> Any:
-        """Return the response to a request, to be read and closed. Raises ConfigError."""
+        """Send a GET request, and return the open response. Raises ConfigError."""
         url = f"{self._endpoint}/api/v1/models/{self._name}{route}?{urlencode(parameters)}"
         try:
             return urlopen(url, timeout=_TIMEOUT_S)

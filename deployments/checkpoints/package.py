@@ -18,7 +18,10 @@ _UV = ["--no-deps", "--only-binary", ":all:", "--target"]
 
 @dataclass(frozen=True, slots=True)
 class PackageInstaller:
-    """A program that can download a package. command: argv, before a folder and a requirement."""
+    """A program that can download a package.
+
+    command: its argv, to which the target folder and the requirement are appended.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -27,7 +30,7 @@ class PackageInstaller:
 def installers() -> list[PackageInstaller]:
     """Return all installers of this machine, the preferred one first.
 
-    An environment made by uv has no pip; the wheel that ensurepip bundles runs without
+    An environment of uv has no pip, but the wheel of pip that ensurepip bundles runs without
     installation.
     """
     installers = []
@@ -60,9 +63,11 @@ def fetch_package(
     folder: Path,
     find: Callable[[], list[PackageInstaller]] = installers,
 ) -> Path:
-    """Return a folder with the package's files. The installers' output goes to stderr.
+    """Download a package, and return a folder with its files. The installers' output is on stderr.
 
-    Raises ConfigError if there is no installer, or with the reason why each failed.
+    requirement: as for pip. folder: an empty folder. find: returns the installers to try.
+
+    Raises ConfigError if there is no installer, or with the reason why each has failed.
     """
     path = find()
     if not path:

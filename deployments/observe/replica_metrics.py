@@ -1,4 +1,4 @@
-"""REPLICA_METRICS: the metrics of a replica, each with a function that reads it from EngineStats."""
+"""REPLICA_METRICS: the metrics of a replica, each with its function that reads EngineStats."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Conversion of the tokenizer files of published models that have no tokenizer.json."""
+"""Conversion of tokenizer files to tokenizer.json, for published models that have none."""

@@ -1,4 +1,4 @@
-"""Converted: a tokenizer out of another format than tokenizer.json."""
+"""Converted: a tokenizer that was converted to tokenizer.json from another format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ class Converted:
     """A tokenizer in the form of the `tokenizers` library.
 
     tokenizer: the contents of tokenizer.json.
-    special: texts of special tokens by their names in tokenizer_config.json.
+    special: {name in tokenizer_config.json: text} of the special tokens.
     """
 
     tokenizer: Mapping[str, Any]

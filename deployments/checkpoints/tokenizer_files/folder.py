@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 class TokenizerFolder:
     """A model folder whose tokenizer is to be converted.
 
-    Properties raise ConfigError (param model) that names a file that cannot be read.
+    Properties raise ConfigError (param model), with the name of the file, if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class TokenizerFolder:
             raise self.error(name, error.strerror or error) from None
 
     def error(self, name: str, reason: object) -> ConfigError:
-        """Return the error about a file of the tokenizer that is damaged or not as expected."""
+        """Return the ConfigError about a tokenizer file that is damaged or not as expected."""
         return ConfigError(
             f"{self.path / name} cannot be converted to tokenizer.json: {reason}; "
             "download it again, or save the model with a fast tokenizer",
@@ -66,13 +66,13 @@ class TokenizerFolder:
 
     @cached_property
     def tokenizer_class(self) -> str:
-        """The Python class that the model names, without a suffix Fast; "" if it names none."""
+        """The tokenizer_class of the model, without the suffix Fast; "" if it names none."""
         name = self.settings.get("tokenizer_class") or ""
         return str(name).removesuffix("Fast")
 
     @cached_property
     def added(self) -> dict[int, tuple[str, bool]]:
-        """The tokens beside the vocabulary file: id -> (content, whether it is special)."""
+        """The tokens in addition to the vocabulary file: {id: (text, whether it is special)}."""
         added: dict[int, tuple[str, bool]] = {}
         try:
             for content, index in self.json("added_tokens.json").items():

@@ -1,6 +1,7 @@
-"""Recognises the tokenizer files of a model folder that has no tokenizer.json, and converts them.
+"""recognised, write_tokenizer: recognise and convert tokenizer files of folders without a
+tokenizer.json.
 
-No code of the folder is run: its files say which of our conversions reads them.
+No code of the folder is run: its files decide which of our conversions reads them.
 """
 
 import json
@@ -39,8 +40,9 @@ class Format:
     """A format of tokenizer files.
 
     files: names of the files that have the vocabulary.
-    classes: Python classes whose rules the conversion knows; None: the files say everything.
-    family: name of the record of its chat template, unless it is the class.
+    classes: Python classes whose rules the conversion knows; None: the files have all rules.
+    convert: converts the files of a folder.
+    family: key of the chat template in `templates._RECORDS`; "": the class of the tokenizer.
     """
 
     files: tuple[str, ...]
@@ -60,9 +62,9 @@ _MERGES = Format((merges.VOCAB, merges.MERGES), frozenset(merges.CLASSES), merge
 
 
 def recognised(path: Path) -> Format | None:
-    """Return the format of a folder's tokenizer files, in milliseconds; None: it has none of them.
+    """Return the format of a folder's tokenizer files, in milliseconds; None: no known format.
 
-    Raises ConfigError (param model) for files whose rules are in code that is not run.
+    Raises ConfigError (param model) for files with rules in a Python class that is not known.
     """
     folder = TokenizerFolder(path)
     form = _format(folder)
@@ -88,11 +90,11 @@ def _format(folder: TokenizerFolder) -> Format | None:
 
 
 def write_tokenizer(path: Path, known: Format, target: Path) -> None:
-    """Write tokenizer.json of a model folder, and the files beside it, into the folder `target`.
+    """Convert the tokenizer of a model folder, and write its files into the folder `target`.
 
-    Beside it are tokenizer_config.json, generation_config.json with the tokens that end an answer,
-    and the chat template on record for a model without one. Publishers' templates do not say which
-    tokens end an answer: those of the template on record do beside them too.
+    The files are tokenizer.json, tokenizer_config.json, generation_config.json with the tokens that
+    end an answer, and the known chat template of a model without one. A publisher's own template
+    does not say which tokens end an answer, so the tokens of the known template are used, too.
     Raises ConfigError for damaged files.
     """
     folder = TokenizerFolder(path)
@@ -122,9 +124,10 @@ def write_tokenizer(path: Path, known: Format, target: Path) -> None:
 def _as_converted(
     declared: Mapping[str, Mapping[str, Any]], tokenizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return tokenizer_config.json's added tokens with the flags of the converted ones.
+    """Return the added_tokens_decoder of tokenizer_config.json with the flags of tokenizer.json.
 
-    Python classes read `special` for decoding alone and look at no `normalized` or `single_word`.
+    The models' Python classes use `special` for decoding only, and ignore `normalized` and
+    `single_word`, so the declared flags may be wrong.
     """
     flags = {
         str(token["id"]): {name: token[name] for name in ("normalized", "single_word", "special")}
@@ -136,7 +139,8 @@ def _as_converted(
 def _with_ends(
     folder: TokenizerFolder, template: KnownTemplate, tokenizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return generation_config.json in which the template's ends end an answer as well."""
+    """Return generation_config.json with the tokens that end an answer in the chat template as
+    further values of eos_token_id."""
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     ends: list[int] = []
     for settings in (folder.generation, folder.config):

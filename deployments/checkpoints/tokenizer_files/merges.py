@@ -18,10 +18,11 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """The rules of a Python class of tokenizers beside its merges.
+    """The rules of a Python tokenizer class, besides its merges.
 
-    pattern: regular expression of words; None is GPT-2's.
-    special: text of the special tokens that tokenizer_config.json does not name.
+    pattern: regular expression of words; None: GPT-2's.
+    nfc: whether texts are normalised to NFC first.
+    special: text of those special tokens that tokenizer_config.json does not name.
     """
 
     pattern: str | None = None
@@ -40,7 +41,8 @@ CLASSES = {
 
 
 def convert(folder: TokenizerFolder) -> Converted:
-    """Convert the two files. Raises ConfigError for a line that is no merge of two tokens."""
+    """Convert vocab.json and merges.txt of a folder. Raises ConfigError for a line that is no merge
+    of two tokens."""
     rules = CLASSES[folder.tokenizer_class]
     vocab = folder.json(VOCAB)
     if {value for value in vocab.values() if isinstance(value, int)} != set(range(len(vocab))):

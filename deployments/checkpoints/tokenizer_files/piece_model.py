@@ -1,6 +1,6 @@
 """PieceModel: the contents of a SentencePiece model file, without the sentencepiece package.
 
-The file is a protocol buffer, sentencepiece_model.proto. Its numbers of fields are stable.
+The file is a protocol buffer of sentencepiece_model.proto, whose field numbers are stable.
 """
 
 import struct
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of pieces
-# Type of models with merges; 1 is Unigram's.
+# Number of the model type BPE; 1 is Unigram.
 BPE = 2
 
 
@@ -17,12 +17,12 @@ class PieceModel:
     """A SentencePiece model.
 
     tokens, scores, kinds: texts, scores and types of the pieces, by id.
-    kind: number of the model's type, see BPE.
+    kind: number of the model's type; see the constant BPE.
     ids: ids of bos, eos, pad and unk; -1 where the model has none.
     charsmap: the compiled character map; empty if texts are not normalised.
     prefix: whether each text gets a space before it.
     collapse: whether spaces at the ends are dropped, and runs of spaces become one.
-    suffix: whether words end with their space instead of beginning with it.
+    suffix: whether a space belongs to the word before it instead of the word after it.
     """
 
     tokens: list[str]
@@ -79,7 +79,7 @@ def _message(value: int | bytes) -> bytes:
 
 
 def _number(message: dict[int, int | bytes], field: int, default: int) -> int:
-    """Return an int32 of a message, of which -1 is written with 64 bits."""
+    """Return an int32 field of a message; negative numbers are encoded as 64-bit integers."""
     value = message.get(field, default)
     if isinstance(value, bytes):
         raise ValueError("a field has another type than SentencePiece's")
@@ -87,7 +87,7 @@ def _number(message: dict[int, int | bytes], field: int, default: int) -> int:
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of a protocol buffer's fields; fixed-size numbers are bytes."""
+    """Yield (field number, value) of a protocol buffer message; varints as int, others as bytes."""
     at = 0
     while at < len(content):
         key, at = _varint(content, at)

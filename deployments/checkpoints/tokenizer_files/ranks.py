@@ -1,9 +1,9 @@
 """Conversion of tiktoken's ranks: Qwen 1, GLM-4 and Kimi, and Mistral's tekken.json.
 
-tiktoken joins the two neighbours whose joined bytes have the lowest rank. A token is always joined
-out of the same two parts, those that its own bytes end in before the last step, because no merge
-crosses a token's ends. So each rank gives one merge, and the merges in order of their ranks are
-tiktoken's.
+tiktoken always joins the two neighbours whose joined bytes have the lowest rank. A token always
+results from the same two parts: the parts that remain before the last join when its bytes alone are
+tokenised, because no merge crosses a token's ends. So each rank gives one merge, and the merges in
+order of their ranks are tiktoken's.
 """
 
 import base64
@@ -48,7 +48,7 @@ _GLM_TOKENS = (
     "<|end_of_video|>",
 )
 _KIMI_RESERVED = 256
-# Files up to version 7 do not list them.
+# The special tokens of tekken.json up to version 7, which does not list them.
 _OLD_TEKKEN_TOKENS = (
     "<unk>",
     "<s>",
@@ -71,7 +71,7 @@ _OLD_TEKKEN_TOKENS = (
     "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )
-# Kimi's words: Chinese characters apart, others cut before upper-case letters.
+# Kimi's words: runs of Chinese characters; other words are cut before upper-case letters.
 _HAN = r"\p{Han}"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _START, _END = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -92,7 +92,7 @@ _CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 
 
 def is_ranks(content: bytes) -> bool:
-    """Whether a file begins like tiktoken's: a line of a token in base64 and its rank."""
+    """Return whether a file begins as one of tiktoken: a line with a token in base64 and a rank."""
     line = content[:1024].split(b"\n", 1)[0].split()
     if len(line) != 2 or not line[1].isdigit():
         return False
@@ -124,7 +124,7 @@ def convert_glm(folder: TokenizerFolder) -> Converted:
 
 
 def convert_kimi(folder: TokenizerFolder) -> Converted:
-    """Convert Kimi's tiktoken.model, whose free ids have names as well."""
+    """Convert Kimi's tiktoken.model; ids without a token get names of reserved tokens."""
     ranks = _ranks(folder, KIMI)
     special = {
         index: (f"<|reserved_token_{index}|>", True)
@@ -162,7 +162,7 @@ def convert_tekken(folder: TokenizerFolder) -> Converted:
 
 
 def _ranks(folder: TokenizerFolder, name: str) -> dict[bytes, int]:
-    """Read a file of lines "base64 rank"."""
+    """Return {token's bytes: rank} of a file whose lines are a token in base64 and its rank."""
     ranks: dict[bytes, int] = {}
     try:
         for line in folder.bytes(name).splitlines():
@@ -190,8 +190,12 @@ def _converted(
 ) -> Converted:
     """Return the tokenizer of tiktoken's ranks.
 
+    ranks: {token's bytes: rank}. pattern: regular expression of words.
+    special: {id: (text, whether decoding leaves it out)} of further tokens.
+    nfc: whether texts are normalised to NFC first.
     first_id: id of rank 0.
     before: tokens that begin each text.
+    named: `Converted.special`.
     """
     texts = {token: "".join(_CHARS[byte] for byte in token) for token in ranks}
     vocab: dict[str, int] = {texts[token]: rank + first_id for token, rank in ranks.items()}
@@ -200,7 +204,7 @@ def _converted(
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = _parts(ranks, token, rank)
         if len(parts) == 2:
-            # Other tokens are bytes, or found as whole words only.
+            # Other tokens are single bytes, or are matched as whole words only.
             merges.append([texts[part] for part in parts])
     parts_of_text: dict[str, Any] = byte_level(pattern, nfc=nfc)
     parts_of_text["post_processor"] = around([(text, vocab[text]) for text in before])
@@ -216,7 +220,8 @@ def _converted(
 
 
 def _parts(ranks: Mapping[bytes, int], token: bytes, limit: int) -> list[bytes]:
-    """Return the parts that a token's bytes are merged to by ranks below its own."""
+    """Return the parts of a token before its last merge: its bytes, merged by ranks below `limit`,
+    its own rank."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
         best, place = limit, -1

@@ -26,7 +26,8 @@ from deployments.checkpoints.tokenizer_files.tokenizer_json import (
 )
 
 FILE = "tokenizer.model"
-# Classes whose Python code gives sentencepiece the text between special tokens, and may add a BOS.
+# Classes whose Python code passes the text between special tokens to sentencepiece unchanged, and
+# may add a BOS token.
 _PLAIN = frozenset(
     {
         "",
@@ -40,7 +41,7 @@ _PLAIN = frozenset(
         "YiTokenizer",
     }
 )
-# ChatGLM's class numbers these after the pieces, and begins each text with two of them.
+# ChatGLM's class, whose special tokens get ids after the pieces; two of them begin each text.
 _GLM = "ChatGLMTokenizer"
 _GLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
@@ -54,7 +55,7 @@ _BYTE_AS_TEXT = r"\A<(?=0x[0-9A-F]{2}>\z)"
 
 @dataclass
 class _Vocabulary:
-    """The texts of all ids, and the tokens that are matched before the model."""
+    """The texts of all tokens by id, and the tokens that are matched before the model runs."""
 
     texts: dict[int, str]
     added: dict[int, bool]  # id -> whether it is special
@@ -65,7 +66,7 @@ class _Vocabulary:
 
 
 def convert(folder: TokenizerFolder) -> Converted:
-    """Convert tokenizer.model. Raises ConfigError that names what is not supported."""
+    """Convert tokenizer.model of a folder. Raises ConfigError for what is not supported."""
     try:
         model = PieceModel.parse(folder.bytes(FILE))
     except (ValueError, KeyError) as error:
@@ -101,7 +102,7 @@ def _vocabulary(folder: TokenizerFolder, model: PieceModel, glm: bool) -> _Vocab
     for index, (text, special) in folder.added.items():
         # Published files of ChatGLM 3 declare roles as ordinary tokens.
         vocabulary.place(index, text, special or vocabulary.added.get(index, False))
-    for name in ("user_token_id", "assistant_token_id"):  # Baichuan's turns begin with these
+    for name in ("user_token_id", "assistant_token_id"):  # Baichuan's tokens before turns
         turn = folder.generation.get(name)
         if isinstance(turn, int) and turn in vocabulary.texts:
             vocabulary.added[turn] = True
@@ -127,7 +128,7 @@ def _added_around(
 
 
 def _parts(folder: TokenizerFolder, model: PieceModel) -> dict[str, Any]:
-    """Return normalizer, pre-tokenizer and decoder."""
+    """Return the normalizer, pre_tokenizer and decoder of tokenizer.json, by these names."""
     before: list[dict[str, Any]] = []
     if model.charsmap:
         charsmap = base64.b64encode(model.charsmap).decode()
@@ -136,7 +137,8 @@ def _parts(folder: TokenizerFolder, model: PieceModel) -> dict[str, Any]:
         ends = {"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""}
         runs = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
         before += [ends, runs]
-    # `legacy: false` of Llama's class: no space after a special token.
+    # With `legacy: false` of Llama's class only the text's beginning gets a space, not each part
+    # after a special token.
     once = model.prefix and folder.settings.get("legacy") is False
     parts = pieces(model.prefix and not once, before)
     splits: list[dict[str, Any]] = []
@@ -170,7 +172,7 @@ def _bpe_model(model: PieceModel, texts: Mapping[int, str]) -> dict[str, Any]:
         "unk_token": texts[model.ids["unk"]] if "unk" in model.ids else None,
         "fuse_unk": True,
         "byte_fallback": model.byte_fallback,
-        # The user's own pieces are words of their own, which are never made by merges.
+        # User-defined pieces are split off as words, and no merges result in them.
         "ignore_merges": USER_DEFINED in model.kinds,
         "merges": list(piece_merges(model.tokens, model.scores, normal)),
     }

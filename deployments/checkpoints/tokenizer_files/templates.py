@@ -1,7 +1,7 @@
-"""Chat templates of models that are published with Python code instead, by record.
+"""known_template: chat templates for models that are published with Python code instead.
 
-Each is the prompt that the model's own `chat` makes. A template in the folder goes before these,
-and `chat_template` of the configuration before both.
+Each template renders the prompt that the model's own function `chat` would build. A template in the
+model folder has precedence, and `chat_template` of the configuration before both.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,9 +13,9 @@ from deployments.checkpoints.tokenizer_files.folder import TokenizerFolder
 
 @dataclass(frozen=True, slots=True)
 class KnownTemplate:
-    """A chat template, and the tokens that end an answer beside the model's EOS.
+    """A chat template, and the tokens that end an answer in addition to the model's EOS.
 
-    source: jinja.
+    source: the template in jinja. ends: texts of the tokens.
     """
 
     source: str
@@ -39,7 +39,7 @@ _CHATML = KnownTemplate(
     ("<|im_end|>", "<|im_start|>"),
 )
 
-# ChatGLM 2 counts rounds of a question and its answer.
+# ChatGLM 2 numbers the rounds, each a question with its answer.
 _ROUNDS = KnownTemplate(
     "{{- '[gMASK]sop' }}"
     "{%- set round = namespace(number=0) %}"
@@ -75,7 +75,10 @@ _INTERNLM = KnownTemplate(
 
 
 def _baichuan(user: str, assistant: str, end: str) -> KnownTemplate:
-    """Return Baichuan's template: a token before each message, and one after old answers."""
+    """Return Baichuan's template, with a token before each message and one after earlier answers.
+
+    user, assistant: tokens before messages of these roles. end: token after an earlier answer.
+    """
     return KnownTemplate(
         "{%- for message in messages %}"
         "{%- if message['role'] == 'system' %}{{- message['content'] }}"
@@ -88,9 +91,10 @@ def _baichuan(user: str, assistant: str, end: str) -> KnownTemplate:
 
 
 def _mistral(system_tokens: bool) -> KnownTemplate:
-    """Return Mistral's template of tekken's versions: without tools.
+    """Return the template of Mistral's models with tekken.json, without tools.
 
-    system_tokens: whether a system message has tokens of its own, else it begins the last question.
+    system_tokens: whether a system message has tokens of its own; if false, it is put before the
+        last question.
     """
     before = (
         "{%- if message['role'] == 'system' %}"
@@ -125,7 +129,7 @@ def _mistral(system_tokens: bool) -> KnownTemplate:
 
 
 def _names(folder: TokenizerFolder) -> str:
-    """Return the names under which the model was published, in lower case."""
+    """Return the names under which the model was published, in one lower-case text."""
     names = (folder.settings.get("name_or_path"), folder.config.get("_name_or_path"))
     return " ".join(str(name).lower() for name in names if name)
 
@@ -176,7 +180,8 @@ _RECORDS: Mapping[str, Callable[[TokenizerFolder, Mapping[int, str]], KnownTempl
 def known_template(
     folder: TokenizerFolder, family: str, tokenizer: Mapping[str, Any]
 ) -> KnownTemplate | None:
-    """Return the template on record of a model whose folder has none; None: no chats.
+    """Return the known template of a model without one in its folder; None: there is none, and the
+    model cannot chat.
 
     family: the tokenizer's class, or "tekken".
     tokenizer: contents of the converted tokenizer.json.

@@ -5,7 +5,7 @@ from typing import Any
 
 SPACE = "▁"  # SentencePiece's mark of a space
 
-# GPT-4's words, with up to three digits together, and Qwen's, with single digits.
+# Patterns of words: GPT-4's, with up to three digits together, and Qwen's, with single digits.
 UP_TO_THREE_DIGITS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -16,10 +16,11 @@ SINGLE_DIGITS = UP_TO_THREE_DIGITS.replace(r"\p{N}{1,3}", r"\p{N}")
 def added_token(
     index: int, content: str, *, special: bool, single_word: bool = False
 ) -> dict[str, Any]:
-    """Return a token that is found in a text before the model splits the rest.
+    """Return an entry of `added_tokens`: a token that is matched in a text before the model runs on
+    the text between such tokens.
 
     special: whether decoding leaves the token out.
-    single_word: whether the token is found only between characters that are no letters.
+    single_word: whether the token is matched only between characters that are no letters.
     """
     return {
         "id": index,
@@ -35,9 +36,10 @@ def added_token(
 def bpe(
     added: Sequence[Mapping[str, Any]], parts: Mapping[str, Any], model: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a tokenizer.json with a BPE model.
+    """Return the content of a tokenizer.json with a BPE model.
 
-    parts: normalizer, pre_tokenizer, post_processor and decoder.
+    added: results of `added_token`.
+    parts: values of normalizer, pre_tokenizer, post_processor and decoder, by these names.
     model: vocab, merges and the fields that differ from the defaults.
     """
     return {
@@ -63,9 +65,9 @@ def bpe(
 def byte_level(
     pattern: str | None, *, digits: bool = False, nfc: bool = False, first_space: bool = False
 ) -> dict[str, Any]:
-    """Return the normalizer, pre-tokenizer and decoder of a byte-level BPE.
+    """Return the normalizer, pre_tokenizer and decoder of a byte-level BPE, by these names.
 
-    pattern: regular expression of words; None is GPT-2's, which the byte-level step includes.
+    pattern: regular expression of words; None: GPT-2's, which the byte-level step includes.
     digits: whether each digit is split off first, instead of `pattern`.
     nfc: whether the text is normalised to NFC first.
     first_space: whether a text that begins with a letter gets a space before it.
@@ -91,16 +93,16 @@ def byte_level(
 
 
 def isolated(pattern: str) -> dict[str, Any]:
-    """Return the pre-tokenizer that makes a word of each match and of the text between matches."""
+    """Return the pre-tokenizer that cuts a text before and after each match of a pattern."""
     regex = {"Regex": pattern}
     return {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
 
 
 def pieces(prefix: bool, before: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Return the normalizer and decoder of a SentencePiece model with byte fallback.
+    """Return the normalizer, pre_tokenizer and decoder of a SentencePiece model with byte fallback.
 
     prefix: whether each text gets a space before it.
-    before: normalizers that run before spaces are marked.
+    before: normalizers that run before spaces are replaced by `SPACE`.
     """
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     first = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
@@ -121,12 +123,13 @@ def pieces(prefix: bool, before: Sequence[Mapping[str, Any]] = ()) -> dict[str, 
 def piece_merges(
     tokens: Sequence[str], scores: Sequence[float], joined: Iterable[int]
 ) -> Iterator[list[str]]:
-    """Yield the BPE merges that reproduce SentencePiece's order.
+    """Yield BPE merges (left text, right text) in an order that reproduces SentencePiece's.
 
-    SentencePiece first joins the neighbours that make the piece of the best score. Merges of one
-    piece are ordered by their left half's id.
+    SentencePiece first joins the neighbours that result in the piece of the best score. Merges with
+    the same result are ordered by the id of their left piece.
 
-    joined: ids of the pieces that texts are made of.
+    tokens, scores: text and score of each piece, by id.
+    joined: ids of the pieces that merges may have and result in.
     """
     index = {tokens[at]: at for at in joined}
     merges = []
@@ -143,9 +146,10 @@ def piece_merges(
 def around(
     before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]] = ()
 ) -> dict[str, Any] | None:
-    """Return the step that puts special tokens before and after each text; None without tokens.
+    """Return the post_processor that adds special tokens before and after each text; None without
+    tokens.
 
-    before, after: the tokens and their ids.
+    before, after: (text, id) of each token.
     """
     if not before and not after:
         return None
