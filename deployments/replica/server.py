@@ -1,7 +1,4 @@
-"""ReplicaServer: passes requests and tokens between one engine and the routers' connections.
-
-This module does not need Ray.
-"""
+"""ReplicaServer: passes requests and tokens between an engine and routers. It does not need Ray."""
 
 import asyncio
 import itertools
