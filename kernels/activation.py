@@ -1,4 +1,4 @@
-"""Activations: act(x), act(gate) * up of a matmul's halves, and values times a gate's sigmoid."""
+"""Triton kernels of activations: act(x), act(gate) * up of a matmul's halves, x * sigmoid(gate)."""
 
 import torch
 import triton
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
-_BLOCK = 1024  # elements a program
-# The function that a kernel computes, as its constant ACT.
+_BLOCK = 1024  # elements per program
+# Name of an activation -> the kernels' constexpr ACT.
 CODES = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
 
@@ -170,7 +170,7 @@ def activation(x: Tensor, name: str) -> Tensor:
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """Multiply x by sigmoid(gate) in place, as `Kernels.sigmoid_mul` defines; return x.
 
-    gate: elements of a head are contiguous.
+    gate: [tokens, heads, size], with the elements of a head contiguous.
     """
     tokens, width = x.shape
     if tokens:
@@ -190,10 +190,10 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def add_opened(given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:
-    """Multiply `given` by sigmoid(x @ gate.T), one number a token (`Kernels.add_opened`).
+    """Multiply each row of `given` by its sigmoid(x @ gate.T), a scalar (`Kernels.add_opened`).
 
-    The product is written over `given`, or added to residual if there is one; the written tensor is
-    returned. A token's numbers do not depend on other tokens.
+    The product is added to residual in place, or overwrites `given` if residual is None. Returns
+    the tensor that was written. The result is batch-invariant.
     """
     out = given if residual is None else residual
     tokens, size = given.shape

@@ -3,23 +3,22 @@
 Each rank has a region of device memory that all ranks have mapped (NVLink or PCIe):
 
     signals | program 0: of rank 0, of rank 1, ... | program 1: ...          int64
-    calls   | program 0 | program 1 | ... | whether a wait was given up       int64
+    calls   | program 0 | program 1 | ... | whether a wait timed out          int64
     slots   | even calls: program 0, program 1, ... | odd calls: program 0, ...
 
-In a call, program p of each rank copies its units of x into its slot, signals to program p of each
-other rank, waits for their signals, and reads their slots. Programs of another number have nothing
-to do with each other. The ranks make the same calls in the same order. So program p has made the
-same number of calls on all of them. The number is counted on the device, and a CUDA graph that is
-replayed counts on.
+In a call, program p of each rank copies its part of x into its slot, signals to program p of each
+other rank, waits for their signals, and reads their slots. Programs with different numbers do not
+interact. The ranks make the same calls in the same order. So program p has made the same number of
+calls on all ranks. The device counts the calls, so replays of a CUDA graph are counted, too.
 
-Two slots, of even and of odd calls, need one wait a call. A rank writes into a slot of call k again
-in call k + 2 at the earliest. In call k + 1 it has seen the signals of all ranks, which they give
-when their kernel of call k has ended, as a stream's kernels follow each other.
+With two slots, for even and for odd calls, one wait per call is enough. A rank overwrites the slot
+of call k in call k + 2 at the earliest. In call k + 1 it has seen the signals of all ranks. A rank
+sends that signal only after its kernel of call k has ended, as kernels of a stream run in order.
 
 One shot: each rank reads the inputs of all ranks, and adds them. Two shots: each rank reduces its
-share of the tiles, and the ranks then read each other's shares. That moves fewer bytes from four
-ranks on, for one more wait. Both add in float32 in the order of ranks, round once, and then add the
-residual. So all ranks have the same bits, whichever way they took.
+share of the tiles, and the ranks then read each other's shares. With four or more ranks that moves
+fewer bytes, for one more wait. Both add in float32 in the order of ranks, round once, and then add
+the residual. So all ranks have the same bits, with one shot or two.
 """
 
 from collections.abc import Sequence
@@ -33,18 +32,18 @@ from torch import Tensor
 
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
-PROGRAMS = 64  # a power of two; at most as many as there are multiprocessors, as all have to run
-LARGEST = 16 << 20  # bytes of a message
-TILE = 1 << 14  # bytes that a program reads of each rank at once, at most
+PROGRAMS = 64  # a power of two; at most the number of multiprocessors, as all must run at once
+LARGEST = 16 << 20  # maximum bytes of a message
+TILE = 1 << 14  # maximum bytes that a program reads of each rank at once
 PATIENCE = 1 << 29  # polls for a signal, of about a microsecond each: minutes
 
 
 class Region(NamedTuple):
-    """The rank, and the layout of every rank's region of shared memory, as one `tl.constexpr`.
+    """The rank, and the layout of every rank's region of peer memory, as one `tl.constexpr`.
 
-    rank, size: this rank and how many there are.
+    rank, size: this rank and the number of ranks.
     head: bytes before the slots.
-    programs: slots of even calls, and of odd ones.
+    programs: the number of slots for even calls; odd calls have the same number.
     slot: bytes of a slot.
     """
 
@@ -287,14 +286,14 @@ def _gather_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """The memory of a group's ranks as one rank uses it, with the collectives over it.
+    """The memory regions of a group's ranks as one rank maps them, and collectives over them.
 
-    peers: int64 [size] on the device: where the region of each rank is, as this device sees it.
-    missing_rank: int32 [1] that the host reads, pinned: -1, or the rank that a wait was given up
-        for. The result of that call is NaN, or anything where it is no all-reduce.
-    patience: polls for a signal.
+    peers: int64 [size] on the device: the address of each rank's region on this device.
+    missing_rank: int32 [1] in pinned host memory: -1, or the rank whose signal timed out. The
+        result of an all-reduce that timed out is NaN, that of another collective is undefined.
+    patience: polls for a signal before a wait times out.
     holder: the object that keeps the regions alive.
-    programs: the most programs of an all-reduce.
+    programs: the maximum number of programs of an all-reduce.
     """
 
     rank: int
@@ -309,9 +308,9 @@ class PeerMemory:
     def over(
         cls, rank: int, addresses: Sequence[int], device: torch.device, holder: Any = None
     ) -> "PeerMemory":
-        """Make the memory of one rank from all ranks' regions.
+        """Return the PeerMemory of one rank over all ranks' regions.
 
-        addresses: where the regions begin, in the order of ranks; each has `region_bytes` zeros.
+        addresses: the regions' addresses, in the order of ranks; each has `region_bytes` zeros.
         """
         peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         missing_rank = torch.full((1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -320,7 +319,7 @@ class PeerMemory:
 
     @property
     def slot(self) -> int:
-        """The bytes of a program's slot: the most that it passes to other ranks in one call."""
+        """The bytes of a program's slot: the maximum that it sends to other ranks in one call."""
         return LARGEST // self.programs // 256 * 256
 
     def _options(self, device: torch.device) -> dict[str, Any]:
@@ -331,7 +330,7 @@ class PeerMemory:
         }
 
     def one_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """All-reduce x in place, or add the all-reduced x to the residual in place; return it.
+        """All-reduce x in place, or add the sum to residual in place; return the written tensor.
 
         x: contiguous, of at most LARGEST bytes. residual: of x's shape.
         """
@@ -346,16 +345,16 @@ class PeerMemory:
         return onto
 
     def norm_fits(self, x: Tensor) -> bool:
-        """Whether x has rows [n, columns] that are short enough for `norm_one_shot`."""
+        """Whether x [n, columns] has rows that are short enough for `norm_one_shot`."""
         rows, columns = x.shape
         return rows > 0 and triton.next_power_of_2(columns) * x.itemsize <= self.slot
 
     def norm_one_shot(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """All-reduce into the residual as `one_shot` does; return its `norm.rms_norm` in new
+        """Add the all-reduced x to residual in place; return the RMS norm of residual in new
         memory.
 
-        The bits are those of the two calls. x: [n, columns], contiguous; more than LARGEST bytes
-        take several launches.
+        The bits are those of `one_shot` and `norm.rms_norm`. x: [n, columns], contiguous; more
+        than LARGEST bytes take several launches.
         """
         rows, columns = x.shape
         normed, block = torch.empty_like(residual), triton.next_power_of_2(columns)
@@ -373,7 +372,7 @@ class PeerMemory:
         return normed
 
     def two_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """All-reduce x in two shots, each rank reducing a share; the rest is as in `one_shot`."""
+        """All-reduce x in two shots, each rank reducing a share; arguments as in `one_shot`."""
         block = _block(x, self.programs * self.size)
         programs = min(self.programs, triton.cdiv(x.numel(), block * self.size))
         onto = x if residual is None else residual
@@ -385,8 +384,9 @@ class PeerMemory:
         return onto
 
     def gather(self, x: Tensor, ranks: int) -> Tensor:
-        """Gather x of the first `ranks` ranks, stacked: [ranks, *x.shape]. Arguments as in
-        one_shot.
+        """Return the x of the first `ranks` ranks, stacked: [ranks, *x.shape].
+
+        x: as in `one_shot`.
         """
         out, block = x.new_empty((ranks, *x.shape)), _block(x, self.programs)
         programs = min(self.programs, triton.cdiv(x.numel(), block))
@@ -398,7 +398,7 @@ class PeerMemory:
 
 
 def _block(x: Tensor, among: int) -> int:
-    """Return the elements of a tile, so few for a small x that all `among` programs have work."""
+    """Return the elements of a tile, small enough that all `among` programs have work."""
     least, most = 512 // x.itemsize, TILE // x.itemsize
     return max(least, min(most, triton.next_power_of_2(triton.cdiv(x.numel(), among))))
 

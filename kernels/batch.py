@@ -1,6 +1,7 @@
-"""Batch assembly on the device: updates of the request rows, then the layout of a step's tokens.
+"""Batch assembly on the device: updates of the requests' rows, then the layout of a step's tokens.
 
-Two kernels and no host synchronisation, so that both can sit in front of, or inside, a CUDA graph:
+An entry is a sequence of the step. The two kernels need no host synchronisation, so that both can
+run before or inside a CUDA graph:
 
     apply_updates   tokens of new rows, drafts, and block ids that extend a row's table
     assemble        per token: id, position, KV slots; per entry: kv_len and its block tables
@@ -48,10 +49,10 @@ def _apply_updates_kernel(
 def apply_updates(
     updates: Tensor, tokens: Tensor, block_table: Tensor, num_texts: int, num_blocks: int
 ) -> None:
-    """Write new tokens [row, position + i] and new block ids [row, index].
+    """Write new token ids to tokens [row, position + i] and block ids to block_table [row, index].
 
     updates, int32 on the device: num_texts times (row, position, offset of the tokens in updates,
-    count), then num_blocks times (row, index in its table, block id), then the tokens.
+    count), then num_blocks times (row, index in block_table, block id), then the tokens.
     """
     block = 512
     grid = (num_texts + triton.cdiv(num_blocks, block),)
@@ -126,9 +127,9 @@ def _assemble_kernel(
 
 
 def assemble(
-    rows: Tensor,  # [num_entries] int32; pad_row marks padding
-    starts: Tensor,  # [num_entries] int32
-    query_start: Tensor,  # [num_entries + 1] int32
+    rows: Tensor,  # [num_entries] int32: each entry's request row; pad_row marks padding
+    starts: Tensor,  # [num_entries] int32: position of each entry's first token
+    query_start: Tensor,  # [num_entries + 1] int32: each entry's first token in the step
     tokens: Tensor,  # [num_rows, row_tokens] int32
     block_table: Tensor,  # [num_rows, max_blocks * groups] int32
     token_ids: Tensor,  # out [num_tokens] int32
@@ -143,7 +144,10 @@ def assemble(
     deltas: Tensor | None = None,
     rotary_rows: Tensor | None = None,
 ) -> None:
-    """Lay out a step's tokens; entries of pad_row write no key (slot -1)."""
+    """Fill the `out` tensors with a step's layout (see AttentionMeta).
+
+    Tokens of pad_row get slot -1: their keys are not written.
+    """
     _assemble_kernel[(rows.shape[0],)](
         rows,
         starts,

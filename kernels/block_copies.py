@@ -1,8 +1,9 @@
 """copy_rows: copies of equally spaced rows between pinned host memory and a CUDA device.
 
-A KV block is one row in each layer's keys and values, far apart on the device and contiguous on
-the host. One call of the driver hands such a block to the device's copy engine, so a copy takes
-no multiprocessor and needs no buffer between. Called through ctypes: nothing is built.
+A KV block is one row in each layer's keys and values. These rows are far apart on the device, and
+contiguous on the host. One call of CUDA's driver hands such a block to the device's copy engine, so
+a copy occupies no multiprocessor and needs no intermediate buffer. The driver is called through
+ctypes, so no extension module is compiled.
 """
 
 import ctypes
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-MAX_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs until now
+MAX_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs so far
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is the host's
 
 
@@ -64,8 +65,7 @@ def copy_rows(
 ) -> None:
     """Enqueue copies, each of `height` rows of `width` bytes; the call does not wait for them.
 
-    places: (target, source) of each copy: the addresses of its first row; host memory must be
-        pinned.
+    places: (target, source) addresses of each copy's first row; host memory must be pinned.
     target_pitch, source_pitch: bytes from a row to the next, at least `width`.
     stream: torch's `Stream.cuda_stream`.
     Raises RuntimeError.
@@ -85,7 +85,7 @@ def copy_rows(
         width=width,
         height=height,
     )
-    # One record for all copies, as a call reads it before it returns.
+    # All copies share one struct, as a call reads it before it returns.
     enqueue, record, queue = _driver().cuMemcpy2DAsync_v2, ctypes.byref(copy), _at(stream)
     for copy.target, copy.source in places:
         if code := enqueue(record, queue):

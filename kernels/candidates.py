@@ -1,11 +1,11 @@
-"""Candidate: one of several kernels for an operation, as a line of a tuple in order of preference.
+"""Candidate: one of several kernels for an operation, in a tuple in order of preference.
 
 Back ends run the first candidate that fits. `manta plan`, `manta doctor` and kernels/README.md read
-which one serves which form on which device. So these tuples need neither Triton nor a device:
-functions are imported when they are first called.
+from these tuples which kernel serves which form on which device. So the tuples need neither Triton
+nor a device: functions are imported when they are first called.
 
-A form is what the choice depends on before a step: the `Format` of packed weights, or the sizes of
-heads and pages (`kernels.attention.inputs`).
+A form is the part of a choice that is known before a step: the `Format` of packed weights, or the
+sizes of heads and pages (`kernels.attention.inputs`).
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 Capability = tuple[int, int]  # compute capability of a CUDA device
 Form = TypeVar("Form")
-# Operands of a kernel's matrix units, or of its threads in a GEMV.
+# Operands of a kernel's tensor cores, or of its threads in a GEMV.
 Operands = Literal[
     "weights", "8-bit floats", "8-bit integers", "decoded codes", "dequantised weights",
     "keys and values", "codes of keys and values", "latents", "keys and values of latents",
@@ -24,10 +24,10 @@ Fusion = Literal["norm", "gate", "residual", "x_gate", "up"]
 
 
 class Lazy:
-    """A function of another module, which is imported at the first call."""
+    """A callable that imports its function's module at the first call."""
 
     def __init__(self, path: str) -> None:
-        """Name the function by its path, "module:function", without importing it."""
+        """Store the function's path, "module:function", without importing the module."""
         self.path = path
         self._function: Callable[..., Any] | None = None
 
@@ -40,17 +40,18 @@ class Lazy:
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[Form]):
-    """One kernel for an operation.
+    """One kernel for an operation, with the conditions under which it is chosen.
 
     name: the kernel's name in the docs.
     operands: the operands that it multiplies.
-    takes: whether it serves this form on a GPU of this compute capability, for matrices whose sizes
-        are multiples of the kernel's tiles.
-    tokens: the smallest and largest number of tokens that it serves with this form. They are the
-        tokens of a step, for attention those of a request.
-    fits: whether it serves a call, by the operation's inputs.
-    run: the operation, with what the kernel fuses.
-    fuses: what else of a call `run` computes. The back end computes the rest before or after.
+    takes: (form, compute capability) -> whether the kernel serves this form on such a GPU, for
+        matrices whose sizes are multiples of its tiles.
+    tokens: form -> the minimum and maximum number of tokens that the kernel serves: tokens of the
+        step, for attention those of one request in the step.
+    fits: (the operation's inputs) -> whether the kernel serves this call.
+    run: the function that launches the kernel.
+    fuses: the surrounding operations that `run` computes, too. The back end computes the others
+        before or after.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Candidate(Generic[Form]):
 
 
 def first_fit(candidates: Iterable[Candidate[Form]], *inputs: Any) -> Candidate[Form]:
-    """Return the first kernel that supports the inputs of an operation; the last always does."""
+    """Return the first candidate that fits the operation's inputs; the last one always fits."""
     return next(candidate for candidate in candidates if candidate.fits(*inputs))
 
 

@@ -53,7 +53,7 @@ def _padded(
     mask = real[:, None, None].to(q.device, non_blocking=True)
     if 0 < window < longest - 1:
         mask = mask & _near(place, window).to(q.device, non_blocking=True)
-        # A row that pads sees itself at least: a softmax over nothing is NaN.
+        # A padding row sees at least itself: a softmax over nothing is NaN.
         mask = mask | torch.eye(longest, dtype=torch.bool, device=q.device)
     parts = (
         tensor.index_select(0, index).unflatten(0, (len(lengths), longest)).transpose(1, 2)

@@ -1,7 +1,8 @@
 """The kernels of attention, one tuple per operation, in order of preference (`kernels.candidates`).
 
-`fits` takes the inputs (`kernels.attention.inputs`) and the step's AttentionMeta; `run` takes these
-and the tensor that it fills, like q. Tokens are those of one request.
+`Candidate.fits` takes the inputs (`kernels.attention.inputs`) and the step's AttentionMeta;
+`Candidate.run` takes these and the output tensor, shaped like q. `Candidate.tokens` counts the
+tokens of one request in the step.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from kernels.metadata import AttentionMeta
 _ANY = float("inf")
 HOPPER = (9, 0)
 
-# Sizes that the warp-specialised kernels take. Prefill: elements of a head -> keys of a tile.
+# Sizes that the warp-specialised kernels support. Prefill: elements of a head -> keys of a tile.
 PREFILL_KEYS = {128: 128, 256: 64}
 PREFILL_GROUPS = (1, 2, 4, 8)
 LATENT_SIZES = (512, 64)  # elements of a latent, and of its rotary part
@@ -24,7 +25,7 @@ LATENT_ROWS, LATENT_KEYS = 64, 64  # heads of a program, latents of a tile
 
 
 def _whole_pages(block_size: int, keys: int) -> bool:
-    """Whether a tile of keys consists of whole pages, or a page of whole tiles."""
+    """Whether a tile of `keys` keys consists of whole pages, or a page of whole tiles."""
     return block_size % 16 == 0 and (keys % block_size == 0 or block_size % keys == 0)
 
 
@@ -79,7 +80,7 @@ def _kernel(
     tokens: Callable[[AttentionForm], tuple[int, float]],
     fits: Callable[..., bool] = _always,
 ) -> Candidate[AttentionForm]:
-    """Return the candidate of a function of kernels.attention, given as "module:function"."""
+    """Return the candidate that runs a function of kernels.attention. path: "module:function"."""
     operands: Operands = "codes of keys and values" if takes is _takes_codes else "keys and values"
     run = Lazy(f"kernels.attention.{path}")
     return Candidate(path.split(":")[1], operands, takes, tokens, fits, run)
@@ -101,14 +102,14 @@ CHUNK_ATTENTION: tuple[Candidate[AttentionForm], ...] = (
     _kernel("prefill:attention_prefill", _takes_plain, _any_tokens),
 )  # fmt: skip
 
-# For the deterministic mode: the keys of each request are summed in one order.
+# For the deterministic mode: the sum over a request's keys has a fixed order.
 FIXED_ATTENTION: tuple[Candidate[AttentionForm], ...] = (
     _kernel("quantized_prefill:quantized_prefill_fixed", _takes_codes, _any_tokens, _has_codes),
     _kernel("prefill:attention_prefill_fixed", _takes_plain, _any_tokens),
 )
 
-# `fits` takes LatentInputs and the meta. A kernel that fuses "up" runs on these, and gives values;
-# another runs on AbsorbedInputs, and gives weighted latents.
+# `fits` takes LatentInputs and the step's meta. A kernel that fuses "up" runs on LatentInputs and
+# returns values; a kernel that does not runs on AbsorbedInputs and returns weighted latents.
 LATENT_CHUNKS: tuple[Candidate[LatentForm], ...] = (
     Candidate(
         "latent_expanded", "keys and values of latents", _takes_latents, _any_tokens,

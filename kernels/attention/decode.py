@@ -1,19 +1,19 @@
-"""Paged attention for entries with one query token: split over keys, heads of a group packed.
+"""Paged attention for sequences (entries) with one query token: split over keys, grouped heads.
 
-Once a step `plan` cuts the entries' keys into splits and lists them, the longest entry's first, on
-the device. In each layer one persistent grid, whose size depends on the device and the number of
-entries alone, walks (split, kv head) pairs; so one CUDA graph serves all lengths. A program that is
-done with its pair draws the next from a counter, so that all end at about the same time however
-the lengths are mixed. Where an entry has several splits,
+Once per step `plan` cuts the entries' keys into splits and lists them on the device, the longest
+entry's first. In each layer one persistent grid walks (split, kv head) pairs. Its size depends only
+on the device and the number of entries; so one CUDA graph serves all lengths. A program that has
+computed its pair takes the next from a counter, so that all programs end at about the same time
+however the lengths are mixed. Where an entry has several splits,
 each writes its partial output and log-sum-exp; the last to arrive merges them, or a second small
 grid does, always in the order of the keys, so results do not depend on which split came last.
 
 A run of entries (`decode_plan.py`) is planned as its first entry: a tile has a row for each of its
 queries and heads. The run's own keys, which only its later queries see, follow in the last split.
 
-What decides the time, in this order: enough bytes in flight from the first moment (few programs
-take long tiles); one round of equal shares rather than two; as few splits as that allows, because
-each costs a handful of dependent trips to memory.
+What decides the time, in this order: enough bytes in flight from the start (few programs take long
+tiles); one wave of equal shares rather than two; as few splits as that allows, because each costs
+a few dependent memory accesses.
 """
 
 from typing import NamedTuple
@@ -163,13 +163,13 @@ def _attend_own_keys(
 class DecodeTile(NamedTuple):
     """The tile of a program, as one `tl.constexpr`."""
 
-    rows: int  # `queries` * GROUP, padded to what the matrix unit takes
+    rows: int  # `queries` * GROUP, padded to the minimum of tensor cores
     dims: int  # HEAD_DIM padded to a power of two
     keys: int  # keys of a tile
     merge: int  # splits merged at a time
     merge_rows: int  # GROUP padded to a power of two
-    last_merges: bool  # whether the split that arrives last merges, and not `_merge_kernel`
-    queries: int = 1  # the most entries of a run
+    last_merges: bool  # whether the split that ends last merges, and not `_merge_kernel`
+    queries: int = 1  # the maximum number of entries of a run that are planned as one
 
 
 @triton.jit(
@@ -325,7 +325,7 @@ def _decode_kernel(
 
 
 def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute attention of the entries that meta.plan lists, which have one query token each.
+    """Compute attention of a step's decodes, which meta.plan lists.
 
     The result is softmax(scale q k^T) v, as `kernels.reference.Kernels.attention` has it.
 
@@ -380,7 +380,8 @@ def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) 
 def merge(out: Tensor, plan: DecodePlan, pieces: int = 1) -> None:
     """Merge the partial results of an entry's splits into out [num_entries, num_heads, size].
 
-    pieces: programs that share a head's elements; with several, each has a power of two of them.
+    plan: after the kernel that wrote the partial results.
+    pieces: programs that share a head's elements, a power of two elements each if several.
     """
     _, num_heads, size = plan.partial.shape
     dims = triton.next_power_of_2(triton.cdiv(size, pieces))

@@ -1,7 +1,8 @@
 """The plan of a step's decode attention: the split of requests over keys, and the launch.
 
-Adjacent entries of the same row at consecutive positions, which verify drafts, form a run. Up to
-`queries` of them are planned as one: their keys are read once, for all of their queries.
+An entry is a sequence of the step. Adjacent entries of the same row (request) at consecutive
+positions, which verify drafts, form a run. Up to `queries` entries of a run are planned as one:
+their keys are read once, for all of their queries.
 """
 
 from dataclasses import dataclass
@@ -18,20 +19,20 @@ from kernels.launch.pdl import num_sms
 
 TILE = 64  # split sizes are multiples of this
 MIN_SPLIT = 64  # keys
-CUTS = 8  # splits a program may get on average, at most; 3 where entries are many
+CUTS = 8  # maximum mean number of splits per program; 3 where there are many entries
 
-# What the plan takes a split to cost, in keys: for each one a program has to walk, more if there
-# is something to merge, and once for merging at all. Measured on an H200; they need not be exact.
+# Estimated costs, in units of keys: of each split that a program walks, of each split to be merged,
+# and once if anything is merged. Measured on an H200; they need not be exact.
 WALK_COST, MERGE_COST, MERGE_ONCE = 96, 64, 192
-MIN_ROWS = 16  # queries of a tile, the fewest that the matrix unit takes
-TAIL = 4  # the last split to be drawn ends this fraction of a split after the average program
+MIN_ROWS = 16  # queries of a tile, the minimum for tensor cores
+TAIL = 4  # the split taken last ends 1 / TAIL of a split after the average program
 
 
 class DecodeLaunch(NamedTuple):
     keys: int  # keys of a tile
     num_warps: int
     num_stages: int
-    per_sm: int  # programs on a multiprocessor
+    per_sm: int  # programs per multiprocessor
     merge: int = 4096  # elements of the tile that merges splits
 
 
@@ -78,23 +79,26 @@ def _quantized_launch(pairs: int, sms: int, dims: int) -> DecodeLaunch:
 
 @dataclass(slots=True)
 class DecodePlan:
-    """The splits of one step, and the memory that all its layers use in turn."""
+    """The splits of one step, and scratch memory that the step's layers use in turn."""
 
-    count: Tensor  # [2] int32: splits listed; pairs drawn since the plan was made
-    # [max splits, 8] int32: first entry of a run, first key, end key, splits of the run, its first
-    # item, position of its first query, number of queries. No split has keys after that position.
+    # [2] int32: number of splits; (split, kv head) pairs that programs have taken since
+    count: Tensor
+    # A row for each split, [max splits, 8] int32: first entry of a run, first key, end key, splits
+    # of the run, row of the run's first split, position of its first query, number of its queries.
+    # No split has keys after that position.
     items: Tensor
-    entries: Tensor  # [num_entries, 3] int32: first item and splits of its run, place in the run
+    # [num_entries, 3] int32: first item and splits of the entry's run, the entry's index in the run
+    entries: Tensor
     arrived: Tensor  # [num_entries, num_kv_heads] int32: splits done; zero between layers
     # [max splits * queries, num_heads, head_dim] float32: outputs before the merge
     partial: Tensor
     # [max splits * queries, num_heads] float32: log2 of the sum of exponentials
     partial_lse: Tensor
-    # Many entries are seldom split: the last split merges. Few are split finely: merging takes a
-    # grid.
+    # Many entries leave few splits to merge: the split that ends last merges. Few entries have many
+    # splits: `_merge_kernel` merges, in a launch of its own.
     last_merges: bool
     shape: DecodeLaunch
-    queries: int = 1  # the most entries of a run
+    queries: int = 1  # the maximum number of entries of a run that are planned as one
 
 
 @triton.jit
@@ -235,14 +239,14 @@ def plan(
     decodes: Tensor,  # [1] int32: the leading entries that are decodes
     window: int = 0,
     chunk: int = 0,
-    rows: Tensor | None = None,  # [num_entries] int32: the entries' rows; None: no runs
+    rows: Tensor | None = None,  # [num_entries] int32: the requests' rows; None: no runs
 ) -> DecodePlan:
     """Return the plan that splits the keys of a step's decodes over programs.
 
-    Keys outside a decode's window or chunk are left out.
+    Keys outside a decode's sliding window (`window`) or chunk (`chunk`) are left out.
 
-    A run is planned as one entry where a tile has room for several queries, the cache is not
-    quantised, and there is neither window nor chunk.
+    A run is planned as one entry if a tile has room for several queries, the cache is not
+    quantised, and window and chunk are 0.
     """
     sms = num_sms(kv_len.device)
     _, num_kv_heads, _, head_dim = k_cache.shape
@@ -250,7 +254,7 @@ def plan(
     dims = triton.next_power_of_2(head_dim)
     if isinstance(k_cache, QuantizedKV):
         rows = None
-        shape, element_size = _quantized_launch(pairs, sms, dims), 1  # 4-bit elements take less
+        shape, element_size = _quantized_launch(pairs, sms, dims), 1  # upper bound for 4 bits
     else:
         element_size = k_cache.element_size()
         shape = _decode_launch(pairs, sms, dims, element_size)
@@ -276,9 +280,10 @@ def cut(
 ) -> DecodePlan:
     """Return the plan that splits the keys of a step's decodes over the programs of a launch.
 
-    sizes: query heads, parts of the heads that each walk an entry's keys, elements of a head's
-        result.
-    rows: the entries' rows, [num_entries] int32, if the kernel computes runs at once.
+    sizes: number of query heads, number of groups of heads (a program walks an entry's keys for one
+        group), elements of a head's result.
+    last_merges: see DecodePlan.
+    rows: the entries' rows, [num_entries] int32, if the kernel can compute a run at once.
     """
     num_heads, num_kv_heads, head_dim = sizes
     queries = 1 if rows is None else MIN_ROWS * num_kv_heads // num_heads
@@ -310,7 +315,7 @@ def cut(
         result.arrived,
         decodes,
         fill,
-        # The second grid runs whether or not there is something to merge.
+        # `_merge_kernel` is launched even if nothing is to be merged.
         MERGE_ONCE if result.last_merges else 0,
         NUM_KV_HEADS=num_kv_heads,
         TILE=TILE,

@@ -1,6 +1,6 @@
 """AttentionInputs, LatentInputs, AbsorbedInputs: the tensors of a layer's attention in one step.
 
-AttentionForm and LatentForm have what the choice of a kernel depends on (`candidates`).
+AttentionForm and LatentForm hold the sizes and options by which a kernel is chosen (`candidates`).
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class AttentionInputs(NamedTuple):
     k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim].
     scale: the factor of scores.
     softcap: if > 0, scores become softcap * tanh(score / softcap).
-    sinks: [num_heads] float32, logits that join each softmax without a value, or None.
+    sinks: [num_heads] float32, attention sinks: logits that join each softmax without a value.
     slopes: [num_heads] float32, ALiBi's slope of each head, or None.
     """
 
@@ -31,7 +31,7 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionForm(NamedTuple):
-    """The sizes and kinds by which a kernel of attention is chosen.
+    """The sizes and options by which a kernel of attention is chosen.
 
     kv: name of the format of quantised keys and values; "" = the model's dtype.
     element_size: bytes of an element of queries.
@@ -51,7 +51,7 @@ class AttentionForm(NamedTuple):
 
 
 def attention_form(inputs: AttentionInputs) -> AttentionForm:
-    """Return the sizes and kinds of a layer's inputs, by which a kernel is chosen."""
+    """Return the sizes and options of a layer's inputs, by which a kernel is chosen."""
     cache = inputs.k_cache
     _, num_kv_heads, block_size, head_dim = cache.shape
     return AttentionForm(
@@ -85,7 +85,7 @@ class AbsorbedInputs(NamedTuple):
 
     An absorbed query is multiplied by the up projection of keys, so it attends to latents directly.
 
-    absorbed: [num_heads, num_tokens, rank], of any stride between heads.
+    absorbed: [num_heads, num_tokens, rank], with any stride between heads.
     q, cache, scale: those of `LatentInputs`.
     """
 

@@ -1,9 +1,9 @@
-"""Paged causal attention for entries with several query tokens, each after any cached prefix.
+"""Paged causal attention for sequences (entries) with several query tokens after a cached prefix.
 
-A program takes one kv head and consecutive queries of one entry, times the query heads that share
-the kv head: those are its rows. Keys that all rows see are walked without a mask; the last tiles,
-on the diagonal, with one. The grid is an upper bound that the host knows; a program finds its entry
-by binary search, and most of the surplus ends at once.
+A program has one kv head, consecutive queries of one entry, and the query heads that share the kv
+head: its rows are queries times heads. Tiles of keys that all rows see are computed without a mask,
+the last ones, on the diagonal, with a mask. The grid is an upper bound that the host knows; a
+program finds its entry by binary search, and most surplus programs end at once.
 """
 
 from typing import NamedTuple
@@ -274,7 +274,7 @@ class PrefillLaunch(NamedTuple):
 
 
 def prefill_launch(dims: int, element_size: int, deterministic: bool) -> PrefillLaunch:
-    """Choose the launch by measurements on an H200. dims: the padded head size.
+    """Return the launch that was fastest in measurements on an H200. dims: the padded head size.
 
     A deterministic launch serves decodes, too; with their few rows a smaller tile wastes less.
     """
@@ -288,17 +288,17 @@ def prefill_launch(dims: int, element_size: int, deterministic: bool) -> Prefill
 def attention_prefill(
     inputs: AttentionInputs, meta: AttentionMeta, out: Tensor, deterministic: bool = False
 ) -> None:
-    """Compute attention of meta's entries after the decodes, [counts[0], counts[1]).
+    """Compute attention of the step's entries that are not decodes: counts[0] .. counts[1] - 1.
 
     out: like q; tokens after the last entry get zeros.
-    deterministic: compute the entries 0 .. counts[1] - 1. A query's result is then the same bit by
-        bit whatever else is computed with it, chunks of its own request included.
+    deterministic: compute the decodes, too: entries 0 .. counts[1] - 1. Results are then
+        batch-invariant, and do not depend on how a prompt is cut into chunks.
     """
     q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    dims = max(16, triton.next_power_of_2(head_dim))  # at least what a matmul takes
+    dims = max(16, triton.next_power_of_2(head_dim))  # 16: the minimum of a matmul
     shape = prefill_launch(dims, q.element_size(), deterministic)
     rows = max(shape.rows, triton.next_power_of_2(group))
     blocks = meta.most_blocks(num_tokens, rows // group, decodes=deterministic)
@@ -337,5 +337,5 @@ def attention_prefill(
 
 
 def attention_prefill_fixed(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute attention of decodes and chunks into out: a deterministic `attention_prefill`."""
+    """Compute attention of decodes and chunks into out by a deterministic `attention_prefill`."""
     attention_prefill(inputs, meta, out, deterministic=True)

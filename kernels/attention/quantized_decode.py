@@ -1,15 +1,16 @@
 """Decode attention over keys and values in 8 and 4 bits, with the plan, splits and merge of
 `decode.py`.
 
-A tile is read as codes, and multiplied as such. A key's scale multiplies its score, a value's scale
-its weight. The softmax subtracts the largest sum of a score and the exponent of its value's scale.
-So the largest product of a weight and a scale is near 1, and all products fit into float16; the
-weights are added up in float32. A tile's scales and least elements are read while the tile before
-it is multiplied, and block ids a tile earlier.
+A tile is read as quantised codes, and the codes are multiplied. A key's scale multiplies its score,
+a value's scale its softmax weight. The softmax subtracts the maximum of (score + exponent of the
+value's scale). So the largest product of a weight and a scale is near 1, and all products fit into
+float16; the weights are summed in float32. A tile's scales and offsets are loaded while the
+previous tile is multiplied, block ids a tile earlier.
 
-Where a byte or a pair of them has several elements, each has products of its own: of int4's even
-and odd elements of keys, of every second or fourth element of values. int4's least element needs
-the sum of a query's elements, and the weights' sum of the values' least.
+Where a byte or a pair of bytes has several elements, each of their positions has a matmul of its
+own: int4 keys one of even and one of odd elements, values one of every second or fourth element.
+int4's offset (`least`) adds (sum of a query's elements) * offset to a score, and the weighted sum
+of the values' offsets to the result.
 """
 
 import triton
@@ -240,7 +241,7 @@ def _quantized_decode_kernel(
 def quantized_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
     """Compute attention of the step's decodes over quantised keys and values into out.
 
-    Decodes are the entries that meta.plan lists. out: like q; other rows are not written.
+    The decodes are the entries of meta.plan. out: like q; rows of other tokens are not written.
     """
     q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
     assert isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV)

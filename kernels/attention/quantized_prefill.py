@@ -1,5 +1,5 @@
-"""Prefill attention over keys and values in 8 and 4 bits: `prefill.py` with `quantized_decode.py`'s
-reads.
+"""Prefill attention over keys and values in 8 and 4 bits: the algorithm of `prefill.py`, with codes
+read and multiplied as in `quantized_decode.py`.
 """
 
 import triton
@@ -307,9 +307,9 @@ def _quantized_prefill_kernel(
 
 
 def _launch(dims: int, element_size: int) -> PrefillLaunch:
-    """Return the launch for a quantised cache; `prefill.prefill_launch` has those of plain caches.
+    """Return the launch for a quantised cache, as `prefill.prefill_launch` does for plain caches.
 
-    A tile is in memory twice: as codes, and as float16.
+    dims: the padded head size. A tile is in shared memory twice: as codes, and as float16.
     """
     if dims > 256:  # larger tiles do not fit
         return PrefillLaunch(32, 32, 8, 2)
@@ -321,7 +321,7 @@ def _launch(dims: int, element_size: int) -> PrefillLaunch:
 def quantized_prefill(
     inputs: AttentionInputs, meta: AttentionMeta, out: Tensor, deterministic: bool = False
 ) -> None:
-    """Compute attention of chunks over quantised keys and values into out.
+    """Compute attention of prompts' chunks over quantised keys and values into out.
 
     Arguments are those of `prefill.attention_prefill`.
     """
@@ -372,5 +372,5 @@ def quantized_prefill(
 
 
 def quantized_prefill_fixed(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute attention of decodes and chunks into out: a deterministic `quantized_prefill`."""
+    """Compute attention of decodes and chunks into out by a deterministic `quantized_prefill`."""
     quantized_prefill(inputs, meta, out, deterministic=True)

@@ -1,11 +1,11 @@
-"""Attention in plain torch: the oracle of every back end, and the CPU's way without generated
-kernels.
+"""Attention in plain torch: the oracle of every back end, and the CPU's implementation without
+generated kernels.
 
-`kernels.reference.Kernels.attention` defines it.
+`kernels.reference.Kernels.attention` defines the operation.
 
-An entry's blocks are gathered into contiguous keys for SDPA. Decodes are batched: entries of like
-length are padded to one length, so one long request among short ones does not make all of them
-long.
+The KV blocks of a sequence (an entry of the step) are gathered into contiguous keys for SDPA.
+Decodes are batched: entries of similar length are padded to one length, so a long request does not
+make the short ones long.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from kernels.metadata import AttentionMeta
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The rule by which queries and keys become weights: see `Kernels.attention`.
+    """The options of attention scores, see `Kernels.attention`.
 
     sinks, slopes: [num_kv_heads, group].
     """
@@ -35,7 +35,7 @@ class Scores:
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> "Scores":
-        """Return the rule of a layer's inputs."""
+        """Return the options of a layer's inputs."""
         heads = inputs.k_cache.shape[1]
         by_head = [
             None if values is None else values.view(heads, -1)
@@ -49,9 +49,9 @@ class Scores:
         """Return attention of q [..., queries, head_dim] over keys and values.
 
         key, value: [..., keys, head_dim].
-        mask: is added to scores.
+        mask: added to scores. slopes are not applied: the caller adds them to the mask.
 
-        sinks count if they can be broadcast to [..., queries, 1].
+        sinks must be broadcastable to [..., queries, 1].
         """
         if self.softcap == 0.0 and self.sinks is None:
             return scaled_dot_product_attention(
@@ -76,11 +76,12 @@ class Scores:
 def attend_chunk(
     grouped: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, chunk: "PrefillChunk"
 ) -> Tensor:
-    """Return the attended values of one chunk's queries over its keys.
+    """Return the attention of one chunk's queries.
 
-    grouped [num_tokens, num_kv_heads, group, head_dim] -> the chunk's rows of the result.
+    grouped: the step's queries [num_tokens, num_kv_heads, group, head_dim]. Returns the chunk's
+    rows of the result, [length, num_kv_heads, group, head_dim].
     """
-    # Products over many queries are faster in float32 than in 16 bits without AMX.
+    # Matmuls with many queries are faster in float32 than in 16 bits without AMX.
     key, value = (
         half[:, :, : chunk.num_keys].to(grouped.dtype).expand(-1, grouped.shape[2], -1, -1)
         for half in chunk.gather.read(k_cache, v_cache)
@@ -100,7 +101,7 @@ def attend_chunk(
     if how.sinks is not None:
         how = replace(how, sinks=how.sinks[..., None, None])
     attended = how.attend(
-        # Heads that share keys stand side by side, their keys expanded without a copy.
+        # The heads of a group are adjacent; their keys are expanded without a copy.
         grouped[chunk.begin : chunk.end].permute(1, 2, 0, 3),
         key,
         value,
@@ -111,15 +112,15 @@ def attend_chunk(
 
 
 class Gather:
-    """The rows to read of a cache seen as [-1, block_size * head_dim], and the buffer for them.
+    """The rows to read from a cache viewed as [-1, block_size * head_dim], and a buffer for them.
 
-    The buffer serves all layers: allocating megabytes for each would fault their pages in anew.
+    The buffer serves all layers: a new buffer per layer would cost page faults for megabytes.
     """
 
     def __init__(self, rows: Tensor, cache: Cache, shape: tuple[int, ...]) -> None:
-        """Allocate the buffer for rows [n] int64.
+        """Allocate the buffer for the rows, int64 [n].
 
-        shape: the shape in which SDPA takes the keys, with -1 for their number.
+        shape: the shape of keys for SDPA, with -1 for the number of keys.
         """
         size = (2, rows.shape[0], cache.shape[2] * cache.shape[3])
         buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
@@ -146,33 +147,34 @@ class Gather:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """A batch of entries with one query each, padded to one length."""
+    """A batch of decodes, padded to one length."""
 
-    tokens: Tensor  # [n] int64: their tokens
+    tokens: Tensor  # [n] int64: each decode's token in the step
     gather: Gather  # reads n * num_kv_heads * blocks rows
-    # Rows of gather.flat past their entry's last key: a block's earlier owner may have left a NaN
-    # there, and weight 0 times NaN is NaN.
-    unused: Tensor  # int64
+    # int64: rows of gather.flat that no query sees. They are zeroed, as a block's earlier owner may
+    # have left a NaN there, and weight 0 times NaN is NaN.
+    unused: Tensor
     mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the cache's dtype
-    ahead: Tensor  # [n, 1, 1, blocks * block_size] int64: the key's position less the query's
+    ahead: Tensor  # [n, 1, 1, blocks * block_size] int64: the key's position minus the query's
 
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """An entry with any number of queries, tokens [begin, end) of the step."""
+    """An entry with any number of queries: tokens [begin, end) of the step."""
 
     begin: int
     end: int
-    num_keys: int  # keys from the first block that a query sees
+    num_keys: int  # number of keys, from the block of the first visible key on
     gather: Gather  # reads num_kv_heads * blocks rows
     mask: Tensor | None  # [end - begin, num_keys] float32; None = plain causal
 
 
 @dataclass(slots=True)
 class ReferencePlan:
-    write_rows: Tensor  # [num_written * num_kv_heads] int64: rows of a cache seen as [-1, head_dim]
-    written: Tensor | None  # tokens that have a slot; None = all
-    whole: DecodeBatch | None = None  # the step is one batch of decodes in order
+    # [num_written * num_kv_heads] int64: rows of a cache viewed as [-1, head_dim]
+    write_rows: Tensor
+    written: Tensor | None  # indices of the tokens that have a slot; None = all
+    whole: DecodeBatch | None = None  # the only batch, if the step is one batch of decodes in order
     decodes: list[DecodeBatch] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     # By the address of the table: (cos, sin), each [num_tokens, 1, rotary_dim] float32.
@@ -193,8 +195,7 @@ def plan_of(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
 
 
 def without_gates(inputs: RopeInputs) -> RopeInputs:
-    """Return the inputs without the output gates that follow each head's queries, if there are
-    any."""
+    """Return the inputs without output gates, which may follow each head's query in qkv."""
     if not inputs.gated:
         return inputs
     qkv, num_heads, head_dim = inputs.qkv, inputs.num_heads, inputs.k_cache.shape[3]
@@ -204,7 +205,7 @@ def without_gates(inputs: RopeInputs) -> RopeInputs:
 
 
 def write_cache(cache: Cache, rows: Tensor, values: Tensor) -> None:
-    """Write values [n, head_dim] to rows int64 of a cache seen as [-1, head_dim]."""
+    """Write values [n, head_dim] to the rows, int64 [n], of a cache viewed as [-1, head_dim]."""
     _, heads, size, head_dim = cache.shape
     if isinstance(cache, QuantizedKV):
         block = rows // (heads * size)
@@ -214,7 +215,7 @@ def write_cache(cache: Cache, rows: Tensor, values: Tensor) -> None:
 
 
 def plan_writes(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
-    """Return the plan of a step's cache writes alone; its attention is computed elsewhere."""
+    """Return a plan of a step's cache writes only, without its attention."""
     _, num_kv_heads, block_size, _ = cache.shape
     slots, written = meta.slots, None
     if bool((slots < 0).any()):
@@ -242,9 +243,10 @@ def make_plan(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
 def _plan_decodes(
     meta: AttentionMeta, cache: Cache, entries: list[int], seen: list[int]
 ) -> DecodeBatch:
-    """Return the plan of a batch of decodes, padded to one length.
+    """Return the plan of the decodes `entries`, all padded to the longest of them.
 
-    seen: an entry's number of keys, from the first block on that its query sees.
+    entries: the decodes' indices in the step. seen: by entry of the step, its number of keys from
+    the block of the first visible key on.
     """
     _, num_kv_heads, block_size, head_dim = cache.shape
     device = cache.device
@@ -255,7 +257,7 @@ def _plan_decodes(
     at = first // block_size + torch.arange(blocks, device=device)  # [n, blocks]
     table = meta.block_table.index_select(0, index)
     table = table.gather(1, at.clamp(max=table.shape[1] - 1).long())
-    # A table's ids before and after the entry's own blocks mean nothing.
+    # A table's ids before and after the entry's own blocks are undefined.
     rows = block_rows(torch.where(at * block_size < kv_len, table, table[:, :1]), num_kv_heads)
     position = first // block_size * block_size
     position = position + torch.arange(blocks * block_size, device=device)
@@ -269,7 +271,7 @@ def _plan_decodes(
 
 
 def plan_chunks(meta: AttentionMeta, cache: Cache) -> list[PrefillChunk]:
-    """Return a planned prefill chunk for each entry that is not a decode."""
+    """Return a PrefillChunk for each entry that is not a decode."""
     starts = meta.query_start_host or meta.query_start.tolist()
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
     return [
@@ -303,7 +305,10 @@ def _plan_chunk(
 
 
 def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
-    """Return decodes in batches; padding adds at most half again, or a few blocks an entry."""
+    """Return lists of decodes (indices in kv_lens) to batch.
+
+    Padding adds at most half of the keys, and a few blocks per decode.
+    """
     if not kv_lens:
         return []
     spare = 4 * block_size
@@ -319,8 +324,9 @@ def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
 
 
 def block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
-    """Return cache rows of block ids [n, blocks], by entry, head, block: [n * num_kv_heads *
-    blocks].
+    """Return the rows of block ids [n, blocks] in a cache viewed as [-1, block_size * head_dim].
+
+    They are in the order of entry, head, block: [n * num_kv_heads * blocks].
     """
     head = torch.arange(num_kv_heads, device=table.device)[:, None]
     return (table[:, None].long() * num_kv_heads + head).flatten()
@@ -329,9 +335,9 @@ def block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
 def attend_decodes(
     q: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, part: DecodeBatch
 ) -> Tensor:
-    """Return the attended values of decodes, like q [n, num_kv_heads, group, head_dim].
+    """Return the attention of decodes, shaped like q [n, num_kv_heads, group, head_dim].
 
-    The heads of a group are SDPA's queries.
+    SDPA takes the heads of a group as its queries.
     """
     key, value = part.gather.read(k_cache, v_cache)
     part.gather.flat.index_fill_(0, part.unused, 0.0)
@@ -341,12 +347,9 @@ def attend_decodes(
 def attend_padded(
     q: Tensor, key: Tensor, value: Tensor, how: Scores, mask: Tensor, ahead: Tensor
 ) -> Tensor:
-    """Return the attended values of padded entries, like q [n, num_kv_heads, group, head_dim].
+    """Return the attention of padded entries, shaped like q [n, num_kv_heads, group, head_dim].
 
-    key, value: [n, num_kv_heads, keys, head_dim].
-
-    Keys and values are zero where the mask hides them.
-
+    key, value: [n, num_kv_heads, keys, head_dim], zeros where the mask hides them.
     mask, ahead: the fields of DecodeBatch.
     """
     if how.slopes is not None:

@@ -2,14 +2,14 @@
 
 from typing import NamedTuple
 
-MOST_HEADS = 64  # most heads of a program over latents
+MOST_HEADS = 64  # maximum number of heads per program in attention over latents
 
 
 class Heads(NamedTuple):
     """The heads of a layer and the pages of its cache, as one `tl.constexpr`.
 
     num_kv_heads: heads of keys and values.
-    group: query heads of a head of keys.
+    group: query heads per head of keys.
     head_dim: elements of a head.
     block_size: tokens of a page.
     """
@@ -23,8 +23,8 @@ class Heads(NamedTuple):
 class LatentHeads(NamedTuple):
     """The heads of a layer over latents and the pages of its cache, as one `tl.constexpr`.
 
-    parts: groups of heads that programs share out.
-    group: heads of a part.
+    parts: number of groups of heads; a program computes one group.
+    group: heads of a group.
     rank: elements of a latent.
     rope: elements of the rotary part, which heads share.
     head_dim: elements of a head's query.
@@ -40,7 +40,7 @@ class LatentHeads(NamedTuple):
 
 
 def head_parts(num_heads: int, most: int = MOST_HEADS) -> int:
-    """Return into how many equal parts heads over latents are cut, each of at most `most`."""
+    """Return the number of equal groups that heads over latents form, each of at most `most`."""
     parts = -(-num_heads // most)
     while num_heads % parts:
         parts += 1
@@ -50,8 +50,8 @@ def head_parts(num_heads: int, most: int = MOST_HEADS) -> int:
 class LatentTile(NamedTuple):
     """The tile of a program over latents, as one `tl.constexpr`.
 
-    rows: heads, or queries times heads, padded to what the matrix units take.
-    ranks, ropes: `rank` and `rope` of `LatentHeads`, padded.
+    rows: heads, or queries times heads, padded to a size that tensor cores support.
+    ranks, ropes: `rank` and `rope` of `LatentHeads`, padded to powers of two.
     keys: tokens of a tile.
     """
 
@@ -62,14 +62,14 @@ class LatentTile(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The rule by which scores are made and keys are seen, as one `tl.constexpr`.
+    """The options of scores and the visibility of keys, as one `tl.constexpr`.
 
     softcap: whether scores are capped with tanh; `scale_log2` is then scale / softcap.
     sinks: whether a logit without a key joins each head's softmax.
     slopes: whether a head's scores fall with the distance (ALiBi).
-    window: tokens that a query sees, itself included; 0: all before it.
-    chunk: tokens of a chunk, where a query sees its own chunk alone; 0: no chunks.
-    last_keys: each query has a last key, which may lie after it.
+    window: keys that a query sees, its own included; 0: all up to its own.
+    chunk: tokens of a chunk; a query sees keys of its own chunk only; 0: no chunks.
+    last_keys: whether each query has its own last visible key, which may be after it.
     """
 
     softcap: bool

@@ -1,18 +1,19 @@
 """Warp-specialised attention of chunks over paged keys and values on Hopper: prefill.py's result.
 
-A program takes 128 rows: queries of one entry, times the query heads that share a key head. Two
-warpgroups compute 64 rows each. One warp, the producer, only has keys, values and queries copied to
-shared memory, page by page, by the tensor memory accelerator. A warpgroup issues the GEMM of the
-next tile's scores, then that of this tile's values, and computes exponentials while the second one
-runs. So the tensor cores wait for neither memory nor exponentials (FlashAttention 3,
-arXiv:2407.08608, section 3). Tiles are walked from the diagonal down.
+A work item is 128 rows: queries of one sequence (an entry of the step), times the query heads that
+share a key head. Two warpgroups compute 64 rows each. One warp, the producer, only lets the tensor
+memory accelerator copy keys, values and queries to shared memory, page by page. A warpgroup issues
+the GEMM of the next tile's scores, then the GEMM of this tile's values, and computes exponentials
+while the second GEMM runs. So the tensor cores wait for neither memory nor exponentials
+(FlashAttention 3, arXiv:2407.08608, section 3). Tiles of keys are processed from the diagonal
+towards the first key.
 
-A program per multiprocessor takes such work from one queue, longest first. The producer is a work
-ahead: it looks an entry up, writes what the warpgroups need to know to shared memory, and has the
-queries copied while they compute. Triton's own compiler gives all warps the same to do; this is
-Gluon, which no interpreter runs.
+One program per multiprocessor takes work items from a shared queue, longest first. The producer is
+one item ahead: it finds the item's entry, writes its parameters to shared memory for the
+warpgroups, and has the queries copied while they compute. Triton's own compiler gives all warps the
+same work; this is Gluon, which no interpreter runs.
 
-TFLOP/s on an H100 with Triton 3.6, random normal data, all in turns (bench/notes/engine-gpu.md):
+TFLOP/s on an H100 with Triton 3.6, random normal data, timed in turns (bench/notes/engine-gpu.md):
 
     heads, size     prompt     here   prefill.py   cuDNN
     32 / 8 of 128    8,192      620          483     605
@@ -45,7 +46,7 @@ from kernels.launch.hopper import PIECE, SWIZZLED, barrier, clear_rows_from, loa
 from kernels.launch.pdl import num_sms
 from kernels.metadata import AttentionMeta
 
-ROWS = 128  # rows of a program
+ROWS = 128  # rows of a work item
 MAX_REGISTERS = 168  # a thread's registers, on average of three warpgroups
 
 
@@ -54,9 +55,9 @@ class PrefillTile(NamedTuple):
 
     keys: keys of a tile.
     places: tiles of keys, and of values, in shared memory.
-    slots: tiles of queries there.
-    box: keys that the accelerator copies at once.
-    registers: registers of a thread of the second warpgroup; the first keeps as many.
+    slots: tiles of queries in shared memory.
+    box: keys that the tensor memory accelerator copies at once.
+    registers: registers of a thread of the two computing warpgroups.
     producer_registers: registers of a thread of the producer.
     """
 
@@ -469,15 +470,14 @@ def specialized_prefill_fits(inputs: AttentionInputs, meta: AttentionMeta) -> bo
 
 @lru_cache
 def _queue(device: torch.device) -> Tensor:
-    """Return a device's counters, by which the programs of a launch take work; launches follow one
-    another."""
+    """Return a device's work counters, shared by all launches, which run one after the other."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def specialized_prefill(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
     """Compute attention of the step's chunks into their rows of out.
 
-    The result is that of `prefill.attention_prefill`. Only for inputs that
+    Arguments and result are those of `prefill.attention_prefill`. Only for inputs that
     `specialized_prefill_fits` accepts.
     """
     q, k_cache, v_cache, scale, _, sinks, _ = inputs

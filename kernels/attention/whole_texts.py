@@ -1,8 +1,8 @@
 """Bidirectional attention over whole texts or pictures without a cache, as Triton kernels.
 
-A program takes one head and consecutive queries of one text, and walks the text's keys from the
-first to the last, so that its numbers depend on its own text alone. A head whose size is no power
-of two is walked in two parts: 72 elements as 64 and 16, not as 128.
+A program has one head and consecutive queries of one text, and processes the text's keys from the
+first to the last, so results are batch-invariant. A head whose size is no power of two is computed
+in two parts: 72 elements as 64 and 16, not as 128.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class TextTile(NamedTuple):
     """The tile of a program, as one `tl.constexpr`.
 
     queries, keys: tokens of a tile.
-    dims, more: elements of a head in its first part and behind it, padded; more = 0: no second one.
+    dims, more: padded elements of a head's first and second part; more = 0: no second part.
     """
 
     queries: int
@@ -206,7 +206,7 @@ def rotate_texts(qkv: Tensor, cos_sin: Tensor, rows: Tensor, num_heads: int) -> 
 
 
 def text_tile(head_dim: int, element_size: int) -> TextTile:
-    """Return the tile for heads of at least 16 elements. It was measured on an H200."""
+    """Return the fastest tile on an H200, for heads of at least 16 elements."""
     dims = triton.next_power_of_2(head_dim + 1) // 2
     more = max(16, triton.next_power_of_2(head_dim - dims)) if head_dim > dims else 0
     if element_size > 2 or head_dim > 128:
@@ -227,7 +227,7 @@ def attend_texts(
     head_dim, num_texts = width // (3 * num_heads), len(query_start) - 1
     tile = text_tile(head_dim, qkv.element_size())
     out = qkv.new_empty(num_tokens, width // 3)
-    # Each text may leave its last block part empty.
+    # The last block of queries of each text may be partly empty.
     _texts_kernel[(num_heads, num_tokens // tile.queries + num_texts)](
         qkv,
         out,

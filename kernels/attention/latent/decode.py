@@ -1,12 +1,12 @@
-"""Attention over paged latents for entries with one query token.
+"""Attention over paged latents for decodes: sequences (entries) with one query token.
 
-It is split over keys as decode.py is, with the same plan and merge.
+Keys are split over programs as in attention/decode.py, with the same plan and merge.
 
-A latent is read once for all heads, as their key and as their value. Its tile stays where it is
-between the two products, so a program takes as many heads as registers hold results for. The matrix
-unit multiplies 64 rows at once. With 64 heads the rows are heads; with fewer they are latents, so
-that no row is wasted. Up to 16 heads the unit multiplies 16 rows at a time instead. On Hopper,
-specialized_decode.py computes parts of 33 to 64 heads.
+A latent is read once for all heads, as their key and as their value. Its tile stays in place
+between the two matmuls, so a program has the largest number of heads whose results fit into
+registers. Tensor cores multiply 64 rows at once. With 64 heads the rows are heads; with fewer they
+are latents, so that no row is wasted. With up to 16 heads they multiply 16 rows at a time instead.
+On Hopper, specialized_decode.py computes groups of 33 to 64 heads.
 """
 
 import triton
@@ -23,8 +23,8 @@ from kernels.metadata import AttentionMeta
 
 
 def parts_within(num_heads: int, cache: Tensor) -> int:
-    """Return the number of equal groups of heads whose queries fit into two thirds of the device's
-    shared memory each."""
+    """Return the number of equal groups of heads such that each group's queries fit into two thirds
+    of the device's shared memory."""
     row = cache.shape[3] * cache.element_size()
     most = MOST_HEADS
     while most > 16 and most * row > shared_memory(cache.device) * 2 // 3:
@@ -203,22 +203,22 @@ def _latent_decode_kernel(
 
 
 def few_heads(group: int, element_size: int) -> bool:
-    """Whether a group has so few heads that programs lay them out as columns, not rows. The matrix
-    unit takes no float32. On an H200 64 entries of 4,096 latents took 220 microseconds with 20
-    heads as columns, 321 as rows; with 16 heads rows took 107.7 where columns took 114.1, products
-    around them included."""
+    """Whether a group has so few heads that programs lay them out as columns, not rows. That is for
+    16-bit elements alone. On an H200 64 entries of 4,096 latents took 220 microseconds with 20
+    heads as columns, 321 as rows; with 16 heads 114.1 as columns, 107.7 as rows, with the
+    surrounding matmuls."""
     return 16 < group <= 32 and element_size == 2
 
 
 def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> DecodeLaunch:
     """Return the decode launch that was fastest in measurements on an H200.
 
-    A program's results are rows x rank in registers, its tiles in shared memory. As measured, in
-    microseconds: 64 entries of 4,096 latents and 16 heads take 95 in two small programs on
-    a multiprocessor, which hide each other's trips to memory, and 115 in one with more tiles on
-    their way; one entry of 32,768 takes 31 and 24. With 20 heads the two take 220 and 48 in tiles
-    of 64 keys, 231 and 39 in tiles of 16; with 128 heads 319 and 60 in tiles of 64, 337 and 58 in
-    tiles of 32.
+    A program has rows x rank results in registers and its tiles in shared memory. rows: padded
+    heads of a program. Microseconds for (64 entries of 4,096 latents, one entry of 32,768): with 16
+    heads (95, 31) in two small programs per multiprocessor, which hide each other's memory latency,
+    and (115, 24) in one program with more tiles in flight. With 20 heads (220, 48) in tiles of 64
+    keys, (231, 39) in tiles of 16. With 128 heads (319, 60) in tiles of 64, (337, 58) in tiles of
+    32.
     """
     if element_size > 2:
         return DecodeLaunch(16, 8, 2, 1)
@@ -233,7 +233,7 @@ def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> 
 
 
 def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
-    """Return the launch with as many stages as shared memory has room for beside the queries.
+    """Return the launch with its stages limited to the shared memory that queries leave free.
 
     A tile gets fewer keys where shared memory has no room for two tiles.
     """
@@ -247,8 +247,8 @@ def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
 def merge_pieces(out: Tensor) -> int:
     """Return the number of programs that share a head's elements in a merge.
 
-    There are several where heads are too few for all multiprocessors. Elements are then a power of
-    2, so that pieces end where the head does.
+    There are several where heads are too few for all multiprocessors. That needs a power of 2 of
+    elements, so that the programs' shares cover a head exactly.
     """
     tokens, num_heads, rank = out.shape
     return 4 if tokens * num_heads <= 512 and rank & (rank - 1) == 0 else 1
@@ -278,7 +278,8 @@ def plan_latent(
 def latent_decode(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
     """Compute attention over latents of the entries that meta.plan lists, of one token each.
 
-    The result is softmax(scale (absorbed c^T + q_rotated k^T)) c over an entry's latents (c, k).
+    The result is softmax(scale (absorbed c^T + q_rotated k^T)) c over an entry's latents c and
+    rotary keys k.
 
     out: [tokens, num_heads, rank]; rows of other tokens are not written.
     """

@@ -1,12 +1,12 @@
-"""Attention over paged latents for entries with many query tokens, with expanded keys and values.
+"""Attention over paged latents for sequences (entries) with many query tokens, with expanded keys.
 
 Each head's key and value are computed from each latent. They are shorter than latents, so this pays
 for many queries.
 
-The keys of all entries lie one after another, and are expanded a piece at a time, so that long
-contexts take no more memory than a step's own tokens. Each piece continues the queries' running
-softmax. The number of launches depends on the number of keys, which the host must know, so a CUDA
-graph cannot have them.
+The keys of all entries are concatenated, and expanded a piece at a time, so that long contexts take
+no more memory than a step's own tokens. Each piece continues the queries' online softmax. The
+number of launches depends on the number of keys, which the host must know, so a CUDA graph cannot
+contain these launches.
 """
 
 from typing import NamedTuple
@@ -22,16 +22,18 @@ from kernels.launch.device import shared_memory
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
-LEAST_PIECE = 2048  # keys expanded at once, where a step has fewer tokens
-MOST_ABSORBED = 2048  # tokens of chunks; absorbed queries and results are as long as latents
-_GATHER = 16  # latents of a program
+LEAST_PIECE = 2048  # minimum number of keys that are expanded at once
+# Maximum prompt tokens of a step with absorbed queries: queries and results then have the length
+# of latents.
+MOST_ABSORBED = 2048
+_GATHER = 16  # latents per program of the gather kernel
 
 
 def worth_expanding(inputs: LatentInputs, meta: AttentionMeta) -> bool:
-    """Whether expanding keys and values for a step's chunks takes fewer operations than it saves.
+    """Whether expanded keys and values take fewer operations than absorbed queries for a step.
 
-    Absorbed queries need no keys and values, and are longer. False where the host does not know the
-    lengths.
+    Absorbed queries need no expansion, but have more elements. False where the host does not know
+    the lengths; true above MOST_ABSORBED tokens.
     """
     num_tokens = len(inputs.q)
     _, elements, rank = inputs.up.shape  # elements of a head's key and value
@@ -149,7 +151,7 @@ class ExpandedSizes(NamedTuple):
     rope: elements of a key with rotary embeddings, which all heads share.
     rank: elements of a latent.
     value_dim: elements of a head's value.
-    nopes, ropes, value_columns: `nope`, `rope` and `value_dim`, padded.
+    nopes, ropes, value_columns: `nope`, `rope` and `value_dim`, padded to powers of two.
     """
 
     heads: int
@@ -266,7 +268,7 @@ class ExpandedLaunch(NamedTuple):
 
 
 def expanded_launch(sizes: "ExpandedSizes", element_size: int, room: int) -> ExpandedLaunch:
-    """Return the launch that fits into registers and shared memory.
+    """Return the launch whose tiles fit into registers and shared memory.
 
     room: bytes of shared memory.
     """
@@ -284,7 +286,7 @@ def expanded_launch(sizes: "ExpandedSizes", element_size: int, room: int) -> Exp
 
 
 def latent_expanded(inputs: LatentInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute attention of meta's entries after the decodes, whose lengths the host knows.
+    """Compute latent attention of the step's entries after the decodes; the host knows lengths.
 
     out: [num_tokens, num_heads, value]; tokens after the last entry get zeros.
     """

@@ -1,7 +1,8 @@
-"""Attention over paged latents for entries with several query tokens, absorbed as decodes are.
+"""Attention over paged latents for sequences (entries) with several query tokens, with absorbed
+queries.
 
 No key or value is computed from a latent, so a step's launches do not depend on the lengths of its
-entries. A program's rows are consecutive queries of one entry times a part of the heads.
+entries. A program's rows are consecutive queries of one entry times a group of heads.
 """
 
 from typing import NamedTuple
@@ -125,7 +126,7 @@ _LAUNCHES = (_Launch(64, 32, 8, 2), _Launch(32, 32, 4, 2), _Launch(16, 16, 4, 2)
 def _launch(group: int, cache: Tensor) -> _Launch:
     """Return the largest launch that fits into registers and shared memory.
 
-    group: heads of a part, which a program has all of.
+    group: padded number of heads in a group; a program has a whole group.
     """
     row, room = cache.shape[3] * cache.element_size(), shared_memory(cache.device)
     for launch in _LAUNCHES[0 if cache.element_size() == 2 else 2 :]:
@@ -136,8 +137,9 @@ def _launch(group: int, cache: Tensor) -> _Launch:
 
 
 def latent_prefill(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute attention over latents of meta's entries after the decodes, [counts[0], counts[1]).
+    """Compute attention over latents of the step's entries that are not decodes.
 
+    These are the entries counts[0] .. counts[1] - 1 of meta.
     out: [tokens, num_heads, rank]; tokens after the last entry get zeros.
     """
     absorbed, q, cache, scale = inputs

@@ -1,13 +1,13 @@
 """Attention over latents in plain torch: the oracle of every back end.
 
-`kernels.reference.Kernels.latent_attention` defines it.
+`kernels.reference.Kernels.latent_attention` defines the operation.
 
-Decodes are absorbed. A query is multiplied by the up projection of keys, and attends to the latents
-as to a single key head. The result is multiplied by the up projection of values. That reads a
-latent once for all heads.
+Decodes use absorbed queries. A query is multiplied by the up projection of keys, and attends to the
+latents as to a single key head. The result is multiplied by the up projection of values. That reads
+a latent once for all heads.
 
-Prefill is not absorbed: latents are expanded to keys and values, which are shorter than latents.
-The many queries of an entry share them.
+Prefill does not: latents are expanded to keys and values, which are shorter than latents. The many
+queries of a sequence share them.
 """
 
 import torch
@@ -50,7 +50,7 @@ def attend_latent_chunk(
     rope = latents.shape[1] - rank
     nope = q.shape[2] - rope
     value = both - nope
-    # All of one width: SDPA keeps every score in memory where values have another than keys.
+    # Pad keys and values to one width: otherwise SDPA keeps every score in memory.
     width = max(nope + rope, value)
     queries = _widened(q[chunk.begin : chunk.end].transpose(0, 1), width)
     shared = latents[:, rank:].expand(1, -1, -1)

@@ -1,21 +1,22 @@
 """Warp-specialised decode attention of many heads over paged latents, on Hopper.
 
-It computes what latent/decode.py does.
+The results are those of latent/decode.py.
 
-With 64 heads to a program its products take longer than its bytes, so the matrix units must not
-wait: not for exponentials, not for memory. One warp, the producer, has latents copied into one of
-two places, by the tensor memory accelerator. Four warps multiply them with the queries, which gives
-64 x 64 scores that are computed once, and weigh the first half of the latents' elements. Four
-others weigh the other half, with the weights that the first have left in shared memory. So one
-warpgroup's product runs while the other makes exponentials. Triton's own compiler gives all warps
-the same to do; this is Gluon, which no interpreter runs.
+With 64 heads per program the matmuls take longer than the memory reads, so the tensor cores must
+wait neither for exponentials nor for memory. One warp, the producer, lets the tensor memory
+accelerator copy latents into one of two buffers. A first warpgroup (four warps) multiplies them by
+the queries, which gives 64 x 64 scores that are computed once. It multiplies the softmax weights by
+the first half of the latents' elements. A second warpgroup multiplies them by the other half; it
+reads the weights from shared memory. So one warpgroup's matmul runs while the other computes
+exponentials. Triton's own compiler gives all warps the same work; this is Gluon, which no
+interpreter runs.
 
-Checked against float64 and timed on an H200 with Triton 3.6, in microseconds a call with its merge,
-beside the kernel of latent/decode.py:
+Checked against float64. Timed on an H200 with Triton 3.6 beside the kernel of latent/decode.py, in
+microseconds per call with its merge:
 
-    heads  keys         here   there  others
-    128    64 x 4,096   154    319    134 (FlashMLA)
-    128    1 x 32,768   33     58     43 (FlashAttention 3)
+    heads  keys         here   decode.py  others
+    128    64 x 4,096   154    319        134 (FlashMLA)
+    128    1 x 32,768   33     58         43 (FlashAttention 3)
     64     1 x 32,768   26.4   47
 """
 
@@ -60,10 +61,10 @@ from kernels.metadata import AttentionMeta
 ROWS, KEYS = LATENT_ROWS, LATENT_KEYS
 RANK, ROPE = LATENT_SIZES
 HALF = RANK // 2
-WIDE = PIECE  # elements that the accelerator copies of a row
+WIDE = PIECE  # elements of a row that the tensor memory accelerator copies at once
 PLACES = 2  # tiles in shared memory
 REGISTERS = 208  # a thread's registers in `_half`
-COPIES = 56  # registers of a thread of those that copy
+COPIES = 56  # registers of a thread of the warps that copy
 
 
 @gluon.jit
@@ -224,12 +225,12 @@ def _cut(pieces_first, pieces_second, shared, place, count, KEYS: gl.constexpr):
 class SpecializedTile(NamedTuple):
     """The tile of a program, as one `gl.constexpr`."""
 
-    box: int  # rows that the accelerator copies at once
+    box: int  # rows that the tensor memory accelerator copies at once
     rows: int  # heads, padded
     keys: int  # tokens of a tile
     places: int  # tiles in shared memory
     registers: int  # registers of a thread in `_half`
-    copies: int  # registers of a thread of those that copy
+    copies: int  # registers of a thread of the warps that copy
 
 
 @gluon.jit
@@ -464,7 +465,8 @@ def specialized_decode_fits(inputs: AbsorbedInputs, meta: AttentionMeta) -> bool
 def specialized_decode(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
     """Compute attention over latents of the step's decodes into their rows of out.
 
-    The result is that of `latent_decode`. Only for inputs that `specialized_decode_fits` accepts.
+    Arguments and result are those of `latent_decode`. Only for inputs that
+    `specialized_decode_fits` accepts.
     """
     absorbed, q, cache, scale = inputs
     plan: DecodePlan = meta.plan

@@ -1,4 +1,4 @@
-"""The preparation of latent attention in one launch: norm, rotation, and write to the cache."""
+"""The preparation of latent attention in one launch: norm, rotary embedding, write to the cache."""
 
 import triton
 import triton.language as tl
