@@ -1,5 +1,5 @@
-"""Argmax of each row by a generated kernel. Threads share the rows, where NumPy would take two
-calls for each row.
+"""Argmax of each row of a matrix by a generated kernel, whose threads share the rows. NumPy would
+need two calls per row.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def _argmax(size: int) -> tuple[IRWriter, str]:
 
     def larger(value: Value, place: Value, best: Value, at: Value, lanes: int) -> list[Value]:
         """Return the element-wise larger of two candidates, and its index.
-        A NaN beats every number and stays. Of equal numbers the lower index wins.
+        A NaN is larger than every number. Of equal numbers the lower index wins.
         """
         kind, whole, bit = ("float", "i32", "i1")
         if lanes > 1:

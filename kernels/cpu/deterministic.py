@@ -2,9 +2,9 @@
 on its request alone. They depend neither on the other requests of a step nor on how the prompt was
 chunked, cached or recomputed after a preemption.
 
-Generated matmuls and recurrent layers already treat each token alike. Attention runs every token as
-a decode, because torch's attention over a chunk adds in another order. The remaining operations run
-in torch row by row, because its algorithms differ with the number of rows.
+Generated matmuls and recurrent layers are batch-invariant already. Attention computes every token
+as a decode, because torch's attention over a chunk adds in another order. The remaining operations
+run in torch row by row, because its algorithms differ with the number of rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,10 +48,10 @@ def _by_row(function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor
 
 
 class _DeterministicPlan(LayerKernels):
-    """The plan that the layers of a step share.
+    """The plan of a step's attention, which all its layers share.
 
     every: metadata of the step with all tokens as decodes.
-    apart: metadata of each token as a step of its own, for the reference.
+    apart: metadata of each token as a step of its own, for the reference implementation.
     """
 
     def __init__(self, meta: AttentionMeta) -> None:
@@ -76,7 +76,7 @@ class Deterministic(PlannedByFirstLayer):
     DETERMINISTIC = True
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed = norm.rms_norm(x, weight, eps)  # computes each row alike
+        normed = norm.rms_norm(x, weight, eps)  # batch-invariant
         return _by_row(super().rms_norm, x, weight, eps) if normed is None else normed
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -97,7 +97,7 @@ class Deterministic(PlannedByFirstLayer):
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        normed = norm.layer_norm(x, weight, bias, eps)  # computes each row alike
+        normed = norm.layer_norm(x, weight, bias, eps)  # batch-invariant
         return _by_row(super().layer_norm, x, weight, bias, eps) if normed is None else normed
 
     def gated_norm(
@@ -190,7 +190,7 @@ class Deterministic(PlannedByFirstLayer):
         dtype: torch.dtype,
     ) -> Tensor:
         attended = whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
-        if attended is not None:  # this kernel computes a text alike in any batch
+        if attended is not None:  # this kernel is batch-invariant
             return attended
         plain, parts = super(PlannedByFirstLayer, self).whole_texts, []
         rotary = meta.rotary
@@ -282,10 +282,10 @@ def _attend_by_token(
 ) -> Tensor:
     """Return causal attention [num_tokens, heads * head_dim], computed token by token.
 
-    Each token gets the bits that the reference gives it as a step of its own. An entry's keys and
-    values are gathered once for all its tokens. Tokens whose keys are in the same blocks share one
-    torch call, which computes each alike: one call per token would wait for torch's threads each
-    time.
+    Each token has the bits of the reference implementation on a step of this token alone. The keys
+    and values of a sequence (an entry of the step) are gathered once for all its tokens. Tokens
+    whose keys are in the same blocks share one torch call with the same bits per token: one call
+    per token would wait for torch's threads each time.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, size = k_cache.shape[1:3]
@@ -307,8 +307,8 @@ def _attend_by_token(
         # Data at another offset in a cache line may be summed in another order.
         aligned = (size * head_dim * both[0].itemsize) % 64 == 0
         alike = aligned and (num_heads * head_dim * both[0].itemsize) % 64 == 0
-        # Torch's matmuls of few rows depend on the number of rows. And masked keys must be finite,
-        # as NaN times 0 is NaN: later tokens of the step, and tokens before a window.
+        # Torch's matmuls of few rows depend on the number of rows. And masked keys (of later tokens
+        # of the step, and of tokens before a window) must be finite, as NaN times 0 is NaN.
         alike = alike and end - begin > 1 and not how.softcap and how.sinks is None
         fresh = 0 if meta.window or meta.chunk else length - (end - begin) - base
         alike = alike and all(bool(half[:, :, fresh:].isfinite().all()) for half in both)
@@ -342,9 +342,9 @@ def _attend_by_token(
 def _spans(
     meta: AttentionMeta, size: int, begin: int, end: int, alike: bool
 ) -> list[tuple[int, int]]:
-    """Return positions [begin, end) in spans whose keys are in the same blocks.
+    """Return (begin, end) of spans of positions whose keys are in the same blocks.
 
-    Unless `alike`, each span is a single position.
+    The spans cover the positions [begin, end). Unless `alike`, each span is a single position.
     """
     spans: list[tuple[int, int]] = []
     before = None

@@ -41,8 +41,9 @@ def load(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None
 
 
 def load_passing(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    """Load a tile whose memory is not read again soon. stride: bytes between the beginnings of two
-    rows.
+    """Load a tile with a non-temporal hint, for memory that is not read again soon.
+
+    stride: as in `load`.
     """
     _tile_op(writer, "tileloaddt164", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
 
@@ -52,17 +53,18 @@ def store(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> Non
 
 
 def multiply(writer: IRWriter, sums: int, rows: int, columns: int) -> None:
-    """Add to `sums` the matmul of two bfloat16 tiles.
+    """Add to tile `sums` (16 x 16 float32) the matmul of two bfloat16 tiles.
 
-    rows: 16 rows of 32 numbers. columns: 32 x 16 numbers, stored as rows of column pairs.
+    sums, rows, columns: indices of tiles. rows: 16 rows of 32 numbers. columns: 32 x 16 numbers,
+    stored as 16 rows of 16 pairs: a pair has a column's numbers of two successive rows.
     """
     _tile_op(writer, "tdpbf16ps", f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
 
 
 def multiply_codes(writer: IRWriter, name: str, sums: int, rows: int, columns: int) -> None:
-    """Add to `sums` the matmul of two tiles of 8-bit integers.
+    """Add to tile `sums` (16 x 16 int32) the matmul of two tiles of 8-bit integers.
 
-    name: tdpbssd, or tdpbsud if columns are unsigned.
+    name: tdpbssd, or tdpbsud if columns are unsigned. sums, rows, columns: indices of tiles.
     rows: 16 rows of 64 signed bytes. columns: 64 x 16 bytes, stored as rows of four bytes per
     column.
     """

@@ -1,10 +1,10 @@
 """compile_ir: compile LLVM IR text to functions of this process, without a compiler on the machine.
 
-Triton's library contains LLVM with the code generator of the processor that it was built for, which
-returns object code. `object_file` puts that into the process. `CompilerUnavailable` says that this
-machine cannot: Triton is missing or older than 3.7, which hides LLVM's symbols; libgomp is missing;
-it is neither AArch64 Linux nor x86-64 Linux with AVX2; or executable memory is forbidden. Callers
-then use plain torch.
+Triton's library contains LLVM with the code generator of its own processor architecture, which
+returns object code. `object_file` loads the object code into the process. `CompilerUnavailable` is
+raised where that fails: Triton is missing or older than 3.7 (which hides LLVM's symbols); libgomp
+is missing; the machine is neither AArch64 Linux nor x86-64 Linux with AVX2; or executable memory is
+forbidden. Callers then use plain torch.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def recording(calls: list[tuple[int, list[int]]], memories: list[object]) -> Ite
 
 
 def keep(memory: object) -> None:
-    """Keep this memory alive with the recording of this thread's calls, if there is one."""
+    """Add an object to this thread's recording, if there is one, so that its memory stays alive."""
     if _recording.memories is not None:
         _recording.memories.append(memory)
 
@@ -108,7 +108,7 @@ def openmp() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _parallel() -> "ctypes._NamedFuncPointer":
-    """Return GOMP_parallel(f, data, threads, flags), which uses the threads of torch's OpenMP."""
+    """Return libgomp's GOMP_parallel(f, data, threads, flags), which uses torch's threads."""
     parallel = openmp().GOMP_parallel
     parallel.restype = None
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -126,8 +126,9 @@ def _triton() -> str:
 
 @lru_cache(maxsize=1)
 def _initialise() -> None:
-    """Let Triton's LLVM know this processor, without an import of Triton: that takes longer than
-    loading a model's compiled kernels. Raises CompilerUnavailable."""
+    """Register this processor's code generator in Triton's LLVM. Raises CompilerUnavailable.
+
+    Triton itself is not imported: that takes longer than loading a model's compiled kernels."""
     try:
         package = find_spec("triton")
         if package is None or package.origin is None:
@@ -148,7 +149,7 @@ def check() -> None:
 
 
 def _object_code(ir: str) -> bytes:
-    """Return the object code of a module, compiled here or by an earlier process.
+    """Return the object code of an LLVM IR module, compiled now or cached by an earlier process.
 
     Raises CompilerUnavailable.
     """
@@ -171,15 +172,18 @@ def _object_code(ir: str) -> bytes:
 
 
 def compile_ir(ir: str) -> dict[str, NativeFunction]:
-    """Compile a module and return its external functions by name. Raises CompilerUnavailable."""
+    """Compile an LLVM IR module; return {name: function} of its external functions.
+
+    Raises CompilerUnavailable.
+    """
     with _compiling:
         return _compiled(ir)
 
 
 def compile_or_none(write: Callable[[int], str]) -> dict[str, NativeFunction] | None:
-    """Compile the IR that `write` returns for a vector width; None without a compiler.
+    """Compile the IR that `write` returns for this machine's vector width (float32 lanes).
 
-    Callers then use plain torch.
+    Returns None without a compiler; callers then use plain torch.
     """
     try:
         return compile_ir(write(lanes()))

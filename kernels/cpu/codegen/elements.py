@@ -1,4 +1,4 @@
-"""Elementwise functions, as kernels generated for the length of contiguous runs. The function
+"""Elementwise functions, as kernels generated for the length of contiguous rows. The function
 "copy" replaces torch's copies in a recorded step (`kernels.cpu.codegen.program`).
 """
 
@@ -33,7 +33,7 @@ def _gelu_erf(w: IRWriter, x: Value) -> Value:
         series = w.fma(series, t, w.all(factor / 2))
     square = w.binary("fmul", w.binary("fmul", x, x), w.all(-0.5))
     part = w.binary("fmul", w.binary("fmul", series, t), w.exp_below(square))
-    # GELU is relu(x) minus |x| times this half of erfc(|x| / sqrt 2).
+    # GELU is relu(x) - |x| * erfc(|x| / sqrt 2) / 2.
     part = w.binary("fmul", part, size)
     return w.binary("fsub", _relu(w, x), part)
 
@@ -115,8 +115,9 @@ def fits(x: Tensor) -> bool:
 
 
 def apply(name: str, x: Tensor, out: Tensor, other: Tensor | None = None) -> bool:
-    """Write name(x), or name(x) * other, to out. Return False where no kernel can be generated.
+    """Write f(x), or f(x) * other, to out, where f is the function called `name`.
 
+    Returns False where no kernel can be generated.
     x: [n, width] or [n, m, width].
     out, other: [n, width] or [n, m * width]; other may also be one row for all.
     Rows may be slices of longer rows, and the tensors may share memory.

@@ -1,7 +1,7 @@
 """IRWriter: writes LLVM IR text with loops, for kernels whose shapes are known at compile time.
 
-Values and types are strings ("%7", "42"; "i64", "<16 x float>"). Vectors have ``lanes`` elements.
-Addresses need no alignment.
+Values and types are strings ("%7", "42"; "i64", "<16 x float>"). Vectors have ``lanes`` elements,
+of float32 unless said otherwise. Addresses need no alignment.
 """
 
 import struct
@@ -14,7 +14,7 @@ Value = str
 class IRWriter:
     """The body of one function, written instruction by instruction.
 
-    Most functions are void name(ptr %args); `text` takes the signature.
+    Most functions have the signature void name(ptr %args); `text` takes the signature.
     """
 
     def __init__(self, lanes: int) -> None:
@@ -37,7 +37,7 @@ class IRWriter:
         return self._called
 
     def op(self, text: str) -> Value:
-        """Write an instruction and return its result."""
+        """Write an instruction and return the name of its result."""
         name = f"%v{next(self._names)}"
         self._lines.append(f"  {name} = {text}")
         return name
@@ -47,7 +47,10 @@ class IRWriter:
         self._lines.append(f"  {text}")
 
     def call(self, result: str, function: str, arguments: Sequence[tuple[str, Value]]) -> Value:
-        """Write the call of an intrinsic and return its result."""
+        """Write a call of an intrinsic and return its result.
+
+        result: type of the result. arguments: (type, value) of each argument.
+        """
         types = ", ".join(kind for kind, _ in arguments)
         self._called.add(f"declare {result} @{function}({types})")
         operands = ", ".join(f"{kind} {value}" for kind, value in arguments)
@@ -107,8 +110,9 @@ class IRWriter:
     def claim(
         self, counter: Value, chunk: Value, total: Value, body: Callable[[Value], None]
     ) -> None:
-        """Call body(item) for all items; threads take `chunk` items at a time from a shared
-        counter.
+        """Write a loop of body(item) over [0, total); threads take `chunk` items at a time.
+
+        counter: address of the i64 that threads share.
         """
         number = next(self._names)
         take, work, done = f"take{number}", f"work{number}", f"left{number}"
@@ -131,11 +135,11 @@ class IRWriter:
     def claim_shares(
         self, counter: Value, threads: Value, total: Value, body: Callable[[Value], None]
     ) -> None:
-        """Call body(item) for all items; threads take shares of them from a shared counter.
+        """Write a loop of body(item) over [0, total); threads take runs of items.
 
-        Each thread's first share makes up its part of seven eighths of all items, so that it
-        streams memory. Later shares are half of the thread's part of the remaining items, at least
-        one item, so that threads end together (guided self-scheduling).
+        A thread's first run is 7/8 of its equal share of all items, so that it streams memory.
+        Later runs are half of its share of the remaining items, at least one item, so that threads
+        end together (guided self-scheduling). counter: address of the i64 that threads share.
         """
         number = next(self._names)
         take, some = f"take{number}", f"some{number}"
@@ -177,7 +181,7 @@ class IRWriter:
         return self.op(f"mul nsw i64 {a}, {b}")
 
     def at(self, pointer: Value, index: Value | int, kind: str = "float") -> Value:
-        """Return the address of the index-th element of type `kind`."""
+        """Return the address of the index-th element, of type `kind`, from `pointer` on."""
         return self.op(f"getelementptr {kind}, ptr {pointer}, i64 {index}")
 
     def argument(self, index: int, kind: str = "i64") -> Value:
@@ -194,7 +198,7 @@ class IRWriter:
     def load_some(self, pointer: Value, count: int) -> Value:
         """Load `count` floats into the first lanes of a vector, and zeros into the others.
 
-        Memory after them is not read.
+        Memory after these floats is not read.
         """
         if count == self.lanes:
             return self.load(pointer)
@@ -212,7 +216,7 @@ class IRWriter:
         self.store(value, pointer, f"<{count} x float>")
 
     def load_columns(self, pointer: Value, columns: int, count: int) -> list[Value]:
-        """Load a contiguous matrix [count, columns], and return its columns padded with zeros."""
+        """Load a contiguous matrix [count, columns]; return a vector per column, zero-padded."""
         size = count * columns
         wide = f"<{size} x float>"
         rows = self.load(pointer, wide)
@@ -222,7 +226,10 @@ class IRWriter:
         ]
 
     def _picked(self, value: Value, kind: str, size: int, lanes: range) -> Value:
-        """Return a vector of selected lanes of `value`, padded with zeros. size: its lanes."""
+        """Return a vector with the lanes `lanes` of `value`, padded with zeros.
+
+        kind: type of value. size: number of value's lanes.
+        """
         chosen = [*lanes, *[size] * (self.lanes - len(lanes))]
         mask = ", ".join(f"i32 {lane}" for lane in chosen)
         return self.op(
@@ -237,17 +244,16 @@ class IRWriter:
         return f"splat (i32 {number})"
 
     def spread(self, scalar: Value, kind: str = "float") -> Value:
-        """Return a vector with a scalar in all lanes."""
+        """Return a vector with a scalar of type `kind` in all lanes."""
         vector = f"<{self.lanes} x {kind}>"
         first_lane = self.op(f"insertelement {vector} poison, {kind} {scalar}, i64 0")
         zero = f"<{self.lanes} x i32> zeroinitializer"
         return self.op(f"shufflevector {vector} {first_lane}, {vector} poison, {zero}")
 
     def prefetch(self, pointer: Value, to_write: bool = False) -> None:
-        """Prefetch a cache line into the second-level cache, or into the first if it is written
-        soon.
+        """Prefetch a cache line into the second-level cache, or into the first with `to_write`.
 
-        Far prefetches into the first level would evict the data that is being read.
+        Early prefetches into the first level would evict the data that is being read.
         """
         self._called.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         how = "i32 1, i32 3" if to_write else "i32 0, i32 2"
@@ -270,13 +276,13 @@ class IRWriter:
         self.store(self.op(f"fptrunc {self.vector} {value} to {narrow}"), pointer, narrow)
 
     def sum(self, vector: Value) -> Value:
-        """Return the sum of the lanes as a float, added as a tree."""
+        """Return the sum of a vector's lanes as a float, added as a tree."""
         name, kind = f"llvm.vector.reduce.fadd.v{self.lanes}f32", self.vector
         self._called.add(f"declare float @{name}(float, {kind})")
         return self.op(f"call reassoc float @{name}(float -0.0, {kind} {vector})")
 
     def sum_of_pairs(self, vector: Value) -> Value:
-        """Return the sum of the lanes as a float, bit for bit as `sums` computes it."""
+        """Return the sum of a vector's lanes as a float, with the same bits as from `sums`."""
         stride = 1
         while stride < self.lanes:
             other = self.swapped(vector, stride, self.vector)
@@ -286,7 +292,7 @@ class IRWriter:
     def sums(self, vectors: Sequence[Value]) -> Value:
         """Return a vector with the sum of the lanes of the i-th vector in lane i, added as trees.
 
-        It takes a few instructions per vector, where `sum` takes a dozen that depend on each other.
+        That takes a few instructions per vector; `sum` takes a dozen that depend on each other.
         """
         rows, stride = list(vectors), 1
         while len(rows) > 1:
@@ -335,7 +341,7 @@ class IRWriter:
         return self.call(self.integers, f"llvm.smax.v{self.lanes}i32", operands)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
-        """Return the transpose, row by row, of a square matrix of which each vector is a row."""
+        """Return the transpose of a square matrix. rows, result: one vector per row."""
         rows, size = list(rows), self.lanes
         stride = 1
         while stride < size:
@@ -397,7 +403,7 @@ class IRWriter:
         return self.binary("fmul", p, self.op(f"bitcast {self.integers} {bits} to {kind}"))
 
     def exp_below(self, x: Value) -> Value:
-        """Return e^x for finite x <= 0, with an absolute error of 2e-7, and 0 where it underflows.
+        """Return e^x for finite x <= 0, with an absolute error of 2e-7; underflow gives 0.
 
         With AVX-512 it costs half of `exp`. NaN stays NaN.
         """
@@ -445,7 +451,7 @@ class IRWriter:
         return self.binary("fsub", self.all(1.0), self.binary("fdiv", self.all(2.0), above))
 
     def counted(self, begin: Value) -> Value:
-        """Return a float vector of begin, begin + 1, and so on. begin: i64."""
+        """Return a float vector of begin, begin + 1, and so on. begin: an i64 value."""
         numbers = ", ".join(f"float {constant(float(i))}" for i in range(self.lanes))
         first = self.spread(self.op(f"sitofp i64 {begin} to float"))
         return self.binary("fadd", first, f"<{numbers}>")
@@ -489,7 +495,7 @@ class IRWriter:
         return self.op(f"bitcast {self.integers} {wide} to {self.vector}")
 
     def store_float(self, value: Value, pointer: Value, dtype: str) -> None:
-        """Store a vector as dtype, rounded to nearest, ties to even."""
+        """Store a float32 vector as dtype, rounded to nearest, ties to even."""
         if dtype == "float":
             self.store(value, pointer)
             return
@@ -513,7 +519,7 @@ class IRWriter:
 
 
 def constant(number: float) -> str:
-    """Return a float32 in LLVM's notation: the bits of the equal double."""
+    """Return a float32 in LLVM's notation: the bits of the double with the same value."""
     (single,) = struct.unpack("<f", struct.pack("<f", number))
     return "0x" + struct.pack(">d", single).hex().upper()
 

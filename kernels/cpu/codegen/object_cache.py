@@ -1,7 +1,7 @@
-"""A cache of object code on disk. LLVM's output depends only on its arguments.
+"""A cache of object code on disk, since LLVM's output depends only on its arguments.
 
-Compiling a small model's kernels takes about a second of each start of a CPU replica. The files are
-next to Triton's own cache, in a folder that only its owner can read or write. A file of another
+Compiling a small model's kernels would add about a second to each start of a CPU replica. The files
+are next to Triton's own cache, in a folder that only its owner can read or write. A file of another
 user, or with a wrong digest, is ignored: the code is compiled again and the file replaced.
 """
 
@@ -22,7 +22,7 @@ def cached(inputs: str, compile_code: Callable[[], bytes]) -> bytes:
     """Return the machine code that `inputs` determine, from the cache or compiled and cached.
 
     inputs: everything that determines the code, the compiler's version included.
-    An unusable cache only costs the time to compile.
+    If the cache cannot be used, the code is compiled each time.
     """
     path = (
         cache_folder() / "manta-cpu" / f"{blake2b(inputs.encode(), digest_size=20).hexdigest()}.o"

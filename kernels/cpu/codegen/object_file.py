@@ -12,8 +12,8 @@ _SHT_RELA, _SHT_NOBITS, _SHT_SYMTAB = 4, 8, 2
 # Relocations of x86-64.
 _R_64, _R_PC32, _R_PLT32 = 1, 2, 4
 
-# Relocations of AArch64: data, calls, and the two halves of an address (its page, and the 12 bits
-# within the page, which loads of n bytes divide by n).
+# Relocations of AArch64: data, calls, and the two halves of an address (its page, and 12 bits for
+# the offset in the page, which loads of n bytes encode divided by n).
 _ABS64, _PREL64, _PREL32 = 257, 260, 261
 _JUMP26, _CALL26 = 282, 283
 _PAGE21 = 275
@@ -73,7 +73,10 @@ def load_object(elf: bytes) -> dict[str, int]:
 
 
 def _relocate_x86(memory: mmap.mmap, place: int, kind: int, value: int, here: int) -> None:
-    """Write a relocation's value. here: address of the place in memory."""
+    """Write a relocation's value into code for x86-64.
+
+    place: offset in memory. kind: ELF relocation type. here: address of that place.
+    """
     if kind == _R_64:
         struct.pack_into("<Q", memory, place, value)
     else:
@@ -82,7 +85,10 @@ def _relocate_x86(memory: mmap.mmap, place: int, kind: int, value: int, here: in
 
 
 def _relocate_aarch64(memory: mmap.mmap, place: int, kind: int, value: int, here: int) -> None:
-    """Write a relocation's value, for most kinds into the bits of an instruction."""
+    """Write a relocation's value into code for AArch64, mostly into bits of an instruction.
+
+    Parameters are those of `_relocate_x86`.
+    """
     if kind == _ABS64:
         struct.pack_into("<Q", memory, place, value)
         return
@@ -105,7 +111,7 @@ def _relocate_aarch64(memory: mmap.mmap, place: int, kind: int, value: int, here
 
 
 def _show_to_instruction_fetch(begin: int, size: int) -> None:
-    """Make written code visible to instruction fetches, which AArch64 does not do by itself."""
+    """Flush [begin, begin + size) to the instruction cache, which AArch64 does not keep coherent."""
     try:
         clear = getattr(ctypes.CDLL("libgcc_s.so.1"), "__clear_cache")
     except (OSError, AttributeError) as error:

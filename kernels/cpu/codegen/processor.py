@@ -1,7 +1,7 @@
-"""The processor that kernels are generated for: its vectors, its products of small numbers, and
-what LLVM calls them.
+"""The processor that kernels are generated for: its vector width, its dot-product and tile
+instructions for small dtypes, and LLVM's names of these.
 
-Two architectures are known, x86-64 and AArch64. `CompilerUnavailable` says why a processor has no
+x86-64 and AArch64 are supported. The message of `CompilerUnavailable` says why a processor has no
 generated kernels.
 """
 
@@ -23,11 +23,11 @@ _X86 = {
 # registers then hold the 16 vectors that AVX2's kernels use.
 _NEON_LANES = 8
 
-# Arguments of arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). One call allows AMX for all
-# threads of the process.
+# Arguments of syscall: 158 is arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). One call allows
+# AMX for all threads of the process.
 _ASK_FOR_TILES = (158, 0x1023, 18)
 
-# Linux's auxiliary vector on AArch64: (entry, bit) of each extension, by LLVM's name.
+# LLVM's name of an extension of AArch64 -> (entry of Linux's auxiliary vector, bit).
 _AT_HWCAP, _AT_HWCAP2 = 16, 26
 _HWCAPS = {
     "lse": (_AT_HWCAP, 8),
@@ -60,7 +60,7 @@ def aarch64() -> bool:
 
 @lru_cache(maxsize=1)
 def lanes() -> int:
-    """Return how many float32 lanes a vector of a kernel has. Raises CompilerUnavailable."""
+    """Return the number of float32 lanes of a kernel's vectors. Raises CompilerUnavailable."""
     if platform.system() == "Linux" and aarch64():
         return _NEON_LANES
     if platform.system() != "Linux" or platform.machine() != "x86_64":

@@ -1,5 +1,5 @@
-"""Instructions that each architecture has under another name: dot products of bytes and of pairs of
-bfloat16, look-ups of bytes in a table, and the pause of a thread that polls.
+"""Instructions whose names differ by architecture: dot products of bytes and of pairs of bfloat16,
+look-ups of bytes in a table, and the pause of a thread that polls.
 
 A vector of a kernel is two NEON registers, so AArch64's instructions run once for each half.
 """
@@ -15,7 +15,7 @@ _SUMS, _BYTES = "<4 x i32>", "<16 x i8>"  # a NEON register of sums, and of byte
 
 
 def pause() -> str:
-    """Return the line of IR with which a polling thread lets the core's other thread run."""
+    """Return the line of IR with which a polling thread yields to the core's other hyperthread."""
     name = "aarch64.hint(i32 1)" if processor.aarch64() else "x86.sse2.pause()"
     return f"call void @llvm.{name}"
 
@@ -72,7 +72,7 @@ def dot_bytes(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool
 def look_up(writer: IRWriter, count: int, table: Value, indices: Value) -> Value:
     """Return the entries of a table of 16 bytes for indices below 16.
 
-    table: <count x i8>, the table as often as it fits. indices: <count x i8>.
+    table: <count x i8>, repeated copies of the 16 bytes. indices: <count x i8>.
     """
     kind = f"<{count} x i8>"
     if not processor.aarch64():
@@ -118,7 +118,7 @@ def _dot_i8mm(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool
 
 
 def _dot_signed(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> Value:
-    """Return `dot_bytes` of registers, by a dot product whose operands are both signed."""
+    """Return `dot_bytes` of NEON registers by an instruction whose operands are both signed."""
 
     def dot(total: Value, a: Value) -> Value:
         operands = [(_SUMS, total), (_BYTES, a), (_BYTES, x)]
@@ -126,13 +126,13 @@ def _dot_signed(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bo
 
     if not wide:
         return dot(total, codes)
-    # A code minus 128 is signed; the products of x and -128 are taken off again.
+    # Codes minus 128 are signed; the products of x and -128 are subtracted again.
     total = dot(total, writer.op(f"xor {_BYTES} {codes}, splat (i8 -128)"))
     return writer.op(f"sub {_SUMS} {total}, {dot('zeroinitializer', 'splat (i8 -128)')}")
 
 
 def _dot_neon(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> Value:
-    """Return `dot_bytes` of registers, for a processor without dot products."""
+    """Return `dot_bytes` of NEON registers, for a processor without dot products."""
     widened = [
         writer.op(f"{extend} {_BYTES} {value} to <16 x i16>")
         for extend, value in (("zext", codes), ("sext", x))

@@ -1,10 +1,10 @@
 """Program: the generated kernels of a step, recorded once and then run by one call.
 
-A step of a small model has some two hundred kernels of some ten microseconds. Python takes as long
-to prepare each kernel, and OpenMP wakes its threads for each. A program keeps the arguments of a
-recorded step's calls, and one generated function runs them all with a cheap barrier after each. It
-is the CPU's counterpart of a CUDA graph: inputs are at fixed addresses, and running it on the same
-inputs gives the same results bit for bit.
+A step of a small model has about two hundred kernels of about ten microseconds. Python takes as
+long to prepare each kernel, and OpenMP wakes its threads for each. A program stores the arguments
+of a recorded step's calls, and one generated function runs them all with a cheap barrier after each
+call. A program is the CPU's counterpart of a CUDA graph: inputs are at fixed addresses, and running
+it on the same inputs gives the same results bit for bit.
 
 Torch operations cannot be recorded, except allocations, views and copies of rows. A step with any
 other operation raises NotRecordable, and the caller runs it as usual.
@@ -27,8 +27,8 @@ from kernels.cpu.codegen.processor import CompilerUnavailable
 from kernels.cpu.codegen.products import pause, pause_declaration
 
 _ALIGN = 64  # bytes
-# Polls at the barrier before a thread yields. They take some 50 us, more than running threads ever
-# wait. A longer wait means that the awaited thread has lost its core.
+# Polls at the barrier before a thread yields. They take about 50 us, more than threads with cores
+# of their own ever wait. A longer wait means that the awaited thread has lost its core.
 _LOOKS = 2000
 
 # Indices of the function's arguments in args. The counter that threads write has its own cache
@@ -111,9 +111,7 @@ _COPIES = {_aten.clone.default, _aten.cat.default}
 
 
 class NotRecordable(Exception):
-    """Raised when a step needs a torch operation that cannot be recorded and that the message
-    names.
-    """
+    """Raised when a step needs a torch operation that cannot be recorded; the message names it."""
 
 
 @lru_cache(maxsize=1)
@@ -130,9 +128,7 @@ def _play() -> tuple[NativeFunction, int, int]:
 
 
 def _copied(func: Any, args: Any) -> list[Tensor] | None:
-    """Return the tensors that a copy concatenates along their last dimension; None for other
-    copies.
-    """
+    """Return the tensors that a torch call concatenates along the last dimension, else None."""
     parts = [args[0]] if func is _aten.clone.default else list(args[0])
     beside = func is _aten.clone.default or (len(args) > 1 and args[1] in (1, -1))
     alike = len(parts) == 1 or all(part.dim() == 2 for part in parts)
@@ -140,9 +136,9 @@ def _copied(func: Any, args: Any) -> list[Tensor] | None:
 
 
 class Buffers:
-    """Scratch buffers between kernels, which programs share because they run one at a time.
+    """Buffers for intermediate tensors, which programs share because they run one at a time.
 
-    rows: rows of the largest step, which all buffers are sized for.
+    rows: the rows (tokens) of the largest step, for which all buffers are sized.
     """
 
     def __init__(self, rows: int) -> None:
@@ -165,7 +161,7 @@ class Buffers:
 class _Memory(TorchDispatchMode):
     """A torch dispatch mode that takes a step's allocations from Buffers.
 
-    A buffer is free again once no tensor uses it, as with eager tensors, but at fixed addresses.
+    A buffer is free again once no tensor uses it, as in eager mode, but its address is fixed.
     """
 
     def __init__(self, buffers: Buffers, rows: int) -> None:
@@ -237,7 +233,7 @@ class _Memory(TorchDispatchMode):
 
 
 class Program:
-    """The recorded kernels that `body` launches.
+    """The recorded kernels that a function, `body`, launches.
 
     Tensors that `body` does not allocate itself must stay at their addresses.
     """

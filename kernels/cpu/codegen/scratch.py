@@ -1,4 +1,4 @@
-"""Scratch memory for generated kernels, one block per Python thread, since a thread's kernels run
+"""Scratch memory for generated kernels: one block per Python thread, since a thread's kernels run
 one at a time.
 """
 
@@ -20,7 +20,7 @@ _scratch = _Scratch()
 
 
 def scratch(size: int) -> int:
-    """Return the address of at least `size` float32 numbers of scratch, at a cache line.
+    """Return the address of scratch memory for `size` float32 numbers, aligned to a cache line.
 
     The numbers are uninitialised, and the memory is valid until the next call.
     """

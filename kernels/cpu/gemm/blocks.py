@@ -2,9 +2,9 @@
 format.
 
 W is packed into panels as in `kernels.cpu.gemm.dense`, with scales next to their codes, so a panel
-is one stream of memory. Each row of x is quantised to 8 bits at run time, with a scale per 32
+is read as one stream. Each row of x is quantised to 8 bits at run time, with a scale per 32
 numbers. Products of a group are summed exactly in integers. Groups are summed in float32 in a fixed
-order, so a row of the result does not depend on the other rows.
+order, so results are batch-invariant.
 """
 
 from collections.abc import Callable
@@ -51,8 +51,8 @@ from kernels.cpu.gemm.panels import (
 from kernels.packed import BLOCK, Format
 
 _ROWS = {16: 6, 8: 2}  # rows of a tile, by float32 lanes
-# rows from which a panel's 4-bit codes are unpacked to bytes once, rather than in each tile. Six
-# tiles save as much time as this takes.
+# Number of rows from which a panel's 4-bit codes are unpacked to bytes once, not in each tile: with
+# six tiles or more that saves time.
 _MANY = 48
 _AHEAD = 4096  # bytes that prefetches run ahead
 
@@ -69,7 +69,7 @@ def fits(form: Format, outputs: int, width: int) -> bool:
 
 
 def num_bytes(form: Format, outputs: int, width: int, bias: bool) -> int:
-    """Return the bytes that a PackedBlocks weight [outputs, width] takes."""
+    """Return the bytes of a PackedBlocks weight [outputs, width], with or without a bias."""
     return width // form.chunk * form.chunk_bytes(outputs) + 4 * (outputs if bias else 2 * lanes())
 
 
@@ -77,7 +77,7 @@ def num_bytes(form: Format, outputs: int, width: int, bias: bool) -> int:
 
 
 def _expanded(form: Format) -> Format | None:
-    """Return the format to which panels are expanded for many rows, or None if that gains nothing.
+    """Return the 8-bit format to which panels are expanded for many rows; None if that is slower.
 
     Without VNNI or I8MM a dot product of 8-bit codes takes twice the instructions.
     """
@@ -87,7 +87,10 @@ def _expanded(form: Format) -> Format | None:
 
 
 def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks: Value) -> None:
-    """Generate the expansion of a panel to the format `_expanded(form)`."""
+    """Generate the expansion of the panel at `panel` to the format `_expanded(form)` at `target`.
+
+    chunks: number of the panel's chunks (`Format.chunk` inputs each).
+    """
     wide, size = _expanded(form), writer.lanes
     assert wide is not None
     table = table_of(writer, form)
@@ -130,7 +133,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
     size, integers = writer.lanes, writer.integers
     bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
     blocks, chunk_bytes = form.chunk // BLOCK, form.chunk_bytes(2 * size)
-    # Sum blocks of x that share a weight's scale before multiplying by this scale.
+    # Sum the blocks of x that share a scale of the weight before multiplying by this scale.
     scaled_last = blocks > 2 and form.offset == "none"
     x_blocks = writer.op(f"lshr i64 %width, {BLOCK.bit_length() - 1}")
     row_bytes = writer.mul(x_blocks, form.x_bytes)
@@ -147,8 +150,8 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
         return writer.load_as_float(at, NAMES[form.scale])
 
     def words(codes: Value) -> list[tuple[int, int, Value]]:
-        """Return (index of four inputs in the block, half of the panel, codes as bytes) for all
-        codes of a block.
+        """Return (index of a group of four inputs in the block, half of the panel, codes as bytes)
+        for all codes of a block.
         """
         columns = []
         for word in range(form.bits):
@@ -178,7 +181,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
         ask(base, heads * size * form.scale.itemsize)
 
         def block(number: Value | int, *totals: Value) -> list[Value]:
-            """Return the totals with the dot products of a block, 32 inputs, added."""
+            """Return the totals plus the dot products of a block (32 inputs)."""
             place = writer.mul(writer.add(first, number), form.x_bytes)
             x = [writer.at(row, place, "i8") for row in x_rows]
             unit_of = [word * form.units // 8 for word in range(8)]
@@ -274,7 +277,7 @@ def _driver(
 
 
 def _unpack(writer: IRWriter, form: Format) -> None:
-    """Generate out[i] = the dequantised weights of output ids[i], with int64 ids."""
+    """Generate out[i] = the dequantised weights of output ids[i]; ids are int64."""
     size = writer.lanes
     ids, out, w = (writer.argument(word, "ptr") for word in (X, OUT, W))
     width, chunk_bytes = writer.argument(WIDTH), form.chunk_bytes(2 * size)
@@ -369,7 +372,7 @@ def _functions(form: Format) -> dict[str, NativeFunction]:
     ]
     wide, expanded = _expanded(form), None
     if wide is not None:
-        # the sizes of tiles that `panels._all_rows` makes
+        # the numbers of rows per tile that `panels._all_rows` chooses
         sizes = {rows // -(-rows // most) for rows in range(_MANY, 4 * _MANY)} | {most}
 
         def expanded_tile(writer: IRWriter, rows: int) -> None:
@@ -383,7 +386,7 @@ def _functions(form: Format) -> dict[str, NativeFunction]:
 
 
 class PackedBlocks(Panels):
-    """A packed weight [out, in] of a quantised Format. `fill` packs its rows."""
+    """A packed weight [out, in] of a quantised Format, whose rows `fill` packs."""
 
     def __init__(
         self,
@@ -393,10 +396,9 @@ class PackedBlocks(Panels):
         bias: Tensor | None,
         weight: Tensor | None = None,
     ) -> None:
-        """Allocate the weight and compile its kernels. Raises CompilerUnavailable; `fits` must
-        hold.
+        """Allocate the weight and compile its kernels. Raises CompilerUnavailable.
 
-        weight: an already packed weight; if None, `fill` packs one.
+        `fits` must be true. weight: memory of an already packed weight; None: allocate it.
         """
         assert fits(form, outputs, width), (form, outputs, width)
         self.form = form

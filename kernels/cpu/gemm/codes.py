@@ -33,7 +33,10 @@ def table_of(writer: IRWriter, form: Format) -> Value:
 
 
 def nibbles(writer: IRWriter, raw: Value, table: Value) -> tuple[Value, Value]:
-    """Return the low and the high 4-bit codes of bytes, as bytes or as the table's entries."""
+    """Return the low and the high 4-bit codes of bytes as two vectors of bytes.
+
+    table: the table of `look_up` whose bytes replace the codes; "" for none.
+    """
     integers, kind = writer.integers, bytes_type(writer)
     mask = writer.whole(0x0F0F0F0F)
     low = writer.op(f"and {integers} {raw}, {mask}")
@@ -59,7 +62,7 @@ def _across(
 ) -> Value:
     """Reduce each of 1, 2 or 4 vectors with `join`, and return one vector of the results.
 
-    Lane i, modulo the number of vectors, has the i-th vector's result.
+    Lane i has the result of vector i modulo the number of vectors.
     """
     rows, stride, lanes = list(vectors), 1, range(writer.lanes)
     while len(rows) > 1:
@@ -97,7 +100,7 @@ def round_row(
 ) -> None:
     """Generate the quantisation of a row of x to 8 bits.
 
-    place: returns the addresses of a block's results, given the block's number.
+    place: number of a block of the row -> addresses of its results.
     norm: weight and eps of an RMS norm to apply first, or None.
     """
     size, kind, integers = writer.lanes, writer.vector, writer.integers
@@ -120,7 +123,7 @@ def round_row(
 
     def larger_bits(values: list[Value]) -> Value:
         best = reinterpret(writer, writer.all(1e-30), kind, integers)
-        # bits of non-negative floats are ordered like the floats, with NaN above all
+        # The bits of non-negative floats have the order of the floats; NaN is above all.
         for value in values:
             bits = reinterpret(writer, value, kind, integers)
             bits = writer.op(f"and {integers} {bits}, {writer.whole(0x7FFFFFFF)}")
@@ -133,7 +136,7 @@ def round_row(
         all_values = [read(index) for index in indices]
 
         def first_lanes(vector: Value, kind: str) -> Value:
-            """Return the first `count` lanes, one a block."""
+            """Return the vector's first `count` lanes, one per block."""
             return writer.op(
                 f"shufflevector {kind} {vector}, {kind} poison, <{count} x i32> <{few}>"
             )

@@ -2,10 +2,10 @@
 
 W is packed into panels of two vector registers of outputs. A thread takes a panel, streams it once
 for each dozen rows of x, and keeps their sums in registers. Matmuls are in float32. With bfloat16
-weights and AVX512-BF16 or AMX, x is rounded to bfloat16; products are exact then, and sums are
-float32. AMX is several times as fast from a few rows on, and as fast for one row. A row of the
-result does not depend on the other rows. The preceding RMS norm and the following bias, gate and
-residual are computed in the same call, so a layer starts its threads four times.
+weights and AVX512-BF16 or AMX, x is rounded to bfloat16; then products are exact, and sums are
+float32. AMX is several times as fast from a few rows on, and equally fast for one row. Results are
+batch-invariant. The preceding RMS norm and the following bias, gate and residual are computed in
+the same call, so a layer starts its threads four times.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
         return out
 
     def pair(k: Value, *sums: Value) -> list[Value]:
-        """Return sums with the products of two columns of x added.
+        """Return the sums plus the products of two columns of x.
 
         With bfloat16, a lane holds both weights of an output.
         """
@@ -100,9 +100,9 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
 
 
 def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
-    """Generate `_tile` for rows from `_quantise` and panels of `PackedInt8`.
+    """Generate the same matmul as `_tile`, for rows from `_quantise` and panels of `PackedInt8`.
 
-    Sums of 8-bit products are exact; scales are multiplied in last.
+    Sums of 8-bit products are exact; the scales are applied to the sums.
     """
     size, kind, integers = writer.lanes, writer.vector, writer.integers
 
@@ -147,7 +147,7 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
 def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
     """Generate the RMS norm of all rows into this thread's scratch; return the scratch's address.
 
-    Every thread norms all rows, which costs less than waiting for the others.
+    Every thread norms all rows, which costs less than a barrier.
     """
     size = writer.lanes
     weight = writer.argument(NORM, "ptr")
@@ -174,7 +174,7 @@ def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value
 
 
 def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
-    """Generate `_tile` for bfloat16 rows of x, with dot products of pairs.
+    """Generate the same matmul as `_tile`, for bfloat16 rows of x, with dot products of pairs.
 
     A pair's dot product is exact, and summed in float32.
     """
@@ -183,7 +183,7 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
     sums = [(kind, bias[half]) for _ in range(rows) for half in (0, 1)]
 
     def two(k: Value, *sums: Value) -> list[Value]:
-        """Return sums with the products of two pairs of columns of x added."""
+        """Return the sums plus the products of two pairs of columns of x."""
         panel = writer.at("%w", writer.mul(k, 8 * size), "i16")
         out = list(sums)
         for line in range(0, 8 * size, 32):
@@ -315,8 +315,8 @@ def _driver(
     products(writer, most, x, x_bytes, w_bytes, add=add, gate=gate, buffer=buffer)
 
 
-# Bytes of a bfloat16 row of x, by kind of kernel. AMX rows are padded, so that they do not all map
-# to the same lines of the first-level cache.
+# Kind of kernel -> (width of x -> bytes of a bfloat16 row of x). Rows for AMX are padded, so that
+# they do not all map to the same sets of the first-level cache.
 ROW_BYTES: dict[str, Callable[[int], int]] = {
     _DOT: lambda width: 2 * width,
     AMX: lambda width: 2 * width + _ROW_END,
@@ -375,7 +375,10 @@ class PackedLinear(Panels):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Pack a weight and compile its kernels. Raises CompilerUnavailable; `fits` must hold."""
+        """Pack a weight, for which `fits` is true, and compile its kernels.
+
+        Raises CompilerUnavailable.
+        """
         outputs, width = weight.shape
         kind = self._kind(weight)
         packed = self._pack(weight, lanes())
@@ -389,7 +392,7 @@ class PackedLinear(Panels):
 
     @property
     def words(self) -> tuple[int, int, int]:
-        """The addresses of panels and bias, and the floats between two panels' biases."""
+        """The addresses of panels and bias, and the number of floats between two panels' biases."""
         return self._args[W], self._args[BIAS], self._args[BIAS_STEP]
 
     @staticmethod
@@ -431,8 +434,8 @@ class PackedLinear(Panels):
 class PackedInt8(PackedLinear):
     """A weight quantised to 8 bits, with a scale per output.
 
-    Each row of x is quantised to 16 bits at run time, with a scale per row, and its two bytes are
-    multiplied separately. Needs `has_int8()`.
+    Each row of x is quantised to 16 bits at run time, with a scale per row; the two bytes of its
+    numbers are multiplied separately. Needs `has_int8()`.
     """
 
     @staticmethod

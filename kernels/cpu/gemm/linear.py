@@ -1,7 +1,7 @@
 """Linear layers on the CPU: weights are packed once, and multiplied with float32 activations.
 
 Library matmuls reorder the weight on every call. So `kernels.cpu.gemm.dense` is tried first. Where
-it cannot run, FBGEMM reads 16-bit weights, packed as float16, and computes in float32 too. A
+it cannot run, FBGEMM reads 16-bit weights, packed as float16, and computes in float32, too. A
 bfloat16 weight fits float16 exactly unless it is below 6e-5, where the absolute error is 3e-8.
 """
 
@@ -20,8 +20,8 @@ FLOAT16_MAX = 65504.0
 def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | Packed | None:
     """Pack weight [out, in] into a function from float32 [n, in] to float32 [n, out].
 
-    Returns None if nothing here is faster than torch.nn.functional.linear, or the weight does not
-    fit.
+    Returns None if no such function is faster than torch.nn.functional.linear or supports the
+    weight.
     """
     if PackedLinear.fits(*weight.shape):
         try:

@@ -1,6 +1,6 @@
-"""Panels: the parts that matmuls of all weight formats share. Threads take panels of two vector
-registers of outputs, and a tile multiplies a few rows of x by a panel. Bias, gate and residual are
-added here.
+"""Panels: the base class of packed weights, and the code generation that matmuls of all weight
+formats share. Threads take panels of two vector registers of outputs, and a tile multiplies a few
+rows of x by a panel. Bias, gate and residual are applied here.
 """
 
 import ctypes
@@ -26,10 +26,10 @@ CALLS: dict[str, tuple[bool, bool, str | None]] = {
 }
 """The functions of a matmul: whether x is normed and the result added, and the gate."""
 
-# rows from which all threads together round the rows once. For fewer rows each thread rounds all
-# rows itself, which costs less than waiting for the others.
+# Number of rows from which threads share the rounding of rows. For fewer rows each thread rounds
+# all rows itself, which costs less than a barrier.
 TOGETHER = 8
-SPARE_ROWS = 32  # rows that the last tile may read beyond the end
+SPARE_ROWS = 32  # maximum number of rows that the last tile reads beyond the end
 
 # Indices of the kernels' arguments in args. The first two words are the threads' work counters.
 X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, THREADS, STRIDE = range(2, 11)
@@ -41,7 +41,10 @@ TILE = ", ".join(_ARGUMENTS)  # arguments of tile<rows>; stride: floats between 
 
 
 def store_tile(writer: IRWriter, rows: int, values: list[Value]) -> None:
-    """Generate the store of a tile, two vectors per row, or its addition to out if %add is set."""
+    """Generate the store of a tile to out, or its addition to out if %add is set.
+
+    values: two vectors per row.
+    """
     size, kind = writer.lanes, writer.vector
     adding = writer.op("icmp ne i64 %add, 0")
     for row in range(rows):
@@ -85,9 +88,9 @@ def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
 
 
 def gate_buffer(writer: IRWriter, most: int) -> Value:
-    """Return the address of the buffer that `products` needs for a gate.
+    """Allocate the buffer that `products` needs for a gate; return its address.
 
-    Call it in the entry block.
+    To be called in the function's entry block. most: rows of the largest tile.
     """
     return writer.op(f"alloca [{2 * most * 2 * writer.lanes} x float], align 64")
 
@@ -99,9 +102,9 @@ class Expansion:
 
     Without it each tile would unpack the codes again.
 
-    write(writer, panel, target): generates the code that expands a panel.
+    write(writer, panel, target): generates the code that expands a panel to address `target`.
     num_bytes: bytes of an expanded panel.
-    memory: this thread's memory for two expanded panels; null if this call does not expand.
+    memory: this thread's memory for two expanded panels; null if this call does not expand panels.
     """
 
     write: Callable[[IRWriter, Value, Value], None]
@@ -122,11 +125,13 @@ def products(
     expansion: Expansion | None = None,
     rows: "RoundedRows | None" = None,
 ) -> None:
-    """Multiply this thread's share of all rows (x_bytes each) by all panels (w_bytes each).
+    """Generate this thread's share of the matmul of rows at x by all panels.
 
-    rows: rounded rows for tiles of `tiled_bf16.tile`; the caller may have chosen their blocks
-    (`Panels._round`). With them all tiles but the last have `most` rows. Otherwise tiles have about
-    equally many rows. add: whether products are added to the output.
+    most: rows of the largest tile. x_bytes, w_bytes: bytes of a row and of a panel.
+    add: whether products are added to the output. gate: a key of GATES, or None. buffer: from
+    `gate_buffer`. rows: rounded rows for tiles of `tiled_bf16.tile`, which may be in blocks
+    (`Panels._round`). With `rows` all tiles but the last have `most` rows. Otherwise tiles have
+    about equally many rows.
     """
     size, tiled = writer.lanes, rows is not None
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
@@ -135,11 +140,11 @@ def products(
         writer.argument(word) for word in (NUM_PANELS, THREADS, BIAS_STEP)
     )
 
-    # arguments: first row, rows, target, stride
+    # arguments: first row, number of rows, address of the result, floats between two of its rows
     Tile = Callable[[Value, Value, Value, Value | int], None]
 
     def of_rows(x: Value, out: Value, num_rows: Value) -> Callable[[Value], None]:
-        """Return a function that multiplies a thread's rows by a panel."""
+        """Return a function that generates the matmul of rows at x by a panel, into out."""
         single = writer.op(f"icmp sle i64 {num_rows}, {most}") if tiled else ""
 
         def tile_of(panel: Value, place: Value, tiles: str) -> Tile:
@@ -165,7 +170,7 @@ def products(
             return tile
 
         def with_tiles(chosen: Sequence[Value], body: Callable[..., None]) -> None:
-            """Call body(tile of each chosen panel), where panels are either packed or expanded."""
+            """Generate body(*tiles), a tile function for each chosen panel, packed or expanded."""
             places = [writer.at(w, writer.mul(panel, w_bytes), "i8") for panel in chosen]
 
             def packed() -> None:
@@ -199,9 +204,7 @@ def products(
             with_tiles([panel], all_rows)
 
         def both(panel: Value) -> None:
-            """Multiply by a panel of the gate and a panel of the up projection, and combine the
-            results.
-            """
+            """Generate gate(x @ gate's panel) * (x @ up projection's panel)."""
             assert gate is not None
             upper = writer.at(buffer, most * 2 * size)
 
@@ -251,7 +254,7 @@ def products(
 def _all_rows(
     writer: IRWriter, num_rows: Value, most: int, even: bool, body: Callable[[Value, Value], None]
 ) -> None:
-    """Call body(first row, rows) for tiles of at most `most` rows.
+    """Generate a loop of body(first row, number of rows) over tiles of at most `most` rows.
 
     even: whether tiles have about equally many rows; otherwise all but the last have `most`.
     """
@@ -301,9 +304,9 @@ RoundRow = Callable[[IRWriter, Value, Value, RowNorm | None], None]
 
 
 class RoundedRows:
-    """The rows of x, rounded to 16 bits or quantised, in scratch memory.
+    """The generated code that rounds or quantises rows of x into scratch memory.
 
-    Each thread has its own copy, or all share the copy that `together` made.
+    Each thread has its own copy of the rounded rows, or all share the copy of `together`.
     """
 
     def __init__(
@@ -322,14 +325,14 @@ class RoundedRows:
             self._norm = (writer.argument(NORM, "ptr"), eps)
 
     def _round(self, row: Value, target: Value, place: Value) -> None:
-        """Quantise row `row` of x, and store it as row `place` of the matrix `target`."""
+        """Round row `row` of x, and store it as row `place` of the matrix `target`."""
         writer = self._writer
         source = writer.at(self._x, writer.mul(row, self._width))
         place = writer.at(target, writer.mul(place, self.bytes), "i8")
         self._round_row(writer, source, place, self._norm)
 
     def all(self) -> Value:
-        """Return the address of the rounded rows, after rounding them unless `together` has run."""
+        """Return the address of the rounded rows; round them first unless `together` has run."""
         writer, scratch = self._writer, self._scratch
         slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
         self.slot = slot
@@ -348,15 +351,15 @@ class RoundedRows:
         return x
 
     def together(self) -> None:
-        """Round all rows into one copy in scratch. Threads share the rows."""
+        """Round all rows into one copy in scratch memory; each thread rounds some of the rows."""
         scratch = self._scratch
         self._writer.claim("%args", "1", self._count, lambda row: self._round(row, scratch, row))
 
     def blocks(self, body: Callable[[Value, Value, Value], None]) -> None:
-        """Call body(rounded rows, first row, count) for blocks of rows, after `all`.
+        """Generate a loop of body(rounded rows, first row, count) over blocks of rows.
 
-        A thread takes a block and rounds it in its own scratch, so that it stays in its
-        second-level cache.
+        To be called after `all`. A thread takes a block and rounds it into its own scratch, so that
+        the block stays in the second-level cache of the thread's core.
         """
         writer, length = self._writer, self._block_rows
         own = writer.at(self._scratch, writer.mul(self.slot, writer.mul(length, self.bytes)), "i8")
@@ -385,12 +388,13 @@ def product_functions(
     expanded: tuple[Callable[[IRWriter, int], None], Sequence[int]] | None = None,
     any_rows: bool = False,
 ) -> dict[str, NativeFunction]:
-    """Return the compiled functions that Panels calls, and `others`, by name; each takes args.
+    """Return {name: compiled function}: those that Panels calls, and `others`; each takes args.
 
     most: rows of the largest tile.
     tile(writer, rows), driver(writer, norm, add, gate): generate the functions' bodies.
+    others: (name, generator of its body) of further functions.
     expanded: a tile over expanded panels, and the numbers of rows that it supports.
-    any_rows: a single tile function takes any number of rows, %rows; its `rows` is `most`.
+    any_rows: whether a single tile function, generated for `most` rows, takes any number (%rows).
     """
     parts: list[tuple[IRWriter, str]] = []
 
@@ -423,7 +427,7 @@ def product_functions(
 
 
 class Panels(ABC):
-    """A packed weight [out, in] and its matmuls. x is [n, in] float32, contiguous."""
+    """The base class of packed weights [out, in]: matmuls with x [n, in] float32, contiguous."""
 
     def __init__(
         self,
@@ -433,7 +437,7 @@ class Panels(ABC):
         outputs: int,
         width: int,
     ) -> None:
-        """Set up the arguments. functions: from `product_functions`. weight: packed."""
+        """Set up the kernels' arguments. functions: from `product_functions`. weight: packed."""
         panel = 2 * lanes()
         self._functions = functions
         self._weight = weight
@@ -455,14 +459,14 @@ class Panels(ABC):
         behind: int = 0,
         block_rows: int = 0,
     ) -> None:
-        """Round the rows with all threads, or leave each thread to round its rows later.
+        """Round the rows of x with all threads, or let each thread round its rows in the matmul.
 
-        All threads round now if there are several, rows are many and block_rows is 0. The generated
-        functions round and round_norm do so (`RoundedRows.together`).
+        All threads round now if there are several, rows are many and block_rows is 0. They run the
+        generated function round or round_norm (`RoundedRows.together`).
 
         num_bytes: bytes of a rounded row.
-        behind: bytes of expanded panels, after these rows in scratch.
-        block_rows: rows of a block, if a thread rounds its rows block by block.
+        behind: bytes of expanded panels, which follow the rounded rows in scratch memory.
+        block_rows: rows of a block, if a thread rounds its rows block by block; else 0.
         """
         together = threads > 1 and rows >= TOGETHER and not block_rows
         # Room for spare rows, because kernels read whole tiles of rows.
@@ -482,9 +486,7 @@ class Panels(ABC):
 
     @abstractmethod
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
-        """Prepare scratch and rounded rows for a matmul with this many rows. args are set
-        already.
-        """
+        """Prepare scratch memory and rounded rows for a matmul, after args are set."""
 
     def _need(self, num_bytes: int) -> None:
         self._args[SCRATCH] = scratch(-(-num_bytes // 4))
@@ -499,7 +501,7 @@ class Panels(ABC):
         eps: float = 0.0,
         column: int = 0,
     ) -> Tensor:
-        """Run a generated function by its name. Writes to out from `column` on, and returns out."""
+        """Run a generated function by its name. Writes out's columns from `column` on; returns out."""
         rows = x.shape[0]
         if rows == 0:
             return out

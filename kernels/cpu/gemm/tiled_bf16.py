@@ -1,8 +1,8 @@
-"""x @ W.T in bfloat16 with AMX.
+"""x @ W.T in bfloat16 with AMX, as a generated tile function.
 
-Two tiles of x (32 rows, 32 columns) are multiplied by two tiles of weights (these columns, 32
+Two tiles of x (32 rows, 32 columns) are multiplied by two tiles of weights (the same 32 columns, 32
 outputs) into four tiles of sums, so each loaded tile is used twice. A panel of weights stays in the
-first-level cache, while rows of x stream from the second-level cache. They are loaded with a
+first-level cache, while rows of x stream from the second-level cache and are loaded with a
 non-temporal hint.
 """
 
@@ -10,7 +10,7 @@ from kernels.cpu.codegen import amx
 from kernels.cpu.codegen.amx import TILE_ROWS
 from kernels.cpu.codegen.ir import IRWriter, Value
 
-MOST = 2 * TILE_ROWS  # most rows of x that are multiplied by a panel at once
+MOST = 2 * TILE_ROWS  # maximum rows of x that are multiplied by a panel at once
 AHEAD = "ptr %ahead"
 """An argument of `tile`: weights that a later call reads, and of which this one asks for
 `LINES_AHEAD` lines a step of 32 columns; null: this call is the only one of its panel, and asks for
@@ -19,16 +19,17 @@ LINES_AHEAD = 4
 _COLUMNS = 32  # columns of x in a tile
 ROWS_A_PANEL = MOST * 2 * _COLUMNS // LINES_AHEAD
 """Of x, whose tiles together ask for a whole panel."""
-# most rows that are rounded together, and most bytes of these rows
+# maximum number of rows that are rounded together, and maximum bytes of these rows
 _BLOCK, _BLOCK_BYTES = 256, 800 << 10
-_A_THREAD = 64  # rows from which each thread takes blocks of rows instead of panels
+_A_THREAD = 64  # rows per thread from which threads take blocks of rows instead of panels
 _FAR = 4096  # bytes of a panel that prefetches run ahead
 
 
 def block_rows(rows: int, threads: int, row_bytes: int) -> int:
     """Return the rows of a block that a thread multiplies by all panels; 0 if threads share panels.
 
-    With blocks, x and the result stay in a thread's cache. row_bytes: bytes of a rounded row.
+    With blocks, x and the result stay in the cache of a thread's core. row_bytes: bytes of a
+    rounded row.
     """
     if rows < _A_THREAD * threads:
         return 0
@@ -41,8 +42,8 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
     """Generate out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, for up to MOST
     rows.
 
-    x_bytes: bytes of a row of x. The last tile reads beyond the last row, and drops these results.
-    Each sum adds the columns in the same order for any number of rows.
+    x_bytes: bytes of a row of x. The last tile reads rows beyond the last one, and drops their
+    results. Sums add the columns in the same order for any number of rows.
     """
     buffer = writer.op(f"alloca [{MOST * 2 * TILE_ROWS} x float], align 64")
     panel_line = 4 * TILE_ROWS * 2  # bytes of two columns of x for 32 outputs
@@ -53,7 +54,8 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
 
     def rows_of(tiles: range, later: bool) -> None:
         """Multiply one or two tiles of rows. AMX tiles 0 to 3 are sums, two per tile of rows; tiles
-        4 and 5 are rows of x, 6 and 7 weights. later: whether to prefetch the next panel.
+        4 and 5 are rows of x, 6 and 7 weights. tiles: 0, 1 or both. later: whether to prefetch the
+        next panel.
         """
         for at in tiles:
             for half in (0, 1):

@@ -2,11 +2,11 @@
 `kernels.cpu.gemm.blocks` bit for bit.
 
 A tile multiplication takes 16 rows of x, 16 outputs and the 32 inputs of a block. Its integer sums
-are stored to memory, then loaded and added to 16 float registers, in the other kernel's order. An
-AMX multiplication takes 16 cycles, and its result is ready after 52. A store that waits for it
-delays later stores. So a tile is stored two blocks after its multiplication, and added three blocks
-after. While AMX is in use, half of the 512-bit multipliers are off, but the adders are not: so
-integers are converted to floats by an addition.
+are stored to memory, then loaded and added to 16 float registers, in the order of
+`kernels.cpu.gemm.blocks`. An AMX multiplication takes 16 cycles, and its result is ready after 52.
+A store that waits for the result delays later stores. So a tile is stored two blocks after its
+multiplication, and added three blocks after it. While AMX is in use, half of the 512-bit
+multipliers are off, but the adders are not: so integers are converted to floats by an addition.
 """
 
 from collections.abc import Callable
@@ -43,10 +43,10 @@ from kernels.cpu.gemm.panels import (
 from kernels.packed import BLOCK, Format
 
 FROM = 24  # rows from which AMX is faster
-# Most rows that a thread rounds and multiplies together, and most bytes of these rows, so that they
-# stay in its second-level cache.
+# Maximum number of rows that a thread rounds and multiplies together, and maximum bytes of these
+# rows, so that they stay in its core's second-level cache.
 _MOST, _MOST_BYTES = 256, 1280 << 10
-_A_THREAD = 64  # rows from which each thread takes blocks of rows instead of panels
+_A_THREAD = 64  # rows per thread from which threads take blocks of rows instead of panels
 
 _PANEL = 2 * TILE_ROWS  # outputs per panel
 _BLOCK_BYTES = _PANEL * BLOCK  # bytes of a panel's codes for one block
@@ -76,7 +76,7 @@ def fits(form: Format, width: int) -> bool:
 
 
 def _scaled_last(form: Format) -> bool:
-    """Whether scales are multiplied in after a chunk is summed, as in `kernels.cpu.gemm.blocks`."""
+    """Whether scales are applied after a chunk is summed, as in `kernels.cpu.gemm.blocks`."""
     return form.chunk // BLOCK > 2 and form.offset == "none"
 
 
@@ -95,9 +95,7 @@ def _panel_bytes(form: Format, width: int) -> int:
 
 
 def block_rows(form: Format, width: int, rows: int, threads: int) -> int:
-    """Return how many rows a thread multiplies by all panels; 0 if threads share rows and take
-    panels.
-    """
+    """Return the rows of a block that a thread multiplies by all panels; 0 if threads share panels."""
     if threads > 1 and rows < _A_THREAD * threads:
         return 0
     tiles = _MOST_BYTES // (width // BLOCK * _x_bytes(form))
@@ -107,8 +105,9 @@ def block_rows(form: Format, width: int, rows: int, threads: int) -> int:
 
 
 def scratch_bytes(form: Format, width: int, rows: int, threads: int) -> tuple[int, int]:
-    """Return the bytes of scratch that all threads share, and those of each thread, in whole cache
-    lines.
+    """Return (bytes of scratch memory that threads share, bytes of each thread's own scratch).
+
+    Both are whole cache lines.
     """
     block = block_rows(form, width, rows, threads)
     x = -(-(block or rows) // TILE_ROWS) * (width // BLOCK) * _x_bytes(form)
@@ -120,9 +119,9 @@ def scratch_bytes(form: Format, width: int, rows: int, threads: int) -> tuple[in
 
 
 def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None:
-    """Generate the expansion of a panel of `kernels.cpu.gemm.blocks`.
+    """Generate the expansion of a panel of `kernels.cpu.gemm.blocks` to address `target`.
 
-    The result has codes minus the zero point as bytes, then scales and offsets.
+    The result has codes minus the zero point as bytes, then scales and offsets as float32.
     """
     size, integers = writer.lanes, writer.integers
     kind, blocks = f"<{4 * size} x i8>", form.chunk // BLOCK
@@ -175,9 +174,9 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None
     writer.loop(0, chunks, [], chunk)
 
 
-# w: one or two expanded panels (gate and up), `panel_bytes` apart. There are 2^shift items per tile
-# of rows, of 16 outputs each. bias, second_bias: of the first and second panel. stride: floats
-# between two rows of out. kind: index in _KINDS.
+# w: address of one or two expanded panels (gate and up), `panel_bytes` apart. A tile of rows has
+# 2^shift work items, of 16 outputs each. bias, second_bias: of the first and second panel. stride:
+# floats between two rows of out. kind: index in _KINDS.
 _PRODUCTS = (
     "i64 %rows, ptr %x, ptr %w, i64 %panel_bytes, ptr %out, i64 %stride, ptr %bias, "
     "ptr %second_bias, i64 %blocks, i64 %shift, i64 %kind"
@@ -257,8 +256,8 @@ def _products(writer: IRWriter, form: Format) -> None:
         into = writer.at("%out", writer.mul(first, "%stride"))
 
         def step(block: Value, odd: int, sums: list[Value]) -> list[Value]:
-            """Add block's sums, store the tile of block + 1, and multiply block + _AHEAD, which may
-            belong to the next item.
+            """Add the sums of `block`, store the tile of block + 1, and multiply block + _AHEAD,
+            which may belong to the next item.
 
             odd: block % 2, which selects the tiles.
             """
@@ -334,7 +333,7 @@ def _products(writer: IRWriter, form: Format) -> None:
                 writer.store(value, row_at(row))
 
         def store_tile(chosen: str) -> None:
-            """Write a finished tile of rows to out, in one of _KINDS."""
+            """Write a finished tile of rows to out. chosen: one of _KINDS."""
             bounds = [("i64", writer.sub("%rows", first)), ("i64", str(TILE_ROWS))]
 
             def row(index: Value) -> list[Value]:
@@ -380,9 +379,9 @@ class _Rows:
         self._last = writer.sub(self.count, 1)
 
     def round(self, first: Value, tile: Value, target: Value) -> None:
-        """Quantise the 16 rows of a tile to the tile's place in target.
+        """Quantise the 16 rows of a tile to the tile's position in `target`.
 
-        first: row that tile 0 starts at.
+        first: first row of tile 0.
         Rows beyond the end repeat the last row, so that their unused results are finite.
         """
         writer, form = self._writer, self._form
@@ -406,7 +405,7 @@ class _Rows:
         writer.loop(0, TILE_ROWS, [], row)
 
     def together(self) -> None:
-        """Quantise all tiles of rows into one copy in scratch. Threads share the tiles."""
+        """Quantise all tiles of rows into one copy in scratch memory; threads share the tiles."""
         writer, scratch = self._writer, self._writer.argument(SCRATCH, "ptr")
         writer.claim(
             "%args", "1", self.tiles(self.count), lambda tile: self.round("0", tile, scratch)
@@ -427,7 +426,7 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
     panel_bytes = writer.mul(chunks, form.chunk_bytes(_PANEL))
     slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
     own = writer.at(writer.argument(OWN, "ptr"), writer.mul(slot, writer.argument(OWN_BYTES)), "i8")
-    # This thread's scratch: two expanded panels, and its block of rows if it takes blocks.
+    # This thread's scratch: two expanded panels, and a block of rows if threads take blocks.
     num_bytes = writer.add(writer.mul(width, _PANEL), writer.mul(chunks, _head_bytes(form)))
     kind = _KINDS.index(gate or ("add" if add else "plain"))
 
@@ -493,11 +492,10 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
 
 @lru_cache(maxsize=64)
 def functions(form: Format) -> dict[str, NativeFunction]:
-    """Return the functions of `panels.product_functions`, compiled for AMX, by name.
+    """Return {name: function} of `panels.product_functions`, compiled for AMX.
 
-    The functions round and round_norm, which quantise rows of x, are among them.
-
-    Each function's name begins with tiled_.
+    The functions round and round_norm, which quantise rows of x, are among them. Each name begins
+    with tiled_.
     """
     parts: list[tuple[IRWriter, str]] = []
 
