@@ -1,4 +1,4 @@
-"""The CUDA back end, in Triton where that beats the library."""
+"""Cuda: the CUDA back end, in Triton where that is faster than torch and its libraries."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -47,10 +47,10 @@ choose_assembler()
 
 
 class Cuda(Kernels):
-    """The operations of a step that may sit in a CUDA graph.
+    """The operations of a step on CUDA, all of which a CUDA graph may capture.
 
-    They launch on the current stream and read nothing back. Where several kernels do an operation,
-    the tuples below list them in order of preference.
+    They launch on the current stream and read nothing back. Where several kernels serve an
+    operation, class attributes list them in order of preference.
     """
 
     PACKED_LINEAR = PACKED_LINEAR
@@ -165,7 +165,7 @@ class Cuda(Kernels):
     ) -> Tensor:
         """Return `Kernels.packed_linear` by the first kernel of PACKED_LINEAR that fits.
 
-        What this kernel does not fuse is computed before and after it."""
+        The operations that this kernel does not fuse are computed before and after it."""
         call = LinearCall(norm, eps, gate, residual, x_gate)
         for kernel in self.PACKED_LINEAR:
             if call.x_gate is not None and "x_gate" not in kernel.fuses:
@@ -231,7 +231,9 @@ class Cuda(Kernels):
         meta: AttentionMeta,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return attention by `attend_texts`, or by torch for heads below 16 elements."""
+        """Return bidirectional attention by `attend_texts`, by torch for heads of under 16
+        elements.
+        """
         if qkv.shape[1] < 3 * 16 * num_heads:
             return super().whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
         if cos_sin is not None:
@@ -257,8 +259,8 @@ class Cuda(Kernels):
 
         LATENT_DECODE has kernels for the leading decodes, LATENT_CHUNKS for the other entries.
 
-        Kernels that do not fuse "up" take absorbed queries. Their results are latents, of which
-        values are made here.
+        Kernels that do not fuse "up" take absorbed queries. Their results are latents, which this
+        method expands to values.
         """
         num_tokens, heads, head_dim = q.shape
         outputs, rank = up.shape[1:]
@@ -357,7 +359,7 @@ class Cuda(Kernels):
             return super().norm_route(x, norm, eps, router, bias, routing, correction)
         normed = self.rms_norm(x, norm, eps)
         logits = self.router_logits(normed, router, None)
-        # A bias is added in the kernel that chooses.
+        # The top-k kernel adds the bias.
         return normed, *topk.topk(logits, routing, correction, bias)
 
     def experts(
@@ -368,7 +370,7 @@ class Cuda(Kernels):
         stack: ExpertWeights,
         residual: Tensor | None,
     ) -> Tensor:
-        """Return each token's sum of experts, by the first kernel of EXPERTS that fits."""
+        """Return the weighted sum of each token's experts by the first of EXPERTS that fits."""
         kernel = first_fit(self.EXPERTS, x, stack)
         return cast(Tensor, kernel.run(x, weights, ids, stack, residual))
 
@@ -380,7 +382,7 @@ class Cuda(Kernels):
         stack: PackedExperts,
         residual: Tensor | None,
     ) -> Tensor:
-        """Return each token's sum of experts, by the first kernel of PACKED_EXPERTS that fits."""
+        """Return each token's weighted sum of experts by the first of PACKED_EXPERTS that fits."""
         kernel = first_fit(self.PACKED_EXPERTS, x, stack)
         return cast(Tensor, kernel.run(x, weights, ids, stack, residual))
 
@@ -401,7 +403,7 @@ class Cuda(Kernels):
 
 
 def _count(meta: AttentionMeta) -> None:
-    """Fill meta.counts on the device where the step's inputs have not."""
+    """Set meta.counts, on the device, if the step's inputs do not include it."""
     if meta.counts is None:
         counts = [meta.num_decodes, len(meta.kv_len)]
         meta.counts = torch.tensor(counts, dtype=torch.int32, device=meta.kv_len.device)

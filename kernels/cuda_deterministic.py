@@ -1,10 +1,10 @@
-"""The CUDA back end where a token's numbers depend on its request alone
-(`EngineConfig.deterministic`): not on the step's other requests, nor on how its own prompt was cut
+"""The CUDA back end of deterministic mode (`EngineConfig.deterministic`), where a token's numbers
+depend on its request alone: not on the step's other requests, nor on how its own prompt was cut
 into chunks, found in the prefix cache, or computed again after a preemption.
 
-So there is one way to do each thing: products in one order of summation whatever their rows, and
-one attention kernel for decodes and chunks alike, that walks the keys from the first to the last
-and never splits them. Everything else goes row by row anyway.
+So each operation has one algorithm: matmuls have one order of summation for any number of rows, and
+one attention kernel serves decodes and chunks; it processes keys from the first to the last, and
+never splits them. All other operations compute each row independently in any case.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class CudaDeterministic(Cuda):
     PACKED_EXPERTS = FIXED_PACKED_EXPERTS
     CHUNK_ATTENTION = FIXED_ATTENTION
 
-    # The reference's versions, which call the matmuls below; Cuda's are fused.
+    # The reference's versions, which call this class's matmuls; those of Cuda are fused.
     norm_linear = Kernels.norm_linear
     norm_gated_linear = Kernels.norm_gated_linear
     norm_route = Kernels.norm_route
@@ -53,7 +53,9 @@ class CudaDeterministic(Cuda):
         _count(meta)
 
     def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:
-        """Return causal attention by the first kernel of CHUNK_ATTENTION that fits, decodes too."""
+        """Return causal attention by the first kernel of CHUNK_ATTENTION that fits, which computes
+        decodes, too.
+        """
         num_tokens, num_heads, head_dim = inputs.q.shape
         out = inputs.q.new_empty((num_tokens, num_heads * head_dim))
         _count(meta)

@@ -1,8 +1,8 @@
-"""AddressRange and Region: device memory (CUDA) whose address stays while pages come and go.
+"""AddressRange and Region: CUDA device memory whose addresses stay while its pages come and go.
 
-Tensors over a range, and whatever has noted their addresses (recorded graphs, descriptors of
-copies), are right again once it has pages. The driver's virtual memory calls are called through
-ctypes: nothing is built.
+Tensors over a range are valid again once its pages are mapped again, and so is everything that
+holds their addresses (CUDA graphs, copy descriptors). The driver's virtual memory functions are
+called through ctypes, so no extension module is compiled.
 """
 
 import ctypes
@@ -64,8 +64,8 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def reaches(device: int, peer: int) -> bool:
-    """Whether kernels of a device may read, write and signal in the memory of another, as over
-    NVLink. Numbers are torch's. Raises RuntimeError."""
+    """Whether kernels of `device` may read, write and use atomics in the memory of `peer`, as over
+    NVLink. Both are torch's device indices. Raises RuntimeError."""
     if device == peer:
         return True
     able = ctypes.c_int()
@@ -77,13 +77,13 @@ def reaches(device: int, peer: int) -> bool:
 
 
 class AddressRange:
-    """A range of CUDA device addresses, of which parts have pages.
+    """A range of CUDA device addresses, parts of which have pages.
 
-    It begins without pages. Pages are mapped in chunks, each of which is unmapped as a whole.
+    At first none has. Pages are mapped in chunks, each of which is unmapped as a whole.
 
-    size: number of bytes, rounded up to whole granules.
-    granule: number of bytes of which each chunk is a multiple.
-    Raises RuntimeError, which names the driver's call and its CUresult.
+    size: number of bytes, rounded up to a multiple of the granule.
+    granule: the number of bytes of which each chunk must be a multiple.
+    Raises RuntimeError, which names the driver's function and its CUresult.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class AddressRange:
         """Map pages to `count` chunks of `chunk` bytes from an offset on; their content is
         undefined.
 
-        Raises torch.OutOfMemoryError; then none of them has pages.
+        Raises torch.OutOfMemoryError; then none of these chunks has pages.
         """
         mapped = 0
         try:
@@ -151,13 +151,16 @@ class AddressRange:
             _call("cuMemRelease", handle)  # mapped pages outlive the handle
 
     def unmap(self, offset: int, chunk: int, count: int = 1) -> None:
-        """Give the pages of chunks back. Nothing on the device may be using them."""
+        """Unmap and free the pages of chunks, which nothing on the device may be using.
+
+        Parameters are those of `map`.
+        """
         for index in range(count):
             at = ctypes.c_uint64(self._address.value + offset + index * chunk)
             _call("cuMemUnmap", at, ctypes.c_size_t(chunk))
 
     def close(self) -> None:
-        """Give the addresses back, which have no pages. No tensor may be left over them."""
+        """Free the range of addresses, which must have no pages. No tensor may use it any more."""
         self.__dict__.pop("bytes", None)
         _call("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
 
@@ -176,10 +179,9 @@ def _granule(properties: _Properties) -> int:
 
 
 class Region:
-    """A region of CUDA device memory, of `size` bytes or a little more, whose pages can be given
-    back.
+    """A region of CUDA device memory, of `size` bytes rounded up, whose pages can be freed.
 
-    It begins with pages, whose content is undefined.
+    The constructor maps its pages, whose content is undefined.
 
     bytes: all bytes of the region, uint8 [size]. No tensor over them may be used while `held` is
     False. Raises torch.OutOfMemoryError.
@@ -209,13 +211,13 @@ class Region:
         self.held = True
 
     def give_pages(self) -> None:
-        """Give the pages back. Nothing on the device may be using them."""
+        """Free the region's pages, which nothing on the device may be using."""
         if self.held:
             self._range.unmap(0, self.size)
             self.held = False
 
     def close(self) -> None:
-        """Give the address back too. No tensor over it may be left but its own."""
+        """Free the pages and the addresses. No tensor over them but `bytes` may exist any more."""
         self.give_pages()
         del self.bytes
         self._range.close()

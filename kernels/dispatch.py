@@ -1,6 +1,6 @@
-"""The table of back ends by device.
+"""The table of back ends (subclasses of Kernels) by device.
 
-Layers hold the Kernels they were built with; no choice is made again at run time.
+Layers hold the Kernels they were built with; the back end is not chosen again at run time.
 """
 
 from functools import cache
@@ -10,8 +10,8 @@ from kernels.reference import Kernels
 
 __all__ = ["Kernels", "kernels_for"]
 
-# (device type, deterministic) -> module and class; imported when asked for, because Triton is
-# CUDA's alone.
+# (device type, deterministic) -> module and class of the back end. It is imported when it is
+# needed, because only CUDA's back ends need Triton.
 _BACK_ENDS = {
     ("cpu", False): ("kernels.cpu.native", "Native"),
     ("cpu", True): ("kernels.cpu.deterministic", "Deterministic"),

@@ -1,22 +1,22 @@
-"""Fragments: an order of 4-bit floats (e2m1) in which one load by a thread is the operand of its
-matrix instruction.
+"""Fragments: an order of 4-bit floats (e2m1) in which one load by a thread is its operand of an MMA
+instruction.
 
-A tile is 16 outputs by 64 inputs. Of lane 4 * g + c it has four words of 32 bits: outputs g and
-8 + g, of each the inputs 8 * c to 8 * c + 7 of the tile's first group of 32 and of its second. The
-scales of a tile follow the same order: of each g those of output g, then those of output 8 + g.
+A tile is 16 outputs by 64 inputs. It has four words of 32 bits for each lane 4 * g + c: of outputs
+g and 8 + g the inputs 8 * c to 8 * c + 7 of the tile's first group of 32 inputs, and of its second
+group. The scales of a tile have the same order: for each g those of output g, then of output 8 + g.
 
-In a word the bits lie so that each of four pairs of codes comes to its place in two bfloat16
-numbers by one shift and one logical operation at most, the last pair by two of each.
+The bits of a word are permuted such that at most one shift and one logical operation move a pair of
+codes to the fields of two bfloat16 numbers, for the last of the four pairs two of each.
 """
 
 import torch
 from torch import Tensor
 
-ROWS, INPUTS, GROUP = 16, 64, 32  # rows and inputs of a tile, inputs of a scale
-LANES, WORDS = 32, 4  # lanes, and words of a lane: 16 bytes
+ROWS, INPUTS, GROUP = 16, 64, 32  # rows and inputs of a tile, inputs per scale
+LANES, WORDS = 32, 4  # lanes of a warp, words per lane (16 bytes)
 
-# Bits of a word in which a code's mantissa, both bits of its exponent and its sign are, of the even
-# code of each pair; the odd code's are 16 further, modulo 32.
+# For each pair of codes, the bits of a word that hold the even code's mantissa, the two bits of its
+# exponent, and its sign. Those of the odd code are 16 higher, modulo 32.
 _PLACES = ((6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 9, 10, 17))
 
 
@@ -35,16 +35,17 @@ def arranged(codes: Tensor) -> Tensor:
 
 
 def _lanes(words: Tensor) -> Tensor:
-    """Permute codes to the order in which a warp's lanes read them.
+    """Permute words of codes to the order in which a warp's lanes read them.
 
-    Returns [tile, tile of inputs, g, c, half, group], of which g and c are the lane.
+    words: [tile, half, g, tile of inputs, group, c]. Returns [tile, tile of inputs, lane, word],
+    with lane = (g, c) and word = (half, group).
     """
     tiles, _, _, steps, _, _ = words.shape
     return words.permute(0, 3, 2, 5, 1, 4).reshape(tiles, steps, LANES, WORDS).contiguous()
 
 
 def restored(words: Tensor) -> Tensor:
-    """Return the codes of fragments in their order, uint8 [rows, width]; inverts `arranged`."""
+    """Return the codes of fragments in row-major order, uint8 [rows, width]: inverts `arranged`."""
     tiles, steps, _, _ = words.shape
     rows, width = tiles * ROWS, steps * INPUTS
     ordered = words.view(tiles, steps, 8, 4, 2, 2).permute(0, 4, 2, 1, 5, 3)
@@ -65,7 +66,7 @@ def arranged_scales(scale: Tensor) -> Tensor:
 
 
 def restored_scales(scale: Tensor) -> Tensor:
-    """Return the scales of fragments in their order; inverts `arranged_scales`."""
+    """Return the scales of fragments in row-major order: inverts `arranged_scales`."""
     tiles, steps, _, _ = scale.shape
     parts = scale.view(tiles, steps, 8, 2, 2).permute(0, 3, 2, 1, 4)
     return parts.reshape(tiles * ROWS, 2 * steps)

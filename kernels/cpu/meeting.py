@@ -1,8 +1,8 @@
 """Meeting: an all-reduce between processes that share memory, as a generated kernel.
 
 engine/parallel/shared_memory.py lays out the memory. One thread of each process copies its input
-into its slot, raises its counter, waits until all counters are as high, and adds the slots in the
-order of ranks. All that changes between two calls lies in memory, so a
+into its slot, increments its counter, waits until all counters have this value, and adds the slots
+in the order of ranks. All state that changes between two calls is in memory, so a
 `kernels.cpu.codegen.program.Program` can record the kernel.
 """
 
@@ -16,12 +16,12 @@ from kernels.cpu.codegen.processor import CompilerUnavailable, lanes
 from kernels.cpu.codegen.products import pause, pause_declaration
 
 # Words of each rank's cache line, whose first word counts the rank's all-reduces. Rank 0's line
-# also holds the round, the round of the last failure plus one, and the rank that failed.
+# also has the current round, the round of the last failure plus one, and the rank that failed.
 LINE_WORDS = 8
 ROUND, FAILED, FAILED_ON = 2, 3, 4
 
-# Polls of another rank's counter before this thread yields, and before it sleeps. Running ranks are
-# apart by less. A thread that polls longer occupies the core of a rank that it may wait for.
+# Polls of another rank's counter before this thread yields, and before it sleeps. Ranks that run
+# arrive sooner. A thread that polls longer may occupy the core that the awaited rank needs.
 _LOOKS, _YIELDS, _NAPS = 4000, 2000, 5000
 _NAP_US, _LONG_NAP_US = 50, 5000
 
@@ -41,9 +41,9 @@ def _word(name: str, index: int, kind: str) -> str:
 
 
 def _loop(name: str, step: int, end: str, before: str, then: str, body: str) -> str:
-    """Return LLVM IR of a loop: i = %{name} grows by step while it is below end.
+    """Return the LLVM IR of a loop in which %{name} grows by step while it is below end.
 
-    before: phi operand with the first i.
+    before: phi operand with the first value.
     then: label after the loop.
     """
     return f"""
@@ -196,8 +196,8 @@ done:
 
 @lru_cache(maxsize=1)
 def _functions() -> tuple[NativeFunction, NativeFunction, int, int]:
-    """Return the kernels (all-reduce in place, all-reduce added to a tensor) and addresses of
-    sched_yield and usleep.
+    """Return the two kernels (all-reduce in place, all-reduce added to a tensor) and the addresses
+    of sched_yield and usleep.
 
     Raises CompilerUnavailable.
     """
@@ -213,10 +213,10 @@ def _functions() -> tuple[NativeFunction, NativeFunction, int, int]:
 
 
 class Meeting:
-    """The all-reduce of one process with the others that share its memory. Raises
-    CompilerUnavailable.
+    """The all-reduce of one rank's process with those of the other ranks, over shared memory.
 
-    lines, slots: addresses in the shared memory. slot: bytes of one slot.
+    lines, slots: addresses of the ranks' cache lines and slots. slot: bytes of one slot.
+    Raises CompilerUnavailable.
     """
 
     def __init__(self, rank: int, size: int, lines: int, slots: int, slot: int) -> None:
@@ -246,7 +246,7 @@ class Meeting:
 
     @property
     def broken(self) -> bool:
-        """Whether an all-reduce since `join` was given up.
+        """Whether an all-reduce since the last call of `join` was abandoned.
 
         That happens when a process has failed or has begun another round.
         """

@@ -1,6 +1,6 @@
 """The default CPU back end: generated kernels for rotary embeddings, attention (latent attention
-included) and recurrent layers where machine and shapes allow, and the torch reference elsewhere.
-Matmuls are not here: `engine.quantization` runs them with `kernels.cpu.gemm.linear`.
+included) and recurrent layers where machine and shapes allow, and the torch reference otherwise.
+Matmuls are not included: `engine.quantization` runs them with `kernels.cpu.gemm.linear`.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from kernels.metadata import AttentionMeta
 
 
 class LayerKernels:
-    """The attention kernels for the current layer's shape; a part of a step's plan."""
+    """The part of a step's plan that has the attention kernels for the current layer's shape."""
 
     def __init__(self) -> None:
         self.kernels: CpuAttention | None = None  # None: the reference computes attention
@@ -40,9 +40,7 @@ class LayerKernels:
     def choose(
         self, num_heads: int, k_cache: Cache, cos_sin: Tensor, q_norm: Tensor | None
     ) -> CpuAttention | None:
-        """Return the kernels for a layer's shape of heads, or None if the reference computes the
-        layer.
-        """
+        """Return the kernels for a layer's shape of heads, None if the reference computes it."""
         shape_key = (cos_sin.shape[1], q_norm is not None)
         if shape_key != self._shape_key:
             self._shape_key = shape_key
@@ -84,9 +82,9 @@ class PlannedByFirstLayer(Recurrent):
 
 @dataclass(slots=True)
 class _Chunk:
-    """A prompt chunk: tokens [begin, end) of the step.
+    """A prompt's chunk: tokens [begin, end) of the step.
 
-    length: the request's tokens at the chunk's end.
+    table: the request's block table. length: tokens of the request up to the chunk's end.
     """
 
     begin: int
@@ -101,10 +99,10 @@ class _Chunk:
 
 
 class _NativePlan(LayerKernels):
-    """The plan that the layers of a step share.
+    """The plan of a step's attention, which all its layers share.
 
-    It has the generated kernels, the chunks for generated and reference attention, and the
-    reference's own plan.
+    It has the generated kernels, the prompts' chunks for generated and for reference attention, and
+    the plan of the torch reference.
     """
 
     def __init__(self, meta: AttentionMeta) -> None:
@@ -131,7 +129,7 @@ class _NativePlan(LayerKernels):
 
     @property
     def chunks(self) -> list[_Chunk]:
-        """The chunks of all entries that are not decodes."""
+        """The prompts' chunks of the step."""
         if self._chunks is None:
             meta = self._meta
             starts = meta.query_start_host or meta.query_start.tolist()

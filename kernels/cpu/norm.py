@@ -34,8 +34,9 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
     whole = width - width % size
 
     def over(start: Value, body) -> Value:  # type: ignore[no-untyped-def]
-        """Call body(offset, count, sum so far) for each vector of a row's group, and return the
-        sum.
+        """Generate a loop of total = body(offset, count, total) over the vectors of a row's group.
+
+        start: the first total. count: lanes of the vector that are used. Returns the last total.
         """
         (total,) = w.loop(
             0, whole, [(w.vector, start)], lambda at, total: [body(at, size, total)], step=size

@@ -30,14 +30,16 @@ NormParts = tuple[Tensor | None, Tensor | None, float]
 # Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _ATTENDED, _RESIDUAL, _ROWS, _BLOCK, _SCRATCH, _FLOATS = range(2, 8)
 _PRODUCTS, _NORMS, _WORDS = 8, 17, 23  # three words per matmul, and per norm
-_LEAST = 64  # fewest rows per thread; with fewer, threads share panels of weights instead
-_MOST, _BYTES = 256, 1 << 20  # most rows of a block, and most bytes of its scratch
+_LEAST = 64  # minimum rows per thread; with fewer, threads share panels of weights instead
+_MOST, _BYTES = 256, 1 << 20  # maximum rows of a block, and maximum bytes of its scratch
 
 
 class _Shape:
     """The layout of a block of rows in a thread's scratch.
 
-    Each row has the first matmuls' input, sums, and the last matmul's input.
+    Each row has the input of the first two matmuls, sums, and the input of the last matmul.
+    kind: the kind of matmul kernel. hidden, attended, inner: widths of the residual, of the
+    attention's result, and between the last two matmuls.
     """
 
     def __init__(self, kind: str, hidden: int, attended: int, inner: int) -> None:
@@ -49,15 +51,16 @@ class _Shape:
         self.row = self.taken + 4 * hidden + row(inner)
 
     def block(self, rows: int, threads: int) -> int:
-        """Return the number of rows in a block, so that threads have about equally many."""
+        """Return the number of rows in a block, such that threads have about equally many rows."""
         step = most_rows(self.kind)
         most = max(step, min(_MOST, _BYTES // self.row) // step * step)
         blocks = -(-rows // (most * threads)) * threads
         return -(-rows // (blocks * step)) * step
 
     def floats(self, block: int) -> int:
-        """Return the float32 numbers of scratch for one thread. Spare rows let kernels read whole
-        tiles.
+        """Return the size of one thread's scratch, in float32 numbers, for blocks of `block` rows.
+
+        It includes spare rows, as kernels read whole tiles.
         """
         return -(-((block + SPARE_ROWS) * self.row + 3 * 64) // 64) * 16
 
@@ -95,10 +98,10 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         place: Callable[[Value, Value], tuple[Value, int]],
         then: Callable[[Value, Value, Value], None] | None = None,
     ) -> None:  # fmt: skip
-        """Multiply x [count, width] by all panels of weights.
+        """Generate the matmul of x [count, width] by all panels of a weight.
 
-        place: returns a tile's output address and the floats between its rows, given the row and
-        panel.
+        number: which of the layer's three matmuls.
+        place: (row, panel) -> a tile's output address, and the floats between its rows.
         then: called after each tile with its first row, row count and panel.
         """
         first = _PRODUCTS + 3 * number
@@ -143,7 +146,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
     def normed(number: int, x: Value, count: Value, rounded: bool) -> None:
         """Generate x = norm(x + the matmul's sums), in place, for `count` rows of the residual x.
 
-        number: which of the layer's two norms. rounded: also store x as bfloat16 for a matmul.
+        number: which of the layer's two norms. rounded: store x as bfloat16, too, for a matmul.
         """
         first = _NORMS + 3 * number
         weight, bias = (
@@ -161,7 +164,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         over(count, normalise_row)
 
     def activate(first: Value, count: Value, panel: Value) -> None:
-        """Apply the activation to the buffer's rows and store them as the last matmul's input."""
+        """Apply the activation to the buffer's rows; store them as input of the last matmul."""
 
         def activate_row(row: Value) -> None:
             place = w.at(inside, w.mul(w.add(first, row), inner_bytes), "i8")
@@ -254,11 +257,15 @@ def rest_of_layer(
     norms: tuple[NormParts, NormParts],
     act: str,
 ) -> Tensor | None:
-    """Compute the rest of a post-norm layer, and write it to residual.
+    """Compute a post-norm layer from the attention's result on; write the layer's output to
+    residual and return it.
 
-    attended, residual: [n, in of out], [n, hidden], float32, contiguous.
-    products: out, up, down.
-    Returns None where no kernel can be generated, or with so few rows that threads should rather
+    attended: [n, width], float32, contiguous: the attention's result before its output projection.
+    residual: [n, hidden], float32, contiguous.
+    products: the output, up and down projections.
+    norms: the norms after attention and after the MLP.
+    act: name of the MLP's activation.
+    Returns None where no kernel can be generated, and with so few rows that it is faster if threads
     share each matmul.
     """
     out, up, _ = products

@@ -10,8 +10,8 @@ With AVX512-BF16 or AMX, a bfloat16 KV cache is multiplied as it is. Queries and
 rounded to bfloat16; products are exact, sums and softmax are float32. Elsewhere, and for other
 types, keys and values are converted to float32.
 
-A row's sums do not depend on the other rows. Where a row sees all keys before it, they do not
-depend on how its prompt was chunked either, since tiles of keys begin at the prompt's beginning.
+Results are batch-invariant. Those of a row that sees all earlier keys do not depend on how its
+prompt was chunked either, since tiles of keys begin at the prompt's beginning.
 """
 
 import ctypes
@@ -59,12 +59,12 @@ class PrefillShape:
 
     @property
     def block(self) -> int:
-        """The number of rows that are multiplied together."""
+        """The number of rows (a query of one head each) that are multiplied together."""
         return amx.TILE_ROWS if self.tiled else _ROWS
 
     @property
     def words(self) -> int:
-        """The 32-bit words of a query or key: each is a float32 or a pair of bfloat16."""
+        """The number of 32-bit words of a query or key: float32, or pairs of bfloat16."""
         return self.head_dim // 2 if self.pairs else self.head_dim
 
     @property
@@ -78,11 +78,11 @@ class PrefillShape:
 
     @property
     def rows(self) -> int:
-        """The number of rows in a tile, filled up to whole blocks."""
+        """The number of rows in a tile, padded to whole blocks."""
         return -(-self.queries * self.group // self.block) * self.block
 
     def floats(self, size: int) -> int:
-        """Return the words of scratch for one thread."""
+        """Return the size of one thread's scratch in 32-bit words. size: float32 lanes."""
         tiles = 2 * _KEYS_A_TILE * self.words
         row = self.words + self.head_dim + 2 * size
         return tiles + self.block * _KEYS_A_TILE + self.rows * row
@@ -126,7 +126,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def lay_out(begin: Value, head: Value, table: Value, length: Value) -> None:
         """Copy keys [begin, begin + tile) of one head, transposed, and their values to scratch.
 
-        Places after the last key repeat the last key.
+        Columns after the last key repeat the last key.
         """
 
         def mix_pair(at: Value, places: tuple[Value, Value], d: Value) -> None:
@@ -197,9 +197,9 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         begin: list[Value] | None,
         at: Value,
     ) -> list[Value]:
-        """Return the products of rows with `width` vectors of columns, from column `at` on.
+        """Return rows @ matrix for up to `width` vectors of columns, from column `at` on.
 
-        matrix: [inner, columns_].
+        The result is in the order of rows. matrix: [inner, columns_] words.
         rows: address of each row.
         inner: words of a row.
         begin: the sums to add to, zeros if None.
@@ -280,7 +280,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def block_of_tiles(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """Attend a block of rows to a tile of keys with AMX tiles; arguments are those of `block`.
+        """Compute the same as `block`, with the same arguments, by AMX tiles.
 
         Tiles 0 to 3 hold sums, of 16 columns each; tile 4 holds rows.
         """
@@ -289,9 +289,9 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         def multiply(
             rows: Value, apart: int, matrix: Value, columns_: int, inner: int, vectors: range
         ) -> None:
-            """Multiply rows of words by vectors of columns of a matrix.
+            """Add to AMX's sums the matmul of rows by vectors of columns of a matrix.
 
-            apart: words between two rows. matrix: [inner, columns_].
+            apart: words between two rows. matrix: [inner, columns_] words.
             vectors: indices of the vectors of 16 columns.
             """
             for step in range(0, inner, side):
@@ -331,7 +331,11 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def block(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """Attend a block of rows from `row` on to the tile of keys that starts at key `begin`."""
+        """Update the online softmax of a block of rows with the tile of keys at key `begin`.
+
+        row: the block's first row in the tile of queries. token: the tile's first token. count: its
+        number of rows. masked: whether some of the tile's keys are hidden from some rows.
+        """
         rows = [w.at(query, w.mul(w.add(row, r), words)) for r in range(_ROWS)]
         vectors = min(width, tile // size)
 
@@ -446,13 +450,13 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
 
 
 class Entries:
-    """The queries of a step, entry by entry, and the range of keys that each sees.
+    """The queries of a step by sequence (entry), and the range of keys that each query sees.
 
-    spans: per entry: first token, token after the last, address of its int32 block table, number of
-    keys. Table elements before the first visible key's block are not read.
+    spans: per entry: first token, token after the last, address of the int32 block table, number of
+        keys. Elements of the table before the block of the first visible key are not read.
     first, last: [tokens] int32, the first and last visible key of each token; non-decreasing in an
-    entry.
-    kept: object to keep alive until the last launch.
+        entry.
+    kept: the object that owns the block tables, to be kept alive until the last launch.
     """
 
     def __init__(
@@ -466,9 +470,9 @@ class Entries:
         self._tiles: dict[int, NDArray[np.int64]] = {}
 
     def tiles(self, queries: int) -> NDArray[np.int64]:
-        """Return tiles of at most `queries` queries, as [tiles, 4] int64 rows of _TILE words.
+        """Return tiles of at most `queries` queries: int64 [tiles, 4], the words of `_TILE`.
 
-        Tiles with most keys come first, so that threads end together.
+        Tiles with the most keys come first, so that threads end together.
         """
         tiles = self._tiles.get(queries)
         if tiles is None:
@@ -504,7 +508,7 @@ class CpuPrefill:
         out: Tensor,
         numbers: Numbers,
     ) -> None:
-        """Attend the entries' queries, and write their rows of out. Other rows stay as they are.
+        """Compute attention of the entries' queries into their rows of out.
 
         q: [n, num_heads, head_dim] float32 of the whole step.
         out: [n, num_heads * head_dim] float32 of the whole step.

@@ -1,5 +1,6 @@
-"""Scored, Numbers, Places: softcap, attention sinks and ALiBi slopes of attention scores, which
-generated kernels support as needed. `kernels.reference.Kernels.attention` defines them.
+"""Score modifiers of generated attention kernels: softcap, attention sinks and ALiBi slopes, as
+`kernels.reference.Kernels.attention` defines them. Scored: which of them a layer has; Numbers:
+their values; Places: the code that loads and applies them.
 """
 
 import ctypes
@@ -38,16 +39,16 @@ class Numbers:
         return Scored(self.softcap > 0, self.sinks is not None, self.slopes is not None)
 
     def write_words(self, args: ctypes.Array[ctypes.c_int64], at: int) -> None:
-        """Write the modifiers to three words of args from `at` on, where `Places` reads them."""
+        """Write the values to three words of args from `at` on, where `Places` reads them."""
         args[at] = bits(self.softcap)
         for place, tensor in ((at + 1, self.sinks), (at + 2, self.slopes)):
             args[place] = 0 if tensor is None else tensor.data_ptr()
 
 
 class Places:
-    """The loads of a layer's score modifiers in a kernel, from words `at` to `at + 2` of args.
+    """The code by which a kernel loads score modifiers from words `at` to `at + 2` of args.
 
-    scored: which modifiers exist.
+    scored: the modifiers that the layer has.
     """
 
     def __init__(self, writer: IRWriter, scored: Scored, at: int) -> None:
@@ -73,7 +74,7 @@ class Places:
     def change(self, scores: Value, slope: Value, ahead: Value) -> Value:
         """Return a vector of scores with softcap and ALiBi slope applied.
 
-        ahead: position of the first score's key minus the query's position.
+        slope: the result of `slope`. ahead: position of the first score's key minus the query's.
         """
         writer = self._writer
         if self._scored.softcap:

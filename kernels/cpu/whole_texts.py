@@ -1,4 +1,4 @@
-"""Bidirectional attention over whole texts, as generated kernels. Keys and values of a step's texts
+"""Bidirectional attention over whole texts by generated kernels. Keys and values of a step's texts
 are written to temporary pages, so that two launches serve all texts.
 """
 
@@ -17,7 +17,7 @@ _PLAIN = Numbers()
 
 
 class WholeTexts:
-    """The plan of a step of whole texts, which its layers share."""
+    """The plan of a step of whole texts, which all its layers share."""
 
     def __init__(self, meta: AttentionMeta) -> None:
         starts = torch.tensor(meta.query_start_host or meta.query_start.tolist())

@@ -1,6 +1,7 @@
 """The kernels of a mixture's experts, in order of preference (`kernels.candidates`).
 
-`fits` takes x [tokens, hidden] and the stack; `run` what `Kernels.experts` takes.
+`Candidate.fits` takes x [tokens, hidden] and the stack (ExpertWeights or PackedExperts);
+`Candidate.run` has the arguments of `Kernels.experts`.
 """
 
 from typing import Any
@@ -80,7 +81,7 @@ PACKED_EXPERTS: tuple[Candidate[Format], ...] = (
     ),
 )  # fmt: skip
 
-# Candidates of the deterministic mode: each adds in one order, whatever else is in the step.
+# Candidates of the deterministic mode, all batch-invariant.
 FIXED_EXPERTS: tuple[Candidate[Format], ...] = (
     Candidate(
         "grouped_fixed", "weights", _takes_any, _any_tokens,

@@ -1,8 +1,8 @@
 """Experts of a few tokens: each (token, expert) pair streams its expert's weights once.
 
-There are two launches. The first computes gate, up and the activation; the second computes down,
-weights the results, and adds them up with the residual. Weights that several pairs of one expert
-need are read again from the L2 cache.
+There are two launches. The first computes the gate and up matmuls and the activation. The second
+computes the down matmul, multiplies its results by the router's weights, and adds them up with the
+residual. Weights that several pairs of one expert need are read again from the L2 cache.
 """
 
 import triton
@@ -13,10 +13,10 @@ from kernels.experts.gate import code, gated
 from kernels.experts.reference import ExpertWeights
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
-MOST = 4  # tokens; with more, grouping pairs by expert is faster
+MOST = 4  # maximum tokens; with more, grouping pairs by expert is faster
 
-# ROWS, COLUMNS, warps, as sweeps found them on an H200 (UP) and an H100 (DOWN). DOWN_OF_FEW
-# is for up to four experts a token (gpt-oss), DOWN for more (8 of Qwen3-30B-A3B, 10 of Qwen3-Next).
+# (ROWS, COLUMNS, warps), the fastest of sweeps on an H200 (UP) and an H100 (DOWN). DOWN_OF_FEW
+# is for up to four experts per token (gpt-oss), DOWN for more (Qwen3-30B-A3B: 8, Qwen3-Next: 10).
 UP = (2, 1024, 4)
 DOWN_OF_FEW = (1, 512, 4)
 DOWN = (1, 128, 4)
@@ -165,7 +165,7 @@ def few_up(
     stack: ExpertWeights,
     config: tuple[int, int, int] = UP,
 ) -> Tensor:
-    """Return act(gate) * up of each pair: [tokens * chosen, size]."""
+    """Return act(gate) * up of each (token, expert) pair: [tokens * chosen, size]."""
     tokens, width = x.shape
     chosen, size = ids.shape[1], stack.down.shape[2]
     inner = x.new_empty((tokens * chosen, size))
@@ -233,7 +233,7 @@ def few_down(
 
 
 def few_fits(x: Tensor, stack: ExpertWeights) -> bool:
-    """Whether the step has so few tokens that each (token, expert) pair is multiplied by itself."""
+    """Whether the step has so few tokens (1 to MOST) that pairs need not be grouped by expert."""
     return 0 < x.shape[0] <= MOST
 
 

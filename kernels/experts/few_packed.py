@@ -1,12 +1,13 @@
 """Packed experts of a few tokens: as `kernels.experts.few`, each (token, expert) pair streams its
 expert's codes.
 
-Codes come in words of 32 bits and x in words of two or four numbers, so that a thread has what
-belongs together. Two 4-bit or 8-bit floats become two bfloat16 numbers by their place in a word,
-whose exponents are too small by 126 or 120, and these two float32 numbers: three operations a code.
-x is lifted beforehand and the scale takes the rest, so that no product loses digits at the lower
-end of float32's range. Numbers of x may have a magnitude of up to 2^31 there. Where the device
-converts 8-bit floats, as in `kernels.gemm.packed.gemv8`, nothing is lifted.
+Codes are read as words of 32 bits and x as words of two or four numbers, so that a thread has the
+codes and the numbers of x of the same inputs. The bits of two 4-bit or 8-bit floats are moved to
+the positions of bfloat16's fields, which gives two bfloat16 numbers whose exponents are too small
+by 126 or 120; they become two float32 numbers. That takes three operations per code. x is
+multiplied by a power of two beforehand, and the scale by the rest, so that no product loses digits
+at the lower end of float32's range; so x may have a magnitude of up to 2^31. Where the device
+converts 8-bit floats, as in `kernels.gemm.packed.gemv8`, neither is needed.
 """
 
 from typing import Any, NamedTuple
@@ -24,21 +25,21 @@ from kernels.gemm.packed.gemv8 import converted, decoder, in_words, number
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
-# Tokens up to which a sweep of bench.kernels.experts on one H200 found less time than with
-# `packed_experts`: of MXFP4, with 128 experts of which 8 are chosen, and 32 of which 4 are.
+# Maximum tokens: up to this number a sweep of bench.kernels.experts on one H200 measured less time
+# than `packed_experts` takes, for MXFP4 with 8 of 128 and 4 of 32 experts per token.
 MOST = 8
 
 
 class PairTile(NamedTuple):
-    rows: int  # rows of a program
-    units: int  # units of a row at a time
+    rows: int  # rows of the weight per program
+    units: int  # units (a thread's loads) of a row per iteration
     num_warps: int
     ints: int = 2  # 32-bit words of a unit of 8-bit codes
-    converts: bool = False  # whether the device's instruction converts 8-bit floats
+    converts: bool = False  # whether to convert 8-bit floats by the device's instruction
 
 
-# Tiles for 8-bit weights, from a sweep with e4m3 on an H200: for gate and up; for down, (most
-# tokens, tile).
+# Tiles for 8-bit weights, from a sweep with e4m3 on an H200: of gate and up; of down as (maximum
+# tokens, tile), the first that fits.
 UP8 = PairTile(2, 128, 1, ints=4, converts=True)
 DOWN8: tuple[tuple[float, PairTile], ...] = (
     (1, PairTile(2, 32, 4, ints=4, converts=True)),
@@ -46,7 +47,7 @@ DOWN8: tuple[tuple[float, PairTile], ...] = (
 )
 
 _LIFT = 96
-# The exponent that decoded numbers lack, by their kind of code.
+# Kind of code -> the amount by which the exponents of decoded numbers are too small.
 _LACKS = {E2M1_CODE: 127, E4M3_CODE: 120, E4M3_BITS: 120}
 
 
@@ -94,8 +95,8 @@ def _four(w, CODE: tl.constexpr):
 class PairShape(NamedTuple):
     """The tile of a program, and the rule by which its codes become numbers."""
 
-    rows: int  # outputs a program owns
-    units: int  # units of a row at a time
+    rows: int  # outputs per program
+    units: int  # units (a thread's loads) of a row per iteration
     ints: int  # 32-bit words of a unit
     lift: float  # factor of x, so that no product loses digits at the lower end of float32's range
     rest: float  # factor of scales that makes up for `lift`
@@ -338,12 +339,12 @@ def _few_packed_down_kernel(
 
 
 def _words_of(weight: PackedWeight) -> int:
-    """Return how many 32-bit words of 4-bit codes a thread loads at a time."""
+    """Return the number of 32-bit words of 4-bit codes that a thread loads at a time."""
     return min(4, weight.form.span // 8)
 
 
 def _in_one(weight: PackedWeight, units: int) -> int:
-    """Return the number of 4-bit codes in `units` loads of a thread."""
+    """Return the number of 4-bit codes in `units` loads of a thread (a program's step in a row)."""
     return units * _words_of(weight) * 8
 
 
@@ -360,8 +361,8 @@ def up_tile(weight: PackedWeight) -> PairTile:
 def down_tile(weight: PackedWeight, tokens: int) -> PairTile:
     """Return the tile of the down matmul, in which a program has rows of all experts of a token.
 
-    It is the best of sweeps with one token and with eight. One or two tokens have few programs, so
-    a program then loads short rows whole.
+    It is the best of sweeps with one token and with eight. One or two tokens give few programs, so
+    a program loads a short row at once.
     """
     if weight.form.bits == 8:
         return next(tile for most, tile in DOWN8 if tokens <= most)
@@ -408,7 +409,7 @@ def few_packed_up(
     stack: PackedExperts,
     tile: PairTile | None = None,
 ) -> Tensor:
-    """Return act(gate) * up of each pair: [tokens * chosen, size]."""
+    """Return act(gate) * up of each (token, expert) pair: [tokens * chosen, size]."""
     weight = stack.gate_up
     tokens, width = x.shape
     chosen, size = ids.shape[1], stack.down.shape[1]

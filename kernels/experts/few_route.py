@@ -1,6 +1,6 @@
 """The norm, the router and the choice of experts of a few tokens, in one launch.
 
-Each program multiplies by a few rows of the router; the program that ends last chooses.
+Each program computes the logits of a few experts; the program that ends last chooses experts.
 """
 
 from functools import lru_cache
@@ -17,7 +17,7 @@ from kernels.experts.routing import Routing
 from kernels.experts.topk import choose_experts
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
-_WIDEST = 8192  # a program holds a whole row of x
+_WIDEST = 8192  # maximum width of x, as a program has a whole row of x in registers
 
 
 class RouteTile(NamedTuple):
@@ -96,8 +96,9 @@ def _few_route_kernel(
 
 @lru_cache
 def _counters(device: torch.device) -> Tensor:
-    """Return the counters of a device. Kernels of a device run one after the other, and each leaves
-    zeros.
+    """Return a device's counters, by which a launch finds its last program.
+
+    All launches share them: launches run one after the other, and each resets them to zero.
     """
     return torch.zeros(MOST, dtype=torch.int32, device=device)
 
@@ -115,7 +116,7 @@ def few_route(
     routing: Routing,
     correction: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rms_norm(x), the weights of each token's experts and their ids (`norm_route`)."""
+    """Return rms_norm(x), and weights and ids of each token's experts (`Kernels.norm_route`)."""
     tokens, width = x.shape
     experts, chosen = router.shape[0], routing.chosen
     normed = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""The activation of experts inside a kernel: act(gate) * up, or act(up)."""
+"""The activation of experts inside a Triton kernel: act(gate) * up, or act(up) without gates."""
 
 import triton
 import triton.language as tl

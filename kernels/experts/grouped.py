@@ -1,12 +1,12 @@
-"""Experts of many tokens: pairs are sorted by expert, and each expert multiplies its pairs' tokens.
+"""Experts of many tokens: (token, expert) pairs are sorted by expert, for one matmul per expert.
 
 Four launches, and one more to sort many pairs: sort; gate, up and activation; down and the router's
-weights; the sum over a token's experts with the residual. Grids are bounds that the number of pairs
-gives, so that nothing is read back: a program finds its expert in the sorted counts, and those that
-are too many end at once.
+weights; the sum over a token's experts with the residual. Grids are upper bounds computed from the
+number of pairs, so that the host reads nothing back: a program finds its expert in the sorted
+counts, and surplus programs end at once.
 
-Large tiles come through the tensor memory accelerator (TMA) where the device has one: it takes one
-instruction for a tile of weights, and gate and up become one product of twice the width.
+Large tiles are loaded by the tensor memory accelerator (TMA) where the device has one: a tile of
+weights takes one instruction, and gate and up become one matmul of twice the width.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 class Tile(NamedTuple):
-    rows: int  # pairs of one expert
-    outs: int  # rows of the weight; for gate_up this many of the gate and of the up
+    rows: int  # (token, expert) pairs of one expert
+    outs: int  # rows of the weight; of gate_up this many of the gate and of the up
     depth: int  # columns of one iteration
     num_warps: int
     num_stages: int
-    tma: bool = False  # where the device has it
+    tma: bool = False  # whether to use the TMA where the device has one
     swap: bool = False  # the weight is the left operand, so that few pairs fill the short side
 
 
@@ -41,9 +41,9 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# (most pairs of an expert on average, tiles for 16-bit weights); the first row that fits counts.
-# From sweeps of bench.kernels.experts: rows up to 24 pairs on an H200 (128 and 512 experts), the
-# row of 48 on an H100.
+# (maximum mean number of pairs per expert, tiles for 16-bit weights); the first row that fits is
+# used. From sweeps of bench.kernels.experts: rows up to 24 pairs on an H200 (128 and 512 experts),
+# the row of 48 on an H100.
 TILES: tuple[tuple[float, Tiles], ...] = (
     (10, Tiles(Tile(16, 64, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3))),
     (24, Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 4))),
@@ -51,8 +51,8 @@ TILES: tuple[tuple[float, Tiles], ...] = (
     (384, Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4, tma=True))),
     (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True))),
 )
-# For 32-bit weights, and for the deterministic mode, where a row's numbers may not depend on the
-# number of rows.
+# Tiles for 32-bit weights (PLAIN) and for the deterministic mode (FIXED), the same for any number
+# of rows.
 PLAIN = Tiles(Tile(32, 32, 32, 4, 3), Tile(32, 64, 32, 4, 3))
 FIXED = Tiles(Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3))
 
@@ -95,7 +95,7 @@ def _add(xs, ws, acc, SWAP: tl.constexpr):
 
 
 class GroupedShape(NamedTuple):
-    """The tile of a program, and the way tiles reach it; other fields are those of `Tile`."""
+    """The tile of a program, as one `tl.constexpr`; other fields are those of `Tile`."""
 
     block: int  # a power of two, at least EXPERTS
     rows: int
@@ -325,14 +325,18 @@ class Scales(NamedTuple):
 
 
 def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
-    """Return a grid for any choice of experts: each has at most one partly full block."""
+    """Return a grid that is large enough for any choice of experts.
+
+    Each expert has at most one partly full block of pairs.
+    """
     pairs = ids.numel()
     return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
 
 
 def tma_fits(x: Tensor, size: int) -> bool:
-    """Whether tiles of matrices with rows of x's width, and of `size`, can come through the TMA:
-    numbers of 16 or 8 bits in rows of whole 16 bytes, on a device that has one."""
+    """Whether the TMA can load tiles of matrices whose rows have x's width, or `size` elements.
+
+    It needs 16- or 8-bit elements, rows of whole 16 bytes, and a device with a TMA."""
     element_size = x.dtype.itemsize
     if element_size > 2 or x.shape[1] * element_size % 16 or size * element_size % 16:
         return False
@@ -340,9 +344,9 @@ def tma_fits(x: Tensor, size: int) -> bool:
 
 
 def _described(matrices: Tensor, halves: int, tile: Tile) -> TensorDescriptor:
-    """Return a descriptor of matrices [experts, halves * rows, columns].
+    """Return a TMA descriptor of matrices [experts, halves * rows, columns].
 
-    A tile has `outs` rows of each half and `depth` columns.
+    A tile has `outs` rows of each half and `depth` columns. halves: 2 for gate and up, else 1.
     """
     experts, rows, columns = matrices.shape
     halved = matrices.view(experts * halves, rows // halves, columns)
@@ -370,9 +374,9 @@ def grouped_up(
     stack: ExpertWeights,
     pairs: Sorted,
     tile: Tile,
-    scales: Scales | None = None,  # x and the weights are rounded
+    scales: Scales | None = None,  # the scales, if x and the weights are quantised
 ) -> Tensor:
-    """Return act(gate) * up of each pair, in sorted order: [pairs, size]."""
+    """Return act(gate) * up of each (token, expert) pair, sorted as `pairs`: [pairs, size]."""
     experts, width, size = stack.down.shape
     inner = x.new_empty((ids.numel(), size), dtype=x.dtype if scales is None else scales.dtype)
     tma = tile.tma and tma_fits(x, size)
@@ -412,9 +416,9 @@ def grouped_down(
     stack: ExpertWeights,
     pairs: Sorted,
     tile: Tile,
-    scales: Scales | None = None,  # inner and the weights are rounded
+    scales: Scales | None = None,  # the scales, if inner and the weights are quantised
 ) -> Tensor:
-    """Return the weighted result of each pair's expert, in the order of ids: [pairs, hidden].
+    """Return each (token, expert) pair's weighted result in the order of ids: [pairs, hidden].
 
     inner: the result of `grouped_up`.
     """
@@ -451,9 +455,9 @@ def grouped_down(
 def sum_experts(
     given: Tensor, ids: Tensor, stack: ExpertWeights | PackedExperts, residual: Tensor | None
 ) -> Tensor:
-    """Return the sum over each token's experts: [tokens * chosen, hidden] -> [tokens, hidden].
+    """Return the sum of `given` over each token's experts, added to residual in place if given.
 
-    It is added to residual in place, if there is one.
+    given: [tokens * chosen, hidden]. Returns [tokens, hidden].
     """
     width = given.shape[1]
     tokens, chosen = ids.shape
@@ -486,9 +490,9 @@ def by_expert(
     down: Callable[..., Tensor],  # takes `grouped_down`'s arguments
     tiles: Any,  # tiles of both matmuls
 ) -> Tensor:
-    """Return each token's sum of experts, from two matmuls over pairs sorted by expert.
+    """Return the weighted sum of each token's experts, by two matmuls over pairs sorted by expert.
 
-    See `kernels.reference.Kernels.experts`.
+    See `kernels.reference.Kernels.experts`. experts: their number on this rank.
     """
     if not x.shape[0]:
         return torch.empty_like(x) if residual is None else residual
@@ -515,5 +519,5 @@ def grouped(
 def grouped_fixed(
     x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
 ) -> Tensor:
-    """Return the result of `grouped`, with sums in one order whatever the number of tokens."""
+    """Return a batch-invariant `grouped`, by the deterministic mode's tiles."""
     return grouped(x, weights, ids, stack, residual, FIXED)

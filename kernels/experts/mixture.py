@@ -6,13 +6,12 @@ from typing import NamedTuple
 class Mixture(NamedTuple):
     """The sizes and options of one matmul of a mixture's experts, as one `tl.constexpr`.
 
-    size: numbers between an expert's two matmuls.
-    width: numbers of a token, the hidden size.
+    size: the width between an expert's two matmuls.
+    width: the hidden size.
     bias: whether this matmul has a bias.
-    weigh: whether a token's input is weighted, and not what its expert returns.
-    chosen: experts of a token, where the kernel asks.
-    act: the activation, as `gate.code` has it, where the kernel asks.
-    experts: experts on this rank, where the kernel asks.
+    weigh: whether a token's weight multiplies its input, and not its expert's output.
+    chosen, act, experts: experts per token, `gate.code` of the activation, experts on this rank;
+        0 for kernels that do not need them.
     """
 
     size: int

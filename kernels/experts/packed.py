@@ -1,10 +1,10 @@
 """Experts with packed weights, for any number of tokens.
 
-The launches are those of `grouped`. Codes become 16-bit numbers on their way to the matrix units,
-as in `kernels.gemm.packed.dot`.
+The launches are those of `grouped`. Codes are decoded to 16-bit numbers for tensor cores, as in
+`kernels.gemm.packed.dot`.
 
-The weight is the left operand, so that the few pairs of an expert fill the short side of the units'
-tiles.
+The weight is the left operand, so that the few (token, expert) pairs of an expert fill the short
+side of the MMA tile.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from kernels.packed import PackedWeight
 
 class PackedTile(NamedTuple):
     pairs: int  # pairs of one expert
-    outs: int  # rows of the weight; for gate_up this many of the gate and of the up
+    outs: int  # rows of the weight; of gate_up this many of the gate and of the up
     num_warps: int
     num_stages: int
 
@@ -37,8 +37,8 @@ class PackedTiles(NamedTuple):
     down: PackedTile
 
 
-# The pairs that an expert has on average -> tiles, the first that fits: what a sweep of
-# bench.kernels.experts found on an H200 with MXFP4, at 0.5 to 64.
+# (maximum mean number of pairs per expert, tiles); the first row that fits is used. The fastest of
+# a sweep of bench.kernels.experts on an H200 with MXFP4, at 0.5 to 64 pairs.
 TILES: tuple[tuple[float, PackedTiles], ...] = (
     (1, PackedTiles(PackedTile(16, 64, 2, 4), PackedTile(16, 128, 4, 4))),
     (10, PackedTiles(PackedTile(16, 64, 2, 2), PackedTile(16, 128, 2, 2))),
@@ -46,17 +46,17 @@ TILES: tuple[tuple[float, PackedTiles], ...] = (
     (48, PackedTiles(PackedTile(64, 128, 8, 2), PackedTile(32, 128, 8, 4))),
     (float("inf"), PackedTiles(PackedTile(64, 128, 4, 2), PackedTile(64, 128, 4, 2))),
 )
-# The deterministic mode's: a row's numbers may not depend on the number of rows.
+# Tiles of the deterministic mode, the same for any number of rows.
 FIXED = PackedTiles(PackedTile(32, 64, 4, 3), PackedTile(32, 64, 4, 3))
 
 
 class PackedShape(NamedTuple):
-    """The tile of a program: `pairs` rows by `outs` outputs."""
+    """The tile of a program: `pairs` (token, expert) pairs by `outs` outputs."""
 
     block: int  # a power of two, at least EXPERTS
     pairs: int
     outs: int
-    words: int  # words or codes of a row at a time
+    words: int  # words (of 4-bit codes) or codes (8-bit) of a row per step
     whole_steps: bool  # whether every step's columns exist, so that no mask is needed
 
 
@@ -214,8 +214,8 @@ def tiles_for(pairs: int, experts: int) -> PackedTiles:
 
 
 def _floats_fit(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `scaled_floats` dequantises the weight exactly: scales are powers of two, or bfloat16
-    numbers that leave products exact."""
+    """Whether `scaled_floats` dequantises the weight exactly: e2m1 codes with bfloat16 scales, and
+    bfloat16 x on a GPU."""
     form = weight.form
     plain = code_of(weight) == E2M1_CODE and form.scale == torch.bfloat16
     return x.is_cuda and x.dtype == torch.bfloat16 and plain and form.offset == "none"
@@ -229,7 +229,7 @@ def _options(x: Tensor, weight: PackedWeight, tile: PackedTile, experts: int) ->
     ptx, warps = pair_ptx(x, weight, words), tile.num_warps
     if _floats_fit(x, weight):
         ptx = [scaled_floats(at) for at in range(4)]
-    else:  # registers for a group's sums, in addition to the total's
+    else:  # registers for the sums of a group, besides those for the total sums
         warps = max(warps, tile.pairs * tile.outs // 1024)
     # Scales and offsets of each code are loaded ahead, too.
     stages = 2 if not ptx and weight.form.group % step else tile.num_stages
@@ -244,14 +244,17 @@ def _options(x: Tensor, weight: PackedWeight, tile: PackedTile, experts: int) ->
 
 
 def _grid(pairs: int, experts: int, tile: PackedTile, outs: int) -> tuple[int]:
-    """Return a grid for any choice of experts: each has at most one partly full block."""
+    """Return a grid that is large enough for any choice of experts.
+
+    Each expert has at most one partly full block of pairs.
+    """
     return ((min(pairs, experts) + pairs // tile.pairs) * triton.cdiv(outs, tile.outs),)
 
 
 def packed_up(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: PackedTile
 ) -> Tensor:
-    """Return act(gate) * up of each pair, in sorted order: [pairs, size]."""
+    """Return act(gate) * up of each (token, expert) pair, sorted as `pairs`: [pairs, size]."""
     weight = stack.gate_up
     experts, size, width = stack.count, stack.down.shape[1], weight.shape[1]
     inner = x.new_empty((ids.numel(), size))
@@ -289,7 +292,7 @@ def packed_down(
     pairs: Sorted,
     tile: PackedTile,
 ) -> Tensor:
-    """Return the weighted result of each pair's expert, in the order of ids: [pairs, hidden].
+    """Return each (token, expert) pair's weighted result in the order of ids: [pairs, hidden].
 
     inner: the result of `packed_up`.
     """
@@ -335,5 +338,5 @@ def packed_experts(
 def packed_experts_fixed(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None
 ) -> Tensor:
-    """Return the result of `packed_experts`, with sums in one order for any number of tokens."""
+    """Return a batch-invariant `packed_experts`, by the deterministic mode's tiles."""
     return packed_experts(x, weights, ids, stack, residual, FIXED)

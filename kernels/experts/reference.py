@@ -14,17 +14,17 @@ CLAMPED_ALPHA = 1.702
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """The experts of one layer, stacked.
+    """The stacked weights of a layer's experts on this rank.
 
-    act: a key of `Kernels.GATES`, or CLAMPED: (up + 1) * gate * sigmoid(1.702 * gate), with gate
-        at most `limit` and up within [-limit, limit] (gpt-oss); or one of UNGATED, of an expert
-        that is down(act(up(x))).
+    act: a key of `Kernels.GATES`; or CLAMPED: (up + 1) * gate * sigmoid(1.702 * gate), with gate
+        at most `limit` and up within [-limit, limit] (gpt-oss); or one of UNGATED, if an expert
+        is down(act(up(x))).
     weigh_input: whether a token's weight multiplies its expert's input, not the output (Llama 4).
-    total: the number of experts on all ranks; 0 = all are here. The id `count` stands for an expert
-        of another rank, and adds nothing.
+    total: the number of experts on all ranks; 0 = this rank has all. The id `count` stands for any
+        expert of another rank, and adds nothing.
     """
 
-    gate_up: Tensor  # [experts, 2 * size, hidden]: the gate's rows, then the up's; or these alone
+    gate_up: Tensor  # [experts, 2 * size, hidden]: gate rows, then up rows; up alone without gates
     down: Tensor  # [experts, hidden, size]
     gate_up_bias: Tensor | None  # [experts, 2 * size]
     down_bias: Tensor | None  # [experts, hidden]
@@ -40,8 +40,9 @@ class ExpertWeights:
 
 @dataclass(slots=True)
 class PackedExperts:
-    """The quantised experts of one layer, stacked by rows; other fields are those of
-    `ExpertWeights`.
+    """The quantised weights of a layer's experts on this rank, stacked along the rows.
+
+    The other fields are those of `ExpertWeights`.
     """
 
     gate_up: PackedWeight  # [experts * 2 * size, hidden], without bias
@@ -58,7 +59,7 @@ class PackedExperts:
         return self.down.shape[0] // self.gate_up.shape[1]
 
     def dense(self, dtype: torch.dtype) -> ExpertWeights:
-        """Return the dequantised weights."""
+        """Return the experts with dequantised weights."""
         return ExpertWeights(
             self.gate_up.dense(dtype).unflatten(0, (self.count, -1)),
             self.down.dense(dtype).unflatten(0, (self.count, -1)),
@@ -76,7 +77,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
 
     logits: [n, experts].
 
-    correction [experts] float32: is added to scores for the choice alone.
+    correction [experts] float32: added to scores for the choice, but not for the weights.
     """
     logits = logits.float()
     if routing.score == "mixer":
@@ -99,8 +100,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
 def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     """Return (weights [n, 2] float32, experts [n, 2] int32), chosen as in Phi-3.5-MoE.
 
-    The best expert is weighted among those whose scores are close to its own. The second is chosen
-    in the same way without the first.
+    The weight of the best expert is its softmax among the experts whose logits are close to its
+    own. The second is chosen in the same way from the other experts.
     """
     weights, ids = [], []
     remaining = logits
@@ -114,7 +115,7 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 
 def activated(gate_up: Tensor, act: str, limit: float) -> Tensor:
-    """Return the activation of an expert's first matmul, [n, up_rows] -> [n, size]."""
+    """Return the activation of a first matmul's result, [n, up_rows] -> [n, size]."""
     if act in UNGATED:
         return relu(gate_up).square_()
     gate, up = gate_up.chunk(2, dim=-1)

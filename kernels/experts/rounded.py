@@ -1,8 +1,8 @@
 """Experts with e4m3 weights and inputs: a scale for each output and for each token.
 
-Activations between the two matmuls are rounded by a launch of their own, with one scale for each
-pair, as for linear layers. A program of the first matmul computes only some outputs of a pair. A
-scale for those alone would have to be applied inside the second matmul's loop.
+A separate launch quantises the activations between the two matmuls, with one scale per (token,
+expert) pair, as for linear layers. The first matmul cannot do so: its programs compute only some
+outputs of a pair, and a scale for these would have to be applied inside the second matmul's loop.
 """
 
 from torch import Tensor
@@ -15,9 +15,9 @@ from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.launch.device import compute_capability
 from kernels.packed import PackedWeight
 
-# (most pairs of an expert on average, tiles), like `grouped.TILES`: the fastest of a sweep of
-# bench.kernels.experts on an H200, at 1 to 4,096 tokens with 8 of 128 experts each. Even a single
-# token is faster here than in the kernel that multiplies each (token, expert) pair by itself.
+# (maximum mean number of pairs per expert, tiles), like `grouped.TILES`: the fastest of a sweep of
+# bench.kernels.experts on an H200, at 1 to 4,096 tokens with 8 of 128 experts each. Even for a
+# single token this is faster than `few_packed`, which does not group pairs by expert.
 TILES: tuple[tuple[float, Tiles], ...] = (
     (0.1, Tiles(Tile(16, 64, 256, 4, 4, swap=True), Tile(16, 64, 256, 4, 3, tma=True, swap=True))),
     (10, Tiles(Tile(16, 64, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, tma=True, swap=True))),
@@ -61,7 +61,7 @@ def _as_floats(stack: PackedExperts) -> ExpertWeights:
 def rounded_up(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
 ) -> Tensor:
-    """Return act(gate) * up of each pair, in sorted order: [pairs, size] in x's dtype."""
+    """Return act(gate) * up of each pair in the order of `pairs`: [pairs, size], in x's dtype."""
     rows, scales = round_rows(x)
     both = Scales(scales, stack.gate_up.scale, x.dtype)
     return grouped_up(rows, weights, ids, _as_floats(stack), pairs, tile, both)
@@ -70,7 +70,7 @@ def rounded_up(
 def rounded_down(
     inner: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
 ) -> Tensor:
-    """Return the weighted result of each pair's expert, in the order of ids: [pairs, hidden].
+    """Return each (token, expert) pair's weighted result in the order of ids: [pairs, hidden].
 
     inner: the result of `rounded_up`.
     """

@@ -1,4 +1,4 @@
-"""The choice of experts in one launch: scores of a router's logits, the best, their weights."""
+"""The choice of experts in one launch: a router's scores, the best experts, and their weights."""
 
 import torch
 import triton

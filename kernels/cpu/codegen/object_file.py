@@ -111,7 +111,7 @@ def _relocate_aarch64(memory: mmap.mmap, place: int, kind: int, value: int, here
 
 
 def _show_to_instruction_fetch(begin: int, size: int) -> None:
-    """Flush [begin, begin + size) to the instruction cache, which AArch64 does not keep coherent."""
+    """Make written code visible to the instruction cache, which AArch64 does not keep coherent."""
     try:
         clear = getattr(ctypes.CDLL("libgcc_s.so.1"), "__clear_cache")
     except (OSError, AttributeError) as error:

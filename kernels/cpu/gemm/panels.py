@@ -501,7 +501,10 @@ class Panels(ABC):
         eps: float = 0.0,
         column: int = 0,
     ) -> Tensor:
-        """Run a generated function by its name. Writes out's columns from `column` on; returns out."""
+        """Run the generated function `name`, which writes columns of out from `column` on.
+
+        Returns out.
+        """
         rows = x.shape[0]
         if rows == 0:
             return out

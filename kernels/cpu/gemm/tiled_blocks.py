@@ -95,7 +95,10 @@ def _panel_bytes(form: Format, width: int) -> int:
 
 
 def block_rows(form: Format, width: int, rows: int, threads: int) -> int:
-    """Return the rows of a block that a thread multiplies by all panels; 0 if threads share panels."""
+    """Return the rows of a block that a thread multiplies by all panels.
+
+    0: threads share panels instead.
+    """
     if threads > 1 and rows < _A_THREAD * threads:
         return 0
     tiles = _MOST_BYTES // (width // BLOCK * _x_bytes(form))

@@ -2,9 +2,9 @@
 cache: four kernels generated for a shape of heads.
 
     write    norm latents, apply rotary embeddings, write latents to their slots
-    absorb   multiply queries by the key up-projection, to the length of a latent
+    absorb   multiply queries by the key up-projection, which gives them a latent's length
     attend   per token and group of heads: scores, softmax, weighted sum of latents
-    values   multiply these sums by the value up-projection
+    values   multiply the results of `attend` by the value up-projection
 
 A group of heads reads a latent in place, both as key and as value. The scores of several keys and
 heads fill one vector.
@@ -30,7 +30,7 @@ from kernels.metadata import AttentionMeta
 _Q, _Q_STRIDE, _LATENTS, _LATENTS_STRIDE, _NORM, _EPS, _TABLE, _POSITIONS, _SLOTS = range(2, 11)
 _CACHE, _OUT, _TOKENS, _UP, _ABSORBED, _FOUND, _SCALE = range(11, 18)
 _LENGTHS, _BLOCKS, _WIDTH, _SCORES, _ROOM, _WORDS = range(18, 24)
-_MANY = 16  # tokens from which `write` is worth all threads
+_MANY = 16  # number of tokens from which `write` uses all threads
 _ROWS = 4  # tokens that share each read of the up-projection in `absorb`
 _LEAST = -3e38  # score whose weight is 0
 
@@ -111,8 +111,9 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.at(array, w.mul(w.add(w.mul(token, shape.heads), head), row))
 
     def multiply_tokens(head: Value, column: Value, token: Value, rows: int) -> None:
-        """Multiply the queries of `rows` tokens, from `token` on, into `width` vectors of columns
-        from `column` on.
+        """Compute `width` vectors of columns, from `column` on, of the absorbed queries of a head.
+
+        They are those of `rows` tokens, from `token` on.
         """
         queries = [place(q, w.add(token, row), head, shape.head) for row in range(rows)]
         matrix = w.at(up, w.add(w.mul(head, shape.expanded * shape.rank), column), shape.up)
@@ -169,7 +170,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
 
 def group_of(shape: LatentShape) -> int:
-    """Return how many heads read a latent together."""
+    """Return the number of heads that read a latent together."""
     return gcd(shape.heads, 4)
 
 
@@ -189,7 +190,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     number_of_lane = ", ".join(f"i32 {lane // group}" for lane in range(size))
 
     def folded(vector: Value, combine) -> Value:  # type: ignore[no-untyped-def]
-        """Combine the lanes of each head, and return the result in all of the head's lanes."""
+        """Combine the lanes that belong to the same head; all of them get the result."""
         distance = group
         while distance < size:
             lane = ", ".join(f"i32 {j ^ distance}" for j in range(size))
@@ -252,7 +253,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
         (total,) = w.loop(0, length, [(kind, "zeroinitializer")], weigh, step=many)
         total = folded(total, lambda one, other: w.binary("fadd", one, other))
-        # An entry without keys is padding, and its result must still be finite.
+        # A token without keys is padding, and its result must still be finite.
         inverse = w.binary("fdiv", w.all(1.0), w.maximum(total, w.all(1e-37)))
         inverses = [
             w.spread(w.op(f"extractelement {kind} {inverse}, i64 {g}")) for g in range(group)
@@ -352,8 +353,8 @@ def write(
 ) -> Tensor | None:
     """Norm and rotate latents, write them to the cache, and return rotated queries.
 
-    Arguments are those of `Kernels.latent_write`. Returns None, with nothing written, where no
-    kernel can be generated.
+    Arguments are those of `Kernels.latent_write`. Where no kernel can be generated, nothing is
+    written and None returned.
     """
     _, heads, head = q.shape
     rank, rope = norm.shape[0], cos_sin.shape[1]

@@ -3,7 +3,7 @@ shape of heads.
 
 Latents are expanded to keys and values one tile at a time, in memory that stays in the processor's
 cache, for all queries of a head. Softmax is online (FlashAttention-2, arXiv:2307.08691). A work
-item is a head and a block of queries. A row's sums depend neither on the other rows nor on how its
+item is a head and a block of queries. Results are batch-invariant, and do not depend on how a
 prompt was chunked, since tiles begin at the prompt's beginning.
 
 With AVX512-BF16 and bfloat16 latents and weights, all operands are bfloat16, as on a GPU, and sums
@@ -29,7 +29,7 @@ from kernels.cpu.recurrent.entries import write_loop
 _TILE = 64  # keys per tile
 _MADE = 4  # elements of a key or value that are computed at once
 _ROWS = 6  # queries of a block, whose sums stay in registers
-_MOST = 1024  # most queries of a work item
+_MOST = 1024  # maximum number of queries of a work item
 _LEAST = -3e38  # score whose weight is 0
 
 # Indices of the kernel's arguments in args. The first two words are the threads' work counters.
@@ -37,8 +37,10 @@ _Q, _CACHE, _UP, _OUT, _TABLE, _TOKENS, _LENGTH, _QUERIES, _SCALE, _SCRATCH, _WO
 
 
 def worth_making(tokens: int, keys: int, shape: LatentShape) -> bool:
-    """Whether expanding a chunk's latents to keys and values takes fewer operations than absorbing
-    them into queries.
+    """Whether expanding a chunk's latents to keys and values takes fewer operations than using
+    absorbed queries.
+
+    tokens: queries of the chunk. keys: keys of its request so far.
     """
     spared = tokens * keys * (2 * shape.rank - shape.expanded)
     expansion = (keys - tokens) * shape.rank * shape.expanded
@@ -92,9 +94,9 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         rows: list[Value], matrix: Value, columns: int, inner: int, at: Value,
         begin: list[Value] | None = None, vectors: int = width,
     ) -> list[Value]:  # fmt: skip
-        """Return the products of rows with `vectors` vectors of columns, from column `at` on.
+        """Return rows @ matrix for `vectors` vectors of columns, from column `at` on.
 
-        matrix: [inner, columns].
+        The result is in the order of rows. matrix: [inner, columns] units.
         rows: address of each row of `inner` units.
         begin: the sums to add to, zeros if None.
         """
@@ -131,7 +133,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     def gather(begin: Value) -> None:
         """Copy latents [begin, begin + tile) to scratch, each as a column.
 
-        Places after the last latent repeat the last latent.
+        Columns after the last latent repeat the last latent.
         """
 
         def gather_keys(at: Value) -> list[Value]:
@@ -165,7 +167,8 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     def make(head: Value, first: int, count: int, put) -> None:  # type: ignore[no-untyped-def]
         """Expand latents to elements [first, first + count) of a head's keys and values.
 
-        put(element - first, column, vectors for each of _MADE elements) stores the results.
+        put(element - first, column, vectors for each of _MADE elements): stores results. A column
+        is a key's index in the tile.
         """
 
         def expand_elements(element: Value) -> list[Value]:
@@ -200,9 +203,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 w.store(value, w.at(keys, w.add(w.add(line, at), v * size)))
 
     def put_value(element: Value, at: Value, found: list[list[Value]]) -> None:
-        """Store the values' elements transposed, so that neighbouring keys are neighbouring
-        numbers.
-        """
+        """Store elements of values transposed, so that numbers of adjacent keys are adjacent."""
         for r, vectors in enumerate(found):
             place = w.add(w.mul(w.add(element, r), tile), at)
             for v, value in enumerate(vectors):
@@ -230,7 +231,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         w.loop(0, shape.value, [], block, step=size)
 
     def attend(begin: Value, row: Value, first: Value, masked: bool) -> None:
-        """Attend _ROWS queries from `row` on to the tile of keys that starts at key `begin`.
+        """Update the online softmax of _ROWS queries, from `row` on, with the tile at key `begin`.
 
         first: first token of the work item.
         masked: whether keys after a query's own must be hidden.
@@ -299,7 +300,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     def work(item: Value) -> None:
         head = w.op(f"urem i64 {item}, {shape.heads}")
         block = w.op(f"udiv i64 {item}, {shape.heads}")
-        # Take the last block of queries first: it sees most keys.
+        # The last block of queries comes first: it sees the most keys.
         first = w.mul(w.sub(w.sub(blocks, 1), block), queries)
         count = least(w.sub(tokens, first), queries)
         filled = w.mul(w.op(f"udiv i64 {w.add(count, _ROWS - 1)}, {_ROWS}"), _ROWS)

@@ -1,4 +1,4 @@
-"""LatentShape: the shape for which kernels of latent attention are generated."""
+"""LatentShape: the sizes and dtypes for which kernels of latent attention are generated."""
 
 from dataclasses import dataclass
 
@@ -35,8 +35,8 @@ class LatentShape:
 
     @property
     def expanded(self) -> int:
-        """The elements that a latent expands to for each head: the non-rotary part of a key, and a
-        value.
+        """The number of elements to which a latent expands per head: those of a key's non-rotary
+        part, and of a value.
         """
         return self.nope + self.value
 
@@ -62,7 +62,7 @@ def fits(q: Tensor, rank: int, rope: int) -> bool:
 
 
 def shape_of(q: Tensor, cache: Tensor, up: Tensor) -> LatentShape | None:
-    """Return the shape to generate kernels for, or None where none can be generated."""
+    """Return the shape of these tensors, or None where no kernels can be generated for it."""
     heads, both, rank = up.shape
     rope = cache.shape[3] - rank
     if not fits(q, rank, rope) or both % lanes() or not up.is_contiguous():

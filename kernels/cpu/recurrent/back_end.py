@@ -1,5 +1,5 @@
-"""Recurrent: the part of both CPU back ends that runs recurrent layers, norms, activations and
-gates. It uses generated kernels where the machine allows, and torch elsewhere.
+"""Recurrent: the base class of both CPU back ends for recurrent layers, norms, activations and
+gates. It uses generated kernels where the machine supports them, and torch otherwise.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,9 @@ Step = Callable[[list[Tensor], AttentionMeta], Tensor]
 
 
 def _gated(name: str, gate_up: Tensor) -> Tensor | None:
-    """Return name(first half) * second half of gate_up [n, 2 * size], or None where no kernel can
-    be generated.
+    """Return f(first half) * second half of gate_up [n, 2 * size] for the activation f = `name`.
+
+    Returns None where no kernel can be generated.
     """
     size = gate_up.shape[-1] // 2
     if gate_up.dim() != 2 or not elements.fits(gate_up):
@@ -31,9 +32,9 @@ def _gated(name: str, gate_up: Tensor) -> Tensor | None:
 
 class Recurrent(Kernels):
     def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
-        """Return the result of a step in plain torch, where no kernel can be generated.
+        """Return step(rows, meta), a layer in plain torch where no kernel can be generated.
 
-        rows: tensors [num_tokens, ...] that `step` takes. Deterministic mode overrides this method.
+        rows: tensors [num_tokens, ...]. Deterministic mode overrides this method.
         """
         return step(rows, meta)
 

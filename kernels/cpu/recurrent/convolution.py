@@ -1,5 +1,5 @@
-"""Depthwise causal convolutions, as kernels generated for the number of channels. Kernels of other
-recurrent layers begin with them, too.
+"""Depthwise causal convolutions, as kernels generated for the number of channels. The kernels of
+most recurrent layers begin with such a convolution (`Convolution`).
 """
 
 import ctypes
@@ -44,7 +44,7 @@ def put_convolution(
 class Convolution:
     """The convolution of `Kernels.causal_conv` inside a generated kernel.
 
-    gated: whether x is multiplied by another tensor first.
+    gated: whether x is multiplied by a gate before the convolution.
     """
 
     def __init__(
@@ -65,10 +65,9 @@ class Convolution:
     def run(
         self, entry: Entry, first: Value, size: int, found: Callable[[Value, list[Value]], None]
     ) -> None:
-        """Call found(token, vectors) for each token of an entry, then update the tail.
+        """Generate found(token, vectors) for each token of an entry, then the update of the tail.
 
-        The channels are [first, first + size).
-
+        vectors: the convolved channels [first, first + size) of the token.
         token: the token's index in the step.
         """
         w, taps = self._w, self._taps
@@ -93,9 +92,9 @@ class Convolution:
         w.when(entry.begins, begin)
 
         def input_of(token: Value) -> Callable[[int, int], Value]:
-            """Return a function that loads some channels of a token's input.
+            """Return load(offset, count), which loads channels of a token's input.
 
-            token: the token's index in the entry; a negative token is read from the tail.
+            token: the token's index in the entry; negative: an input in the tail.
             """
             early = w.op(f"icmp slt i64 {token}, 0")
             inside = w.call("i64", "llvm.smax.i64", [("i64", token), ("i64", "0")])
@@ -110,7 +109,7 @@ class Convolution:
             def product(at: int, count: int) -> Value:
                 left, other = (w.load_some(w.at(from_, at), count) for from_ in (own, gate))
                 value = w.binary("fmul", left, other)
-                # A fresh request's tail may hold NaN, so select it away instead of multiplying.
+                # The tail may have NaN, so select one value instead of multiplying by 0.
                 row = w.op(f"select i1 {early}, ptr {old}, ptr {own}")
                 before = w.load_some(w.at(row, at), count)
                 return w.op(f"select i1 {early}, {w.vector} {before}, {w.vector} {value}")
@@ -145,7 +144,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class ConvolutionShape:
-    """The shape of a convolution.
+    """The sizes and options for which a convolution's kernel is generated.
 
     activated: whether SiLU is applied to the results.
     gated: whether x and the results are multiplied by gates.
@@ -215,7 +214,8 @@ def causal_conv(
 ) -> Tensor | None:
     """Return the causal convolution of each channel, and write the last inputs to tail.
 
-    Arguments are those of `Kernels.causal_conv`, or with gates those of `Kernels.short_conv`.
+    Arguments are those of `Kernels.causal_conv`. gates: `before` and `behind` of
+    `Kernels.short_conv`.
 
     Returns None where no kernel can be generated.
     """

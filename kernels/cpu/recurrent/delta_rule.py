@@ -1,8 +1,8 @@
 """Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692), as two kernels
 generated for a shape of heads.
 
-    mix     convolutions, normalised queries and keys, decays and betas: by heads
-    walk    recurrent states, and the norm and gate of results: by value heads
+    mix     convolutions, normalised queries and keys, decays and betas; a work item is a head
+    walk    recurrent states, and the norm and gate of results; a work item is a value head
 
 Columns of a head's state are independent. So `walk` processes a few columns of a prompt's state at
 a time, which stay in the first-level cache. One pass per token applies the decay, adds the
@@ -47,7 +47,7 @@ from kernels.recurrent.delta_rule import EPS, DeltaInputs
 _MIXED, _A, _A_STRIDE, _B, _B_STRIDE, _DECAY, _DT_BIAS, _MOST = range(OWN, OWN + 8)
 _STATE, _Z, _Z_STRIDE, _NORM, _EPS, _OUT, _SCRATCH, _WORDS = range(OWN + 8, OWN + 16)
 _COLUMNS = 2  # vectors of a state's columns that are processed at once
-_WIDE = 8  # such vectors in a decode
+_WIDE = 8  # vectors of columns that are processed at once in a decode
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DeltaShape:
     def sides(self) -> int:
         """The number of vectors that `mix` writes for each token and key head.
 
-        They are a query and a key; with decays by key element also the decays, and the decayed key.
+        They are a query and a key; with a decay per key element also the decays and a decayed key.
         """
         return 4 if self.by_key else 2
 
@@ -85,8 +85,8 @@ class DeltaShape:
 class _Mixed:
     """The output of `mix` for all tokens of the step.
 
-    In order: queries, keys, and with decays by key element decays and decayed keys, by head; values
-    by head; other decays by token; betas by token.
+    In memory: queries, keys, and with a decay per key element the decays and decayed keys, each
+    [heads, tokens, key_size]; values by head; decays per head, by token; betas by token.
     """
 
     def __init__(self, w: IRWriter, shape: DeltaShape, tokens: Value) -> None:
@@ -99,9 +99,9 @@ class _Mixed:
         self._betas = w.at(self._decays, w.mul(tokens, shape.value_heads))
 
     def key(self, head: Value, token: Value, side: int = 0) -> Value:
-        """Return the address of a head's vector at a token.
+        """Return the address of one of the vectors of a token and head.
 
-        side: 0 query, 1 key, 2 decays of its elements, 3 decayed key.
+        side: 0: query, 1: key, 2: decays of the key's elements, 3: decayed key.
         """
         if side:
             head = self._w.add(head, side * self._shape.key_heads)
@@ -209,15 +209,16 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
 
 
 class _Walk:
-    """The update of a value head's state over an entry's tokens."""
+    """The generated update of a value head's state over the tokens of a sequence (entry)."""
 
     def __init__(self, w: IRWriter, shape: DeltaShape, mixed: _Mixed, tile: Value) -> None:
         self._w, self._shape, self._mixed, self._tile = w, shape, mixed, tile
 
     def rows(self, start: list[Value], body) -> list[Value]:  # type: ignore[no-untyped-def]
-        """Call body(row of the state, carried) for all rows, unrolled by up to four.
+        """Generate a loop of carried = body(row, carried) over the state's rows, unrolled by up to
+        four.
 
-        Returns the last carried values.
+        start: the first carried values. Returns the last ones.
         """
         w, keys = self._w, self._shape.key_size
         step = next(step for step in (4, 2, 1) if keys % step == 0)
@@ -234,20 +235,24 @@ class _Walk:
         return self._w.spread(self._w.load(self._w.at(line, row), "float"))
 
     def _looking(self, key_head: Value, token: Value) -> Value:
-        """Return the key by which `_correction` multiplies the state before a token's decay."""
+        """Return the address of the vector k for which k @ state, before the token's decay, is the
+        `known` of `_correction`: the key, or the decayed key with a decay per key element.
+        """
         return self._mixed.key(key_head, token, 3 if self._shape.by_key else 1)
 
     def _left(self, value: Value, row: Value, decay: Value) -> Value:
-        """Return a row of the state after its decay. decay: from `_correction`."""
+        """Return the row `value` of the state after its decay. decay: from `_correction`."""
         factor = self._number(decay, row) if self._shape.by_key else decay
         return self._w.binary("fmul", value, factor)
 
     def _correction(
         self, head: Value, token: Value, column: Value, counts: list[int], known: list[Value]
     ) -> tuple[Value, list[Value]]:
-        """Return the decay of a token, and beta * (v - decayed state * key).
+        """Return the decay of a token, and the correction beta * (v - key @ decayed state).
 
-        The decay is an address of one number per row with decays by key element, else a vector.
+        The decay is the address of a number per row with a decay per key element, else a vector.
+        column: first column of the state. counts: used lanes of each vector of columns. known: the
+        product of the vector of `_looking` and the state, by vector of columns.
         """
         w, mixed, by_key = self._w, self._mixed, self._shape.by_key
         if by_key:
@@ -268,8 +273,9 @@ class _Walk:
         self, head: Value, key_head: Value, token: Value, state: Value, column: Value,
         counts: list[int], raw: Value,
     ) -> None:  # fmt: skip
-        """Compute one token's columns from `column` on, updating the state in place. Results go to
-        raw.
+        """Generate the update of the state's columns from `column` on for one token, in place.
+
+        counts: used lanes of each vector of columns. raw: address of the results.
         """
         w, values = self._w, self._shape.value_size
         query = self._mixed.key(key_head, token)
@@ -307,9 +313,9 @@ class _Walk:
         self, head: Value, key_head: Value, first: Value, end: Value, state: Value, column: Value,
         counts: list[int], raw: Value, wide: int,
     ) -> None:  # fmt: skip
-        """Compute tokens [first, end) as `lone` computes a single token.
+        """Generate the update for tokens [first, end); `lone` is that for one token.
 
-        Results go to raw, `wide` numbers apart per token.
+        raw: address of the results; a token's results are `wide` numbers after the previous ones.
         """
         w, values, tile = self._w, self._shape.value_size, self._tile
         mixed, width = self._mixed, len(counts) * w.lanes
@@ -330,7 +336,7 @@ class _Walk:
         def token(index: Value, *known: Value) -> list[Value]:
             decay, wrong = self._correction(head, index, column, counts, list(known))
             query, key = mixed.key(key_head, index), mixed.key(key_head, index, 1)
-            # No key follows the last token; it reads its own key, and the result is unused.
+            # The last token has no next key; its own key is read, and the result is not used.
             last = [("i64", w.add(index, 1)), ("i64", w.sub(end, 1))]
             following = self._looking(key_head, w.call("i64", "llvm.smin.i64", last))
 
@@ -378,7 +384,7 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
     matrix = shape.key_size * shape.value_size
 
     def by_columns(most: int, body) -> None:  # type: ignore[no-untyped-def]
-        """Call body(first column, lanes used of each vector) for up to `most` vectors at a time."""
+        """Generate body(first column, used lanes of each vector) for `most` vectors at a time."""
         full = shape.value_size // (most * size) * most * size
 
         def group(column: Value) -> list[Value]:
@@ -396,7 +402,7 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
         w.when(entry.begins, lambda: clear(w, mine, matrix))
 
         def finish(token: Value, found: Value) -> None:
-            """Norm and gate a token's results."""
+            """Norm and gate a token's results. found: their address."""
             values = [w.load(w.at(found, at)) for at, _ in every]
             mean = w.op(f"fdiv float {square_sum(w, values)}, {constant(shape.value_size)}")
             scale = w.spread(inverse_root(w, w.op(f"fadd float {mean}, {eps}")))
@@ -440,8 +446,7 @@ def _functions(shape: DeltaShape) -> tuple[NativeFunction, NativeFunction] | Non
 def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
     """Return the normed and gated results of a delta rule, and advance tails and states.
 
-    The rule is `Kernels.kimi_delta` for heads with decays by key element, else
-    `Kernels.gated_delta`.
+    The rule is `Kernels.kimi_delta` for heads with `by_key`, else `Kernels.gated_delta`.
 
     Returns None where no kernel can be generated.
     """

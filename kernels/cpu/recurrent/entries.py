@@ -1,9 +1,9 @@
-"""Entries and helpers that generated kernels of recurrent layers share.
+"""Entries, the sequences of a step in generated kernels of recurrent layers, and their helpers.
 
 Each kernel processes an entry's tokens one after the other, for decodes and prompts alike, and the
 state in memory is the state after the last token. So a token's results do not depend on how its
-prompt was chunked, bit for bit. On a CPU this costs nothing: a chunked formulation's matmuls would
-take as many operations.
+prompt was chunked, bit for bit. On a CPU this costs nothing: the matmuls of a chunked formulation
+would take the same number of operations.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ TOKENS = 64  # tokens that are processed at once, so that their inputs stay in t
 
 
 def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, tokens: int) -> None:
-    """Write the step's entries to the kernel's arguments."""
+    """Write the step's entries and its number of tokens to a kernel's arguments."""
     rows, starts, lengths = meta.rows, meta.query_start, meta.kv_len
     assert rows is not None and rows.is_contiguous() and lengths.is_contiguous()
     args[_ROWS], args[_STARTS], args[_LENGTHS] = (
@@ -36,9 +36,9 @@ def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, token
 
 
 def threads_for(numbers: int) -> int:
-    """Return the number of threads for a kernel whose result has this many numbers.
+    """Return the number of threads for a kernel whose result has `numbers` elements.
 
-    Few numbers are not worth waking other threads.
+    For few elements it is one, as waking other threads would cost more.
     """
     return torch.get_num_threads() if numbers >= _MANY else 1
 
@@ -61,9 +61,9 @@ def rows_of(*tensors: Tensor) -> bool:
 class Entry:
     """An entry (request) of a step, as values of the kernel.
 
-    row: index of its state.
-    begin: the entry's first token.
-    count: number of its tokens.
+    row: index of the request's state.
+    begin: the entry's first token in the step.
+    count: the entry's number of tokens.
     begins: whether this is the request's first step.
     """
 
@@ -94,7 +94,10 @@ class Entries:
         return Entry(row, begin, count, w.op(f"icmp eq i64 {length}, {count}"))
 
     def claim(self, items: int, body: Callable[[Entry, Value], None]) -> None:
-        """Call body(entry, item) for each entry that has tokens and each of `items` work items."""
+        """Generate a loop of body(entry, item) over entries that have tokens, and `items` items.
+
+        Threads share the pairs.
+        """
         w = self._writer
 
         def work(index: Value) -> None:
@@ -106,21 +109,21 @@ class Entries:
 
 
 def between(w: IRWriter, item: Value, begin: int, end: int, body: Callable[[Value], None]) -> None:
-    """Write `if begin <= item < end: body(item - begin)`."""
+    """Generate `if begin <= item < end: body(item - begin)`."""
     if begin < end:
         own = w.sub(item, begin)
         w.when(w.op(f"icmp ult i64 {own}, {end - begin}"), lambda: body(own))
 
 
 def parts(size: int, lanes: int) -> list[tuple[int, int]]:
-    """Return (first, count) of each vector that covers `size` numbers."""
+    """Return (first, count) for each of the vectors that cover `size` numbers."""
     return [(at, min(lanes, size - at)) for at in range(0, size, lanes)]
 
 
 def write_loop(
     w: IRWriter, begin: Value | int, end: Value | int, body: Callable[[Value], None]
 ) -> None:
-    """Write `for i in range(begin, end): body(i)`."""
+    """Generate `for i in range(begin, end): body(i)`."""
 
     def iteration(index: Value) -> list[Value]:
         body(index)
@@ -141,7 +144,7 @@ def by_tokens(w: IRWriter, count: Value, body: Callable[[Value, Value], None]) -
 
 
 def clear(w: IRWriter, place: Value, size: int) -> None:
-    """Write zeros to `size` float32 elements at address `place`."""
+    """Generate the store of zeros to `size` float32 elements at address `place`."""
     whole = size - size % w.lanes
 
     def clear_vector(at: Value) -> list[Value]:
@@ -162,7 +165,7 @@ def square_sum(w: IRWriter, values: list[Value]) -> Value:
 
 
 def sums_of_lanes(w: IRWriter, vectors: list[Value]) -> Value:
-    """Sum the elements of each vector; return one vector of the sums."""
+    """Return a vector of the sums of each vector's lanes."""
     columns = w.transpose([*vectors, *["zeroinitializer"] * (w.lanes - len(vectors))])
     while len(columns) > 1:
         columns = [
@@ -179,6 +182,9 @@ def inverse_root(w: IRWriter, number: Value) -> Value:
 
 
 def own_scratch(w: IRWriter, word: int, floats: int) -> Value:
-    """Return the address of this thread's scratch memory at args[word]. Call it once per kernel."""
+    """Return the address of this thread's `floats` numbers in the scratch memory of args[word].
+
+    To be called once per kernel.
+    """
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     return w.at(w.argument(word, "ptr"), w.mul(thread, floats))

@@ -1,9 +1,9 @@
 """Mamba-1 (arXiv 2312.00752), as a kernel generated for a number of channels.
 
-A work item has as many channels as a vector has lanes. Their states are transposed into registers,
-one state element of all channels in each, and walk over the entry's tokens. For a single token
-transposing states and rates does not pay: registers hold one channel's state, and only the new
-states are transposed, to be multiplied by C.
+A work item has one channel per lane of a vector. The channels' states are transposed into
+registers, one element of all channels' states in each, for all tokens of a sequence (an entry of
+the step). For a single token transposing states and rates does not pay: registers hold one
+channel's state, and only the new states are transposed, to be multiplied by C.
 """
 
 import ctypes
@@ -47,11 +47,11 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
     steps, all_stepped = (w.op(f"alloca [{size} x float], align 64") for _ in range(2))
 
     def columns_of(lines: list[Value]) -> list[Value]:
-        """Return the columns of a matrix that is given as one vector per row."""
+        """Return a vector per column of a matrix of which `lines` are the rows."""
         return w.transpose([*lines, *["zeroinitializer"] * (size - len(lines))])
 
     def transposed(place: Value, rows: int) -> list[Value]:
-        """Return the columns of a matrix [rows, width] in memory."""
+        """Return a vector per column of a matrix [rows, width] at address `place`."""
         columns: list[Value] = []
         for at, count in parts(width, size):
             lines = [w.load_some(w.at(place, row * width + at), count) for row in range(rows)]
@@ -67,10 +67,10 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
         def token(
             index: Value | int, update: Callable[[Value, Value, Value], Iterable[Value]]
         ) -> list[Value]:
-            """Compute one token's results, and return the new states' elements.
+            """Generate one token's results; return the elements of the new states.
 
-            update(step, step * x, address of B) yields these elements in order. The sum over them
-            is always added in this order, whichever way they are computed.
+            update(step, step * x, address of B): yields these elements in order. The results are
+            summed in this order, so both ways of computing elements give the same bits.
             """
             row = w.add(entry.begin, index)
             x, dt, b, c, gate = (
@@ -153,7 +153,7 @@ def _function(channels: int, width: int) -> NativeFunction | None:
 def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor | None:
     """Return the gated results of Mamba-1 (`Kernels.mamba1`), and advance the states in place.
 
-    Returns None, with nothing written, where no kernel can be generated.
+    Where no kernel can be generated, nothing is written and None returned.
     """
     x, dt, b, c, rates, skip, gate, state = inputs
     function = _function(*rates.shape)

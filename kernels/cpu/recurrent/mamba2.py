@@ -1,10 +1,10 @@
 """Mamba-2 (arXiv 2405.21060), as two kernels generated for a shape of heads.
 
-    mix     convolutions, steps and decays: by heads, and by groups for B and C
-    walk    recurrent states: by heads
+    mix     convolutions, steps and decays; a work item is a head, or a group of B or C
+    walk    recurrent states; a work item is a head
 
-Rows of a head's state are independent. `walk` processes as many rows at a time as a vector has
-lanes. They stay in the first-level cache, and their results make one vector.
+Rows of a head's state are independent. `walk` processes one row per lane of a vector at a time. The
+rows stay in the first-level cache, and their results make one vector.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ class Mamba2Shape:
 class _Mixed:
     """The output of `mix` for all tokens of the step.
 
-    In order: x by head, B and C by group, steps and decays by token.
+    In memory: x by head, B and C by group, steps and decays by token.
     """
 
     def __init__(self, w: IRWriter, shape: Mamba2Shape, tokens: Value) -> None:
@@ -87,8 +87,8 @@ class _Mixed:
         return self._row(self._x, head, token, self._shape.head_size)
 
     def shared(self, group: Value, token: Value) -> Value:
-        """Return the address of a group of B or C at a token. Groups of C are numbered after those
-        of B.
+        """Return the address of a token's B or C for a group; groups of C have the numbers after
+        those of B.
         """
         return self._row(self._shared, group, token, self._shape.state_size)
 
@@ -159,13 +159,13 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
     entries = Entries(w)
     mixed = _Mixed(w, shape, entries.tokens)
     state, skip, out = (w.argument(word, "ptr") for word in (_STATE, _SKIP, _OUT))
-    line = own_scratch(w, _SCRATCH, size)  # x times its step, for the rows that are being processed
+    line = own_scratch(w, _SCRATCH, size)  # step * x of the rows that are being processed
     width = shape.state_size
     whole = width - width % size
 
     def tile(head: Value, own: Value, first: Value, end: Value, row: Value, rows: int) -> None:
-        """Update rows [row, row + rows) of the state at `own` over tokens [first, end), and write
-        results.
+        """Generate the update of rows [row, row + rows) of the state at `own` by the tokens [first,
+        end), and their results.
         """
         group = w.op(f"udiv i64 {head}, {shape.heads // shape.groups}")
         skipped = w.spread(w.load(w.at(skip, head), "float"))
@@ -236,7 +236,7 @@ def mamba2(
 ) -> Tensor | None:
     """Return the results of Mamba-2 (`Kernels.mamba2`), and advance tails and states in place.
 
-    Returns None, with nothing written, where no kernel can be generated.
+    Where no kernel can be generated, nothing is written and None returned.
     """
     shape = Mamba2Shape(
         heads.heads,

@@ -1,7 +1,7 @@
-"""The launches of a layer of experts whose codes lie in fragments.
+"""The launches of a layer of experts whose codes are in fragments (`kernels.fragments`).
 
-This module says which weights have fragments, and whether pairs are multiplied one by one or
-grouped by expert.
+Functions decide which weights are put into fragments, and whether (token, expert) pairs are
+multiplied one by one or grouped by expert.
 """
 
 import torch
@@ -19,8 +19,9 @@ from kernels.packed import PackedWeight
 
 
 def fragments_fit(stack: PackedExperts, dtype: torch.dtype) -> bool:
-    """Whether the kernels serve this stack: MXFP4 with scales in bfloat16's range, sizes of whole
-    tiles, and x of this dtype."""
+    """Whether the fragment kernels support the stack and x of this dtype.
+
+    They need MXFP4 with bfloat16 scales, sizes of whole tiles, bfloat16 x, and Hopper."""
     size, hidden = stack.down.shape[1], stack.gate_up.shape[1]
     rows = stack.gate_up.shape[0] // stack.count
     return (
@@ -48,8 +49,7 @@ def in_fragments(x: Tensor, stack: PackedExperts) -> bool:
 
 
 def few_fragments_fit(x: Tensor, stack: PackedExperts) -> bool:
-    """Whether codes are in fragments, and tokens so few that each (token, expert) pair is
-    multiplied by itself."""
+    """Whether codes are in fragments, and tokens so few (1 to MOST) that pairs need no grouping."""
     return stack.gate_up.in_fragments and 0 < x.shape[0] <= MOST
 
 

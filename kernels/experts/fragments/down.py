@@ -1,5 +1,5 @@
-"""The down matmul of experts whose weights lie in fragments (`kernels.fragments`): one result per
-pair of a token and its expert, or summed by token for a few tokens."""
+"""The down matmul of experts whose weights are in fragments (`kernels.fragments`): one result per
+(token, expert) pair, or for a few tokens the sum over each token's experts."""
 
 import torch
 import triton
@@ -182,7 +182,7 @@ def few_fragments_down(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    tile: FragmentTile,  # its `rows` is ignored: a token's experts have a warp each
+    tile: FragmentTile,  # `rows` is ignored: each of a token's experts has a warp
 ) -> Tensor:
     """Return the weighted sum of each token's experts: [tokens, hidden]."""
     weight = stack.down
@@ -222,7 +222,7 @@ def fragments_down(
     pairs: Sorted,
     tile: FragmentTile,
 ) -> Tensor:
-    """Return the weighted result of each pair's expert, in the order of ids: [pairs, hidden].
+    """Return each (token, expert) pair's weighted result in the order of ids: [pairs, hidden].
 
     inner: the result of `fragments_up`.
     """

@@ -1,18 +1,19 @@
 """Experts in MXFP4, in bfloat16 on Hopper and later, from codes in the order of matrix
 instructions.
 
-Codes go from memory straight into the registers that the matrix units read (`kernels.fragments`),
-16 bytes a load, without shared memory and without barriers.
+Codes are loaded from memory directly into the registers that tensor cores read
+(`kernels.fragments`), 16 bytes per load, without shared memory and without barriers.
 
-Eight codes become four pairs of bfloat16 numbers in nine instructions, 2^-126 times what they stand
-for, and one more each gives them their scale. Scales are multiplied by 2^87 before, so that no
-product is below float32's range, and sums by 2^40 in the end, which doubles them as the table does.
+Nine instructions convert eight codes to four pairs of bfloat16 numbers, 2^-126 times the codes'
+values; one more per pair multiplies it by its scale. Scales are multiplied by 2^87 before, so that
+no product is below float32's range, and sums by 2^40 in the end (`LOWERED`).
 
-The weight is the left operand. Columns are pairs of a token and its expert: of one pair all eight
-columns are the same, else they are one expert's (`kernels.experts.fragments.dispatch`). x comes
-straight into registers too, from a multiprocessor's cache: a thread's eight inputs are neighbours.
+The weight is the left operand. The eight columns of the right operand are (token, expert) pairs:
+either all the same pair, or pairs of one expert (`kernels.experts.fragments.dispatch`). x is loaded
+directly into registers, too, through the multiprocessor's cache: a thread's eight inputs are
+adjacent.
 
-This is Gluon, because Triton's own language has no say in where numbers lie; no interpreter runs
+This is Gluon, because Triton's own language does not control register layouts; no interpreter runs
 it, so that its tests need a GPU (`tests/kernels/test_experts.py`) and
 `tests/kernels/test_compile.py` only compiles it.
 """
@@ -25,8 +26,8 @@ def _decode() -> str:
     """Return PTX that decodes the four words in $16 to $19 and multiplies the codes by their
     scales.
 
-    The scales, two bfloat16 numbers each, are in $20 and $21. Pair p of word w goes to $(4 * p +
-    w), lifted by a power of two that the sums lose at the end.
+    The scales, two bfloat16 numbers each, are in $20 and $21. Pair p of word w is written to
+    $(4 * p + w), times a power of two by which the sums are divided at the end.
     """
     lines = ["{ .reg .b32 r, l, z, k, s, t; mov.b32 z, 0x80008000; mov.b32 k, 0x6b006b00;"]
     for word in range(4):
@@ -47,10 +48,10 @@ def _decode() -> str:
 
 
 def _multiply() -> str:
-    """Return PTX that multiplies a tile by eight columns of x, and adds $28 to $31, in $0 to $3.
+    """Return PTX that multiplies a tile by eight columns of x, adds $28 to $31, writes $0 to $3.
 
-    The tile's pairs are in $4 to $19, as `_decode` leaves them. The words of x are in $20 to $23
-    for the first group and in $24 to $27 for the second.
+    The tile's pairs are in $4 to $19, as `_decode` writes them. The words of x are in $20 to $23
+    for the first group of inputs, in $24 to $27 for the second.
     """
     lines = ["{ .reg .f32 a0, a1, a2, a3;"]
     total = ("$28", "$29", "$30", "$31")
@@ -71,12 +72,12 @@ def _multiply() -> str:
 DECODE, MULTIPLY = gl.constexpr(_decode()), gl.constexpr(_multiply())
 DECODED = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 6))
 MULTIPLIED = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 24 + ["f"] * 4))
-LOWERED = gl.constexpr(2.0**40)  # 2 * 2^126 / 2^87: `E2M1` has numbers doubled
+LOWERED = gl.constexpr(2.0**40)  # 2 * 2^126 / 2^87; the 2, as the numbers of `E2M1` are doubled
 
 
 @gluon.constexpr_function
 def layout(SHARES, ROWS):
-    """Return the register layout of [shares, rows of warps, a warp's lanes, a lane's elements]."""
+    """Return the register layout of [shares, rows of warps, lanes, elements of a lane]."""
     return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [SHARES, ROWS, 1, 1], [3, 2, 1, 0])
 
 

@@ -1,4 +1,5 @@
-"""The tiles of experts in fragments, and their choice by the number of pairs."""
+"""The tiles of kernels for experts in fragments, and their choice by the number of (token, expert)
+pairs."""
 
 from typing import Any, NamedTuple
 
@@ -8,12 +9,12 @@ from kernels.launch.pdl import pdl
 
 
 class FragmentTile(NamedTuple):
-    pairs: int  # pairs of one expert, a multiple of 8; 8 also for a single pair
-    tiles: int  # tiles of 16 outputs of a warp; with gate_up of gate and up each
-    rows: int  # warps with different outputs
-    shares: int  # warps that share the inputs and add up their sums
+    pairs: int  # pairs of one expert per program, a multiple of 8; 8 also for a single pair
+    tiles: int  # tiles of 16 outputs per warp; of gate_up this many of the gate and of the up
+    rows: int  # number of groups of warps with different outputs
+    shares: int  # warps that divide the inputs among them and add up their sums
     ahead: int  # tiles of inputs that are loaded ahead
-    # most registers of a thread, so that more programs fit; 0: the compiler's choice
+    # maximum registers of a thread, so that more programs fit; 0: the compiler's choice
     registers: int = 0
 
 
@@ -22,11 +23,11 @@ class FragmentTiles(NamedTuple):
     down: FragmentTile
 
 
-# Tokens up to which pairs are multiplied one by one, and tiles for that. In the down matmul a
-# program's warps with different outputs take a token's experts.
+# Maximum number of tokens whose pairs are multiplied one by one, and tiles for these. In the down
+# matmul each warp of a program has one of a token's experts.
 MOST = 1
 FEW = FragmentTiles(FragmentTile(8, 1, 2, 4, 3), FragmentTile(8, 1, 8, 2, 6))
-# The pairs that an expert has on average -> tiles, the first that fits.
+# (maximum mean number of pairs per expert, tiles); the first row that fits is used.
 TILES: tuple[tuple[float, FragmentTiles], ...] = (
     (0.25, FragmentTiles(FragmentTile(8, 1, 2, 2, 4), FragmentTile(8, 1, 4, 1, 4))),
     (1, FragmentTiles(FragmentTile(8, 1, 4, 1, 4), FragmentTile(8, 1, 4, 1, 4))),
@@ -37,7 +38,7 @@ TILES: tuple[tuple[float, FragmentTiles], ...] = (
     (32, FragmentTiles(FragmentTile(40, 1, 8, 1, 1, 128), FragmentTile(48, 2, 4, 1, 1))),
     (float("inf"), FragmentTiles(FragmentTile(64, 1, 4, 1, 1), FragmentTile(64, 2, 4, 1, 1))),
 )
-# The deterministic mode's: a row's numbers may not depend on the number of rows.
+# Tiles of the deterministic mode, the same for any number of rows.
 FIXED = FragmentTiles(FragmentTile(16, 1, 4, 1, 2), FragmentTile(16, 2, 4, 1, 2))
 
 

@@ -1,5 +1,5 @@
-"""The gate and up matmul of experts whose weights lie in fragments (`kernels.fragments`): act(gate)
-* up of each pair of a token and its expert.
+"""The gate and up matmul of experts whose weights are in fragments (`kernels.fragments`): act(gate)
+* up of each (token, expert) pair.
 """
 
 import torch
@@ -137,7 +137,10 @@ def _up(
     stack: PackedExperts,
     tile: FragmentTile,
 ) -> Tensor:
-    """Return act(gate) * up of each pair, [pairs, size], in the order of `order`, else of ids."""
+    """Return act(gate) * up of each (token, expert) pair: [pairs, size].
+
+    They are in the order of `order`; None: in that of ids.
+    """
     weight = stack.gate_up
     pairs, experts, size = ids.numel(), stack.count, stack.down.shape[1]
     inner = x.new_empty((pairs, size))
@@ -172,12 +175,12 @@ def _up(
 def few_fragments_up(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, tile: FragmentTile
 ) -> Tensor:
-    """Return act(gate) * up of each pair: [tokens * chosen, size]."""
+    """Return act(gate) * up of each (token, expert) pair: [tokens * chosen, size]."""
     return _up(x, weights, ids, None, stack, tile)
 
 
 def fragments_up(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: FragmentTile
 ) -> Tensor:
-    """Return act(gate) * up of each pair, in sorted order: [pairs, size]."""
+    """Return act(gate) * up of each (token, expert) pair, sorted as `pairs`: [pairs, size]."""
     return _up(x, weights, ids, pairs, stack, tile)
