@@ -1,15 +1,16 @@
-"""Matmuls by the fastest of cuBLASLt's algorithms, found by timing them.
+"""Matmuls by the fastest of cuBLASLt's algorithms, which is found by timing them.
 
-For one shape cuBLASLt offers several algorithms in the order that its heuristic believes in, and
-torch takes the first. On an H200 another one is up to 17 % faster at the sizes of a decode batch,
-and one with a tile that the heuristic did not think of, but that fills the multiprocessors evenly,
-up to 20 % faster still (docs/performance.md). So cublaslt_tune.py times them on the model's
-own weights, and `linear` and `linear_add_` use the winner for that number of rows; other shapes go
-the library's usual way.
+For one shape cuBLASLt offers several algorithms, ranked by its heuristic, and torch takes the
+first. On an H200 another one is up to 17 % faster at the sizes of a decode batch, and one with a
+tile that the heuristic does not offer, but that fills the multiprocessors evenly, up to 20 % faster
+still (docs/performance.md). So cublaslt_tune.py times algorithms on the model's own weights, and
+`linear` and `linear_add_` use the fastest one for a number of rows; for other shapes they use
+torch.
 
-The library is the one that torch has loaded, called through ctypes: nothing is built. Where it
-cannot be had, nothing is tuned, and the log says so. A choice depends on timing, so two machines
-may differ in the last bits; `engine.config.engine_config.EngineConfig.deterministic` does without.
+The library is the one that torch has loaded, called through ctypes, so no extension module is
+compiled. If it cannot be loaded, nothing is tuned, and a warning is logged. A choice depends on
+timing, so results of two machines may differ in the last bits; in deterministic mode
+(`EngineConfig.deterministic`) nothing is tuned.
 """
 
 import ctypes
@@ -23,8 +24,8 @@ from torch import Tensor
 
 logger = logging.getLogger("manta.kernels")
 
-_WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
-_CANDIDATES = 16  # asked for; today's libraries return eight at most
+_WORKSPACE = 32 << 20  # bytes; NVIDIA's recommendation for Hopper
+_CANDIDATES = 16  # algorithms to request; current libraries return at most eight
 
 # cublasLt.h; the numbers are part of its interface.
 _COMPUTE_32F = 68
@@ -38,11 +39,11 @@ _REDUCE_IN_FLOAT32 = 2
 
 
 class CublasLtError(RuntimeError):
-    """Raised when cuBLASLt refuses a call."""
+    """Raised when a call of cuBLASLt returns an error status."""
 
 
 class Algorithm(ctypes.Structure):
-    """The library's struct cublasLtMatmulHeuristicResult_t."""
+    """cuBLASLt's struct cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
         ("algo", ctypes.c_uint64 * 8),
@@ -65,7 +66,7 @@ class CublasLt:
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self.one, self.zero = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self.matmul = lib.cublasLtMatmul
-        # With declared types plain integers pass for pointers, which saves most of a call's cost.
+        # With declared types plain integers are valid pointers, which saves most of a call's cost.
         self.matmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
 
     def call(self, name: str, *args: object) -> None:
@@ -76,7 +77,7 @@ class CublasLt:
 
 @lru_cache
 def library(device: torch.device) -> CublasLt | None:
-    """Return the library; None, with a line in the log, where torch's cuBLASLt cannot be called."""
+    """Return a device's cuBLASLt handle; None, with a warning, if torch's cuBLASLt is unusable."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         return CublasLt(ctypes.CDLL(f"libcublasLt.so.{major}"), device)
@@ -86,7 +87,7 @@ def library(device: torch.device) -> CublasLt | None:
 
 
 class Matmul:
-    """The matmul y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself with `add`."""
+    """The matmul y[rows, n] = x[rows, k] @ weight[n, k].T, added to y with `add`."""
 
     def __init__(self, lib: CublasLt, rows: int, weight: Tensor, add: bool) -> None:
         n, k = weight.shape
@@ -103,13 +104,13 @@ class Matmul:
             ctypes.byref(transpose),
             ctypes.c_size_t(4),
         )
-        # The library thinks in columns: y.T [n, rows] = (weight.T [k, n]).T @ x.T [k, rows].
+        # The library is column-major: y.T [n, rows] = (weight.T [k, n]).T @ x.T [k, rows].
         self._weight, self._x, self._y = (
             self._layout(kind, *size) for size in ((k, n), (k, rows), (n, rows))
         )
 
     def offered(self) -> list[Algorithm]:
-        """Return the library's proposals, its favourite first; it may have none."""
+        """Return the algorithms that cuBLASLt's heuristic offers, best first; possibly none."""
         lib = self._lib
         preference = ctypes.c_void_p()
         lib.call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
@@ -134,8 +135,8 @@ class Matmul:
         return [algorithms[i] for i in range(count.value) if algorithms[i].state == 0]
 
     def fitted(self, algorithm: Algorithm) -> Algorithm | None:
-        """Return a copy for this matmul of an algorithm that was found for another one; None if the
-        library cannot run it here."""
+        """Return a copy, for this matmul, of an algorithm for another matmul; None if cuBLASLt
+        cannot use it for this one."""
         checked = Algorithm()
         if self._lib.lib.cublasLtMatmulAlgoCheck(
             *(self._lib.handle, self._desc, self._weight, self._x, self._y, self._y),
@@ -149,10 +150,10 @@ class Matmul:
         return checked
 
     def variant(self, base: Algorithm, tile: int, split_k: int, cluster: int) -> Algorithm | None:
-        """Return the algorithm `base` with another tile.
+        """Return the algorithm `base` with another tile, split of k and cluster.
 
-        Returns None if the library has none, or if its last wave would leave a fifth of the
-        multiprocessors idle.
+        tile, cluster: values of cublasLt.h's enumerations. Returns None if cuBLASLt does not
+        support it, or if its last wave would leave a fifth of the multiprocessors idle.
         """
         algorithm = Algorithm.from_buffer_copy(base)
         for name, value, kind in (
@@ -221,7 +222,7 @@ class TunedMatmul:
 
 Key = tuple[int, int, int, torch.dtype, bool, torch.device]  # rows, n, k, ..., add
 
-# The tuner's choices, kept once per process, as Triton keeps its own.
+# The tuner's choices, global in the process, as are Triton's compiled kernels.
 tuned_matmuls: dict[Key, TunedMatmul] = {}
 
 

@@ -1,11 +1,12 @@
-"""The file that keeps the fastest matmul algorithms for later processes.
+"""The file that stores the fastest matmul algorithms for later processes.
 
-A start then takes seconds less, and on one machine gives the same text bit by bit as the last one.
+With it a start takes seconds less, and on one machine gives the same results bit by bit as the
+previous start.
 
-One file for a device and a version of the library, beside Triton's compiled kernels
+There is one file for a device and a version of cuBLASLt, beside Triton's compiled kernels
 (TRITON_CACHE_DIR, by default ~/.triton/cache). NVIDIA's documentation allows an algorithm to be
-stored and used again with the same version of cuBLAS. To search again, remove the file;
-one that cannot be read or written is done without.
+stored and used again with the same version of cuBLAS. To search again, remove the file. If it
+cannot be read or written, each start searches.
 """
 
 import contextlib
@@ -18,13 +19,14 @@ from pathlib import Path
 
 logger = logging.getLogger("manta.kernels")
 
-Found = dict[str, str | None]  # name of a product -> bytes of an algorithm in hex; None: its own
+# Name of a matmul -> the fastest algorithm's bytes in hex, None: cuBLASLt's own choice.
+Found = dict[str, str | None]
 
 
 def file_for(device: str, version: int, search: str) -> Path:
-    """Return the file for a device and a version of the library.
+    """Return the file's path for a device name and a version of cuBLASLt.
 
-    search: what else the choices depend on, such as the candidates of the search.
+    search: an identifier of the search, as other candidates give other choices.
     """
     import triton
 
@@ -33,7 +35,7 @@ def file_for(device: str, version: int, search: str) -> Path:
 
 
 def read(path: Path) -> Found:
-    """Return the file's algorithms by name; {} if there is no valid file."""
+    """Return the file's algorithms by the matmul's name; {} if there is no valid file."""
     try:
         entries = json.loads(path.read_text())
     except FileNotFoundError:
@@ -51,7 +53,7 @@ def read(path: Path) -> Found:
 
 
 def add_entries(path: Path, found: Found) -> None:
-    """Add the tuner's choices to the file. Other processes write it, too, and the last one wins."""
+    """Add the tuner's choices to the file. If several processes write it, the last one wins."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

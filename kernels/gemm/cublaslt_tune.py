@@ -1,8 +1,8 @@
 """The search for the fastest of cuBLASLt's algorithms, for the matmuls of kernels/gemm/cublaslt.py.
 
-At some numbers of rows, the landmarks, a list of tiles is tried besides what the library's
-heuristic offers. Between them only what led at the two nearest is: the search belongs to an
-engine's start, and has seconds.
+At some numbers of rows, the landmarks, a list of tiles is timed besides the algorithms that
+cuBLASLt's heuristic offers. At other numbers only the fastest algorithms of the two nearest
+landmarks are timed: the search is a part of an engine's start, and must take seconds.
 """
 
 import ctypes
@@ -27,23 +27,25 @@ from kernels.gemm.cublaslt import (
     tuned_matmuls,
 )
 
-_FEWEST = 16  # rows; below, reading the weights is all, and every algorithm does it alike
+_FEWEST = 16  # rows; below, all algorithms take the time of reading the weights
 _LANDMARKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_COLD = 96 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
-_QUEUE_CYCLES = 20_000.0  # device clocks to wait for each launch to be timed, while they queue up
-_LONGEST_QUEUE = 100_000.0  # a host with longer queues is too slow to be waited for each time
-_CLEARLY = 0.98  # share of the library's time below which a choice is kept
+_COLD = 96 << 20  # bytes of weights per timing, so that none is in the L2 cache
+# Device clocks per timed launch for which the device first waits while the host queues launches,
+# and the maximum for slow hosts.
+_QUEUE_CYCLES = 20_000.0
+_LONGEST_QUEUE = 100_000.0
+_CLEARLY = 0.98  # an algorithm is chosen if its time is below this share of the library's choice
 _BEST = 4  # candidates that are timed again after the first round
-_LED = 2  # fastest candidates at a size of _LANDMARKS that are tried at sizes next to it
-_LOAD_STEPS = ((2048, 8), (1 << 62, 128))  # (rows below which it holds, rows to the next load)
-_LARGE = 512 << 20  # bytes of a vocabulary's weight, which has many tiles with any algorithm
+_LED = 2  # fastest algorithms of a landmark that are timed at numbers of rows next to it
+_LOAD_STEPS = ((2048, 8), (1 << 62, 128))  # (rows below which it applies, step to the next rows)
+_LARGE = 512 << 20  # bytes of a weight (a vocabulary's) for which tiles make no difference
 _CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.h
 
-Variant = tuple[int, int, int]  # tile, parts that k is split into, cluster
+Variant = tuple[int, int, int]  # tile, number of splits of k, cluster; see Matmul.variant
 
-# The variants that together come nearest to the best of all tiles, splits and clusters that the
-# library can run, timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. A
-# tile is outputs x rows, a cluster multiprocessors along the two.
+# The set of variants that comes nearest to the best of all tiles, splits and clusters that cuBLASLt
+# supports, timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. A comment
+# has a tile's outputs x rows; a cluster is multiprocessors along these two.
 _VARIANTS: tuple[Variant, ...] = (
     (59, 1, _CLUSTER_4X1),  # 24x64
     (134, 1, _CLUSTER_1X2),  # 80x64
@@ -62,7 +64,7 @@ _VARIANTS: tuple[Variant, ...] = (
     (166, 1, _CLUSTER_2X1),  # 112x192
 )
 
-# Part of the cache file's name, as another list of candidates gives other choices.
+# A part of the cache file's name, as another list of candidates gives other choices.
 _SEARCH = hashlib.sha256(repr((_VARIANTS, _LANDMARKS, _FEWEST)).encode()).hexdigest()[:8]
 
 _Found = dict[int, TunedMatmul | None]  # rows -> None: the library's own choice
@@ -74,7 +76,7 @@ _loaded: set[Key] = set()
 class _AlgorithmSearch:
     """The search for the fastest algorithm for one number of rows.
 
-    add: whether the product is added to the output.
+    weights: different weights of one shape. add: whether the product is added to the output.
     """
 
     queue_cycles = _QUEUE_CYCLES
@@ -86,23 +88,23 @@ class _AlgorithmSearch:
         assert lib is not None
         self.weights = weights
         self.add = add
-        # Random numbers, not zeros: the operands decide the power drawn, hence the clock.
+        # Random numbers, not zeros: operands affect the device's power, hence its clock.
         self.x = torch.randn((rows, k), dtype=weight.dtype, device=weight.device)
         self.y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
         self.matmul = Matmul(lib, rows, weight, add)
         self.timed: list[tuple[float, Algorithm]] = []  # best first
 
     def _run(self, algorithm: Algorithm | None, weight: Tensor) -> None:
-        """Launch the matmul by this algorithm; None: by the library's own choice."""
+        """Launch the matmul by an algorithm; None: by cuBLASLt's own choice, through torch."""
         if algorithm is not None:
             self.matmul.run(algorithm, self.x, weight, self.y)
         else:
             _by_library(self.x, weight, self.y, self.add)
 
     def runs(self, algorithm: Algorithm | None) -> bool:
-        """Whether the library runs this algorithm.
+        """Whether cuBLASLt runs this algorithm. Launches it once.
 
-        The launch also loads the machine code, which takes longer than anything that is timed.
+        That loads its machine code, which takes much longer than the launches that are timed.
         """
         try:
             self._run(algorithm, self.weights[0])
@@ -111,9 +113,9 @@ class _AlgorithmSearch:
         return True
 
     def milliseconds(self, algorithm: Algorithm | None) -> float:
-        """Return the milliseconds that one pass over the weights takes.
+        """Return the milliseconds of one matmul with each of the weights.
 
-        All launches are queued before the device begins, or the host's speed would be measured.
+        All launches are queued before the device begins: otherwise the host's speed is measured.
         """
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -126,7 +128,7 @@ class _AlgorithmSearch:
             end.synchronize()
             if not too_early:
                 return begin.elapsed_time(end)
-            _AlgorithmSearch.queue_cycles *= 1.5  # for the whole process: the host is slow
+            _AlgorithmSearch.queue_cycles *= 1.5  # in all later searches, too: the host is slow
 
     def try_offered(self) -> None:
         for algorithm in filter(self.runs, self.matmul.offered()):
@@ -134,7 +136,7 @@ class _AlgorithmSearch:
         self.timed.sort(key=lambda item: item[0])
 
     def try_variants(self) -> None:
-        """Time variants of the best algorithm so far, where the library can run them."""
+        """Time those variants of the fastest algorithm so far that cuBLASLt supports."""
         if not self.timed:
             return
         base = self.timed[0][1]
@@ -153,9 +155,9 @@ class _AlgorithmSearch:
         return [algorithm for _, algorithm in self.timed[:count]]
 
     def winner(self, among: Sequence[Algorithm]) -> Algorithm | None:
-        """Return the fastest algorithm, timed in turns with the library's own choice.
+        """Return the fastest of some algorithms, timed in turns with cuBLASLt's own choice.
 
-        None if the library's choice is about as fast.
+        Returns None if cuBLASLt's choice is about as fast.
         """
         among = [algorithm for algorithm in among if self.runs(algorithm)]
         if not among or not self.runs(None):
@@ -170,11 +172,12 @@ class _AlgorithmSearch:
 def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     """Find the fastest cuBLASLt algorithm of a linear layer for each batch size.
 
-    weights: different weights of one shape, so that timing does not find them in a cache.
+    The choices are used by `cublaslt.linear`, or with `add` by `cublaslt.linear_add_`.
+
+    weights: different weights of one shape, so that none is in a cache when it is timed.
     sizes: numbers of rows of x.
-    add: for `cublaslt.linear_add_`, else for `cublaslt.linear`.
-    A landmark takes about 15 ms on an H200, another size 5; nothing, if an earlier process on this
-    machine has found all of them (kernels/gemm/cublaslt_cache.py).
+    A landmark takes about 15 ms on an H200, another size 5 ms; none, if the cache file has the
+    algorithms of all sizes (kernels/gemm/cublaslt_cache.py).
     """
     weight = weights[0]
     lib = library(weight.device)
@@ -198,11 +201,11 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
 
 
 def _load(weight: Tensor, most: int, add: bool) -> None:
-    """Load the kernels that cuBLASLt itself chooses for up to `most` rows, once a process.
+    """Load the kernels that cuBLASLt itself chooses for up to `most` rows, once per process.
 
-    Between the tuned sizes it chooses by the number of rows, and the first launch of a choice loads
-    its machine code, for which CUDA waits until the device is idle. A step that came upon such a
-    number of rows took 40 ms longer, in which every stream stood still.
+    For sizes that are not tuned it chooses by the number of rows, and the first launch of a kernel
+    loads its machine code, for which CUDA waits until the device is idle. A step with such a number
+    of rows took 40 ms longer, in which all streams waited.
     """
     key = key_of(most, weight, add)
     if key in _loaded:
@@ -241,7 +244,7 @@ def _kept(
 ) -> _Found | None:
     """Return the cached algorithms of all `sizes`, or None if one is missing.
 
-    A search wants its landmarks, so some of the sizes alone are of no use.
+    If one is missing, all are searched again, as a search needs its landmarks.
     """
     texts = cublaslt_cache.read(path)
     algorithms: _Found = {}

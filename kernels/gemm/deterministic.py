@@ -1,10 +1,10 @@
 """Matmuls of the deterministic mode: a row of x @ weight.T does not depend on the number of rows.
 
 A library takes another algorithm for another number of rows, and with it another order of
-summation. Here every output is one chain of multiply-adds along the columns, from the first to the
-last, never split; the tile decides only which outputs a program makes. The hardware goes through
-the same chain for other tiles, but no document promises it. So it is tried: a tile is used for a
-weight's shape only after it gave the first tile's bits on that weight (`agreeing`).
+summation. In these kernels every output is one chain of multiply-adds along the columns, from the
+first to the last, never split; the tile only decides which outputs a program computes. Tensor cores
+compute the same chain for other tiles, but no document guarantees it. So it is tested: a tile is
+used for a weight's shape only after it gave the bits of the first tile on that weight (`agreeing`).
 """
 
 from typing import NamedTuple
@@ -21,12 +21,12 @@ from kernels.launch.pdl import num_sms
 class FixedTile(NamedTuple):
     rows: int  # rows of x
     outs: int  # rows of the weight
-    depth: int  # columns a turn
+    depth: int  # columns per iteration
     num_warps: int
     num_stages: int
 
 
-# By bytes of an element, the smallest first: it is right for any number of rows.
+# Bytes of an element -> tiles, the smallest first, which is usable for any number of rows.
 TILES = {
     2: (
         FixedTile(64, 32, 128, 4, 4),
@@ -36,7 +36,7 @@ TILES = {
     ),
     4: (FixedTile(64, 32, 32, 4, 3),),
 }
-_PROBE = 200  # rows of x that tiles are compared on; no multiple of any tile's
+_PROBE = 200  # rows of x with which tiles are compared; no multiple of any tile's rows
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -83,7 +83,7 @@ def _fixed_kernel(
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: FixedTile
 ) -> Tensor:
-    """Return x @ weight.T + bias + residual, as `linear_fixed`, with the tile that is passed."""
+    """Return x @ weight.T + bias + residual as `linear_fixed` does, with a given tile."""
     num_rows = x.shape[0]
     outs, width = weight.shape
     out = x.new_empty((num_rows, outs)) if residual is None else residual
@@ -116,10 +116,10 @@ _agreeing: dict[tuple[object, ...], tuple[FixedTile, ...]] = {}
 def agreeing(
     weight: Tensor, bias: Tensor | None = None, *, add: bool = False
 ) -> tuple[FixedTile, ...]:
-    """Return the tiles that give the same bits for this weight.
+    """Return the tiles that give the same bits for this weight, always including the first.
 
-    Tiles are compiled and tried once for each shape. During the capture of a CUDA graph none can be
-    tried, nor while kernels are collected, and tiles that were not tried before are left out.
+    Tiles are compiled and tested once for each shape. They cannot be tested while a CUDA graph is
+    captured or kernels are collected; then tiles that were not tested before are left out.
 
     bias: the vector that the kernel adds to the product.
     add: whether the kernel adds a residual to the product.
@@ -156,7 +156,7 @@ def linear_fixed(
     rows, outs = x.shape[0], weight.shape[0]
     tiles = agreeing(weight, bias, add=residual is not None)
     enough = num_sms(x.device) * 3 // 4
-    # The largest that keeps the device busy and is not mostly empty.
+    # The largest tile with which most multiprocessors have work and tiles are not mostly empty.
     fitting = (
         tile
         for tile in reversed(tiles)

@@ -2,12 +2,12 @@
 
     y = W x                      plain
     y = W (x / rms(x) * w)       NORM: 1 / rms(x) is applied to the sum; squares are added meanwhile
-    y = act(Wg x) * (Wu x)       GATED: W holds the gate's rows, then the up's
+    y = act(Wg x) * (Wu x)       GATED: W has the gate's rows, then the up projection's
     y = W x + r                  ADD
 
-A program owns a few outputs and walks all columns: no second kernel merges anything. Under
-programmatic dependent launch its first weights are on their way before the previous kernel has
-finished; only x waits for that.
+A program computes a few outputs over all columns, so no second kernel has to merge results. Under
+programmatic dependent launch a program loads its first weights before the previous kernel has
+ended; only loads of x wait for its end.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 class Fused(NamedTuple):
-    """The operations around the GEMV of one token, as one `tl.constexpr`."""
+    """The operations that are fused with a GEMV, as one `tl.constexpr`."""
 
     norm: bool  # an RMS norm of x
     gated: bool  # act(gate) * up of gate and up rows
@@ -33,7 +33,10 @@ class Fused(NamedTuple):
 def fused(
     norm: Tensor | None, gate: str | None, residual: Tensor | None, bias: Tensor | None
 ) -> Fused:
-    """Return which operations a launch fuses, by the operands it gets. gate: a value of GATES."""
+    """Return the operations that a launch fuses: those whose operand is not None.
+
+    gate: a value of GATES, or None.
+    """
     return Fused(
         norm=norm is not None,
         gated=gate is not None,
@@ -156,8 +159,8 @@ def _gemv_kernel(
     tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
 
 
-# (ROWS, COLUMNS, warps) by (rows of W, columns): the best of a sweep on one H200, in a whole step
-# where that makes a difference. Columns that fill no round of 1024 are read in shorter ones.
+# (rows of W, columns) -> (ROWS, COLUMNS, warps), the best of a sweep on one H200, timed in a whole
+# step where that makes a difference. Where 1,024 does not divide the columns, COLUMNS is smaller.
 TILES = {
     (6144, 4096): (16, 512, 4),
     (4096, 4096): (2, 1024, 1),

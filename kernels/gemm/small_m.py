@@ -1,10 +1,10 @@
 """Matmuls x @ weight.T of two to four rows of x, which read the weights once.
 
-A program takes a few rows of the weight and multiplies on the plain units, which keep up with
-memory for two rows of x, and where weights are small, so that latency decides, for four. The next
-tile's weights are on their way while this one's are used, and the first tile's before the kernel
-that makes x has ended. One row has more fused into it (`gemv.py`); from eight rows on, the
-library's matrix products are as fast.
+A program has a few rows of the weight, and multiplies without tensor cores. That is as fast as
+memory for two rows of x, and for four rows where weights are small, so that latency decides. The
+next tile's weights are loaded while the current tile is multiplied, and the first tile's before the
+kernel that computes x has ended. For one row `gemv.py` fuses more; from eight rows on, cuBLAS is
+equally fast.
 """
 
 import triton
@@ -14,8 +14,8 @@ from torch import Tensor
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 MAX_ROWS = 4
-SMALL = 2**23  # elements of a weight up to which three and four rows gain
-MEDIUM = 2**26  # ... and two rows
+SMALL = 2**23  # maximum elements of a weight with which three or four rows are faster than cuBLAS
+MEDIUM = 2**26  # the same for two rows
 
 
 @triton.jit

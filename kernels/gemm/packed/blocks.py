@@ -1,10 +1,10 @@
 """Matmuls of 8-bit floats with a scale for each block of the weight and each group of a row of x.
 
-A group is one product of the matrix units. Its scales multiply the group's sums in float32, so the
-units never add up scaled numbers in their own lower precision.
+Each group is one matmul on tensor cores. Scales multiply the group's sums in float32, so tensor
+cores do not add up scaled numbers in their own lower precision.
 
-The weight is the left operand, so that a few tokens fill the short side of the units' tiles. With
-few tiles the columns are divided among programs, and a second kernel adds what they found.
+The weight is the left operand, so that a few tokens fill the short side of the MMA tile. With few
+tiles the columns are divided among programs (split-K), and a second kernel adds the sums.
 """
 
 import torch
@@ -102,7 +102,7 @@ def tile(tokens: int, outputs: int, sms: int) -> tuple[int, int, int, int]:
     """Return (ROWS, TOKENS, warps, stages), the best of a sweep over llama-8b's matrices on one
     H200.
 
-    128 outputs for 64 tokens are taken where these keep most multiprocessors busy.
+    With 64 tokens a tile has 128 outputs where such tiles keep most multiprocessors busy.
     """
     width = min(64, max(16, triton.next_power_of_2(tokens)))
     many = 4 * triton.cdiv(outputs, 128) * triton.cdiv(tokens, width) >= 3 * sms
@@ -112,10 +112,10 @@ def tile(tokens: int, outputs: int, sms: int) -> tuple[int, int, int, int]:
 
 
 def splits(size: int, programs: int, groups: int, sms: int) -> int:
-    """Return the number of splits of the groups, the best of the sweep for `tile`.
+    """Return the number of programs among which a row's groups are divided, the best of a sweep.
 
-    size: elements of a tile. Multiprocessors have up to two, three or four programs with tiles of
-    this size. Each program has at least eight groups.
+    size: elements of a tile; it limits a multiprocessor to two, three or four programs. programs:
+    their number without splits. groups: groups of a row; each program has at least eight.
     """
     most = 2 if size > 4096 else 3 if size > 1024 else 4
     count = 1
@@ -125,7 +125,7 @@ def splits(size: int, programs: int, groups: int, sms: int) -> int:
 
 
 def block_linear(
-    rows: Tensor,  # e4m3 [tokens or more, in], of `round_rows` with the weight's group
+    rows: Tensor,  # e4m3 [tokens or more, in], from `round_rows` with the weight's group
     scales: Tensor,  # scales of the rows
     weight: PackedWeight,  # [out, in]
     tokens: int,

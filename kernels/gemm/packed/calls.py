@@ -1,8 +1,8 @@
-"""Whether a kernel for packed weights fits a call, and the call itself, for
-`kernels.gemm.packed.candidates`.
+"""The functions of `kernels.gemm.packed.candidates`: NAME launches a kernel for packed weights, and
+NAME_fits says whether it supports a call.
 
-Each function takes x [tokens, in], the weight [out, in] and what is computed around the GEMM. A
-back end passes only what the candidate fuses.
+Each function takes x [tokens, in], the weight [out, in] and the operations around the GEMM. A back
+end passes only the operations that the candidate fuses.
 """
 
 from typing import Any
@@ -85,7 +85,7 @@ def gemv8(x: Tensor, weight: PackedWeight, call: LinearCall) -> Tensor:
 
 
 def gemv4_fits(x: Tensor, weight: PackedWeight, call: LinearCall) -> bool:
-    # With offsets it saves nothing over `packed_few`.
+    # With offsets `gemv4` is not faster than `packed_few`.
     alone = weight.offset is None or not few_tokens_fit(x, weight)
     return alone and _gate_fits(call) and gemv4_module.gemv4_fits(x, weight, call.norm)
 
@@ -111,7 +111,7 @@ def gemv(x: Tensor, weight: PackedWeight, call: LinearCall) -> Tensor:
 
 
 def _around(call: LinearCall) -> dict[str, Any]:
-    """Return the keywords of a GEMV that fuses a norm, a gate and a residual."""
+    """Return the keyword arguments of a GEMV that fuses a norm, a gate and a residual."""
     return {"norm": call.norm, "eps": call.eps, "gate": call.gate, "residual": call.residual}
 
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from kernels.candidates import Candidate, Capability, Fusion, Lazy, Operands
 from kernels.packed import FLOAT8, Format
 
-# Tokens of a step up to which codes are decoded in the GEMM. At 256 tokens the four matrices of
-# llama-8b's layer in 4 bits with offsets took 305 microseconds so, and 342 dequantised for cuBLAS,
-# on one H200.
+# Maximum tokens of a step for which the GEMM decodes codes. At 256 tokens, with 4 bits and offsets,
+# the four matrices of llama-8b's layer took 305 microseconds in this way on one H200, and 342
+# microseconds when dequantised for cuBLAS.
 DECODED_TOKENS = 256
-_FEW = 8  # tokens that one tile of the matrix units holds
+_FEW = 8  # tokens of one MMA tile
 _ANY = float("inf")
 _AMPERE = (8, 0)
 
 
 class LinearCall(NamedTuple):
-    """The operations of `Kernels.packed_linear` around the GEMM, as its parameters say.
+    """The operations around the GEMM in a call of `Kernels.packed_linear`.
 
     norm: weight [in] of an RMS norm of x, or None; eps: its epsilon.
     gate: key of `Kernels.GATES` for the result, or None.
@@ -106,7 +106,7 @@ def _kernel(
     tokens: Callable[[Format], tuple[int, float]],
     fuses: frozenset[Fusion],
 ) -> Candidate[Format]:
-    """Return the candidate that runs the function `name` of `calls` where `<name>_fits`."""
+    """Return the candidate that runs the function `name` of `calls` if `<name>_fits` is true."""
     run = Lazy(f"kernels.gemm.packed.calls:{name}")
     return Candidate(name, operands, takes, tokens, Lazy(f"{run.path}_fits"), run, fuses)
 
@@ -116,9 +116,9 @@ _GEMV = frozenset[Fusion](("norm", "gate", "residual"))
 _RESIDUAL = frozenset[Fusion](("residual",))
 _GATE = frozenset[Fusion](("gate",))
 
-# Kernels that fuse an x_gate come first: for the others it is computed before they are asked. A
-# GEMV of one token that knows its codes comes before the one for all codes. The GEMM of decoded
-# codes ends where dequantised weights and cuBLAS take less time.
+# Kernels that fuse an x_gate come first: the back end computes x_gate before it tries the others. A
+# GEMV for one kind of codes comes before the GEMV for all kinds. The GEMM of decoded codes serves
+# steps of up to DECODED_TOKENS; above, dequantised weights and cuBLAS take less time.
 PACKED_LINEAR: tuple[Candidate[Format], ...] = (
     _kernel("fp8", "8-bit floats", _rounds_floats, _from_rounded_rows, _IN),
     _kernel("fp8_blocks", "8-bit floats", _takes_blocks, _from_rounded_rows, _IN | _RESIDUAL),
@@ -132,8 +132,7 @@ PACKED_LINEAR: tuple[Candidate[Format], ...] = (
     _kernel("dequantise", "dequantised weights", _takes_any, _any_tokens, _RESIDUAL),
 )
 
-# Candidates of the deterministic mode: each adds in one order, whatever the number of tokens. 8-bit
-# integers have exact sums.
+# Candidates of the deterministic mode, all batch-invariant. Sums of 8-bit integers are exact.
 FIXED_LINEAR: tuple[Candidate[Format], ...] = (
     _kernel("int8_fixed", "8-bit integers", _takes_int8, _any_tokens, _IN | _RESIDUAL),
     _kernel("dequantise_fixed", "dequantised weights", _takes_any, _any_tokens, _RESIDUAL),

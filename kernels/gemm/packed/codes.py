@@ -1,9 +1,9 @@
 """The decoding of packed weights to numbers inside Triton kernels (`kernels.packed.PackedWeight`).
 
-A nibble becomes a float32 by its place: as the fourth to seventh bit of the mantissa of 128 it is
-128 + nibble, which takes a shift and one logical operation, where a conversion would take two
-slower ones. The surplus of 128 (BASE) is subtracted once from the sum over a group. For bfloat16
-there is PTX that makes two numbers at a time.
+A nibble becomes a float32 by its bits' position: as the fourth to seventh bit of the mantissa of
+128 the number is 128 + nibble. That takes a shift and a logical operation, where a conversion would
+take two slower instructions. The excess of 128 (`CodeFormat.base`) is subtracted once from the sum
+over a group. For bfloat16, PTX decodes two numbers at a time.
 """
 
 import struct
@@ -16,8 +16,8 @@ import triton.language as tl
 from kernels.launch.device import compute_capability
 from kernels.packed import E2M1, FLOAT8, PackedWeight
 
-# Kinds of codes. The last two have 8 bits; the last is E4M3_CODE where the device has no
-# conversion.
+# Kinds of codes: 4- or 8-bit integers, e2m1, a table's index, and e4m3, on devices with and without
+# an instruction that converts it.
 INT, E2M1_CODE, TABLE, E4M3_CODE, E4M3_BITS = 0, 1, 2, 3, 4
 OFFSETS = {"none": 0, "add": 1, "shift": 2}
 
@@ -60,7 +60,7 @@ def eight_bits(codes, CODE: tl.constexpr):
 
 
 def converts(device: torch.device) -> bool:
-    """Whether this device, or the interpreter, has 8-bit floats."""
+    """Whether the device, or the interpreter, has instructions that convert 8-bit floats."""
     return compute_capability(device) >= FLOAT8
 
 
@@ -73,11 +73,11 @@ def code_of(weight: PackedWeight) -> int:
 
 
 class CodeFormat(NamedTuple):
-    """The format of a packed weight as kernels take it: one `tl.constexpr`.
+    """The format of a packed weight in kernels, as one `tl.constexpr`.
 
     bits: size of a code, 4 or 8.
     code: INT, E2M1_CODE, TABLE, E4M3_CODE or E4M3_BITS.
-    base: what kernels take off a decoded code, for scale * (code - zero).
+    base: the number to subtract from decoded codes, for scale * (code - zero).
     offset: a value of OFFSETS.
     group: inputs that share a scale.
     band: outputs that share a scale.
@@ -94,7 +94,7 @@ class CodeFormat(NamedTuple):
 
 
 def code_format(weight: PackedWeight) -> CodeFormat:
-    """Return the constants of the weight's format."""
+    """Return the kernels' constants for the weight's format."""
     form = weight.form
     code = code_of(weight)
     if form.bits == 4:
@@ -121,10 +121,10 @@ def _bfloat16(value: float) -> int:
 
 
 def nibbles(at: int, less: int) -> str:
-    """Return PTX that converts the nibbles at 4 * at of two words in $1 to bfloat16, minus `less`,
-    in $0.
+    """Return PTX that converts two nibbles to bfloat16 numbers minus `less`, in $0.
 
-    In the low bits of the mantissa of 128 a nibble is 128 + nibble.
+    They are the nibbles at bit 4 * at of both 16-bit halves of $1. In the low bits of the mantissa
+    of 128 a nibble gives 128 + nibble.
     """
     shift = f"shr.b32 t, $1, {4 * at};" if at else "mov.b32 t, $1;"
     decode = f"lop3.b32 t, t, 0x000f000f, {_twice(_MAGIC)}, 0xea;"
@@ -137,9 +137,9 @@ def nibbles(at: int, less: int) -> str:
 
 
 def four_nibbles(weight: PackedWeight) -> list[str]:
-    """Return PTX that decodes a word's nibbles to integers less their zero.
+    """Return PTX for each of a word's four nibbles, which decodes it to an integer minus the zero.
 
-    Where there is an offset, codes are 128 larger.
+    For formats with an offset the results are 128 larger.
     """
     form = weight.form
     return [nibbles(at, 0 if form.offset != "none" else 128 + form.zero) for at in range(4)]
@@ -153,10 +153,11 @@ LIFT = (
 
 
 def scaled_floats(at: int) -> str:
-    """Return PTX that converts the e2m1 nibbles at 4 * at of two words in $1 to bfloat16 in $0.
+    """Return PTX that converts two e2m1 nibbles to bfloat16 numbers times their scales, in $0.
 
-    They are multiplied by the numbers in $2 and by 2^-126: their bits become the low end of
-    bfloat16's exponent and the mantissa, subnormal numbers included.
+    They are the nibbles at bit 4 * at of both 16-bit halves of $1; $2 has the scales. The results
+    are 2^-126 times the product: the nibbles' bits become the low end of bfloat16's exponent and
+    the mantissa, subnormal numbers included.
     """
     by = 6 - 4 * at
     bring = f"shl.b32 t, $1, {by};" if by > 0 else f"shr.b32 t, $1, {-by};"
@@ -186,18 +187,16 @@ def bytes_fit(weight: PackedWeight) -> bool:
 
 
 def floats(high: bool) -> str:
-    """Return PTX that converts the low or the high bytes of two words from e4m3 to bfloat16.
+    """Return PTX that converts the low or the high bytes of $1's halves from e4m3 to bfloat16.
 
-    The bytes are in $1, the numbers in $0. Bits are moved without conversion, so exponents are too
-    small by 120.
+    The results are in $0. Bits are moved without conversion, so exponents are too small by 120.
     """
     bring = "mov.b32 t, $1;" if high else "shl.b32 t, $1, 8;"
     return f"{{ .reg .b32 t, u; {bring} {_float_in('t', '$0')} }}"
 
 
 def integers(high: bool) -> str:
-    """Return PTX that converts the low or the high signed bytes of two words in $1 to bfloat16 in
-    $0.
+    """Return PTX that converts the low or the high signed bytes of $1's halves to bfloat16 in $0.
 
     Seven bits go into the mantissa of 128; then 128 is subtracted, or 256 where the eighth bit is
     set.

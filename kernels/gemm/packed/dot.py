@@ -1,8 +1,7 @@
-"""Matmuls of several tokens with packed weights: codes become 16-bit numbers on their way to the
-matrix units.
+"""Matmuls of several tokens with packed weights, decoded to 16-bit numbers for tensor cores.
 
-The weight is the left operand, so that a few tokens fill the short side of the units' tiles. With
-few tiles the columns are divided among programs, and a second kernel adds what they found.
+The weight is the left operand, so that few tokens fill the short side of the MMA tile. With few
+tiles the input columns are divided among programs (split-K), and a second kernel adds the sums.
 """
 
 from typing import NamedTuple
@@ -28,9 +27,9 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.packed import PackedWeight
 
 _FLOAT = torch.float32
-_WORDS = 32  # words of 4-bit codes that a program takes of a row at a time
-# e2m1 as `scaled_floats` makes it is 2^-127 of the number of `nibble`. With a scale times 2^87 it
-# is 2^-40 of a weight, and bfloat16 has room above and below.
+_WORDS = 32  # words of 4-bit codes of a row per step of a program
+# An e2m1 number from `scaled_floats` is 2^-127 times the one from `nibble`. With a scale times 2^87
+# the result is 2^-40 times the weight, which is well within bfloat16's range.
 LIFT = tl.constexpr(codes.LIFT)
 LOWERED = tl.constexpr(2.0**40)
 
@@ -64,10 +63,10 @@ def _scaled(words, s, DECODE: tl.constexpr, AT: tl.constexpr):
 
 
 class Decoding(NamedTuple):
-    """The rule by which packed codes become operands of the matrix units, as one `tl.constexpr`.
+    """The rule by which packed codes become operands of tensor cores, as one `tl.constexpr`.
 
     by_ptx: inline PTX decodes pairs of codes, and a group's sum is multiplied by its scale.
-    scale_codes: decoded codes are multiplied by their scales instead, and a step is one matmul.
+    scale_codes: decoded codes, not sums, are multiplied by their scales, and a step is one matmul.
     scale_outputs: there is one scale for each output. Sums of 8-bit codes decoded by PTX are scaled
         after the last step.
     ptx: PTX for each of the four codes of a word; "" where there is none.
@@ -84,10 +83,10 @@ class Decoding(NamedTuple):
 class DotTile(NamedTuple):
     """The tile of a program of `_packed_dot_kernel`."""
 
-    rows: int  # outputs of a program
+    rows: int  # outputs per program
     tokens: int
-    width: int  # words or codes of a row at a time
-    split: int  # shares of the columns
+    width: int  # words (of 4-bit codes) or codes (8-bit) of a row per step
+    split: int  # programs among which the columns are divided
     whole_steps: bool  # whether every step's columns exist, so that no mask is needed
 
 
@@ -335,10 +334,10 @@ def _packed_expand_kernel(
 
 
 def pair_ptx(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
-    """Return PTX that decodes pairs of the weight's codes; [] if the format has none.
+    """Return PTX that decodes pairs of the weight's codes, see `Decoding.ptx`; [] if there is none.
 
-    bfloat16 x has it for 4-bit integers, and for 8 bits without offsets. A step of `width` words or
-    codes must have one scale, or a whole row of 8-bit codes.
+    With bfloat16 x there is PTX for 4-bit integers, and for 8-bit codes without offsets. A step of
+    `width` words or codes must have one scale, or 8-bit codes one scale per output.
     """
     if not (x.is_cuda and x.dtype == torch.bfloat16):
         return []
@@ -353,14 +352,16 @@ def pair_ptx(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
 def decoding(
     x: Tensor, weight: PackedWeight, ptx: list[str], scale_codes: bool = False
 ) -> Decoding:
-    """Return how a kernel decodes the weight. ptx: the result of `pair_ptx`; see Decoding."""
+    """Return the rule by which a kernel decodes the weight. ptx: the result of `pair_ptx`."""
     precision = "ieee" if x.dtype == _FLOAT else "tf32"
     return Decoding(bool(ptx), scale_codes, bytes_fit(weight), tuple(ptx or [""] * 4), precision)
 
 
 def scale_codes_fits(weight: PackedWeight, step: int) -> bool:
-    """Whether a step's words of 4-bit codes decode to columns in x's order: nibble 0 of all words,
-    then nibble 1, and so on."""
+    """Whether a kernel can multiply decoded codes by their scales (`Decoding.scale_codes`).
+
+    A step's words of 4-bit codes must decode to columns in x's order: nibble 0 of all words, then
+    nibble 1, and so on. step: columns of a step."""
     return weight.form.bits == 4 and weight.form.span == step and weight.shape[1] % step == 0
 
 
@@ -378,8 +379,9 @@ def tile(
     scale_codes: bool = False,  # see `packed_dot`
     sums: bool = False,  # the result of `scales_sums`
 ) -> tuple[int, int, int, int, int]:
-    """Return (ROWS, TOKENS, words or codes of a row, warps, stages), the best of sweeps over
-    llama-8b's matrices on one H200.
+    """Return (ROWS, TOKENS, words or codes of a row per step, warps, stages).
+
+    They are the best of sweeps over llama-8b's matrices on one H200. shape: outputs and inputs.
     """
     rows, columns = shape
     if tokens <= 16:
@@ -399,19 +401,20 @@ def tile(
 
 
 def scale_codes_pays(weight: PackedWeight, tokens: int, sms: int) -> bool:
-    """Whether one matmul of scaled numbers per step is faster than one per nibble whose sums are
-    scaled. With offsets each of the latter needs another with ones. Without offsets it is where a
-    tile of all tokens and 128 outputs leaves no multiprocessor without work."""
+    """Whether `Decoding.scale_codes` is faster: one matmul of scaled numbers per step, instead of
+    one per nibble whose sums are scaled. With offsets each matmul per nibble needs another one
+    with ones. Without offsets it is faster where tiles of all tokens and 128 outputs give all
+    multiprocessors work."""
     if weight.form.offset != "none":
         return tokens > 32
     return tokens > 128 and triton.cdiv(weight.shape[0], 128) >= sms
 
 
 def splits(size: int, programs: int, steps: int, sms: int) -> int:
-    """Return the number of splits of the steps, the best of the sweep for `tile`.
+    """Return the number of programs among which a row's steps are divided, the best of a sweep.
 
-    size: elements of a tile. Multiprocessors have up to one, two or three programs with tiles of
-    this size. Each program has at least two steps.
+    size: elements of a tile; it limits a multiprocessor to one, two or three programs. programs:
+    their number without splits. steps: steps of a row; each program has at least two.
     """
     most = 1 if size > 8192 else 2 if size > 4096 else 3
     count = 1
@@ -491,7 +494,10 @@ def add_parts(
     residual: Tensor | None,  # [tokens, out]
     out: Tensor,  # [tokens, out]
 ) -> None:
-    """Write to out the sum, in order, of products over shares of the columns, bias and residual."""
+    """Write to out the sum of parts (products over shares of the columns), bias and residual.
+
+    Parts are added in order.
+    """
     split, tokens, rows = parts.shape
     count = tokens * rows
     _packed_sum_kernel[(triton.cdiv(count, 1024),)](
@@ -510,7 +516,7 @@ def add_parts(
 
 
 def expand(weight: PackedWeight, like: Tensor) -> Tensor:
-    """Return the dequantised weights, [out, in] of like's dtype."""
+    """Return the dequantised weights [out, in] in the dtype of `like`."""
     form, (rows, columns) = weight.form, weight.shape
     out = like.new_empty((rows, columns))
     # The launch of a program, the best of a sweep over llama-8b's matrices on one H200.

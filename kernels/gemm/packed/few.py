@@ -1,14 +1,14 @@
 """Matmuls of one to eight tokens with packed weights, in bfloat16 on Ampere or later.
 
-Weights go from memory straight into the registers that the matrix units read, without shared memory
-and without barriers.
+Weights are loaded from memory directly into the registers that tensor cores read, without shared
+memory and without barriers.
 
-A program owns 16 or 32 outputs; its warps share the columns, each a run of its own, and add up at
-the end. A thread asks for its next codes before it works on those that it has. A pair of codes
-becomes two bfloat16 numbers in one to five instructions, exactly; scales are applied to the sums of
-their groups, in float32. This is Gluon, because Triton's own language has no say in where numbers
-lie; no interpreter runs it, so that its tests need a GPU (`tests/kernels/test_packed.py`) and
-`tests/kernels/test_compile.py` only compiles it.
+A program computes 16 or 32 outputs; each of its warps has a contiguous part of the columns, and
+their sums are added at the end. A thread loads its next codes before it multiplies the current
+ones. A pair of codes becomes two bfloat16 numbers in one to five instructions, exactly; scales are
+applied to the sums of their groups, in float32. This is Gluon, because Triton's own language does
+not control register layouts; no interpreter runs it, so that its tests need a GPU
+(`tests/kernels/test_packed.py`) and `tests/kernels/test_compile.py` only compiles it.
 """
 
 from typing import NamedTuple
@@ -32,18 +32,18 @@ from kernels.launch.device import compute_capability
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
-TOKENS = 8  # the short side of the matrix units' tiles
-_WORDS = 32  # words that a warp takes of a row at a time: 128 codes of 4 bits, 64 of 8
+TOKENS = 8  # the short side of the MMA tile
+_WORDS = 32  # 16-bit words of a row per step of a warp: 128 codes of 4 bits, 64 of 8
 _AHEAD = 2  # steps that are loaded ahead
-_GROUP = 128  # inputs of a scale of 4-bit codes
+_GROUP = 128  # inputs that share a scale of 4-bit codes
 
 
 class FewTile(NamedTuple):
     """The tile of a program, as one `gl.constexpr`."""
 
-    rows: int  # outputs of a program
+    rows: int  # outputs per program
     tokens: int
-    words: int  # words of a row that a warp takes at a time
+    words: int  # words of a row per step of a warp
     shares: int  # parts of the columns: one for each warp
     ptx: tuple[str, ...]  # PTX that decodes each of a word's four fields
 
@@ -231,7 +231,7 @@ def packed_few(
 ) -> Tensor:
     """Return x @ weight.T + bias + residual, [tokens, out] bfloat16, accumulated in float32.
 
-    It is for what `few_fits` accepts.
+    Only for operands that `few_fits` accepts.
     """
     form, (rows, columns) = weight.form, weight.shape
     tokens = x.shape[0]

@@ -1,4 +1,4 @@
-"""Matmuls of 8-bit floats on both sides, by torch's scaled matmul."""
+"""Matmuls whose operands are both 8-bit floats, by torch's scaled matmul."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from kernels.launch.pdl import num_sms
 from kernels.packed import PackedWeight
 
 _BLOCKS = (12, 9)  # CUDA's first release whose cuBLASLt supports block scales
-_FOUR = 4  # cuBLASLt reads this many block scales of a row or column at a time
+_FOUR = 4  # block scales of a row or column that cuBLASLt reads at a time
 _TILE = 128  # outputs and rows of x in a thread block's tile of cuBLASLt's matmul with block scales
 
 
@@ -35,7 +35,7 @@ def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtyp
 def pays(tokens: int, weight: PackedWeight) -> bool:
     """Whether `scaled` is faster than `blocks.block_linear` for weights with scales of blocks.
 
-    It does not divide columns among programs, and does as much for one row as for a tile of them.
+    `scaled` does not split the columns over programs, and always computes whole tiles of rows.
     """
     tiles = triton.cdiv(tokens, _TILE) * triton.cdiv(weight.shape[0], _TILE)
     return 2 * tokens > _TILE and 4 * tiles > num_sms(weight.codes.device)
@@ -49,9 +49,9 @@ def group_of(weight: PackedWeight) -> int:
 def scales_fit(x: Tensor, weight: PackedWeight) -> bool:
     """Whether torch's scaled matmul, as `scaled` calls it, supports x and the weight.
 
-    It takes bfloat16 on compute capability 9.0. Either each row of x and each output has a scale,
-    and sizes are multiples of 16. Or 128 inputs of a row, and 128 x 128 weights, have a scale,
-    blocks are whole, and there is no bias.
+    It needs bfloat16 x and compute capability 9.0. Either there is a scale per row of x and per
+    output, and sizes are multiples of 16; or there is a scale per 128 inputs of a row and per block
+    of 128 x 128 weights, blocks are whole, and there is no bias.
     """
     form, (outputs, width) = weight.form, weight.shape
     if form.code != "e4m3" or form.scale != torch.float32 or x.dtype != torch.bfloat16:

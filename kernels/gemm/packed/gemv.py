@@ -1,8 +1,8 @@
 """Matmuls of a single token with packed weights of 4 and 8 bits (`kernels.gemm.gemv` for packed
 codes).
 
-A thread takes 16 bytes of a row at a time, which belong to one group, and x in the order of their
-codes; so scale and offset are applied once for 16 or 32 weights.
+A thread loads 16 bytes of a row at a time, which belong to one group, and the numbers of x in the
+order of these codes; so scale and offset are applied once for 16 or 32 weights.
 """
 
 from typing import NamedTuple
@@ -20,10 +20,10 @@ from kernels.packed import PackedWeight
 class GemvTile(NamedTuple):
     """The tile of a program."""
 
-    rows: int  # a program owns; GATED: gate and up rows alternate
-    units: int  # units of a row at a time
-    unit: int  # words or codes of a thread
-    whole_steps: bool  # whether tiles divide the rows and the columns
+    rows: int  # rows of the weight per program; GATED: gate and up rows alternate
+    units: int  # units of a row per step
+    unit: int  # words or codes of a unit, which a thread loads at once
+    whole_steps: bool  # whether tiles divide the rows and the columns, so that no mask is needed
 
 
 @triton.jit

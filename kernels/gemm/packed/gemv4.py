@@ -1,11 +1,12 @@
-"""Matmuls of a single token with 4-bit integers in groups: `kernels.gemm.gemv` with words of
-sixteen codes, for which x comes in words of four numbers, so that a thread has what belongs
-together and nothing is moved between threads.
+"""Matmuls of a single token with 4-bit integers in groups, like `kernels.gemm.gemv`.
 
-A nibble becomes a float16 by its place. In the low bits of the mantissa of 1024 it is
-1024 + nibble, four bits higher 1024 + 16 * nibble. So a pair takes one logical operation, and every
-other pair a shift. x is divided by the 16 beforehand, and the excess of 1024 is subtracted from
-each word's sum.
+Codes are read as words of sixteen codes, and x as words of four numbers, so that a thread has the
+codes and the numbers of x of the same inputs and nothing is moved between threads.
+
+A nibble becomes a float16 by its bits' position. In the low bits of the mantissa of 1024 the number
+is 1024 + nibble, four bits higher 1024 + 16 * nibble. So a pair takes one logical operation, and
+every other pair a shift. x is divided by the factor 16 beforehand, and the excess of 1024 is
+subtracted from each word's sum.
 """
 
 from typing import NamedTuple
@@ -25,9 +26,10 @@ _WORD = 16  # codes
 
 
 def _sixteen() -> str:
-    """Return PTX that decodes 16 codes in $16 to float32.
+    """Return PTX that decodes the 16 codes of the 64-bit word in $16 to float32.
 
-    The numbers of nibble i of each 16 bits go to $(4 * i) and the three after it.
+    The numbers of nibble i of the word's four 16-bit parts are written to $(4 * i) and the three
+    registers after it.
     """
     lines = ["{ .reg .b32 w, p; .reg .b16 a, b; .reg .b32 l, h; mov.b64 {l, h}, $16;"]
     for half, word in enumerate(("l", "h")):
@@ -213,14 +215,14 @@ def _gemv4_kernel(
 
 
 def decoder(device: torch.device) -> str:
-    """Return PTX that decodes a word; nothing in the interpreter, which runs no PTX."""
+    """Return PTX that decodes a word; "" in the interpreter, which runs no PTX."""
     return _SIXTEEN if device.type == "cuda" else ""
 
 
 def tile(rows: int, words: int) -> tuple[int, int, int]:
     """Return (ROWS, WORDS, warps), the best of a sweep over llama-8b's matrices on one H200.
 
-    words: words of a row. One step is best where few rows have no more.
+    words: words of a row. For few, short rows one step per row is best.
     """
     if rows >= 16384:
         return 8, 64, 1

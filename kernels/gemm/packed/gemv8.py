@@ -1,6 +1,8 @@
 """Matmuls of a single token with 8-bit floats that have one scale per output, or per block of
-outputs and inputs: `kernels.gemm.gemv` with words of four codes, for which x comes in words too, so
-that a thread has what belongs together and nothing is moved between threads.
+outputs and inputs, like `kernels.gemm.gemv`.
+
+Codes and x are read as words of four numbers, so that a thread has the codes and the numbers of x
+of the same inputs and nothing is moved between threads.
 """
 
 import torch
@@ -13,8 +15,8 @@ from kernels.gemm.packed.codes import bytes_fit, converts, eight_bits
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
-_BAND = 32  # a block has a multiple of these outputs, and a program a part of one
-# PTX, from compute capability 8.9 on: of four e4m3 codes in $4 the float32 numbers in $0 to $3.
+_BAND = 32  # a block of weights has a multiple of 32 outputs; a program has a part of one block
+# PTX, from compute capability 8.9 on, that converts four e4m3 codes in $4 to float32 in $0 to $3.
 _FOUR = """{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q;
 mov.b32 {l, h}, $4; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
 mov.b32 {a, b}, p; mov.b32 {c, d}, q;
@@ -157,14 +159,14 @@ def _gemv8_kernel(
 
 
 def decoder(device: torch.device) -> str:
-    """Return PTX that decodes four codes; nothing in the interpreter, which runs no PTX."""
+    """Return PTX that decodes four codes; "" in the interpreter, which runs no PTX."""
     return _FOUR if device.type == "cuda" else ""
 
 
 def tile(rows: int, blocks: bool) -> tuple[int, int, int]:
     """Return (ROWS, WORDS, warps), the best of sweeps over llama-8b's matrices on one H200.
 
-    blocks: whether a scale is that of a block.
+    blocks: whether scales are those of blocks.
     """
     if rows >= 16384:
         return 8, 128, 1

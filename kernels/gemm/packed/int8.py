@@ -1,7 +1,7 @@
-"""Matmuls of 8-bit integers on both sides.
+"""Matmuls whose operands are both 8-bit integers.
 
-Sums are exact, so a row of the result depends on its row of x alone. Scales, bias and residual are
-applied at the end, in float32.
+Sums are exact, so results are batch-invariant. Scales, bias and residual are applied at the end, in
+float32.
 """
 
 import torch
@@ -14,7 +14,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.packed import PackedWeight
 
 FIXED = (64, 128, 128, 4, 3)  # the deterministic mode's tile, for any number of rows
-_TOGETHER = 8  # tiles of rows of x that share a weight in the cache
+_TOGETHER = 8  # tiles of rows of x that are computed together, so that weights stay in the cache
 
 
 @triton.jit
@@ -131,9 +131,10 @@ def tile(tokens: int) -> tuple[int, int, int, int, int]:
 
 
 def _splits(programs: int, steps: int, sms: int) -> int:
-    """Return the number of splits, so that multiprocessors have up to one program each.
+    """Return the number of programs among which a row's steps are divided.
 
-    A program has at least four steps.
+    Multiprocessors have up to one program each. A program has at least four steps. programs: their
+    number without splits.
     """
     count = 1
     while count < 8 and 2 * count * programs <= sms and 8 * count <= steps:
@@ -142,7 +143,7 @@ def _splits(programs: int, steps: int, sms: int) -> int:
 
 
 def int8_linear(
-    rows: Tensor,  # int8 [tokens, in], of `round_rows`
+    rows: Tensor,  # int8 [tokens, in], from `round_rows`
     scales: Tensor,  # scales of the rows
     weight: PackedWeight,  # [out, in]
     dtype: torch.dtype,

@@ -1,20 +1,20 @@
-"""Matmuls of one to eight tokens with 4-bit integers in groups of 128 or more, on matrix units.
+"""Matmuls of one to eight tokens with 4-bit integers in groups of 128 or more, on tensor cores.
 
-They need Ampere or later, and fuse gate, bias and residual as `kernels.gemm.gemv` does. A fused
-norm takes longer than one apart.
+They need Ampere or later, and fuse gate, bias and residual as `kernels.gemm.gemv` does. A norm is
+not fused, as that would take longer than a separate launch.
 
-Codes go from memory into the registers that the matrix units read them from, 16 bytes a load, with
-no shared memory and no barrier between; and so does x, from a multiprocessor's cache. A pair of
-codes becomes two 16-bit numbers by a shift and a logical operation, where
-`kernels.gemm.packed.gemv4` converts each and multiplies it alone. No code has to change its place
-for that: the units do not mind in which order inputs are summed, as long as codes and x come in the
-same one. Of a span of 128 inputs (`Format.span`) lane 4 * g + c has the words 8 * c to 8 * c + 7 of
-outputs g and 8 + g, whose nibbles i belong to the eight neighbours from input 32 * i + 8 * c.
+Codes are loaded from memory directly into the registers that tensor cores read, 16 bytes per load,
+without shared memory and barriers; and so is x, through a multiprocessor's cache. A shift and a
+logical operation convert a pair of codes to two 16-bit numbers, where `kernels.gemm.packed.gemv4`
+converts and multiplies single codes. No code has to be moved for that: inputs can be summed in any
+order, as long as codes and x have the same order. Of a span of 128 inputs (`Format.span`) lane
+4 * g + c has the words 8 * c to 8 * c + 7 of outputs g and 8 + g; nibble i of these eight words is
+the code of the eight inputs from 32 * i + 8 * c on.
 
-A program owns some tiles of 16 outputs, or of 8 gates and the 8 ups that belong to them. Its warps
-take spans of inputs in turn, and add their sums up at the end. A column of the units' short side is
-a token, whose numbers depend on no other column. This is Gluon, because Triton's own language does
-not control register layouts; no interpreter runs it, so that its tests need a GPU
+A program has some tiles of 16 outputs, or of 8 gate rows and the corresponding 8 up rows. Its warps
+take spans of inputs in turn, and their sums are added at the end. A column of the short side is a
+token, whose results do not depend on other columns. This is Gluon, because Triton's own language
+does not control register layouts; no interpreter runs it, so that its tests need a GPU
 (`tests/kernels/test_packed.py`) and `tests/kernels/test_compile.py` only compiles it.
 """
 
@@ -34,16 +34,16 @@ from kernels.launch.device import compute_capability
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
-TOKENS = 8  # the short side of the matrix units' tiles
+TOKENS = 8  # the short side of the MMA tile
 _SPAN = 128
 _OUTPUTS = 16  # outputs of a tile
-_MAGIC = {"bf16": 128, "f16": 1024}  # numbers with the last bits of their mantissa free
+_MAGIC = {"bf16": 128, "f16": 1024}  # numbers whose mantissa's last bits can hold a code
 _FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16}
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def _bits(value: float, kind: str) -> str:
-    """Return a word that holds the number twice, in the 16-bit format of its kind."""
+    """Return PTX of a 32-bit word that has the number twice in a 16-bit format, kind."""
     half = int(torch.tensor(value, dtype=_FLOATS[kind]).view(torch.int16)) & 0xFFFF
     return f"0x{half << 16 | half:08x}"
 
@@ -59,13 +59,14 @@ def _mma(kind: str, to: str, left: tuple[str, ...], right: tuple[str, ...], plus
 def _product(kind: str, less: int) -> str:
     """Return PTX that multiplies a span's codes with x and adds the products to $0 to $3.
 
-    The codes of eight outputs are in $4 to $7, those of eight others in $8 to $11, and x is in $12
-    to $27. A bfloat16 has no room for two nibbles: codes are 128 larger, which is taken from the
-    group's sum later. In float16 that and the zero point `less` are subtracted at once.
+    The codes of the first eight outputs are in $4 to $7, those of the other eight in $8 to $11, and
+    x is in $12 to $27. A bfloat16 mantissa has no room for two nibbles: codes are 128 larger, which
+    is subtracted from the group's sum later. In float16 the excess and the zero point `less` are
+    subtracted at once.
     """
     base = _MAGIC[kind]
     magic = _bits(base, kind)
-    wide = kind == "f16"  # room for two nibbles: the second is 16 times what it is
+    wide = kind == "f16"  # the mantissa has room for two nibbles; the second one counts 16-fold
     lines = [
         "{ .reg .b32 a<4>, t, one, z, part, y; .reg .f32 c<4>, d<4>, n; mov.f32 n, 0f00000000;",
         f"mov.b32 one, {_bits(1, kind)}; mov.b32 z, {_bits(-(base + less), kind)};",
@@ -74,7 +75,7 @@ def _product(kind: str, less: int) -> str:
     empty = "n, n, n, n"
     sums = {0: empty, 1: empty}
     for nibble in range(4):
-        chain = nibble // 2  # two sums, so that neither waits for the other
+        chain = nibble // 2  # two independent chains of sums, to hide latency
         name = ", ".join(f"{'cd'[chain]}{i}" for i in range(4))
         high = wide and nibble % 2 == 1
         shift = 4 * (nibble - high)
@@ -120,9 +121,9 @@ SUM = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
 
 
 class MmaTile(NamedTuple):
-    warps: int  # warps of a program, which share the inputs
-    tiles: int  # tiles of 16 outputs of a program
-    ahead: int  # spans of a warp that are loaded ahead
+    warps: int  # warps per program, which divide the inputs among them
+    tiles: int  # tiles of 16 outputs per program
+    ahead: int  # spans that a warp loads ahead
 
 
 class MmaCodes(NamedTuple):
@@ -130,15 +131,14 @@ class MmaCodes(NamedTuple):
 
     matmul_ptx: str  # products of a step's codes with x
     sum_ptx: str  # sums of a step's x
-    base: int  # amount by which codes are too large
-    offset: int  # 0: none, 1: added, 2: added to codes
+    base: int  # amount by which decoded codes are too large
+    offset: int  # 0: none, 1: added to weights, 2: added to codes
     group: int  # inputs that share a scale
 
 
 _ANY = float("inf")
-# Tokens, outputs and inputs up to which a launch is taken, the first that fits: what a sweep over
-# llama-8b's matrices found on an H200. None: `gemv4` takes less time, whose norm is no launch of
-# its own.
+# (maximum tokens, outputs and inputs, tile); the first row that fits is used. The fastest of a
+# sweep over llama-8b's matrices on an H200. None: `gemv4`, which fuses the norm, takes less time.
 TILES: tuple[tuple[int, float, float, MmaTile | None], ...] = (
     (1, 4096, 4096, None),
     (8, 4096, 4096, MmaTile(8, 1, 4)),
@@ -146,12 +146,12 @@ TILES: tuple[tuple[int, float, float, MmaTile | None], ...] = (
     (1, 16384, _ANY, None),
     (8, _ANY, _ANY, MmaTile(4, 1, 1)),
 )
-LONE = MmaTile(8, 1, 1)  # the launch if the table has none but the kernel is asked for
+LONE = MmaTile(8, 1, 1)  # the tile if `TILES` has none but the kernel is called directly
 
 
 @gluon.constexpr_function
 def _layout(SHARES):
-    """Return the layout of [shares, lanes, a thread's elements]."""
+    """Return the register layout of [shares of the inputs, lanes, a thread's elements]."""
     return gl.BlockedLayout([1, 1, 4], [1, 32, 1], [SHARES, 1, 1], [2, 1, 0])
 
 
@@ -352,9 +352,9 @@ def _mma4_kernel(
 
 
 def tile(tokens: int, outputs: int, width: int) -> MmaTile | None:
-    """Return a launch's tile from `TILES`, or None where `gemv4` takes less time.
+    """Return a launch's tile from `TILES`; None where `gemv4` takes less time.
 
-    outputs: rows of the matrix, gates included. tokens: up to TOKENS.
+    tokens: up to TOKENS. outputs: rows of the weight, including gates. width: its inputs.
     """
     return next(
         shape
@@ -381,8 +381,8 @@ def form_fits(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def mma4_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether to use `mma4` for x and the weight: it supports them, on the device, and `TILES` has
-    a tile for their size."""
+    """Whether to use `mma4` for x and the weight: the kernel and the device support them, and
+    `TILES` has a tile for their sizes."""
     return (
         x.is_cuda
         and compute_capability(x.device) >= (8, 0)
@@ -408,7 +408,7 @@ def mma4(
     outputs = (_OUTPUTS // 2 if gate else _OUTPUTS) * chosen.tiles
     out = x.new_empty((tokens, outs)) if residual is None else residual
     kind = _SHORT[x.dtype]
-    more = kind == "bf16"  # whether codes are 128 larger; otherwise their zero is subtracted
+    more = kind == "bf16"  # whether decoded codes are 128 too large; else zero is subtracted
     _mma4_kernel[(triton.cdiv(outs, outputs),)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),

@@ -1,6 +1,6 @@
-"""The rounding of rows of x to 8 bits, for matmuls whose weights have 8 bits too.
+"""The quantisation of rows of x to 8 bits, for matmuls whose weights have 8 bits, too.
 
-A row has a scale, or each group of its inputs has one. The norm or the gate before is fused.
+There is a scale per row, or per group of a row's inputs. The preceding norm or gate is fused.
 """
 
 import torch
@@ -12,8 +12,8 @@ from kernels.activation import CODES, _act
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 E4M3 = torch.float8_e4m3fn
-TOP = {E4M3: 448.0, torch.int8: 127.0}  # the largest number that a row has
-_PADDED = 16  # rows, of a multiple of which cuBLASLt takes scales of groups; fours would do
+TOP = {E4M3: 448.0, torch.int8: 127.0}  # dtype -> the largest number of a quantised row
+_PADDED = 16  # scales of groups are padded to a multiple of these rows; cuBLASLt needs 4
 
 
 @triton.jit
@@ -78,14 +78,15 @@ def round_rows(
     gate: str | None = None,
     group: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return x, normed or gated, in 8 bits: the numbers in `to`, a key of TOP, and float32 scales.
+    """Return x, normed or gated, quantised to 8 bits: (numbers [tokens, size], float32 scales).
 
     x: [tokens, size], or with a gate [tokens, 2 * size].
+    to: dtype of the numbers, a key of TOP.
     gate: a key of `Kernels.GATES`; not together with a norm.
-    group: inputs that share a scale, a power of two that divides size: scales are [tokens, size /
-        group], those of one group adjacent in memory. 0 = a scale for each row, [tokens, 1], which
-        is the row's largest magnitude / TOP. With groups both results have a multiple of 16 rows;
-        those after x's are undefined.
+    group: inputs that share a scale, a power of two that divides size. Scales are then [tokens,
+        size / group], contiguous along the tokens; 0 = a scale per row, [tokens, 1]. A scale is the
+        largest magnitude / TOP. With groups both results have a multiple of 16 rows; the rows after
+        those of x are undefined.
     """
     assert norm is None or gate is None
     tokens, size = x.shape
@@ -102,7 +103,7 @@ def round_rows(
         out,
         scales,
         eps,
-        # not specialised, or each divisor of the number of tokens would compile a kernel
+        # not specialised: otherwise each divisor of the number of tokens would compile a kernel
         pitch if group else 0,
         size,
         NORM=norm is not None,
