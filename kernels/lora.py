@@ -3,12 +3,13 @@
     shrink   partial[k, part, i] = A[:, columns of split k] x    rows sorted by adapter
     expand   y[token] += B (sum over k of partial)               fused with an MLP's gate
 
-Tokens are sorted by adapter slot, in tiles of one slot each (`kernels.metadata.LoraStep`), so a
-program reads one adapter's matrices once for all its rows. Programs end at once for tiles without
-an adapter, for parts that the adapter does not change, and beyond its rank. A table has each
-matrix's address and rank, so adapters are not padded to the largest rank. Launch shapes depend only
-on the number of tokens, and all else is read from fixed addresses, so CUDA graphs can capture both
-kernels. Sums are added in a fixed order.
+A part is one of the linear layers that are fused into a layer. Tokens are sorted by adapter slot,
+in tiles of one slot each (`kernels.metadata.LoraStep`), so a program reads one adapter's matrices
+once for all its rows. Programs end at once for tiles without an adapter, for parts that the adapter
+does not change, and beyond its rank. A table has each matrix's address and rank, so adapters are
+not padded to the largest rank. Launch shapes depend only on the number of tokens, and all other
+values are read from fixed addresses, so CUDA graphs can capture both kernels. Sums are added in a
+fixed order.
 """
 
 import triton
@@ -18,13 +19,13 @@ from torch import Tensor
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.metadata import LoraLinear, LoraStep
 
-# Unit of ranks, and of offsets into a slab. Kernels tell the compiler with multiple_of, which would
-# otherwise read the matrices two bytes at a time.
+# Unit of ranks, and of offsets into a slab. Kernels declare it to the compiler with multiple_of: it
+# would otherwise read the matrices two bytes at a time.
 UNIT = 16
-MAX_PARTS = 3  # most matrices that one linear layer fuses, such as q, k and v
+MAX_PARTS = 3  # maximum number of parts of a layer, such as q, k and v
 
-# Tiles follow as many int32s as the step has tokens, so their alignment varies. Kernels do not
-# specialise on it, and need no warm-up for both cases.
+# In memory LoraStep.tiles follows one int32 per token, so its alignment varies. Kernels do not
+# specialise on it, so that no warm-up for both cases is needed.
 
 
 @triton.jit(
@@ -282,15 +283,15 @@ def _expand_gated_kernel(
     tl.store(out + token[:, None] * N + column[None, :], result, mask=mask)
 
 
-# Classes of step sizes: (most tokens, rows of a tile, splits for layers with one part, splits for
-# others). Small tiles waste little on adapters with few tokens; large ones read matrices less
+# Classes of step sizes: (maximum tokens, rows of a tile, splits for layers with one part, splits
+# for others). Small tiles waste little on adapters with few tokens; large tiles read matrices less
 # often. Splits occupy the device if there are few tiles. There are few classes, as each needs its
 # own kernels.
 CLASSES = ((128, 16, 8, 8), (512, 32, 8, 4), (2048, 64, 4, 2), (1 << 30, 64, 1, 1))
 
 
-# Below this mean number of rows per slot, and in steps of up to so many tokens, small tiles are
-# used: most requests tend to use few adapters, so the other slots have a row or two.
+# Small tiles are used below MEAN_ROWS rows per slot on average, in steps of up to MOST_SMALL
+# tokens: most requests tend to use few adapters, so the other slots have a row or two.
 MEAN_ROWS, MOST_SMALL = 64, 1024
 
 BLOCK_N = 128  # columns per program of expand
@@ -310,10 +311,10 @@ def tile_rows(num_tokens: int, slots: int) -> int:
 
 
 def num_splits(num_tokens: int, parts: int, columns: int) -> int:
-    """Return into how many pieces the shrink kernel splits the sums over a layer's inputs.
+    """Return the number of splits (split-K) of the shrink kernel's sums over a layer's inputs.
 
     parts: the number of linear layers that are fused into this layer.
-    columns: the inputs of the layer; a piece has at least 256 of them.
+    columns: the number of the layer's inputs; a split has at least 256 of them.
     """
     splits = next(splits for most, _, *splits in CLASSES if num_tokens <= most)[parts > 1]
     while splits * 256 > columns and splits > 1:
@@ -322,13 +323,13 @@ def num_splits(num_tokens: int, parts: int, columns: int) -> int:
 
 
 def warm_up_sizes(num_tokens: int, slots: int) -> list[int]:
-    """Return step sizes that compile every kernel needed for steps of up to num_tokens."""
+    """Return sizes of warm-up steps that compile all kernels for steps of up to num_tokens."""
     smallest = {1, _most_small(slots) + 1, *(most + 1 for most, *_ in CLASSES)}
     return sorted(size for size in smallest if size <= num_tokens)
 
 
 def partial_size(num_tokens: int, max_rank: int, deterministic: bool = False) -> int:
-    """Return the float32 elements of `LoraStep.partial` for steps of up to num_tokens."""
+    """Return the number of elements of `LoraStep.partial` for steps of up to num_tokens."""
     if deterministic:
         most = max(p * num_splits(1, p, 1 << 20) for p in range(1, MAX_PARTS + 1))
         return num_tokens * most * _padded_rank(max_rank)
@@ -349,15 +350,15 @@ def _rank_block(max_rank: int, most: int = 64) -> int:
 
 
 def _expand_rank_block(step: LoraStep) -> int:
-    """Return the ranks per block of expand. Small tiles have many splits, which are all in
-    registers.
+    """Return the number of ranks per iteration of the expand kernel.
+
+    Small tiles come with many splits, which are all in registers.
     """
     return _rank_block(step.max_rank, 32 if step.block_m <= 32 else 64)
 
 
 def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
-    """Multiply x by the A of each row's adapter, into step.partial. Returns the splits of the
-    columns."""
+    """Multiply x by the A of each row's adapter, into step.partial; return the number of splits."""
     num_tokens, columns = x.shape
     parts = len(layer.outs)
     splits = num_splits(1 if step.deterministic else num_tokens, parts, columns)

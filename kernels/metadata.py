@@ -1,6 +1,6 @@
-"""AttentionMeta: where each query token finds its keys. LoraStep: which adapter each token has.
-
-Built once a step, shared by all layers, passed along.
+"""The metadata of a step, built once and passed to all layers. AttentionMeta: the keys of each
+query token. StateRuns: runs of drafts in recurrent layers. RotaryPlaces: rotary positions.
+OwnTokens: this rank's tokens with data-parallel attention. LoraStep: the adapter of each token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +12,11 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """The layout of one step's tokens: entries one after the other, decodes (one token each) first.
+    """The layout of a step's tokens for one group of layers.
 
-    Layers that keep different things of a request (engine/config/kv_groups.py) have one each. KV
-    caches are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one pair a
+    An entry is the sequence of a request's tokens in the step. Entries are concatenated, decodes
+    (one token each) first. Each KV group (engine/config/kv_groups.py) has an AttentionMeta. KV
+    caches are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, a pair per
     layer. Within one layer all of the step's keys are written before any attention reads, so an
     entry may read blocks that another entry of the same step writes (requests that share a prefix).
     """
@@ -23,43 +24,47 @@ class AttentionMeta:
     positions: Tensor  # [num_tokens] int32: index of each token in its request
     # [num_tokens] int64: block * block_size + offset to write; -1 = padding, write nothing
     slots: Tensor
-    query_start: Tensor  # [num_entries + 1] int32
-    kv_len: Tensor  # [num_entries] int32: keys of the entry, this step's included
+    query_start: Tensor  # [num_entries + 1] int32: first token of each entry, then the last's end
+    kv_len: Tensor  # [num_entries] int32: keys of the entry, including those of this step
     block_table: Tensor  # [num_entries, max_blocks] int32
-    # leading entries with exactly one query token; in a graph of a mixed step, how many at most
+    # number of leading entries with one query token; in a CUDA graph of a mixed step its maximum
     num_decodes: int
     max_kv_len: int
-    # query_start and kv_len on the host, for the CPU back end. Steps that graphs replay have none.
+    # query_start and kv_len on the host, for the CPU back end; None in steps that graphs replay
     query_start_host: list[int] | None = None
     kv_len_host: list[int] | None = None
-    # what a back end computed once a step for all layers (e.g. how decode splits the keys)
+    # data that a back end computes once per step for all layers (e.g. the splits of decodes' keys)
     plan: Any = None
-    # [2] int32 on the device: decodes, entries. What follows them pads. None: num_decodes, all.
+    # [2] int32 on the device: the numbers of decodes and of entries; later entries are padding.
+    # None: num_decodes, and all entries.
     counts: Tensor | None = None
     lora: "LoraStep | None" = None  # None: no token of the step has an adapter
-    # What the token at position t does not see: > 0: keys at s <= t - window; keys of another piece
-    # of `chunk` tokens. Blocks of keys that no token of the step sees may be another request's.
+    # If > 0: the token at position t sees only keys after t - window; only keys of its own chunk of
+    # `chunk` tokens. Blocks whose keys no token of the step sees may belong to another request.
     window: int = 0
     chunk: int = 0
     own: "OwnTokens | None" = None  # with data-parallel attention: this rank's tokens
-    # [num_entries] int64: the row that an entry's state is in, of layers that keep one. An entry
-    # whose first token is its request's first begins it with zeros, whatever is there.
+    # [num_entries] int64: the row of each entry's state, in recurrent layers. If an entry's first
+    # token is its request's first, the state begins as zeros, whatever the row has.
     rows: Tensor | None = None
-    # where tokens stand for rotary embeddings; None: at their positions
+    # the tokens' rotary positions; None: `positions`
     rotary: "RotaryPlaces | None" = None
     # [num_tokens] int32: the last key that each token of a chunk sees, where tokens of an image see
-    # each other. Not descending in an entry; the chunk reaches up to these keys. None: its own.
+    # each other. Non-decreasing in an entry, whose tokens include these keys. None: its own key.
     last_keys: Tensor | None = None
-    # [num_entries] int32: the entries' rows, in a step that verifies drafts. Adjacent decodes of a
-    # row at consecutive positions then read their keys once. None: no row has several decodes.
+    # [num_entries] int32: the entries' request rows, in a step that verifies drafts. The keys of
+    # adjacent decodes of a row at consecutive positions (a run) are then read once. None: no runs.
     runs: Tensor | None = None
-    # whether entries are so short that layers that keep a state walk their tokens one by one
+    # whether entries are so short that recurrent layers process their tokens one by one
     by_token: bool = False
-    # how layers that keep a state compute a step that verifies drafts
+    # the runs of drafts to verify, for recurrent layers
     state_runs: "StateRuns | None" = None
 
     def first_key(self, position: Any) -> Any:
-        """The position of the first key that a token attends to. position: an int or a tensor."""
+        """Return the position of the first key that the token at `position` sees.
+
+        position: an int or a tensor.
+        """
         if self.chunk:
             return position // self.chunk * self.chunk
         if not self.window:
@@ -68,50 +73,50 @@ class AttentionMeta:
         return max(0, first) if isinstance(first, int) else first.clamp(min=0)
 
     def most_blocks(self, num_tokens: int, queries: int, *, decodes: bool) -> int:
-        """Return how many blocks of queries `kernels.launch.entries.entry_of` numbers in the step.
+        """Return an upper bound of the step's blocks of queries (`launch.entries.entry_of`).
 
-        At most one of an entry is empty. A step that a graph replays has the most of any step of
-        its size, as its lengths are not known.
+        It holds for any lengths of entries, so for all steps that a CUDA graph replays.
 
         queries: the queries of a block.
-        decodes: whether entries that decode have blocks, too.
+        decodes: whether decodes have blocks, too.
         """
         known = self.query_start_host is not None and not decodes
         first = self.num_decodes if known else 0
-        # Each entry, and the padding after the last, may leave its last block part empty.
+        # The last block of each entry, and of the padding after the last, may be partly empty.
         return (num_tokens - first) // queries + self.kv_len.shape[0] - first + 1
 
     def rotation(self, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rotary table of a layer in this step, and each token's row in it, int32.
+        """Return a layer's rotary table in this step, and each token's row in the table, int32.
 
-        cos_sin: the layer's own table, as of RopeInputs.
+        cos_sin: the layer's own table, see RopeInputs.
         """
         if self.rotary is None:
             return cos_sin, self.positions
         return cos_sin if self.rotary.table is None else self.rotary.table, self.rotary.rows
 
     def elsewhere(self, slots: Tensor, block_table: Tensor) -> "AttentionMeta":
-        """Return a copy for layers whose keys lie in other blocks, not planned yet."""
+        """Return a copy, without a plan, for layers whose keys are in other blocks."""
         return replace(self, slots=slots, block_table=block_table, plan=None)
 
 
 @dataclass(slots=True)
 class StateRuns:
-    """The runs of a step that verifies drafts: a row's decode and its drafts, token after token.
+    """The runs of a step that verifies drafts: each is a request's decode and its drafts, in order.
 
-    A recurrent layer computes runs on copies of its states, because a state cannot drop a token.
-    Once the accepted tokens are known, `replays` compute them again on the states themselves.
+    A recurrent layer computes runs on copies of its states, because rejected tokens cannot be
+    removed from a state. Once the accepted tokens are known, `replays` compute them again on the
+    states themselves.
 
-    others: int64 [n], tokens of no run, ascending.
-    others_meta: the layout of these tokens, as a step of their own.
-    tokens: int64 [m], tokens of runs, run after run.
-    meta: the layout of `tokens`, an entry for each run, whose row is the run's number.
-    rows: int64 [runs], where the runs' states are.
-    back: int64 [num_tokens], each token's place among first `others`, then `tokens`.
-    in_place: whether `others_meta` is a layout of the step itself, in which entries of runs have no
-        tokens (`kv_len` 0): kernels that write no state of a run need no copies then.
-    replays: for each kernel that has run, a function that computes `tokens` again, in the layout
-        that it is given.
+    others: int64 [n], indices of the step's tokens outside runs, ascending.
+    others_meta: the layout of `others`, as a step of their own.
+    tokens: int64 [m], indices of the tokens of runs, run after run.
+    meta: the layout of `tokens`, with an entry for each run; the entry's row is the run's number.
+    rows: int64 [runs], the rows of the runs' states.
+    back: int64 [num_tokens], each token's index in the concatenation of `others` and `tokens`.
+    in_place: whether `others_meta` is the layout of the whole step, in which the entries of runs
+        have no tokens (`kv_len` 0): kernels that write no state of a run then need no copies.
+    replays: for each layer that has been computed, a function that computes `tokens` again, with a
+        given layout (of the accepted tokens).
     """
 
     others: Tensor
@@ -143,13 +148,13 @@ class RotaryPlaces:
 
 @dataclass(frozen=True, slots=True)
 class OwnTokens:
-    """The tokens of a step whose keys this rank has.
+    """The tokens of a step whose keys this rank has, with data-parallel attention.
 
-    tokens: int64 [num_own], their indices in the step, ascending; None: `others` is given instead.
-    meta: the layout of these tokens as a step of their own, with their adapters; None: there are
-        none.
-        With `others` it has all tokens of the step.
-    others: bool [num_tokens, 1], true for tokens of other ranks, which are padding in meta.
+    tokens: int64 [num_own], the tokens' indices in the step, ascending; None: see `others`.
+    meta: the layout of these tokens as a step of their own, with their adapters; None: this rank
+        has no tokens. With `others` it has all tokens of the step.
+    others: bool [num_tokens, 1], true for tokens of other ranks, which are padding in meta; None if
+        `tokens` is set.
     """
 
     tokens: Tensor | None
@@ -159,9 +164,9 @@ class OwnTokens:
 
 @dataclass(frozen=True, slots=True)
 class LoraLinear:
-    """A linear layer as adapters see it: parts of one input, side by side in the output.
+    """A layer that fuses one or several linear layers (parts) of the same input.
 
-    Part i is number first_part + i in the tables of LoraStep.
+    The parts' outputs are concatenated. Part i has the number first_part + i in LoraStep's tables.
     """
 
     first_part: int
@@ -173,24 +178,24 @@ class LoraLinear:
 class LoraStep:
     """The tokens of one step sorted by adapter, and the adapters' matrices.
 
-    On CUDA all matrices of slot s lie in slab[s]: part p has A [rank, in] from a * 16 on and
-    B [out, rank] from b * 16, already multiplied by the adapter's scale, where (rank, a, b, 0) =
-    table[s, p]. Ranks are multiples of 16; 0 = the adapter leaves this part alone. The CPU back
-    end has views instead: parts[s][p] = (A, B).
+    On CUDA all matrices of slot s are in slab[s]: part p has A [rank, in] from element a * 16 on
+    and B [out, rank] from b * 16 on, already multiplied by the adapter's scale, where
+    (rank, a, b, 0) = table[s, p]. Ranks are multiples of 16; 0 = the adapter does not change this
+    part. The CPU back end has views instead: parts[s][p] = (A, B).
     """
 
     # [num_tokens] int32: sorted position -> token, so that equal slots are neighbours
     order: Tensor
     # [num_tiles, 3] int32: (slot, first sorted position, count <= block_m); slot -1 = no adapter;
-    # count 0 = nothing. Every token is in one tile.
+    # count 0 = empty tile. Every token is in one tile.
     tiles: Tensor
     block_m: int
     slab: Tensor  # [slots, slot_size]
     table: Tensor  # [slots, num_parts, 4] int32
-    partial: Tensor  # [...] float32, room for what shrink writes
+    partial: Tensor  # [...] float32, buffer for the results of the shrink kernel
     max_rank: int
-    # on the CPU, which loops over the slots: (slot, int64 indices of the slot's tokens)
+    # for the CPU back end, which loops over the slots: (slot, int64 indices of the slot's tokens)
     segments: Sequence[tuple[int, Tensor]] = ()
     parts: Sequence[Mapping[int, tuple[Tensor, Tensor]]] = ()
-    # sums of one order whatever the number of tokens; block_m must be tile_rows(1, slots)
+    # whether results are batch-invariant; block_m must then be tile_rows(1, slots)
     deterministic: bool = False

@@ -1,4 +1,4 @@
-"""RMS norm, gated norm and layer norm: one program per row (and group), computed in float32."""
+"""RMS norm, gated norm and layer norm as Triton kernels, in float32, a program per row or group."""
 
 import torch
 import triton

@@ -1,9 +1,9 @@
-"""The format of weights of 4 or 8 bits with a scale for each group of inputs, and its form on a
-GPU.
+"""Format: a format of 4- or 8-bit weights with a scale for each group of inputs. PackedWeight: such
+a weight in the layout of GPU kernels.
 
-Readers of checkpoints make such weights, and kernels are chosen by the format.
+Readers of checkpoints create such weights, and kernels are chosen by the format.
 
-The kernels of the CPU have a layout of their own (`kernels.cpu.gemm.blocks`), of the same record.
+The kernels of the CPU have another layout (`kernels.cpu.gemm.blocks`) of the same formats.
 """
 
 from collections.abc import Iterable
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from kernels import fragments
 
-# inputs of a run of codes in a checkpoint's layout; on the CPU, inputs that share a scale of x
+# inputs of a block of 4-bit codes in `Decoded`; on the CPU, inputs of x that share a scale
 BLOCK = 32
 
-# e2m1 numbers by their codes, doubled and moved by 12 so that they are whole and positive.
+# The e2m1 number of each code, times 2 and plus 12, so that numbers are non-negative integers.
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 
-# Compute capabilities of CUDA: the least that converts e4m3 itself, the least for which Triton has
-# matmuls of 8-bit integers, and the one for which torch has scaled matmuls of e4m3.
+# Compute capabilities of CUDA: the lowest with an instruction that converts e4m3, the lowest for
+# which Triton has matmuls of 8-bit integers, and the one for which torch has scaled e4m3 matmuls.
 FLOAT8 = (8, 9)
 INT8_PRODUCTS = (8, 0)
 FLOAT8_PRODUCTS = 9  # the major number of the compute capability
 
 _TILES = 512  # tiles of fragments that are reordered at a time
-_SQUARE = 128  # sides of a block with one scale, as matmuls of e4m3 take it
+_SQUARE = 128  # outputs, and inputs, of a block with one scale in matmuls of e4m3
 
 Code = Literal["int", "e4m3"]
 
@@ -39,7 +39,7 @@ def multiplies(code: Code, capability: tuple[int, int]) -> bool:
     return capability[0] == FLOAT8_PRODUCTS if code == "e4m3" else capability >= INT8_PRODUCTS
 
 
-# codes, scales and offsets of some rows, as `PackedWeight.fill` takes them
+# (codes, scales, offsets) of some rows, in the layout of `PackedWeight.fill`'s argument
 Decoded = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -50,15 +50,14 @@ class Format:
     bits: size of a code, which is unsigned: 4 or 8.
     group: inputs that share a scale and an offset: 16, or a multiple of 32.
     scale: dtype of scales and offsets.
-    zero: a whole number.
+    zero: the zero point, an integer.
     offset: "add" as above, "shift" for scale * (code + offset), or "none". Not with a zero.
-    table: the 16 numbers that 4-bit codes stand for; the CPU's kernels take whole ones from 0 to
-        255.
-    code: "int", or "e4m3" for 8 bits that are a float of torch.float8_e4m3fn.
+    table: the 16 values of 4-bit codes; the CPU's kernels support integers from 0 to 255.
+    code: "int", or "e4m3" if 8-bit codes are floats of torch.float8_e4m3fn.
     rows: outputs that share a scale.
-    activations: bits of x in the products of several tokens: 8 where the format rounds its rows
-        too, each with a scale of its own, and the device multiplies such numbers; else 16, as x
-        comes. The CPU's kernels round x to 8 bits in any case.
+    activations: bits of x in matmuls of several tokens: 8 if the format quantises rows of x, too,
+        each with its own scale, where the device has such matmuls; 16 if x is not quantised. The
+        CPU's kernels quantise x to 8 bits in any case.
     """
 
     bits: Literal[4, 8]
@@ -78,7 +77,7 @@ class Format:
         assert self.code == "int" or (self.bits == 8 and not self.zero and self.offset == "none")
 
     def rounds(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability multiplies rounded rows by a matrix's codes."""
+        """Whether a GPU of this compute capability multiplies codes by rows of x in 8 bits."""
         if self.activations != 8 or self.bits != 8 or self.offset != "none":
             return False
         if self.rows != 1 and not (self.code == "e4m3" and self.rows == self.group == _SQUARE):
@@ -87,15 +86,13 @@ class Format:
 
     @property
     def rounded_rows(self) -> int:
-        """The least number of rows of x that linear layers round to 8 bits, where the device does
-        (`rounds`).
-        """
+        """The number of rows of x from which linear layers quantise x to 8 bits, if `rounds`."""
         return 32 if self.rows == 1 else 2
 
     def rounds_experts(self, capability: tuple[int, int]) -> bool:
-        """Whether experts multiply rows quantised to 8 bits on such a GPU, for any batch size.
+        """Whether experts quantise rows of x to 8 bits on such a GPU, for any batch size.
 
-        Otherwise their codes are decoded first.
+        Otherwise their codes are decoded to 16 bits.
         """
         return self.code == "e4m3" and self.rows == 1 and self.rounds(capability)
 
@@ -106,19 +103,19 @@ class Format:
 
     @property
     def units(self) -> int:
-        """The number of groups in a block of x, at least 1."""
+        """The number of groups (at least 1) in a block of 32 inputs, in the CPU's layout."""
         return 2 if self.group == 16 else 1
 
     @property
     def x_bytes(self) -> int:
-        """The bytes of a block of a quantised row: 32 codes, their scale, and a sum for each unit.
+        """The bytes of a block of a quantised row of x: 32 codes, their scale, a sum per group.
 
-        A unit's sum is that of its codes, times -zero as an integer, or times the scale.
+        A group's sum is the sum of its codes, times -zero as an integer, or times the scale.
         """
         return BLOCK + 4 + 4 * self.units
 
     def chunk_bytes(self, outputs: int) -> int:
-        """Return the bytes of a chunk of a panel: scales, offsets, codes."""
+        """Return the bytes of a chunk of a panel with `outputs` outputs: scales, offsets, codes."""
         group_bytes = self.scale.itemsize * (1 if self.offset == "none" else 2)
         return outputs * (self.units * group_bytes + self.chunk * self.bits // 8)
 
@@ -126,15 +123,15 @@ class Format:
     def span(self) -> int:
         """The number of inputs after which the GPU's order of 4-bit codes repeats.
 
-        It is a power of two of 16 to 128 that divides the group. Nibble i of word j of a span is
-        input i * span / 4 + j, so that the same nibble of neighbouring words belongs to
-        neighbouring inputs.
+        It is a power of two from 16 to 128 that divides the group. Nibble i of 16-bit word j of a
+        span is input i * span / 4 + j, so that the same nibble of adjacent words belongs to
+        adjacent inputs.
         """
         return gcd(self.group, 128)
 
 
 def unpacked(form: Format, decoded: Decoded) -> Tensor:
-    """Return the weights that a layout's numbers stand for: float32 [n, in]."""
+    """Return dequantised weights: float32 [n, in]."""
     codes, scale, offset = decoded
     rows = codes.shape[0]
     if form.rows > 1:
@@ -158,17 +155,17 @@ def unpacked(form: Format, decoded: Decoded) -> Tensor:
 
 
 def _unpaired(codes: Tensor) -> Tensor:
-    """Return the 4-bit codes of bytes in the order of `Decoded`: [n, in / 2] -> [n, in]."""
+    """Return the 4-bit codes of `Decoded`, a byte each, by input: [n, in / 2] -> [n, in]."""
     both = codes.reshape(codes.shape[0], -1, 16)
     return torch.stack((both & 15, both >> 4), 2).view(codes.shape[0], -1)
 
 
 class PackedWeight:
-    """A weight [out, in] of a Format on a GPU. `fill` gives it its rows.
+    """A quantised weight [out, in] of a Format on a GPU, whose rows `fill` writes.
 
-    codes: 4 bits: int16 [out, in / 4], in the order that `Format.span` says. 8 bits: [out, in],
-        uint8 that are e4m3 numbers, or int8, where a code is stored less 128. After
-        `to_fragments` as `kernels.fragments` has them, and so are scales.
+    codes: 4 bits: int16 [out, in / 4], in the order of `Format.span`. 8 bits: [out, in], uint8 for
+        e4m3 numbers, or int8, which store a code minus 128. After `to_fragments` codes and scales
+        have the layout of `kernels.fragments`.
     scale: [ceil(out / form.rows), in / group].
     offset: of scale's shape, or None.
     bias: [out], or None.
@@ -188,7 +185,7 @@ class PackedWeight:
         groups = (-(-outputs // form.rows), width // form.group)
         self.scale = torch.empty(groups, dtype=form.scale, device=device)
         self.offset = None if form.offset == "none" else torch.empty_like(self.scale)
-        # [16] values of 4-bit codes that a table defines, such as NF4's; kernels compute E2M1's
+        # [16] values of 4-bit codes of a format with a table, such as NF4; None for E2M1
         self.table: Tensor | None = None
         if form.table and form.table != E2M1:
             self.table = torch.tensor(form.table, dtype=torch.float32, device=device) - form.zero
@@ -202,17 +199,17 @@ class PackedWeight:
         return outputs * width * form.bits // 8 + groups * group_bytes + table
 
     def fill(self, first: int, decoded: Decoded) -> None:
-        """Fill rows from `first` on, a multiple of form.rows.
+        """Write rows from `first` on, a multiple of form.rows. decoded: (codes, scale, offset).
 
         codes: uint8, [n, in] for 8 bits; [n, in / 2] for 4, where 16 bytes hold 32 inputs: byte j
-            has input j in its low half, and 16 + j in its high half.
+            has input j in its low half, and input 16 + j in its high half.
         scale, offset: [ceil(n / form.rows), in / group].
         """
         codes, scale, offset = decoded
         form, count = self.form, codes.shape[0]
         target = self.codes[first : first + count]
         if form.bits == 4:
-            # [n, spans, nibble, word] -> one word of four nibbles
+            # [n, spans, nibble, word] -> [n, spans, word], four nibbles per word
             nibbles = _unpaired(codes).view(count, -1, 4, form.span // 4).to(torch.int16)
             words = nibbles[:, :, 0]
             for at in range(1, 4):
@@ -236,8 +233,7 @@ class PackedWeight:
         return self
 
     def to_fragments(self) -> None:
-        """Rearrange e2m1 codes in groups of 32 into fragments, after which `fill` cannot be
-        called."""
+        """Reorder e2m1 codes in groups of 32 to fragments, after which `fill` cannot be called."""
         codes, scale = self.codes, self.scale
         self.codes = torch.empty(
             self.shape[0] // fragments.ROWS,
@@ -254,13 +250,13 @@ class PackedWeight:
         self.in_fragments = True
 
     def _nibbles(self, words: Tensor) -> Tensor:
-        """Return the codes of words that are in the order of spans, uint8 [n, in]."""
+        """Return the codes of words in the order of `Format.span`, by input: uint8 [n, in]."""
         spans = words.view(len(words), -1, 1, self.form.span // 4)
         shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)
         return ((spans >> shifts.view(4, 1)) & 15).to(torch.uint8).view(len(words), -1)
 
     def decoded(self) -> Decoded:
-        """Return codes, scales and offsets of all rows in the form that `fill` took."""
+        """Return codes, scales and offsets of all rows in the layout of `fill`'s argument."""
         form = self.form
         if form.bits == 8:
             codes = self.codes.view(torch.uint8)

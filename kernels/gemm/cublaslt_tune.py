@@ -44,8 +44,8 @@ _CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.
 Variant = tuple[int, int, int]  # tile, number of splits of k, cluster; see Matmul.variant
 
 # The set of variants that comes nearest to the best of all tiles, splits and clusters that cuBLASLt
-# supports, timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. A comment
-# has a tile's outputs x rows; a cluster is multiprocessors along these two.
+# supports, timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. Comments
+# give a tile's outputs x rows; a cluster is multiprocessors along these two.
 _VARIANTS: tuple[Variant, ...] = (
     (59, 1, _CLUSTER_4X1),  # 24x64
     (134, 1, _CLUSTER_1X2),  # 80x64

@@ -1,9 +1,9 @@
 """The decoding of quantised keys and values inside Triton kernels (formats:
 `kernels.kv.quantized`).
 
-Attention never multiplies an element by its scale. A key's numbers go into its score, a value's
-into its weight; products are of the bare codes. These are in float16, which holds every code
-exactly, and to which fewer instructions lead from 8 bits than to bfloat16.
+Attention never multiplies an element by its scale. A key's scale multiplies its score, a value's
+scale its softmax weight; matmuls are of the codes alone. They are converted to float16, which
+represents every code exactly, and which takes fewer instructions than bfloat16.
 """
 
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ KINDS = {"int8": 1, "fp8": 2, "int4": 3}  # values of the constexpr KIND; 0 = un
 class CodePages(NamedTuple):
     """The format and layout of a cache of codes, as one `tl.constexpr`.
 
-    kind: a value of KINDS; 0 = numbers of the model's type.
-    code_page: elements of codes from a block to the next.
-    number_page: words (`words`) from a block to the next.
+    kind: a value of KINDS; 0 = not quantised.
+    code_page: stride between blocks in `QuantizedKV.codes`, in elements.
+    number_page: stride between blocks in the result of `words`, in words.
     """
 
     kind: int
@@ -32,13 +32,13 @@ class CodePages(NamedTuple):
 
 
 def code_pages(cache: QuantizedKV) -> CodePages:
-    """Return the constants of the cache's format and layout."""
+    """Return the kernels' constants for the cache's format and layout."""
     pages = cache.codes.stride(0), cache.numbers.stride(0) // cache.form.words
     return CodePages(KINDS[cache.form.name], *pages)
 
 
 def words(*caches: QuantizedKV) -> tuple[Tensor, ...]:
-    """Return views of quantisation parameters: one word a token and head, int16 or int32."""
+    """Return views of caches' scales and offsets: one int16 or int32 word per token and head."""
     kinds = {1: torch.int16, 2: torch.int32}
     return tuple(cache.numbers.view(kinds[cache.form.words]) for cache in caches)
 
@@ -46,9 +46,10 @@ def words(*caches: QuantizedKV) -> tuple[Tensor, ...]:
 def products(q: Tensor) -> dict[str, Any]:
     """Return the constexprs of a kernel's matmuls with codes.
 
-    DTYPE: the dtype in which queries, weights and codes are multiplied.
-    ASM: codes become float16 by instructions that a compiler does not find and the interpreter does
-    not know. A byte or a nibble is the low end of 1024's mantissa, so that none is converted.
+    DTYPE: the dtype in which queries, softmax weights and codes are multiplied.
+    ASM: whether inline PTX converts codes to float16, which is faster than the compiler's code, and
+    which the interpreter cannot run. A byte or nibble becomes the low end of 1024's mantissa, so
+    that no conversion instruction is needed.
     """
     dtype = tl.float32 if q.dtype == torch.float32 else tl.float16
     return {"DTYPE": dtype, "ASM": dtype == tl.float16 and not triton.knobs.runtime.interpret}

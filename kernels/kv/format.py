@@ -1,16 +1,17 @@
-"""KVFormat: the number format of keys and values in the cache. No torch here."""
+"""KVFormat: the number format of keys and values in the cache. Needs no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """The number format of cached keys and values. name: "int8", "fp8", "int4", or "" for the
-    model's type.
+    """The number format of cached keys and values.
 
-    bits: size of an element. words: bfloat16 numbers beside each token and head (`quantized`).
-    hadamard: elements that queries and keys are rotated in by Hadamard's matrix before keys are
-        written, a power of two; 0 = they are not (`quantized.by_hadamard`).
+    name: "int8", "fp8", "int4", or "" for the model's dtype.
+    bits: size of an element.
+    words: bfloat16 numbers (scale, offset) per token and head, see `kernels.kv.quantized`.
+    hadamard: size of the Hadamard matrix by which queries and keys are multiplied before keys are
+        written, a power of two; 0 = no rotation (`quantized.by_hadamard`).
     """
 
     name: str = ""

@@ -1,4 +1,4 @@
-"""RopeInputs: the tensors of a layer's rotation, and of its writes to the cache, in one step."""
+"""RopeInputs: the inputs of a layer's rotary embeddings and of its KV cache writes in one step."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class RopeInputs(NamedTuple):
     eps: epsilon of these norms.
     k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], written at meta.slots.
     num_heads: query heads.
-    gated: whether qkv has a gate of head_dim after each query, which is left alone.
+    gated: whether qkv has an output gate of head_dim after each head's query; it is not changed.
     """
 
     qkv: Tensor

@@ -1,7 +1,8 @@
 """The formats of keys and values in 8 or 4 bits, read and written in plain torch.
 
-Each token and head has numbers of its own, kept as bfloat16 beside the codes, so a key needs no
-other key to be written. Memory of one block of one layer's keys, or of its values:
+Each token and head has its own scale (and offset), stored as bfloat16 `numbers` beside the codes,
+so that a key is quantised independently of other keys. The memory of one block of a layer's keys,
+or of its values:
 
     codes   [num_kv_heads, block_size, head_dim * bits / 8]
     numbers [num_kv_heads, block_size, words] bfloat16
@@ -27,12 +28,11 @@ E4M3_MOST = 448.0
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKV:
-    """The quantised keys, or values, of one layer. Kernels take one wherever they take a plain
-    cache.
+    """The quantised keys, or values, of one layer; kernels accept it in place of a plain cache.
 
     codes: [num_blocks, num_kv_heads, block_size, head_dim * bits / 8]: int8, float8_e4m3fn, uint8.
-    numbers: [num_blocks, num_kv_heads, block_size, words] bfloat16. Both are views with a stride
-    from block to block, contiguous inside one.
+    numbers: [num_blocks, num_kv_heads, block_size, words] bfloat16. Both are views that are
+    contiguous within a block, with any stride between blocks.
     """
 
     form: KVFormat
@@ -41,10 +41,11 @@ class QuantizedKV:
 
     @classmethod
     def over(cls, form: KVFormat, raw: Tensor, heads: int, size: int, dim: int) -> "QuantizedKV":
-        """Return the cache that lies in raw memory.
+        """Return a cache as views of raw memory.
 
-        raw: uint8 [num_blocks, form.token_bytes(heads, dim) * size], of any stride from block to
-            block.
+        raw: uint8 [num_blocks, form.token_bytes(heads, dim) * size], with any stride between
+            blocks.
+        heads, size, dim: KV heads, tokens of a block, elements of a head.
         """
         split = heads * size * dim * form.bits // 8
         count = raw.shape[0]
@@ -56,7 +57,7 @@ class QuantizedKV:
     def empty(
         cls, form: KVFormat, shape: tuple[int, int, int, int], device: torch.device | str = "cpu"
     ) -> "QuantizedKV":
-        """Return a cache of zeros. shape: that of an unquantised cache, as the property `shape`."""
+        """Return a cache of zeros. shape: as the property `shape`."""
         count, heads, size, dim = shape
         raw = torch.zeros(
             count, form.token_bytes(heads, dim) * size, dtype=torch.uint8, device=device
@@ -73,7 +74,7 @@ class QuantizedKV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the numbers that `read` gives."""
+        """The dtype of the result of `read`."""
         return torch.float32
 
     @property
@@ -84,7 +85,7 @@ class QuantizedKV:
         """Quantise values and write them to the cache.
 
         values: [n, head_dim].
-        blocks, heads, places: int64 [n] each; a place is in its block.
+        blocks, heads, places: int64 [n] each: block, KV head, and token within the block.
         """
         codes, numbers = quantize(self.form, values.float())
         raw = self.codes.view(torch.uint8)
@@ -92,20 +93,25 @@ class QuantizedKV:
         self.numbers[blocks, heads, places] = numbers
 
     def read(self, blocks: Tensor, heads: Tensor) -> Tensor:
-        """Read and dequantise (block, head), int64 [n] each: float32 [n, block_size, head_dim]."""
+        """Return the dequantised elements of n pairs (block, head): float32 [n, block_size,
+        head_dim].
+
+        blocks, heads: int64 [n].
+        """
         raw = self.codes.view(torch.uint8)[blocks, heads]
         return dequantize(self.form, raw.view(self.codes.dtype), self.numbers[blocks, heads])
 
 
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 
-Cache = Tensor | QuantizedKV  # what kernels take as keys or values
-# The tensors of a layer's cache: keys and values, a recurrent state's two, all four, or none.
+Cache = Tensor | QuantizedKV  # the keys, or values, of a layer
+# The tensors of a layer's cache: keys and values, a recurrent layer's two (tail, state), all four,
+# or none.
 KV = tuple[Cache, ...]
 
 
 def quantize(form: KVFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes and numbers of float32 [..., head_dim].
+    """Return the codes and numbers of x, float32 [..., head_dim], see the module's docstring.
 
     The codes are [..., head_dim * bits / 8], the numbers [..., words].
     """
@@ -133,7 +139,7 @@ def dequantize(form: KVFormat, codes: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _up(x: Tensor) -> Tensor:
-    """Return x >= 0, float32, rounded up to a bfloat16."""
+    """Return non-negative float32 x, rounded up to numbers that bfloat16 represents."""
     bits = (x.contiguous().view(torch.int32) + 0xFFFF) & -0x10000
     return bits.view(torch.float32).bfloat16()
 
@@ -145,11 +151,11 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 def by_hadamard(form: KVFormat, x: Tensor) -> Tensor:
-    """Rotate queries or keys [..., head_dim] by an orthogonal matrix (Hadamard's; QuaRot, arXiv
+    """Return queries or keys [..., head_dim] multiplied by a Hadamard matrix (QuaRot, arXiv
     2404.00456).
 
-    The rotation changes no product of a query and a key, and spreads outliers over all elements.
-    The matrix has the size form.hadamard, and repeats on the diagonal.
+    The matrix is orthogonal, so no product of a query and a key changes; outliers are spread over
+    all elements. It is block-diagonal, with blocks of the size form.hadamard.
     """
     if not form.hadamard:
         return x

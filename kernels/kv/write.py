@@ -1,9 +1,9 @@
 """The launch between the matmul of q, k, v and attention: split, head norm, rotation, KV write.
 
 A program takes one token and a block of heads of one kind (queries, keys or values). The rotation
-pairs element i with i + rotary_dim / 2, so a head is read as two halves and, where only part of it
-rotates, a rest. Into a cache of fewer bits keys and values go as codes, with the numbers of each
-head that its elements ask for (kernels/kv/quantized.py).
+pairs element i with i + rotary_dim / 2, so a head is read as two halves and, where only a part of
+it is rotated, the remaining elements. For a quantised cache, keys and values are written as codes,
+with the scale (and offset) of each head (kernels/kv/quantized.py).
 """
 
 from typing import NamedTuple
@@ -145,11 +145,11 @@ class RotarySizes(NamedTuple):
 
     num_heads: int
     num_kv_heads: int
-    query: int  # heads from a query to the next: 2 where its gate follows it
+    query: int  # stride between queries, in heads: 2 where an output gate follows each query
     head_dim: int
     rotary_dim: int
     block_size: int
-    heads: int  # heads a program, a power of two
+    heads: int  # heads per program, a power of two
     half: int  # power of two >= ROTARY_DIM / 2
     rest: int  # power of two >= HEAD_DIM - ROTARY_DIM, or 0
     full: int  # power of two >= HEAD_DIM

@@ -1,12 +1,13 @@
-"""The choice of the assembler with which Triton makes machine code.
+"""The choice of the assembler (ptxas) by which Triton generates machine code.
 
 ptxas 12.8, which Triton 3.6 uses for Hopper, has a bug. If two operands of wgmma with different
-swizzles occupy the same shared memory, one after the other, the descriptors of one are built from
-uninitialised registers. Whatever the previous kernel left there decides where the tensor core
-reads. So launches with one pipeline stage, whose tiles reuse memory, may read illegal addresses: a
-latent decode with tiles of 128 keys, or a pass of Gated DeltaNet with one stage. ptxas 12.9 is
-correct, and Triton's wheel contains it for Blackwell. On an H200 both launches run with it, and
-five calls of these layers that run with either take the same time within 1.5 %.
+swizzles occupy the same shared memory, one after the other, the descriptors of one operand are
+built from uninitialised registers. So the values that the previous kernel left in these registers
+decide the addresses that tensor cores read. Launches with one pipeline stage, whose tiles reuse
+memory, may read illegal addresses: a latent decode with tiles of 128 keys, or a pass of Gated
+DeltaNet with one stage. ptxas 12.9 is correct, and Triton's wheel contains it for Blackwell. On an
+H200 both launches run with ptxas 12.9; five other launches of these layers, which run with either
+version, take the same time within 1.5 %.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ RIGHT = (12, 9)
 def choose_assembler() -> None:
     """Choose Triton's assembler for this process and the processes it starts.
 
-    An assembler that TRITON_PTXAS_PATH names is kept.
+    TRITON_PTXAS_PATH, if set, takes precedence.
     """
     with contextlib.suppress(RuntimeError):  # without an assembler nothing is compiled here
         own, newer = knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell

@@ -1,4 +1,4 @@
-"""cache_folder: the folder of Triton's cache. Manta's own object code is next to it."""
+"""cache_folder: the folder of Triton's cache; the CPU kernels' object code is next to it."""
 
 import os
 from pathlib import Path

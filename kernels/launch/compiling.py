@@ -1,21 +1,21 @@
-"""Compiles Triton kernels in several processes at once, before their first launch.
+"""Compilers: processes that compile Triton kernels in parallel, before their first launch.
 
 Compiled one after the other, kernels take much of an engine's first start on a machine. So the
 engine runs its steps twice:
 
-    with compilers.collecting():    nothing is launched; needed kernels go to the processes
-    every launch after that         waits for its kernel, and finds it in Triton's cache
+    with compilers.collecting():    nothing is launched; needed kernels are sent to the processes
+    every later launch              waits for its kernel, and finds it in Triton's cache
     compilers.close()
 
 The processes share Triton's cache on disk (TRITON_CACHE_DIR): they write it, the engine reads it. A
-kernel that they did not get or could not compile is compiled at its launch, as usual. While a
-launch waits and many kernels are left, the engine compiles some itself, the last ones first: a core
-less would count where there are few.
+kernel that was not sent or could not be compiled is compiled at its launch, as usual. While a
+launch waits and many kernels are not yet compiled, the engine compiles some itself, the last ones
+first, so that its core is not idle.
 
-They are forks of one process, `python -m kernels.launch.compiling`, which imports torch and Triton
-while the engine does, and hashes what is a part of every kernel's key. It reads a job per line from
-stdin, and answers with a line each in any order. It ends when stdin has ended and all jobs are
-done, or with the engine.
+The processes are forks of `python -m kernels.launch.compiling`. It imports torch and Triton while
+the engine does, and computes the hash that is a part of every kernel's cache key. It reads a job
+per line from stdin, and writes an answer per line, in any order. It ends when stdin has ended and
+all jobs are done, or when the engine ends.
 """
 
 import contextlib
@@ -38,21 +38,21 @@ from typing import Any, ClassVar, NamedTuple
 
 logger = logging.getLogger("manta.kernels")
 
-PATIENCE = 60.0  # seconds to wait at one launch; most machines compile a kernel in less than one
-_MOST = 16  # most processes: with few kernels each, the slowest kernel determines the time
+PATIENCE = 60.0  # maximum seconds that a launch waits; a kernel usually takes less than one
+_MOST = 16  # maximum processes: with few kernels each, the slowest kernel determines the time
 _PIPE_BYTES = 1 << 20  # holds all jobs of a start, so that writing them never blocks
 _ROOT = Path(__file__).resolve().parents[2]
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of cores, and the period
 _PR_SET_PDEATHSIG = 1
-_COLLECTED = object()  # stands for a kernel that is being compiled
+_COLLECTED = object()  # placeholder of a kernel that is being compiled
 
 _Key = tuple[str, str, Any]  # module and name of a kernel, Triton's specialisation key
-# index of a constant that is a NamedTuple, its module and name
+# A constant that is a NamedTuple: its index path among the constants, its class's module and name.
 _Struct = tuple[list[int], str, str]
 
 
 class _Unsent(NamedTuple):
-    """A kernel that no process has been told of."""
+    """A collected kernel that has not been sent to a process yet."""
 
     job: _Key
     line: bytes
@@ -62,7 +62,7 @@ class _Unsent(NamedTuple):
 
 
 class Compilers:
-    """The processes that compile; the constructor starts them.
+    """The processes that compile kernels; the constructor starts them.
 
     Only one instance may exist at a time, since Triton has one hook.
     """
@@ -76,13 +76,13 @@ class Compilers:
         self.own: list[str] = []  # names of the kernels that this process compiled meanwhile
         self._jobs: dict[_Key, Future[None]] = {}
         self._numbers: list[_Key] = []
-        self._lock = threading.Lock()  # for the next two, and for writing to the processes
+        self._lock = threading.Lock()  # for _unsent, _sent, and for writing to the processes
         self._unsent: deque[_Unsent] = deque()
-        self._sent = 0  # jobs at the processes
-        self._collected: list[tuple[dict[Any, Any], Any]] = []  # cache of a kernel, key in it
+        self._sent = 0  # number of jobs that were sent and are not done
+        self._collected: list[tuple[dict[Any, Any], Any]] = []  # (a kernel's cache, key in it)
         self._given_up = False
         self._warned = False
-        # No warnings, since the engine prints the same.
+        # No warnings, since the engine prints the same ones.
         command = [sys.executable, "-W", "ignore", "-m", "kernels.launch.compiling"]
         self._process = subprocess.Popen(
             [*command, str(self._count), os.getcwd(), str(os.getpid())],
@@ -142,8 +142,10 @@ class Compilers:
                 self._process.stdin.close()
 
     def _before_compiling(self, *, key: Any, fn: Any, compile: Any, **_: Any) -> bool:
-        """Triton's hook before this process compiles a kernel. Returns True to stop the
-        compilation.
+        """Handle Triton's hook before this process compiles a kernel: collect the kernel, or wait
+        for it.
+
+        Returns True to stop the compilation.
         """
         if not _ours(fn.module):
             return False
@@ -153,7 +155,7 @@ class Compilers:
             if job not in self._jobs and not self._given_up:
                 structs = _structs(compile["constants"])
                 self._hand_over(job, fn.jit_function, compile["specialization_data"], structs)
-            # The kernel's next launch finds this and asks no more.
+            # The kernel's next launch finds this placeholder and does not call the hook.
             cache = fn.jit_function.device_caches[compile["device"]][0]
             cache[key] = _COLLECTED
             self._collected.append((cache, key))
@@ -193,7 +195,7 @@ class Compilers:
             self._send_next()
 
     def _send_next(self) -> None:
-        """Send jobs until each process has one, and the first that is done has the next."""
+        """Send jobs until each process has one and one more is waiting."""
         try:
             self._send(min(len(self._unsent), self._count + 1 - self._sent))
         except (OSError, ValueError) as error:  # the processes ended, or the start did
@@ -207,11 +209,10 @@ class Compilers:
         self._process.stdin.flush()
 
     def _help(self, wanted: "Future[None]") -> None:
-        """Compile unsent kernels in this process until the wanted one is there.
+        """Compile unsent kernels in this process until the wanted kernel is compiled.
 
-        A wanted kernel that is unsent itself is compiled at its launch. No more is done once each
-        process can take one of the kernels that are left, as the launch would then wait for this
-        process.
+        If the wanted kernel is unsent itself, its launch compiles it. This process stops once there
+        are at most as many unsent kernels as processes: otherwise the launch would wait for it.
         """
         while not wanted.done():
             with self._lock:
@@ -229,8 +230,8 @@ class Compilers:
     def _read_answers(self) -> None:
         """Set the future of each kernel from the lines that the compiling processes write.
 
-        The target of a thread, which ends with the processes. Futures without a line then fail, and
-        nothing more is sent.
+        It runs in a thread, which ends when the processes end. Then the futures that have no line
+        fail, and nothing more is sent.
         """
         with contextlib.suppress(OSError, ValueError):
             for line in self._process.stdout:
@@ -253,7 +254,7 @@ class Compilers:
                 future.set_exception(RuntimeError("it never came"))
 
     def _warn(self, reason: str) -> None:
-        """Log only the first reason: if one kernel fails, many do."""
+        """Log a warning with the reason, once: if one kernel fails, many do."""
         if not self._warned:
             self._warned = True
             logger.warning("kernels that were not compiled ahead are compiled here: %s", reason)
@@ -262,8 +263,8 @@ class Compilers:
 def _cores() -> int:
     """Return the number of cores that this process may use, within its container's quota.
 
-    Once more processes than the quota have spent it, the engine waits with them. Meanwhile it times
-    GEMMs.
+    More processes than that would use up the quota, and the engine, which times GEMMs meanwhile,
+    would be throttled, too.
     """
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # not Linux, no cgroup v2, or "max"
@@ -286,8 +287,9 @@ def report_late() -> None:
 
 
 def _report_late(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-    """Log a kernel that was compiled or loaded late. This is Triton's listener. times:
-    microseconds.
+    """Log a warning for a kernel that was compiled or loaded late; Triton calls it as a listener.
+
+    times: microseconds.
     """
     how = "read from the cache" if cache_hit else f"compiled in {times.total / 1e6:.2f} s"
     logger.warning("kernel %s %s while serving: the start did not launch it", src.name, how)
@@ -302,11 +304,11 @@ def _ours(module: str) -> bool:
 
 
 def hash_callees(kernel: Any) -> None:
-    """Compute the cache keys of the functions that a kernel calls, before its own.
+    """Compute the cache keys of the functions that a kernel calls, before the kernel's own key.
 
-    Up to Triton 3.7 a key holds the constants of those callees whose keys are known by then. So it
-    would depend on which kernels a process has compiled before, and no other process would find
-    what a worker has compiled.
+    Up to Triton 3.7 a key includes the constants of those callees whose keys have been computed
+    already. So a key would depend on the kernels that a process has compiled before, and other
+    processes would not find a worker's compiled kernel.
     """
     from triton.runtime.jit import JITFunction
 
@@ -343,7 +345,7 @@ class _Target:
 
 
 def _structs(constants: dict[Any, Any]) -> list[_Struct]:
-    """Return the constants that are NamedTuples, which Triton's JSON turns into lists."""
+    """Return the `_Struct` of each constant that is a NamedTuple, as JSON turns it into a list."""
     return [
         (list(place), type(value).__module__, type(value).__name__)
         for place, value in constants.items()
@@ -352,7 +354,7 @@ def _structs(constants: dict[Any, Any]) -> list[_Struct]:
 
 
 def _restore(constants: dict[Any, Any], structs: list[_Struct]) -> None:
-    """Replace lists from Triton's JSON by the NamedTuples that they were."""
+    """Replace lists from Triton's JSON by their original NamedTuples, in place."""
     for place, module, name in structs:
         values = constants[tuple(place)]
         fields = (tuple(value) if isinstance(value, list) else value for value in values)
@@ -360,7 +362,7 @@ def _restore(constants: dict[Any, Any], structs: list[_Struct]) -> None:
 
 
 def _preload(function: Any, specialization: str, structs: list[_Struct]) -> Any:
-    """Compile a kernel from what Triton's hook said of it, and return it. Nothing is launched."""
+    """Compile a kernel from its description by Triton's hook, and return it, without a launch."""
     from triton.runtime import driver
 
     # this sets the function's `ASTSource`
@@ -408,9 +410,9 @@ def _build_driver() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End this worker when its parent ends, or now if the parent has ended already.
+    """Make this worker end when its parent ends, at once if the parent has ended already.
 
-    The worker holds the pipe's other end itself, so it would never see an end of file.
+    The worker cannot rely on an end of file, as it has inherited both ends of the pipe.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

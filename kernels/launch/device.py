@@ -1,8 +1,8 @@
-"""The abilities of a CUDA device that kernels and their launch parameters follow.
+"""The properties of a CUDA device on which kernels and their launch parameters depend.
 
-`act_as` makes a process run what an older device would: its kernels are compiled without what
-begins later (TMA, wgmma, dependent launches, products of 8-bit floats), within the older shared
-memory.
+`act_as` makes a process behave as on an older device: kernels are compiled without the features of
+newer devices (TMA, wgmma, dependent launches, matmuls of 8-bit floats), and within the older
+device's shared memory.
 """
 
 from functools import lru_cache
@@ -25,7 +25,7 @@ SHARED_MEMORY: dict[Capability, int] = {
     (12, 0): 99 * KIB,
     (12, 1): 99 * KIB,
 }
-LEAST: Capability = (7, 5)  # the oldest that the pinned Triton's assembler makes code for
+LEAST: Capability = (7, 5)  # the oldest that the pinned Triton's assembler supports
 HOPPER: Capability = (9, 0)
 _acting: list[Capability] = []  # the capability that `act_as` has set, if any
 
@@ -33,8 +33,8 @@ _acting: list[Capability] = []  # the capability that `act_as` has set, if any
 def act_as(capability: Capability) -> None:
     """Make this process compile and choose kernels as on a device of this compute capability.
 
-    To be called before the first kernel. Triton compiles its code for `capability`; only the last
-    step, from PTX, is for the device that is there.
+    To be called before the first kernel. Triton generates PTX for `capability`; only the step from
+    PTX to machine code is for the actual device.
     """
     from triton import knobs
 

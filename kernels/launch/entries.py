@@ -1,5 +1,5 @@
-"""entry_of: finds the entry (request) of a block of tokens on the device, since the host only
-knows an upper bound of the number of blocks.
+"""entry_of: a device function that finds the entry (a request's sequence in the step) of a block
+of tokens, since the host only knows an upper bound of the number of blocks.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Helpers of Gluon kernels for Hopper: operations that Triton 3.6 names otherwise, and layouts."""
+"""Helpers of Gluon kernels for Hopper: layouts, and operations renamed between Triton versions."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,14 +6,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-# Copies to shared memory: a tensor's box by the tensor memory accelerator, and rows by threads.
+# Copies to shared memory: a box of a tensor by the tensor memory accelerator, and rows by threads.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
     gl.shared_memory_descriptor._reinterpret
 )
 
-# Tiles of 16-bit numbers whose rows lie in pieces of 128 bytes, as the matrix units read them.
+# Tiles of 16-bit numbers whose rows are stored in pieces of 128 bytes, as tensor cores read them.
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 PIECE = 64  # elements of such a piece
 

@@ -20,7 +20,7 @@ __all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl"]
 
 @lru_cache
 def num_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors; a small number for kernels interpreted on the CPU."""
+    """Return a device's number of multiprocessors; a small number in the CPU's interpreter."""
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,8 +1,9 @@
-"""Helpers of kernels that process an entry's (request's) tokens in chunks.
+"""Helpers of kernels that process the tokens of an entry (a request's sequence in the step) in
+chunks.
 
-Each chunk of a step has a slot, by which data between kernels is indexed. The host knows an upper
-bound of the number of slots, but not which are used: programs find their slot's entry by binary
-search.
+Each chunk of a step has a slot, the index into the tensors that kernels pass on. The host knows an
+upper bound of the number of slots, but not which are used: programs find their slot's entry by
+binary search.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
 CHUNK = 64  # tokens per chunk
-ENTRIES = 16  # most entries that are processed at once
+ENTRIES = 16  # maximum number of entries that are processed at once
 
 
 class Launch(NamedTuple):
@@ -37,8 +38,9 @@ def num_slots(num_tokens: int, meta: AttentionMeta) -> int:
 
 
 def num_chunked(meta: AttentionMeta) -> int:
-    """Return an upper bound of the entries that are not decodes. CUDA graphs do not know which
-    ones are.
+    """Return an upper bound of the number of entries that are not decodes.
+
+    In a CUDA graph it includes the decodes, whose number is not known.
     """
     entries = int(meta.kv_len.shape[0])
     return entries if meta.num_decodes == entries else entries - meta.num_decodes

@@ -1,5 +1,6 @@
-"""Depthwise causal convolutions and helpers over a step's entries (requests), in plain torch,
-for all recurrent layers. `kernels.reference.Kernels.causal_conv` defines the convolution.
+"""Depthwise causal convolutions and helpers over a step's entries (a request's sequence each), in
+plain torch, for all recurrent layers. `kernels.reference.Kernels.causal_conv` defines the
+convolution.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,9 @@ from kernels.metadata import AttentionMeta
 
 
 def chunks_of(meta: AttentionMeta) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield the token range of each entry after the decodes that has tokens.
+    """Yield (row, first token, token after the last, whether its request begins) of each entry.
 
-    Yields the entry's row, its first token, the token after its last, and whether its request
-    begins.
+    Decodes and entries without tokens are left out. row: that of the entry's state.
     """
     assert meta.rows is not None
     starts = meta.query_start_host or meta.query_start.tolist()
@@ -26,8 +26,9 @@ def chunks_of(meta: AttentionMeta) -> Iterator[tuple[int, int, int, bool]]:
 
 
 def decoded(meta: AttentionMeta, kept: Tensor) -> Tensor:
-    """Return a copy of the decoding requests' rows of `kept` [rows, ...], with zeros for new
-    requests.
+    """Return a copy of the decodes' rows of `kept` [rows, ...] (states or tails).
+
+    Rows of requests that begin are zeros.
     """
     assert meta.rows is not None
     count = meta.num_decodes

@@ -1,6 +1,7 @@
-"""Depthwise causal convolutions on CUDA: a program computes some channels of some of an entry's
-tokens. Kernels of recurrent layers fuse them with `convolved` (one token) or `convolved_rows`
-(tiles of tokens), and save the last inputs with `keep_tail`.
+"""Depthwise causal convolutions on CUDA: a program computes some channels of some tokens of an
+entry (a request's sequence in the step). Kernels of recurrent layers fuse convolutions by
+`convolved` (one token) or `convolved_rows` (tiles of tokens), and save the last inputs by
+`keep_tail`.
 """
 
 from functools import lru_cache
@@ -15,14 +16,13 @@ from kernels.metadata import AttentionMeta
 
 BLOCK = 512  # channels per program, for programs with one token
 TILE_TOKENS, TILE_CHANNELS = 32, 128  # per program, for programs with several tokens
-_TICKETS = 1 << 17  # allocated at once, before any CUDA graph is captured
+_TICKETS = 1 << 17  # counters that are allocated at once, before any CUDA graph is captured
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
-    """Return at least `count` zeros, which programs that share channels use to find the last to
-    arrive.
+    """Return at least `count` counters, by which programs that share channels find the last one.
 
-    Programs reset them to zero.
+    They are zeros; kernels reset them to zero.
     """
     return _zeros(device, max(_TICKETS, triton.next_power_of_2(count)))
 
@@ -221,8 +221,9 @@ def _tail_kernel(
 
 
 def keep_tails(x: Tensor, taps: int, tail: Tensor, meta: AttentionMeta) -> None:
-    """Write the tails of all entries' convolutions. Launch it after all kernels that read the
-    old tails.
+    """Write the tails (last inputs) of all entries' convolutions.
+
+    To be launched after all kernels that read the old tails.
     """
     assert meta.rows is not None and meta.counts is not None
     channels = tail.shape[2]

@@ -3,7 +3,7 @@ oracle of all back ends. `kernels.reference.Kernels.gated_delta` and `Kernels.ki
 them; the norm of results is not included here.
 
 A head's state is a matrix that maps keys to values. Each token decays the state and corrects the
-value that it returns for the token's key. Kimi decays each key element separately. Tokens of one
+value to which it maps the token's key. Kimi decays each key element separately. Tokens of one
 request are sequential; decodes of several requests are one batch. Prompts are computed 64 tokens at
 a time: within a chunk, corrections follow from a triangular system, without a loop over tokens.
 """
@@ -19,7 +19,7 @@ from kernels.metadata import AttentionMeta
 from kernels.recurrent.convolution import causal_conv, chunks_of, decoded
 
 CHUNK = 64
-CHUNK_BY_KEY = 16  # smaller, as each pair of tokens has a decay per key element
+CHUNK_BY_KEY = 16  # smaller than CHUNK, as each pair of tokens has a decay per key element
 EPS = 1e-6  # added to squared lengths when queries and keys are normalised
 
 
@@ -33,7 +33,7 @@ class DeltaHeads:
     decay: [value_heads] float32, A_log.
     bias: [value_heads], or [value_heads * key_size] with by_key, float32: dt_bias.
     norm, eps: RMS norm of each head's results; norm is [value_size] float32.
-    most: largest factor of a correction.
+    most: maximum factor of a correction (beta).
     by_key: whether each key element decays separately; there are then as many key heads as value
     heads.
     """
@@ -114,7 +114,7 @@ def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
 
 
 def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, keys and values of mixed [n, channels], [n, value_heads, size] each.
+    """Return queries, keys and values, [n, value_heads, size] each, from mixed [n, channels].
 
     Queries and keys are normalised to length 1, and queries divided by the square root of their
     size.
@@ -135,7 +135,8 @@ def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, own: Tensor
 ) -> Tensor:
-    """Return the outputs of one token of each request. own: the states, updated in place."""
+    """Return the outputs of one token of each request. own: the requests' states, updated in
+    place."""
     own *= log_decay.exp()[..., None]
     wrong = (v - (k[..., None, :] @ own)[..., 0, :]) * beta[..., None]
     own.addcmul_(k[..., None], wrong[..., None, :])
@@ -170,7 +171,7 @@ def chunk_rule(
 def chunk_rule_by_key(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Apply chunk_rule with separate decays of key elements, log_decay [heads, n, key_size].
+    """Apply `chunk_rule` with a decay per key element: log_decay is [heads, n, key_size].
 
     A token's effect on a later one is a sum over key elements, each decayed at its own rate.
     Returns the tokens' outputs and the state after them.

@@ -1,27 +1,27 @@
 """Gated DeltaNet and Kimi Delta Attention on CUDA.
 
-Decodes: one launch reads and writes each state once. A program handles a head of an entry, or some
-of its columns, in blocks: the next block is loaded while one is computed. Convolution, gates, norms
-of queries and keys, norm and gate of the result, and the next tail are fused.
+Decodes: one launch reads and writes each state once. A program has a head of a sequence, or some
+columns of the head's state, in blocks: the next block is loaded while one is computed. Convolution,
+gates, norms of queries and keys, norm and gate of the result, and the next tail are fused.
 
-With pending updates (`late`), a decode writes the state only if the request's tokens, its own
-included, are a multiple of LATE + 1, or if it is the first token. Other decodes append an entry:
-their key, correction, and the cumulated logarithm of decays. With S0 the state in memory and
-entries i, the state is
+With pending updates (`late`), a decode writes the state only if the request's number of tokens,
+including its own, is a multiple of LATE + 1, or if it is the first token. Other decodes append a
+pending update: their key, correction, and the cumulated logarithm of decays. With S0 the state in
+memory and pending updates i, the state is
 
     exp(G) S0 + sum over i of exp(G - G_i) k_i u_i^T
 
-where G is the sum since S0 was written. Outputs are computed from these terms, so the state in
-registers is only read. The position alone decides which entries exist. So a state written at
-another position, by a prompt or a new request, must leave the earlier entries as zeros, which have
-no effect.
+where G is the sum of log decays since S0 was written. Outputs are computed from these terms, so the
+state in registers is only read. The position alone decides which updates exist. So if a state is
+written at another position, by a prompt or a new request, the earlier updates must be zeroed, as
+zeros have no effect.
 
-A decode writes an entry that no program of its launch reads, so programs that share a head need not
-wait for each other.
+A decode writes an update that no program of its launch reads, so programs that share a head need
+not wait for each other.
 
 Prompts are computed in chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi). In
-deterministic mode all entries are computed token by token instead (`delta_walk_cuda`), as are short
-entries and runs of drafts.
+deterministic mode all sequences are computed token by token instead (`delta_walk_cuda`), as are
+short sequences and runs of drafts.
 """
 
 from dataclasses import replace
@@ -50,17 +50,17 @@ from kernels.recurrent.sizes import delta_sizes, late_sizes
 class DecodeLaunch(NamedTuple):
     columns: int  # columns of a state that a program has in registers at once
     num_warps: int
-    parts: int  # programs that share a head of an entry
+    parts: int  # programs that share a head of a sequence
 
 
 def decode_launch(programs: int, sms: int, values: int, by_key: bool = False) -> DecodeLaunch:
-    """Choose the launch of a decode, by sweeps on an H200 with 32 heads of 128 x 128 and 1 to 512
-    entries.
+    """Return the launch of a decode, by sweeps on an H200 with 32 heads of 128 x 128 and 1 to 512
+    sequences.
 
-    programs: entries * heads. values: padded columns of a state.
-    A few heads are split among several programs with one piece each, to use all multiprocessors.
-    With more than four warps a program would have more threads than a key has elements, and the
-    compiler would load each element many times.
+    programs: sequences * heads. values: padded columns of a state.
+    If these are few, a head's columns are divided among several programs, to use all
+    multiprocessors. With more than four warps a program would have more threads than a key has
+    elements, and the compiler would load each element many times.
     """
     if 2 * programs <= sms and not by_key:
         return DecodeLaunch(min(16, values), 1, max(1, values // 16))
@@ -379,7 +379,7 @@ def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = 
 
     Tokens after the last entry get zeros.
     inputs: x, z, a and b may have any row stride, a and b the same.
-    deterministic: a token's result is the same bit for bit however its prompt is cut.
+    deterministic: make results independent of how a prompt is cut into chunks, bit for bit.
     """
     x, heads = inputs.x, inputs.heads
     assert inputs.a.stride(0) == inputs.b.stride(0)
@@ -411,8 +411,9 @@ def verify(
 ) -> Tensor:
     """Return the outputs of decodes and of runs of drafts, [num_tokens, value_heads * value_size].
 
-    One launch computes decodes without drafts and advances their states, one computes the runs and
-    writes no state. The replay that is added to `runs` advances these by what was accepted.
+    One launch computes decodes without drafts and advances their states, another one computes the
+    runs and writes no state. A function is added to `runs.replays` that advances the runs' states
+    by the accepted tokens.
     """
     x, heads = inputs.x, inputs.heads
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)

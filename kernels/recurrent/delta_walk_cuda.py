@@ -1,9 +1,9 @@
 """Gated DeltaNet and Kimi Delta Attention on CUDA, token by token.
 
-A program keeps a head's state in registers while it walks over an entry's tokens, so results depend
-on the entry alone. Prompts in deterministic mode are computed so, and short entries
-(`AttentionMeta.by_token`), after pending updates are applied. Where drafts are verified in place, a
-walk writes no state; another one does, once it is known which tokens were accepted.
+A program keeps a head's state in registers while it walks over the tokens of one sequence (an entry
+of the step), so results are batch-invariant. It computes all entries in deterministic mode or if
+all are short (`AttentionMeta.by_token`), and applies pending updates first. Where drafts are
+verified in place, a walk over them writes no state; a second walk over the accepted tokens does.
 """
 
 import triton
@@ -261,7 +261,11 @@ def walk(
     *,
     keeps: bool = True,
 ) -> None:
-    """Compute entries token by token; see `_delta_walk_kernel`. keeps: states are written."""
+    """Compute the delta rule of all entries token by token; see `_delta_walk_kernel`.
+
+    out: None: results are not written. order: the step's indices of meta's tokens, None: the same
+    indices. keeps: whether states and tails are written.
+    """
     x, z, a, b, heads, tail, state, late = inputs
     assert meta.rows is not None and meta.counts is not None
     entries, values = meta.kv_len.shape[0], triton.next_power_of_2(heads.value_size)
@@ -284,7 +288,7 @@ def walk(
         SIZES=sizes,
         **late_sizes(late),
         KEEPS=keeps,
-        # Two tokens of 32 requests with 32 states of 128 x 128: 69 us, with 16 warps 361.
+        # Two tokens of 32 requests with 32 states of 128 x 128: 69 us; with 16 warps 361 us.
         num_warps=4 if sizes.key_columns * values <= 128 * 128 else 16,
         **pdl(x.device),
     )

@@ -10,7 +10,7 @@ Names follow `kernels.recurrent.delta_rule.chunk_rule_by_key`. The effect of tok
 token i is a sum over key elements, each decayed by exp(g_i - g_j). As a GEMM it is (k_i exp(g_i -
 r)) (k_j exp(r - g_j)), where the factors must not overflow. Here r is the value before the 16
 tokens that i belongs to. For j among these 16 the second factor is above 1; where an element decays
-by more than STEEPEST there, these pairs are summed element by element.
+by more than STEEPEST within them, these pairs of tokens are summed element by element.
 
 States are float32 between chunks. Operands, and data between launches except cumulated logarithms,
 have x's dtype.
@@ -35,8 +35,9 @@ from kernels.recurrent.delta_rule import DeltaInputs
 from kernels.recurrent.sizes import tile_sizes
 
 PART = 16  # tokens whose pairs may be summed element by element
-# The most that a key element's logarithm may decay within PART tokens for their pairs to be a GEMM.
-# The factors of such a pair, e^-STEEPEST and e^STEEPEST at most, must keep x's precision.
+# dtype -> the maximum decrease of the cumulated log decay of a key element within PART tokens for
+# which their pairs are a GEMM. The factors of a pair, within e^-STEEPEST and e^STEEPEST, must not
+# lose x's precision.
 STEEPEST = {torch.float32: 60.0, torch.bfloat16: 60.0, torch.float16: 6.0}
 DECAYS = Launch(4, 1)
 PAIRS = Launch(4, 1)

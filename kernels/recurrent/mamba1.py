@@ -17,14 +17,14 @@ CHUNK = 64  # tokens whose decays are computed at once
 
 
 class Mamba1Inputs(NamedTuple):
-    """The inputs of a layer of Mamba-1 in one step; all are contiguous but the gate.
+    """The inputs of a layer of Mamba-1 in one step; all but the gate are contiguous.
 
     x [num_tokens, channels] float32: results of the convolution.
     dt [num_tokens, channels]: a step is its softplus.
-    b, c [num_tokens, state_size]: B and C of all channels.
+    b, c [num_tokens, state_size]: B and C, which all channels share.
     rates [channels, state_size] float32: -exp(A_log).
     skip [channels] float32: D.
-    gate [num_tokens, channels]: gates of the results, which have its dtype.
+    gate [num_tokens, channels]: gates of the results; results have the gate's dtype.
     state [rows, channels, state_size] float32: states, written at meta.rows.
     """
 

@@ -1,7 +1,7 @@
-"""Mamba-1 on CUDA: each program keeps the states of some channels in registers and processes an
-entry's tokens one by one, for decodes and prompts.
+"""Mamba-1 on CUDA, for decodes and prompts: a program keeps the states of some channels in
+registers and processes the tokens of one sequence (an entry of the step) one by one.
 
-Results depend on the entry alone, not on the step.
+Results are batch-invariant: they do not depend on the other entries.
 """
 
 import triton

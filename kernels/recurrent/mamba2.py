@@ -1,9 +1,9 @@
 """Mamba-2 in plain torch (arXiv 2405.21060): the oracle of all back ends.
 `kernels.reference.Kernels.mamba2` defines it.
 
-A head's state is a matrix, [head_size, state_size]. Each token decays it by one factor and adds x
-B^T; the output is the state times C. Prompts are computed 64 tokens at a time: within a chunk as
-attention with decays, between chunks through the state.
+A head's state is a matrix, [head_size, state_size]. Each token multiplies the state by one factor,
+its decay, and adds x B^T; the output is the state times C. Prompts are computed 64 tokens at a
+time: effects within a chunk as attention with decays, effects between chunks through the state.
 """
 
 from dataclasses import dataclass
@@ -81,9 +81,9 @@ def mamba2(
 def chunk_scan(
     x: Tensor, b: Tensor, c: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scan consecutive tokens of one request, in float32.
+    """Compute Mamba-2 of consecutive tokens of one request, in float32.
 
-    x: [n, heads, head_size], multiplied by the steps. b, c: [n, groups, state_size].
+    x: [n, heads, head_size], already multiplied by the steps. b, c: [n, groups, state_size].
     log_decay: [n, heads]. state: [heads, head_size, state_size], before these tokens.
     Returns the tokens' outputs, shaped like x, and the state after them.
     """

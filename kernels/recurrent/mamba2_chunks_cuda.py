@@ -2,7 +2,7 @@
 
     prepare   per chunk and head: convolutions and steps
     pass      per entry, head and some rows: updates the state chunk by chunk
-    read      per chunk and head: outputs, from the state and the chunk's tokens
+    read      per chunk and head: outputs, from the state before the chunk and the chunk's tokens
 
 The computation is that of `kernels.recurrent.mamba2.chunk_scan`. States are float32 between chunks.
 Operands, and data between launches, have x's dtype. Sums start anew with each chunk, and chunks

@@ -1,10 +1,9 @@
 """Mamba-2 on CUDA.
 
-Decodes: each program keeps some rows of a head's state in registers and processes an entry's
-tokens, of which a decode has one. Convolution and next tail are fused, so a decode step is one
-launch that reads and writes each state once. Prompts are computed in chunks (`mamba2_chunks_cuda`).
-In deterministic mode they are computed token by token, too, so that results depend on the entry
-alone.
+Decodes: each program keeps some rows of a head's state in registers and processes the tokens of a
+sequence (an entry of the step), of which a decode has one. Convolution and next tail are fused, so
+a decode step is one launch that reads and writes each state once. Prompts are computed in chunks
+(`mamba2_chunks_cuda`), in deterministic mode token by token, so that results are batch-invariant.
 """
 
 from typing import NamedTuple
@@ -26,7 +25,7 @@ ROWS = 32  # rows of a head's state per program
 class Mamba2Tile(NamedTuple):
     """The tile of a program, as one `tl.constexpr`.
 
-    rows: rows of a head's state. all_entries: 1 for all entries and padding, 0 for decodes only.
+    rows: rows of a head's state.
     """
 
     rows: int
@@ -169,7 +168,7 @@ def mamba2(
     Tokens after the last entry get zeros.
 
     x, dt: rows may have any stride.
-    deterministic: a token's result is the same bit for bit however its prompt is cut.
+    deterministic: make results independent of how a prompt is cut into chunks, bit for bit.
     """
     assert meta.rows is not None and meta.counts is not None
     out = state.new_empty(x.shape[0], heads.heads, heads.head_size)

@@ -12,10 +12,10 @@ from kernels.recurrent.mamba2 import Mamba2Heads
 class DeltaSizes(NamedTuple):
     """The sizes of a layer of the delta rule, as one `tl.constexpr`.
 
-    key_heads, value_heads: numbers of key heads, and of value heads, which have the states.
+    key_heads, value_heads: numbers of key heads, and of value heads; each value head has a state.
     key_dim, value_dim: elements of a head's key and value.
     channels, taps: sizes of the convolution.
-    most: the largest factor of a correction.
+    most: the maximum factor of a correction (beta).
     by_key: whether each row of a state decays separately (Kimi Delta Attention).
     key_columns, value_columns: `key_dim` and `value_dim`, padded. Triton 3.8 has attributes of its
         own in tuples, `values` among them, so no field may be called that.

@@ -5,12 +5,13 @@ Sampling on the device has four modules. None sorts or waits for the device, lau
 only on the arguments' shapes, and a row's result depends only on this row:
 
     edits      bias, penalties and bans, in place                    rows that need it
-    filters    top_k, top_p, min_p -> the smallest logit kept        rows that need it
+    filters    top_k, top_p, min_p -> the smallest logit to keep     rows that need it
     choose     the choice                                            4,096 tokens per program
     logprobs   log-probability, rank, top k, raw or processed        rows that need it
 
-`words` is the table of `layout` on the device; sampled position s uses the parameters of row
-rows[s]. The noise is that of `philox`, whose NumPy version defines it.
+In all four, `words` [max_rows, words] is the device's table of sampling parameters (see `layout`);
+the s-th row of logits has the parameters of row rows[s] of `words`. The noise is that of `philox`,
+whose NumPy version defines it.
 """
 
 import torch
@@ -218,10 +219,10 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row of edited logits. Of equal scores the lowest id wins.
 
-    logits: [S, vocab].
+    logits: [S, vocab]. rows, words: see the module. positions: [S], the sampled tokens' positions.
     sampled: whether any row may have a temperature. filters: from `filter_thresholds`.
-    masks: as for `apply_masks`, which need not have run.
-    Returns (tokens [S] int64, bad [S] bool); bad rows get token 0.
+    masks: (mask_of, masks) of `apply_masks`, which need not have run.
+    Returns (tokens [S] int64, bad [S] bool). A row with NaN or +inf is bad, and gets token 0.
     """
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)

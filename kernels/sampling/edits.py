@@ -21,7 +21,7 @@ _BIAS_IDS = tl.constexpr(layout.BIAS_IDS)
 _BIAS_VALUES = tl.constexpr(layout.BIAS_VALUES)
 _STOP_IDS = tl.constexpr(layout.STOP_IDS)
 _NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
-# flag for prompt tokens, next to the output count in penalise's scratch
+# flag of tokens in the prompt, in the same word as the output count in `penalise`'s scratch
 _PROMPT = tl.constexpr(1 << 30)
 
 
@@ -41,7 +41,7 @@ def _bias_kernel(logits, stride, rows, words, vocab, SIZE: tl.constexpr):
 
 
 def add_bias(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Add logit_bias to logits [S, vocab] in place."""
+    """Add logit_bias to logits [S, vocab] in place. rows, words: see `kernels.sampling.choose`."""
     if len(rows):
         _bias_kernel[(len(rows),)](
             logits, logits.stride(0), rows, words, logits.shape[1],
@@ -64,7 +64,10 @@ def _ban_kernel(logits, stride, rows, positions, words, vocab, SIZE: tl.constexp
 
 
 def ban(logits: Tensor, rows: Tensor, positions: Tensor, words: Tensor) -> None:
-    """Set the end tokens of rows below their min_tokens to -inf, in place on logits [S, vocab]."""
+    """Set the logits of end tokens to -inf, in place, for rows with fewer than min_tokens tokens.
+
+    logits: [S, vocab]. rows, positions, words: as for `kernels.sampling.choose.choose`.
+    """
     if len(rows):
         _ban_kernel[(len(rows),)](
             logits, logits.stride(0), rows, positions, words, logits.shape[1],
@@ -87,9 +90,9 @@ def _mask_kernel(logits, stride, mask_of, masks, num_words, vocab, BLOCK: tl.con
 
 
 def apply_masks(logits: Tensor, mask_of: Tensor, masks: Tensor) -> None:
-    """Set tokens that a grammar forbids to -inf, in place on logits [S, vocab].
+    """Set the logits [S, vocab] of tokens that a grammar forbids to -inf, in place.
 
-    Needed before filters; `choose` applies masks itself.
+    Needed before `filter_thresholds`; `choose` applies masks itself.
     mask_of: [S] int32, index of each row's mask, -1 for none.
     masks: [M, W] int32. Token t is allowed if bit t % 32 of word t // 32 is 1, and forbidden beyond
     the last word.
@@ -167,7 +170,7 @@ def penalise(
     """Apply repetition (prompt and output), presence and frequency (output) penalties to logits [S,
     vocab] in place.
 
-    tokens: [max_rows, max_len] int32, of which row s has positions[s].
+    tokens: [max_rows, max_len] int32, prompt and output; rows[s] has positions[s] tokens.
     scratch: [n, vocab] int32, all zero before and after. n rows are processed at a time.
     """
     block = 1024

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p without sorting: a search for the smallest logit that they keep.
+"""top_k, top_p and min_p without sorting: a search for the smallest logit that passes the filters.
 
 There is one program per row. Each pass reads the row, which stays in L2, and narrows the bracket
 around the threshold fourfold. Few passes are needed, since the search ends once the bracket holds a
@@ -243,10 +243,10 @@ def _filter_kernel(
 
 
 def filter_thresholds(logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the thresholds of min_p, then top_k, then top_p for edited logits [S, vocab].
+    """Return each row's threshold by min_p, then top_k, then top_p, for edited logits [S, vocab].
 
-    Returns (threshold [S] float32, cut [S] int32). Tokens with logit > threshold are kept, and
-    those with logit == threshold and id <= cut. Rows without filters get -inf and 2**31 - 1.
+    Returns (threshold [S] float32, cut [S] int32). Tokens with logit > threshold pass, and those
+    with logit == threshold and id <= cut. Rows without filters get -inf and 2**31 - 1.
     """
     count, vocab = logits.shape
     thresholds = torch.empty(count, dtype=torch.float32, device=logits.device)

@@ -1,4 +1,6 @@
-"""The layout of a row's sampling parameters: int32 words, with floats stored as their bits."""
+"""The layout of a request's sampling parameters: the index of each in a row of int32 words. Floats
+are stored as their bits.
+"""
 
 ROW = 0  # the row's index
 INV_TEMPERATURE = 1  # float; 0: greedy

@@ -1,4 +1,4 @@
-"""Log-probabilities, raw or processed: first per block of a row, then one program per row."""
+"""Log-probabilities, raw or processed, by two kernels: one per block of a row, then one per row."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ _PROCESSED = tl.constexpr(layout.PROCESSED)
 _INV_TEMPERATURE = tl.constexpr(layout.INV_TEMPERATURE)
 _NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
 _NO_ID = tl.constexpr(2**31 - 1)
-_USUAL = 32  # most alternatives of common kernels; larger numbers compile their own
+_USUAL = 32  # maximum alternatives (k) that share compiled kernels; a larger k compiles its own
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _logprob_block_kernel(
             tl.store(top_ids + out * k + j, token)
 
 
-# Neither is the number of blocks, which is 1 for small vocabularies.
+# The number of blocks is not a constant either; it is 1 for small vocabularies.
 @triton.jit(do_not_specialize=["k", "num_blocks"])
 def _logprob_row_kernel(
     logits,
@@ -157,11 +157,12 @@ def logprobs(
     """Compute log-probabilities of raw logits, or with filters of processed ones.
 
     logits: [S, vocab]. targets: [S] int64, a token for each row. k: number of alternatives.
-    rows, words: skip rows that did not ask for this kind; their results are not written. None:
-        compute all rows, raw.
-    filters: from `filter_thresholds`. Logits are then edited ones, scaled by the rows' temperatures
-        and cut by these filters.
-    out: the results of an earlier call, which get those of this one too.
+    rows, words: the requests' parameters, as in `choose`. Rows that did not request log-
+        probabilities of this kind (raw or processed) are skipped: their results are not written.
+        None: compute all rows, raw.
+    filters: from `filter_thresholds`. Logits are then edited logits; they are divided by the rows'
+        temperatures, and tokens that do not pass the filters are left out.
+    out: the results of an earlier call, to which the results of this call are written.
     Returns the targets' log-probabilities [S] float32 and ranks from 1 [S] int64; ids [S, k] int64
     and log-probabilities [S, k] float32 of the k most likely tokens, equals by id; log of the sum
     of exp(logits) [S] float32.

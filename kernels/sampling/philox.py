@@ -2,24 +2,24 @@
 token id).
 
 Philox4x32-10 (Salmon et al. 2011) with key = the seed's two words, counter = (index, position,
-choice, stream). One draw per token would cost more than reading the logits, so there are two
+choice, stream). A random word per token would cost more than reading the logits, so there are two
 levels. Tokens are split into groups of 64. Each token has an independent E ~ Exp(1), and the
 exponential distribution is memoryless:
 
-    the smallest E of a group is Exp(1) / 64, and each lane is equally likely to have it;
+    the smallest E of a group is Exp(1) / 64, and each token (lane) is equally likely to have it;
     every other E is this plus an Exp(1); gumbel(token) = -log(E(token)).
 
-So one word per group (stream 1) bounds the noise of 64 tokens, and only groups that can win need a
-word per token (stream 0): the CPU skips nearly all of them. The joint distribution is exactly that
-of independent variables.
+So one word per group (stream 1) bounds the noise of 64 tokens, and only groups that can have the
+sampled token need a word per token (stream 0): the CPU skips nearly all groups. The joint
+distribution is exactly that of independent variables.
 
     token   = block * 4096 + word * 1024 + q * 64 + col       word < 4, q < 16, col < 64
     group   = block * 64 + col                                lane in the group = word * 16 + q
     stream 0: counter index = block * 1024 + q * 64 + col     output word = word
     stream 1: counter index = group // 4                      output word = group % 4
 
-A group's word has the lane in its low 6 bits and the uniform number in the other 26. The smallest E
-is 2**-33, so gumbel <= 22.9; ties between tokens are as rare as with 32 bits each.
+A group's word has the lane in its low 6 bits and a uniform number in the other 26. The smallest E
+is 2**-33, so gumbel <= 22.9; ties between tokens are as rare as with 32 bits per token.
 This module is the NumPy version: the CPU path, and the oracle for the Triton version in
 `choose.py`.
 """
@@ -77,7 +77,7 @@ def philox4x32(seeds: I64, c0: Any, c1: Any, c2: Any, c3: int) -> tuple[U64, U64
 def group_minimum(words: U64) -> tuple[F32, I64]:
     """Return the smallest exponential variable of each group of 64 tokens, and its lane.
 
-    words: Philox words of stream 1, one a group. The lane is the token's index in its group.
+    words: Philox words of stream 1, one per group. The lane is the token's index in its group.
     """
     v = ((words >> np.uint64(6)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-26)
     return exponential(np.minimum(v, _BELOW_ONE)) * np.float32(1 / LANES), (
