@@ -44,7 +44,7 @@ from kernels.kv.format import KVFormat
 from kernels.packed import unpacked
 
 ROOT = Path(__file__).parent.parent
-TEXT = ROOT / "LICENSE"  # two pieces of it are used, as prompts are short
+TEXT = ROOT / "LICENSE"  # two excerpts are used besides the prompts, which are short
 PIECE = 256
 BLOCK = 16
 
@@ -154,9 +154,10 @@ def converted(folder: Path, name: str) -> Model:
 
 
 def logprobs(model: Model, entries: list[Tensor], form: KVFormat) -> list[Tensor]:
-    """Return the log-probabilities after each token of each text, [n, vocab] float32.
+    """Return the log-probabilities after each token of each text, [n, vocab] float32 per text.
 
-    All texts are computed in one step.
+    entries: token ids of each text. form: the format of the KV cache. All texts are computed in one
+    step.
     """
     placed, at = [], 0
     for ids in entries:

@@ -40,7 +40,7 @@ _ROUNDED = (".weight_packed", ".weight_scale", ".weight_zero_point")
 
 
 def texts(tokenizer: Tokenizer) -> list[Tensor]:
-    """Return the token ids of each text, with the tokens that the model begins with."""
+    """Return the token ids of each text, including the model's begin-of-text tokens."""
     lines = SHIPPED.read_text().splitlines()
     entries = [torch.tensor(tokenizer.encode(line, add_special_tokens=True)) for line in lines]
     first = torch.tensor(tokenizer.encode("", add_special_tokens=True), dtype=torch.int64)
@@ -55,7 +55,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> Model:
 
 
 def bits_of(folder: Path) -> float:
-    """Return the bits that a weight of a rounded matrix takes in a folder, with its scales."""
+    """Return the mean bits per weight of the quantised matrices in a folder, including scales."""
     entries = read_headers(folder).values()
     stored = sum(entry.num_bytes for entry in entries if entry.name.endswith(_ROUNDED))
     names = {entry.name for entry in entries}

@@ -7,11 +7,13 @@ FOLDER needs only a config.json: weights are random, and drafts are accepted by 
 own loop runs three kinds of step, for each number of streams:
 
     plain    no drafts, and the drafter reads nothing
-    reads    no drafts, but the drafter reads each token: beyond `plain` that is the drafter's pass
-    drafts   each step verifies the drafts of the last one, and computes the next; beyond `reads`
-             these are the rows of drafts, states that are brought to what was accepted, and draws
+    reads    no drafts, but the drafter reads each token; the time beyond `plain` is that of the
+             drafter's pass
+    drafts   each step verifies the drafts of the last one, and computes the next; the time beyond
+             `reads` is that of the rows of drafts, of advancing states by the accepted tokens, and
+             of sampling
 
-A kernel's time is what it takes by itself, so that sums may exceed a step where kernels overlap.
+A kernel's time is its own duration, so that sums may exceed a step where kernels overlap.
 """
 
 import argparse
@@ -36,7 +38,7 @@ PROMPT = 128
 
 
 class ForcedLengths(ModelLengths):
-    """A controller that is told whether steps have drafts.
+    """A controller of draft lengths that always or never drafts, as `case` says.
 
     case: one of CASES.
     """
@@ -57,7 +59,7 @@ class ForcedLengths(ModelLengths):
 
 
 def start(core: EngineCore, streams: int) -> None:
-    """Begin `streams` requests, which outlast the measurement."""
+    """Submit `streams` requests that are longer than the measurement."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2048)
     for number in range(streams):
         ids = [(number + 7 * at) % 32_000 for at in range(PROMPT)]
@@ -68,7 +70,7 @@ def start(core: EngineCore, streams: int) -> None:
 
 
 def run(core: EngineCore, steps: int) -> tuple[float, float]:
-    """Run steps of the loop; return the milliseconds and the tokens of a step."""
+    """Run `steps` steps of the loop; return the mean milliseconds and tokens of a step."""
     import torch
 
     torch.cuda.synchronize()
@@ -80,7 +82,7 @@ def run(core: EngineCore, steps: int) -> tuple[float, float]:
 
 
 def kernels_of(core: EngineCore) -> dict[str, tuple[float, float]]:
-    """Return of each kernel the microseconds and the launches of a step."""
+    """Return {kernel name: (microseconds, launches) per step}."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -96,9 +98,9 @@ def kernels_of(core: EngineCore) -> dict[str, tuple[float, float]]:
 def report(
     core: EngineCore, lengths: ForcedLengths, streams: int, top: int
 ) -> list[dict[str, Any]]:
-    """Measure the cases with `streams` requests, print what each adds, and return their rows.
+    """Measure CASES with `streams` requests, print each one's added time, and return the rows.
 
-    top: number of kernels to print, those that add the most time first.
+    top: number of kernels to print, those with the most added time first.
     """
     start(core, streams)
     rows, before = [], dict[str, tuple[float, float]]()

@@ -1,5 +1,5 @@
-r"""Checks of kernels, models and the engine on the GPU, with a result file of what ran, how long,
-and the measurements.
+r"""Checks of kernels, models and the engine on the GPU. The result file has the tests that ran,
+their duration, and measurements.
 
     MANTA_TEST_MODEL=SmolLM2.gguf python -m bench.gpu_checks --model LLAMA --name llama-8b \
         --out bench/results
@@ -18,8 +18,9 @@ that have no gpu mark follow; their slow references take most of the time, and -
 out. The long requests come last.
 
 --seconds limits the whole run. --resume goes on with the day's lines in --out: it runs the tests
-that did not pass, those that failed or were cut off after those that never began. The exit code is
-1 unless all tests ran and passed, and `not run` in the result file counts those without an outcome.
+that did not pass: first those that never began, then those that failed or were cut off. The exit
+code is 1 unless all tests ran and passed; `not run` in the result file is the number of tests
+without an outcome.
 """
 
 import argparse
@@ -41,9 +42,9 @@ from typing import NamedTuple
 from bench.report.result_file import Line, RawLines, commit, versions
 
 FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
-SPLIT = FIRST[1]  # takes longest, so each of its functions is a part
-PART_TESTS = 12  # at most, of other files
-TEST_SECONDS = 240  # at most, or it hangs; the longest take 160
+SPLIT = FIRST[1]  # the file that takes longest: each of its functions is a part
+PART_TESTS = 12  # maximum number of tests in a part, of other files
+TEST_SECONDS = 240  # time limit of a test, which else counts as hanging; the longest take 160
 GPU = "gpu and not long"
 ALONE, TOGETHER = "whole_gpu", "two_gpus"  # marks
 LONG = ("32768", "131072")  # tokens of the long requests
@@ -65,7 +66,7 @@ class CheckPart(NamedTuple):
 
 
 def collect(root: Path, extra: Sequence[str] = ()) -> tuple[dict[str, set[str]], Line]:
-    """Return the marks of each test that needs a GPU by node id, and the line of this part.
+    """Return {node id: marks} of the tests that need a GPU, and the line of the collection.
 
     extra: more arguments for pytest.
     """
@@ -92,8 +93,8 @@ def collect(root: Path, extra: Sequence[str] = ()) -> tuple[dict[str, set[str]],
 
 
 def _pytest(extra: Sequence[str]) -> list[str]:
-    """Return the command, whose process ends with all threads' tracebacks if a test takes
-    TEST_SECONDS.
+    """Return pytest's command line; its process prints all threads' tracebacks and ends if a test
+    takes TEST_SECONDS.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines"]
     command += ["-o", f"faulthandler_timeout={TEST_SECONDS}"]
@@ -115,7 +116,7 @@ def marked_parts(tests: Mapping[str, set[str]], extra: Sequence[str] = ()) -> li
         return (TOGETHER, ALONE, "").index(kind), first
 
     parts = []
-    for group in sorted(groups, key=order):  # stable: else in the order of collection
+    for group in sorted(groups, key=order):  # stable: equal keys stay in the order of collection
         kind, file, piece = group
         name = f"{file} {piece}" if piece else f"{file} ({kind})" if kind else file
         cases = groups[group]
@@ -135,7 +136,7 @@ def other_parts(
     """
     parts = []
     mark = "not gpu and not slow"
-    # These files' tests have no gpu mark, because they use a device only if there is one.
+    # Tests that import tests.kernels.oracle have no gpu mark: they also run without a device.
     for path in sorted(root.glob("tests/**/test_*.py")) if not marked else ():
         if "tests.kernels.oracle" in path.read_text():
             file = str(path.relative_to(root))
@@ -151,10 +152,10 @@ def other_parts(
 
 
 def remaining(parts: Sequence[CheckPart], earlier: Sequence[Line]) -> list[CheckPart]:
-    """Return what an earlier run, whose lines are `earlier`, has left to do of parts.
+    """Return the parts with the tests that have not passed in an earlier run.
 
-    Tests that failed or were cut off come after those that never began, and so do parts of such
-    tests alone: one that hangs does not keep others from their turn.
+    earlier: the lines of that run. Tests that failed or were cut off come after those that never
+    began, and so do parts that consist of such tests: a hanging test does not delay other tests.
     """
     outcomes = {line["case"]: line["outcome"] for line in earlier}
 
@@ -174,9 +175,9 @@ def remaining(parts: Sequence[CheckPart], earlier: Sequence[Line]) -> list[Check
 
 
 def not_begun(part: CheckPart, lines: Sequence[Line]) -> CheckPart | None:
-    """Return the tests of a part that a test which ended its process left out; None if none are.
+    """Return a part with the tests that did not run because an earlier test ended the process.
 
-    lines: those of the part's run.
+    Returns None if there are none. lines: the lines of the part's run.
     """
     outcomes = {line["case"]: line["outcome"] for line in lines}
     tests = tuple(test for test in part.tests if test not in outcomes)
@@ -188,7 +189,7 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the processes of a part, also those that its tests have started."""
+    """Kill the process of a part and those that its tests have started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -228,7 +229,7 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
     lines = ended(
         [json.loads(text) for text in output.splitlines() if text.startswith('{"')], unfinished
     )
-    # 5: no test of the file has the mark
+    # 5: pytest's exit code if no test of the file has the mark
     good = code in (0, 5) and all(line["outcome"] in ("passed", "skipped") for line in lines)
     last: Line = {"case": part.name, "outcome": "passed" if good else "failed"}
     if code is None:
@@ -242,7 +243,8 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
 def ended(lines: list[Line], unfinished: str) -> list[Line]:
     """Return the last line of each test.
 
-    unfinished: outcome of tests without an end, because the process died or ran out of time.
+    unfinished: the outcome for tests that began but did not end, because the process died or its
+    time was over.
     """
     last: dict[str, Line] = {}
     for line in lines:
@@ -253,7 +255,7 @@ def ended(lines: list[Line], unfinished: str) -> list[Line]:
 
 
 def latest(lines: Sequence[Line]) -> list[Line]:
-    """Return the last line of each case; `earlier` is the outcome of a run before that failed."""
+    """Return the last line of each case; its field `earlier` has an earlier outcome, if failed."""
     cases: dict[str, Line] = {}
     for line in lines:
         before = cases.get(line["case"], {})
@@ -267,7 +269,7 @@ def latest(lines: Sequence[Line]) -> list[Line]:
 def rows_of(lines: list[Line], tests: Sequence[str] = ()) -> list[Line]:
     """Return rows: test counts by outcome, then measurements and tests that did not pass.
 
-    tests: those that ought to have an outcome.
+    tests: node ids of all tests that should have an outcome.
     """
     outcomes = [line["outcome"] for line in lines if line["case"] != line["part"]]
     counts: list[Line] = [
@@ -284,7 +286,7 @@ def rows_of(lines: list[Line], tests: Sequence[str] = ()) -> list[Line]:
 
 
 class Devices:
-    """The places for parts: each device takes several at once, or one that needs it alone."""
+    """The devices' slots for parts: a device has several slots; some parts need a whole device."""
 
     def __init__(self, names: Sequence[str], at_once: int) -> None:
         self._at_once = at_once
@@ -292,7 +294,7 @@ class Devices:
         self._changed = threading.Condition()
 
     def take(self, part: CheckPart) -> dict[str, int]:
-        """Wait for a part's places and return their number on each of its devices."""
+        """Wait for a part's slots; take them and return {device: number of slots}."""
         with self._changed:
             while not (places := self._places(part)):
                 self._changed.wait()
@@ -345,7 +347,7 @@ def main() -> None:
 
 
 def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int:
-    """Run what is to be run until the deadline, write the result file, and return the exit code.
+    """Run the parts until the deadline, write the result file, and return the exit code.
 
     until: deadline by time.monotonic(). devices: names for CUDA_VISIBLE_DEVICES.
     """

@@ -25,8 +25,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return percentiles of inter-token times in milliseconds, with loading and without.
 
-    tokens: of each stream. adapters: a folder with a0 .. a<count - 1>. interval: least seconds
-    between two loads.
+    tokens: output tokens of each stream. adapters: a folder with adapters a0 .. a<count - 1>.
+    interval: minimum seconds between two loads.
     """
     from engine import LLM, SamplingParams
 

@@ -1,5 +1,5 @@
-"""A random load that needs more KV memory than there is, for minutes: all requests must finish, by
-preemption, and the device must never run out of memory.
+"""A random load of some minutes that needs more KV memory than the device has: all requests must
+finish, by preemption, and the device must never run out of memory.
 
     python -m bench.memory_load --model FOLDER --seconds 600 --out bench/results
 
@@ -66,7 +66,7 @@ class Report:
 
 
 def draw(rng: random.Random, number: int, longest: int, vocab: int) -> EngineRequest:
-    """Draw a request of up to `longest` tokens; lengths have a log-uniform distribution."""
+    """Return a random request of up to `longest` tokens; lengths are log-uniform."""
 
     def length(most: int) -> int:
         return max(1, int(most ** rng.random()))
@@ -89,7 +89,7 @@ def draw(rng: random.Random, number: int, longest: int, vocab: int) -> EngineReq
 
 
 def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) -> Report:
-    """Keep 1.5 times as many requests as can run for this long, then abort the rest.
+    """Keep 1.5 times as many requests in the engine as can run until the limit, then abort them.
 
     unit: "s", or engine "steps", which do not depend on the machine's load.
     say: whether to print progress.

@@ -1,4 +1,4 @@
-"""Ray Data against the engine offline, and batch work beside interactive requests.
+"""Ray Data's stages against the engine offline, and batch work during interactive requests.
 
     python -m bench.ray_batches --rows 10000 --out bench/results
     python -m bench.ray_batches --cases engine-stage --rows 400 --set device=cpu num_threads=2
@@ -8,9 +8,10 @@ Rows have prompts and answers of mixed lengths. `offline` has all rows in one `L
 Rates are output tokens/s between the ends of the first and the last tenth of the rows, so that
 starts and ends do not count; `whole_s` has all of it. `ours` is the stage, `peer` offline.
 
-`beside` sends interactive requests one after the other to the same application, for --seconds
-without and with a dataset behind them, in turns: the 99th percentile of the time to first token,
-`idle` the output tokens/s of all with both, against those of the dataset alone.
+`beside` sends interactive requests one after the other to the same application, in turns for
+--seconds without and --seconds with a dataset in work. It reports the 99th percentile of the time
+to first token. `idle` has the output tokens/s of all requests with both, against the tokens/s of
+the dataset alone.
 """
 
 import argparse
@@ -49,7 +50,7 @@ Row = dict[str, Any]
 def rows_of(count: int, vocab: int, most: int) -> list[Row]:
     """Return rows of mixed lengths: most are short and few are long.
 
-    most: tokens of the longest prompt, and four times those of the longest answer.
+    most: tokens of the longest prompt; the longest answer has a quarter of that.
     """
     draw = random.Random(0)
     rows = []
@@ -62,7 +63,7 @@ def rows_of(count: int, vocab: int, most: int) -> list[Row]:
 
 
 def rate(ends: Sequence[tuple[float, int]]) -> float:
-    """Return tokens/s from the end of the first tenth to that of the ninth of the rows.
+    """Return tokens/s between the end of the first tenth of the rows and the end of the ninth.
 
     ends: time of each row's end, and its tokens.
     """
@@ -84,7 +85,9 @@ async def _ends(llm: LLM, rows: list[Row]) -> list[tuple[float, int]]:
 
 
 def offline(folder: str, fields: Row, rows: list[Row]) -> Line:
-    """Return the line of all rows by one engine, whose handles are awaited: polls take a core."""
+    """Return the result line of one engine that has all rows at once.
+
+    Its handles are awaited, since polling would take a core."""
     with LLM(folder, **fields) as llm:
         began = time.time()
         ends = asyncio.run(_ends(llm, rows))
@@ -184,14 +187,14 @@ def beside(
     batch_size: int,
     concurrency: int,
 ) -> list[Line]:
-    """Return a line for each turn of each phase: its tokens/s, and seconds to first tokens."""
+    """Return a result line for each turn of each phase: tokens/s, and seconds to first tokens."""
     lines: list[Line] = []
     stop = threading.Event()
 
     def dataset() -> None:
         number = 0
         while not stop.is_set():
-            # others each time, so that no prompt is in the prefix cache
+            # other prompts each time, so that none is in the prefix cache
             part = [{**row, "ids": [3 + (row["ids"][0] + number) % (vocab - 3), *row["ids"][1:]]}
                     for row in rows]  # fmt: skip
             serve_processor(batch_size, concurrency)(ray.data.from_items(part)).take_all()

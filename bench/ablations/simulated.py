@@ -93,7 +93,7 @@ class SimulatedRun:
     seconds: float
     steps: int
     running: float  # mean number of requests per step
-    most: int  # most requests at once
+    most: int  # maximum number of concurrent requests
     filled: float  # mean share of KV memory that holds computed tokens
     preemptions: int
 
@@ -273,10 +273,10 @@ def paged_kv_and_admission(scale: float) -> list[AblationRow]:
 
 
 def contiguous_kv(scale: float) -> list[AblationRow]:
-    """Simulate blocks against one region a request, of its whole length, by first fit.
+    """Simulate blocks against one contiguous region per request, of its whole length, by first fit.
 
-    Both admit what fits to the end, so that only gaps and unused parts of regions differ, or blocks
-    admit by the known tokens.
+    Regions are compared with blocks under two admission policies: by a request's whole length, as
+    for regions, so that only gaps and unused parts of regions differ; and by its known tokens.
     """
     rows = []
     for name, sizes, capacity, rate in (

@@ -2,12 +2,12 @@
 
     python -m bench.cpu.numa --out bench/results
 
-A machine of one node is refused, as nothing would differ. Each side decodes the same requests;
+A machine of one node is refused, as the sides would be equal. Each side decodes the same requests;
 the best of all rounds counts. Cases:
 
     nodes/N       one replica with a rank on each of N nodes, against one replica on one node
-    replicas/N    N replicas, one a node, against N that the system places (tokens/s)
-    ranks/N       one replica with a rank on each of N nodes, against N ranks that the system places
+    replicas/N    N replicas, one per node, against N unbound replicas (tokens/s)
+    ranks/N       one replica with a rank on each of N nodes, against N unbound ranks
     replicas-or-ranks/N   bound replicas against bound ranks
 """
 
@@ -68,7 +68,7 @@ def side(model: str, layout: str, numa: str, nodes: int, requests: int, tokens: 
 
 
 def rows_of(speeds: dict[tuple[str, str], float], nodes: int) -> list[dict[str, Any]]:
-    """Return the rows. speeds: tokens/s by layout and `numa`."""
+    """Return the table's rows. speeds: (layout, `numa`) -> tokens/s."""
 
     def row(case: str, ours: float, peer: float) -> dict[str, Any]:
         figures = {"ours": round(ours, 1), "peer": round(peer, 1), "ratio": round(ours / peer, 3)}

@@ -38,7 +38,7 @@ READ = 256 << 20
 
 
 def best(run: Callable[[], object], seconds: float) -> float:
-    """Return the shortest of as many runs as fit into the time."""
+    """Return the seconds of the shortest run of those that fit into `seconds`."""
     run()
     end, least = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:
@@ -79,7 +79,7 @@ def read_bandwidth(threads: int) -> float:
 
     writer.claim_shares("%args", str(threads), str(READ // part), stream)
     function = compile_ir(module([(writer, "void @stream(ptr %args)")]))["stream"]
-    # written once: untouched pages all map to one page of zeros
+    # written once, as all untouched pages would map to the same page of zeros
     memory = torch.ones(READ, dtype=torch.uint8)
     huge_pages.collapse()
     args = (ctypes.c_int64 * 8)()

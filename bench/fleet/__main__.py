@@ -8,9 +8,10 @@ The load tester replays a day's trace of some minutes through HTTP: a diurnal cu
 
 `two-choices`, the router of Ray Serve, is left out: requests reach engines over Manta's own
 channels, and no option chooses another policy. Texts are compared with those of the quiet fleet
-before the load. Replicas cost from the decision to their end. `manta plan --trace` predicts the
-trace with step costs and start times fitted to the runs. It knows nothing of --kills: of a replica
-of each pool, and of a router. All that a configuration has started ends with it, or with its time.
+before the load. A replica costs from the decision to start it until its end. `manta plan --trace`
+predicts the trace with step costs and start times fitted to the runs. The prediction does not
+include --kills (kills of a replica of each pool, and of a router). All processes of a configuration
+end with it, or when its time is over.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def run_here(args: argparse.Namespace, name: str, folder: Path) -> Line:
 
 
 def run_bounded(args: argparse.Namespace, name: str) -> Iterator[Line]:
-    """Run a configuration in a process of its own, and end all that is left of it."""
+    """Run a configuration in a process of its own, and end all processes that it leaves."""
     from deployments.cli.serving.processes import kill, mark, marked, table, variable
 
     server, bound = mark(), 60 * args.minutes + _AROUND_S
@@ -100,11 +101,11 @@ def run_bounded(args: argparse.Namespace, name: str) -> Iterator[Line]:
 
 
 def rows_of(args: argparse.Namespace, lines: list[Line]) -> list[Line]:
-    """Return the table: measured against predicted, and the mixed fleet against the others."""
+    """Return the table's rows: measured against predicted, the mixed fleet against the others."""
     trace = trace_of(60.0 * args.minutes, args.rate, args.seed, args.shape)
     by_name = {line["configuration"]: line for line in lines}
     measured: dict[str, dict[str, float]] = {}
-    for name in ("mixed", "cpu-only", "gpu-only"):  # the last word is that of a pool alone
+    for name in ("mixed", "cpu-only", "gpu-only"):  # later speeds replace earlier ones
         own = by_name.get(name, {}).get("measured", {})
         measured |= {pool: figures for pool, figures in own.items() if figures}
     rows: list[Line] = []
@@ -157,7 +158,7 @@ def main() -> int:
     if args.here:
         print(json.dumps(run_here(args, args.here, Path(tempfile.mkdtemp()))), flush=True)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that child processes are ended
     harness = Harness(args.out, "fleet", ("configuration",), resume=args.resume)
     pieces: list[Piece] = [(name,) for name in args.only]
     _, failed = harness.run(pieces, lambda piece: run_bounded(args, piece[0]), go_on=True)

@@ -1,4 +1,4 @@
-"""The servers of a comparison: configurations, replicas by the second, and kills."""
+"""The servers of a comparison: their configurations, a record of their replicas, and kills."""
 
 import argparse
 import asyncio
@@ -19,12 +19,12 @@ from loadtest.runner import RunClock
 
 APP = "manta"
 POOLS = {"mixed": ("gpu", "cpu"), "gpu-only": ("gpu",), "cpu-only": ("cpu",)}
-PRICES = {"gpu": 1.0, "cpu": 0.1}  # of a replica's hour
-ROWS = {"gpu": 64, "cpu": 16}  # sequences at once
+PRICES = {"gpu": 1.0, "cpu": 0.1}  # price of a replica's hour
+ROWS = {"gpu": 64, "cpu": 16}  # concurrent sequences of a replica
 STEP_TOKENS = {"gpu": 2048, "cpu": 512}
 MAXIMUM = 2  # replicas of a pool
-_START_SECONDS = 10.0  # of a replica, until measured
-_BESIDE = 6  # cores that GPU replicas, routers and the client have
+_START_SECONDS = 10.0  # assumed start time of a replica until one is measured
+_BESIDE = 6  # cores for GPU replicas, routers and the client
 _STATS = ("step", "output_tokens", "prompt_tokens", "busy_seconds", "total_blocks", "block_size")
 
 
@@ -82,7 +82,7 @@ class Watch:
         from ray import serve
 
         while not self._stop.wait(1.0):
-            # The controller or the router may have been killed; the next second has another.
+            # The controller or the router may have been killed; it is replaced soon.
             with contextlib.suppress(Exception):
                 deployments = serve.status().applications[APP].deployments
                 states = {p: deployments[f"engine-{p}"].replica_states for p in self._pools}
@@ -94,7 +94,7 @@ class Watch:
                     self.frames.setdefault(replica, []).append(frame)
 
     def until_empty(self, seconds: float) -> bool:
-        """Wait until no pool has a replica. Returns whether that came in time."""
+        """Wait until no pool has a replica, at most `seconds`. Return whether all are empty."""
         end, empty = time.monotonic() + seconds, False
         while not empty and time.monotonic() < end:
             time.sleep(0.5)
@@ -102,7 +102,7 @@ class Watch:
         return empty
 
     def replica_seconds(self, pool: str, since: float) -> float:
-        """Return the seconds of a pool's replicas in any state."""
+        """Return the sum of a pool's replica seconds since a time, in any state."""
         pairs = pairwise(sample for sample in self.samples if sample[0] >= since)
         return round(sum(sum(counts[pool]) * (after - t) for (t, counts), (after, _) in pairs), 1)
 
@@ -114,7 +114,8 @@ class Watch:
     def measured(self, pool: str, engine: Mapping[str, Any]) -> dict[str, float]:
         """Return the fitted cost of a pool's steps, its rates and the seconds of a start.
 
-        Empty if its engines have done too little. A start lasts from the decision to readiness.
+        Returns {} if its engines have run too few steps. A start lasts from the scaling decision
+        until the replica is ready.
         """
         mine = [runs for name, runs in self.frames.items() if name.startswith(f"engine-{pool}")]
         fitted = fit([stretch for frames in mine for stretch in intervals(frames)])

@@ -6,18 +6,18 @@ from pathlib import Path
 
 from loadtest.scenario.arrivals import TraceRow, rng_of, schedule
 
-# A prompt begins one of so many blocks, so that a quiet server can answer all questions beforehand.
+# Number of different questions; they are few, so that a quiet server can answer all beforehand.
 QUESTIONS = 16
 PROMPTS, OUTPUTS = (32, 400), (16, 64)  # tokens
 _SLICES = 96  # quarters of an hour
-_NIGHT, _NOON = 0.03, 0.6  # shares of the peak rate, which only bursts have
+_NIGHT, _NOON = 0.03, 0.6  # rates as shares of the peak rate, which only bursts reach
 _BURSTS, _BURST = 2, 3  # number of bursts, and quarters of an hour of each
 _STEADY = 0.5  # share of the peak rate
 SHAPES = ("day", "diurnal", "bursts", "steady")
 
 
 def rates_of(shape: str, peak: float, seed: int) -> list[float]:
-    """Return the rates of a day's slices. shape: one of SHAPES; "day" has curve and bursts."""
+    """Return the request rate of each slice of a day. shape: one of SHAPES."""
     if shape in ("day", "diurnal"):
         return day(peak, seed, _BURSTS if shape == "day" else 0)
     if shape == "steady":
@@ -28,7 +28,7 @@ def rates_of(shape: str, peak: float, seed: int) -> list[float]:
 
 
 def day(peak: float, seed: int, bursts: int = _BURSTS) -> list[float]:
-    """Return the rates of a day's slices: a curve with its top at noon, and bursts at the peak."""
+    """Return the rate of each slice of a day: a curve, highest at noon, and bursts at `peak`."""
     waves = ((1 - math.cos(2 * math.pi * n / _SLICES)) / 2 for n in range(_SLICES))
     rates = [peak * (_NIGHT + (_NOON - _NIGHT) * wave**1.5) for wave in waves]
     _add_bursts(rates, peak, seed, bursts)
@@ -44,7 +44,7 @@ def _add_bursts(rates: list[float], peak: float, seed: int, count: int) -> None:
 
 
 def trace_of(seconds: float, peak: float, seed: int, shape: str = "day") -> list[TraceRow]:
-    """Return a day's requests, each with a question that others have, too. shape: of `rates_of`."""
+    """Return a day's requests, which share QUESTIONS questions. shape: see `rates_of`."""
     rng = rng_of(seed, "questions")
     questions = [(rng.randint(*PROMPTS), rng.randint(*OUTPUTS)) for _ in range(QUESTIONS)]
     segments = [(seconds / _SLICES, rate, rate) for rate in rates_of(shape, peak, seed)]

@@ -1,12 +1,12 @@
-"""Requests with pictures, by the engine alone: first tokens of one, and requests/s of many.
+"""Requests with pictures, by the engine alone: time to first token of one, requests/s of many.
 
     python -m bench.images --model bench/models/qwen3-vl-8b --out bench/results
 
-Weights and pictures are random. `first/...` is the time to the first token of a request alone, with
-a new picture, then with the same picture behind another text (its embeddings are kept), then with
-the whole prompt again. `load/...` runs --streams requests at a time, four times as many in all, all
-with their own pictures. Pictures are decoded and resized before the clock starts: that is the
-routers' work.
+Weights and pictures are random. `first/...` is the time to the first token of a single request:
+with a new picture, then with the same picture after another text (its embeddings are cached), then
+with the whole prompt again. `load/...` runs --streams concurrent requests, four times as many in
+all, each with a picture of its own. Pictures are decoded and resized before the clock starts, since
+routers do that.
 """
 
 import argparse
@@ -34,7 +34,7 @@ REPEATS = 5
 
 
 class Requests:
-    """Makes requests of a text, a picture and a text."""
+    """A generator of requests whose prompts are a text, a picture and another text."""
 
     def __init__(self, processor: ImageProcessor, vocab: int) -> None:
         self._processor, self._vocab = processor, vocab
@@ -71,7 +71,7 @@ def first_token(core: EngineCore, request: EngineRequest) -> float:
 
 
 def firsts(core: EngineCore, requests: Requests, size: tuple[int, int]) -> dict[str, float]:
-    """Return the medians of the first tokens of a request alone, in milliseconds."""
+    """Return the median milliseconds to the first token of a single request, by case."""
     times: dict[str, list[float]] = {"new_ms": [], "same_picture_ms": [], "same_prompt_ms": []}
     for _ in range(REPEATS):
         prompt = requests.prompt(size)
@@ -126,7 +126,7 @@ def main() -> None:
         width, height = map(int, named.split("x"))
         measured(f"first/{named}", firsts(core, requests, (width, height)))
     width, height = map(int, args.load.split("x"))
-    for _ in range(2):  # the second counts; the first compiles what is missing
+    for _ in range(2):  # the second counts; the first compiles missing kernels
         waiting = [
             requests.request(requests.prompt((width, height)), args.output)
             for _ in range(4 * args.streams)

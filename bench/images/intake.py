@@ -2,11 +2,11 @@
 
     python -m bench.images.intake --model bench/models/qwen3-vl-8b --out bench/results
 
-`stage/...` has the CPU time of one picture by stage, the least of --repeats. `resize_alone_ms` is
-the CPU time of Pillow's own resize, and `..._wall_ms` the time that passes. `processes/N` runs N
-routers' intakes at once, each over --count pictures: CPU time a picture (without the start of the
-processes) and pictures/s together. The picture is drawn from seed 0, as large as a photograph's
-file.
+`stage/...` has the CPU time of one picture by stage, the minimum of --repeats. `resize_alone_ms` is
+the CPU time of Pillow's own resize, and `..._wall_ms` the wall-clock time. `processes/N` runs N
+routers' intakes at once, each over --count pictures: CPU time per picture (without the start of the
+processes) and pictures/s of all. The picture is generated from seed 0, and its file is as large as
+a photograph's.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from engine.images.picture_file import PictureFile
 from engine.images.processor import ImageProcessor, image_processor, prepare
 
 MAX_BYTES = 2**26
-AT_ONCE = 4  # requests of a router
+AT_ONCE = 4  # concurrent requests of a router
 
 
 def photograph(width: int, height: int) -> bytes:
-    """Return a JPEG of details of all sizes, about 0.4 bytes a pixel."""
+    """Return a JPEG with details of all sizes, of about 0.4 bytes per pixel."""
     random = np.random.default_rng(0)
     pixels = np.full((height, width, 3), 128.0)
     for side in (2, 8, 32, 128, 512):
@@ -46,11 +46,11 @@ def photograph(width: int, height: int) -> bytes:
     file = io.BytesIO()
     Pillow.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
     data = file.getvalue()
-    return data + bytes(-len(data) % 3)  # so that base64 can go on behind it
+    return data + bytes(-len(data) % 3)  # so that base64 of more bytes can be appended
 
 
 def least_ms(work: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
-    """Return the least time of some work in milliseconds."""
+    """Return the minimum time of some work in milliseconds, by this clock."""
     times = []
     for _ in range(repeats):
         begin = clock()
@@ -60,12 +60,12 @@ def least_ms(work: Callable[[], object], repeats: int, clock: Callable[[], float
 
 
 def cpu_ms(work: Callable[[], object], repeats: int) -> float:
-    """Return the least CPU time of all threads in milliseconds."""
+    """Return the minimum CPU time of some work in milliseconds, over all threads."""
     return least_ms(work, repeats, time.process_time)
 
 
 def stages(url: str, processor: ImageProcessor, repeats: int) -> dict[str, float]:
-    """Return the CPU milliseconds of a picture by stage, and of all stages."""
+    """Return the CPU milliseconds of a picture by stage, and their sum."""
     data = decode_data_url(url, MAX_BYTES)
     file = PictureFile.read(data)
     picture = file.decode()
@@ -95,7 +95,7 @@ def stages(url: str, processor: ImageProcessor, repeats: int) -> dict[str, float
 async def take(url: str, processor: ImageProcessor, count: int) -> None:
     """Read `count` pictures by a router's intake, headers then pixels, AT_ONCE at a time.
 
-    Other bytes follow the end of each picture: an intake decodes an equal file only once.
+    Each picture has different bytes after its end, as an intake decodes equal files only once.
     """
     intake = ImageIntake()
     waiting = iter(range(count))
@@ -133,7 +133,7 @@ def picture(model: str, size: tuple[int, int]) -> tuple[str, ImageProcessor]:
 
 
 def together(model: str, size: tuple[int, int], count: int, processes: int) -> dict[str, float]:
-    """Return CPU ms a picture and pictures/s, where several routers each take `count` pictures."""
+    """Return CPU ms per picture and pictures/s of several routers that read `count` pictures each."""
     context = multiprocessing.get_context("spawn")
     begin, times = context.Barrier(processes), context.Queue()
     routers = [

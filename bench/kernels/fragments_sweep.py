@@ -36,9 +36,9 @@ from kernels.launch.compiling import Compilers
 from kernels.packed import E2M1, Format, PackedWeight
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
-FEW = 16  # largest number of tokens for kernels that process pairs singly
+FEW = 16  # maximum number of tokens for kernels that process (token, expert) pairs singly
 BITS = 4.5 / 16  # bytes relative to what `Layer` counts
-_CHECKED = 64  # most tokens of a case that are checked
+_CHECKED = 64  # maximum number of tokens of a case that are checked
 # Ratio to the time with the engine's tile; smaller gains are within the noise between two runs.
 _PAYS = 0.97
 # Tiles to try by GEMM: for single pairs (in down, rows are a token's experts), and by number of
@@ -182,8 +182,9 @@ def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to compute a matmul or layer, with one launch for each routing. check: returns the
-    distance of the first result from float64."""
+    """A way to compute a matmul or layer, with one launch for each routing.
+
+    check: returns the distance of the first launch's result from float64."""
 
     calls: list[Callable[[], Tensor]]
     check: Callable[[Tensor], float]
@@ -356,7 +357,7 @@ class Sweep:
 
 
 def agreed(cases: list[Case], key: str) -> FragmentTile | None:
-    """Return the tile that is in no case much slower than the best."""
+    """Return the tile whose worst slowdown from a case's best tile is the smallest; None without."""
     worst: dict[FragmentTile, float] = {}
     seen: dict[FragmentTile, int] = {}
     for case in cases:
@@ -427,7 +428,8 @@ def main() -> None:
             sample = torch.randperm(tokens, device="cuda")[:_CHECKED]
             expected = products(step, old, sample)
             case = Case(f"{model}, {tokens}", step, old, new, dense, sample, *expected)
-            case.ways = {"up": up_ways(case), "down": down_ways(case)}  # this sorts the pairs
+            # The (token, expert) pairs are sorted here, so that timings leave the sort out.
+            case.ways = {"up": up_ways(case), "down": down_ways(case)}
             cases.append(case)
     # Order by size, so that output that is cut off still has whole groups.
     cases.sort(key=lambda case: args.tokens.index(case.tokens))

@@ -2,8 +2,8 @@
 [sweep]`.
 
 Rows have Zipf-distributed adapters on all seven linear layers. Times are of one decoder layer's
-four calls, minus the activation that one of them replaces. They run in CUDA graphs over so many
-layers that the L2 cache holds none.
+four calls, minus the activation that one of them replaces. Calls run in CUDA graphs over so many
+layers that no weights stay in the L2 cache.
 """
 
 import sys

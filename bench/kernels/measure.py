@@ -1,9 +1,10 @@
-"""Measures each kernel's time on a CUDA device, and compares its rate with the device's best and
+"""The measurement of a kernel's time on a CUDA device, compared with the device's best rate and
 with libraries.
 
 `python -m bench.kernels.table` runs the cases of bench/kernels/cases.py and saves the results.
-Times are of CUDA graphs over so much data that the L2 cache holds none, as with a model's weights
-and keys. Data below 5 MB stays in the cache, as in a model's step, and may be faster than a copy.
+Times are of CUDA graphs over so much data that none of it stays in the L2 cache, as with a model's
+weights and keys. Data below 5 MB stays in the cache, as in a model's step, and may be faster than a
+copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +23,10 @@ _BUSY = 200_000  # cycles to occupy the device while the measured graphs are lau
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """The calls to time; each does the same work on other data."""
+    """The calls of a kernel to time; each does the same work on different data."""
 
     calls: Calls
-    amount: float  # bytes or operations that one call needs at least
+    amount: float  # minimum bytes or operations of one call
     unit: str = BYTES
     target: float | None = None  # share of the rate of `against`
     against: str = ""  # a library; "": the device's copy bandwidth or large-matmul rate
@@ -94,7 +95,7 @@ def matmul_rate() -> float:
 
 
 def copies_for(num_bytes: float) -> int:
-    """Return how many copies of the data exceed the cache."""
+    """Return the number of copies of the data that exceeds the cache."""
     return max(1, min(_MOST_COPIES, int(_COLD // num_bytes) + 1))
 
 

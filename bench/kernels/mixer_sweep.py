@@ -1,4 +1,4 @@
-"""Sweeps launches of latent attention and of recurrent layers on one GPU.
+"""Sweeps of launch parameters of latent attention and of recurrent layers on one GPU.
 
 It prints values for the tables and constants in kernels/recurrent and kernels/attention/latent.
 

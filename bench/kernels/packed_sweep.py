@@ -1,11 +1,11 @@
-"""Sweeps launches of GEMMs with 4- and 8-bit weights at llama-8b's shapes on one GPU, and prints
-the best values for their tables.
+"""Sweeps of launch parameters of GEMMs with 4- and 8-bit weights at llama-8b's shapes on one GPU.
+It prints the best values for their tables.
 
     python -m bench.kernels.packed_sweep
     python -m bench.kernels.packed_sweep --only "fp8-block, 8 tokens" --seconds 90
 
 Launches first run once in several processes, which compiles them. Then each is timed in CUDA graphs
-over so many weights that the cache holds none, and its result is compared with that of another
+over so many weights that none stays in the cache, and its result is compared with that of another
 kernel. The last lines have the recommended settings, and the time of a layer as an engine runs it.
 """
 
@@ -102,7 +102,7 @@ BYTES = {
 class Step(NamedTuple):
     """The inputs of one GEMM of a layer, for a number of tokens.
 
-    x: [tokens, in]. pair: for the MLP's down GEMM, the gate and up outputs that x was made of.
+    x: [tokens, in]. pair: for the MLP's down GEMM, the gate and up outputs from which x follows.
     """
 
     shape: str
@@ -273,7 +273,7 @@ def _worthwhile(step: Step, tile: tuple[int, ...], split: int) -> bool:
 
 
 def now(table: str, to: str, shape: str, tokens: int) -> str:
-    """Return the launch that the engine uses: its tile, and into how many parts columns are split.
+    """Return the launch that the engine uses: its tile, and the number of splits of the columns.
 
     table: the name of the function that chooses it, such as "dot.tile".
     """

@@ -4,14 +4,14 @@
 
 It prints a JSON line for each size: microseconds of an all-reduce by one-shot, two-shot and NCCL;
 and of the all-reduce with residual and norm, fused and separate. The last line has the sizes at
-which the fastest way changes, for `engine.parallel.peer_group.CROSSINGS`.
+which the fastest algorithm changes, for `engine.parallel.peer_group.CROSSINGS`.
 
---sweep: number of programs and tile size of an all-reduce, for messages of up to 16 MB, alone and
-with the norm. It prints a line for each, a table, and settings for `kernels.all_reduce` and
-CROSSINGS.
+--sweep: measure numbers of programs and tile sizes of an all-reduce, for messages of up to 16 MB,
+alone and with the norm. It prints a line for each setting, a table, and the best settings for
+`kernels.all_reduce` and CROSSINGS.
 
 --one-gpu: all ranks are processes on the first GPU, where they alternate, and NCCL is left out. It
-shows that the measurement works; the times mean nothing.
+tests the measurement; its times are meaningless.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def measure(
     ways: Collection[str],
     repeats: int = 20,
 ) -> Line:
-    """Measure the microseconds of one size by each of the given ways. All ranks must call it."""
+    """Measure the microseconds of one size by each algorithm in `ways`. All ranks must call it."""
     x = torch.ones(rows, columns, device=device).bfloat16() / 64
     residual, weight, memory = torch.zeros_like(x), x[0].clone(), group.memory
 
@@ -88,10 +88,10 @@ def measure(
 
 
 def crossings(lines: list[Line]) -> tuple[int, int]:
-    """Return the bytes up to which one-shot is fastest, and up to which one-shot or two-shot beats
-    NCCL.
+    """Return two sizes in bytes: up to the first, one-shot is fastest; up to the second, one-shot
+    or two-shot is as fast as NCCL or faster.
 
-    Both count from the smallest size on.
+    This holds for all measured sizes up to these.
     """
     none = float("inf")
     times = [
@@ -106,9 +106,7 @@ def crossings(lines: list[Line]) -> tuple[int, int]:
 
 
 def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -> None:
-    """Sweep each setting by size, and with the norm by rows of each width. Then print what to
-    set.
-    """
+    """Measure each setting by size, and with the norm by rows of each width; print the best."""
     region, _ = group.memory.holder
     bare = [(size // 2 // min(COLUMNS, size // 2), min(COLUMNS, size // 2)) for size in SWEPT]
     normed = [(tokens, hidden) for hidden in HIDDEN for tokens in TOKENS]
@@ -119,7 +117,7 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
     }
     lines: dict[Setting, list[Line]] = {}
     for programs, all_reduce.TILE in SETTINGS:
-        # All ranks set up the same memory again, while none uses it.
+        # All ranks reset the shared memory while none uses it.
         torch.cuda.synchronize(device)
         group.least(0)
         region.zero_()
@@ -267,7 +265,7 @@ def main() -> None:
 
 
 def _free_port() -> int:
-    """Return a free port, found by a store that is closed at once."""
+    """Return a free port, which a TCPStore has bound for a moment."""
     return int(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
 
 

@@ -1,16 +1,17 @@
-"""Prices the programs of prefill attention that have no work, as a share of a step of llama-8b.
+"""The cost of prefill attention's programs without work, as a share of a step of llama-8b.
 
     python -m bench.kernels.surplus --out bench/results
 
 The host launches an upper bound of blocks of queries (`AttentionMeta.most_blocks`), and blocks
-without queries end at once. Each step is launched as it is and with thousands of empty blocks more.
-The difference gives the price of an empty block, and the launched blocks without work times that
-price is what an exact grid would save at most. It is told as a share of the attention's time, and
-of the time of a layer: this attention and the layer's matmuls. The rest of a step is left out, so
-its true share is less. It takes half a minute on one GPU, most of it to compile.
+without queries end at once. Each step is launched as it is, and with thousands of additional empty
+blocks. The difference gives the cost of an empty block. This cost times the number of launched
+blocks without work is the maximum that an exact grid would save. It is reported as a share of the
+attention's time, and of a layer's time (this attention and the layer's matmuls). The rest of a step
+is left out, so the true share is smaller. The run takes half a minute on one GPU, mostly for
+compilation.
 
-Cases are kernels of `kernels.attention.candidates` times steps; `in a graph` is a step that a graph
-replays, whose grid is that of any lengths.
+Cases are kernels of `kernels.attention.candidates` times steps; `in a graph` is a step that a CUDA
+graph replays, whose grid must be large enough for any lengths.
 """
 
 import argparse
@@ -36,9 +37,9 @@ Kernel = Callable[[AttentionInputs, AttentionMeta, Tensor], object]
 
 
 class Step(NamedTuple):
-    """The entries of a step."""
+    """The sequences of a step: decodes and prompts' chunks."""
 
-    decodes: int
+    decodes: int  # number of decodes
     chunks: list[int]  # tokens of each prompt or chunk
     before: int = 0  # tokens of each chunk's request that earlier steps computed
     graph: bool = False  # whether a graph replays the step
@@ -67,8 +68,9 @@ def layout_of(s: Sizes, step: Step) -> tuple[AttentionMeta, int]:
 
 
 def with_blocks(call: Callable[[], object], extra: int) -> tuple[Callable[[], object], list[int]]:
-    """Return a call that launches so many empty blocks more, and the list that gets, at each call,
-    the queries of a block and the number of blocks without the extra ones.
+    """Return (a call that launches `extra` more empty blocks, a list).
+
+    Each call sets the list to [queries of a block, number of blocks without the extra ones].
     """
     seen: list[int] = []
     most_blocks = AttentionMeta.most_blocks
@@ -86,7 +88,7 @@ def with_blocks(call: Callable[[], object], extra: int) -> tuple[Callable[[], ob
 
 
 def price(s: Sizes, step: Step, kernel: Kernel, timer: Timer, extra: int = EXTRA) -> dict[str, Any]:
-    """Return what a step's empty blocks cost in one launch of a kernel, in microseconds."""
+    """Return times of one launch of a kernel for a step, and the cost of its empty blocks."""
     meta, num_blocks = layout_of(s, step)
     tokens = step.decodes + sum(step.chunks)
     q = s.random(tokens, s.heads, s.dim)

@@ -1,5 +1,5 @@
-"""The common parts of launch sweeps. Each launch runs once in another process before any is
-timed, and its result is compared with the wanted one. The table of times ends with recommended
+"""The common parts of launch sweeps. Each launch runs once in another process before any launch is
+timed, and its result is compared with the expected one. The table of times ends with recommended
 settings.
 """
 
@@ -21,7 +21,7 @@ import torch
 from bench.kernels.measure import apart
 
 PROCESSES = 12
-EACH_S = 80.0  # seconds for one launch; a longer one never ends
+EACH_S = 80.0  # seconds after which a launch counts as hanging
 NO_TIME = "no time"
 # Ratio to the time with the engine's launch; smaller gains are within the noise between two runs.
 PAYS = 0.97
@@ -63,9 +63,9 @@ def pays(us: float, today: float) -> bool:
 
 
 def to_set(rows: Iterable[Timed]) -> str:
-    """Return the fastest launch of each table, if the gain is large enough.
+    """Return a text with each table's fastest launch, if its gain is large enough.
 
-    Each launch was changed alone, so time them together, too.
+    It advises to time these launches together, as each was changed alone.
     """
     ran = sorted(row for row in rows if row.right)
     if not ran:
@@ -79,7 +79,7 @@ def to_set(rows: Iterable[Timed]) -> str:
 
 
 def lines(rows: Iterable[Timed], most: int | None = None) -> Iterator[str]:
-    """Yield lines: the `most` fastest launches, the one that the engine uses, and what to set."""
+    """Yield lines: the `most` fastest launches, the engine's launch, and recommended settings."""
     ranked = sorted(rows)
     for number, row in enumerate(ranked):
         if most is None or number < most or not row.table:
@@ -128,7 +128,7 @@ def launch_these(numbers: list[int], launch: Callable[[int], object]) -> None:
 
 
 def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, str]:
-    """Run launches in one process. Returns how many finished, and why the next did not."""
+    """Run launches in one process. Return (number that finished, why the next one did not)."""
     ran, late = 0, False
     with (
         TemporaryFile("w+") as errors,

@@ -3,17 +3,17 @@ r"""Rates of copies of KV blocks between a GPU and pinned host memory, by the po
     python -m bench.kv.copies --out bench/results
 
 It needs a CUDA device, 6 GiB of its memory, 2 GiB of pinned host memory and about 30 s. A block of
-llama-8b in bfloat16 is 64 rows of 32 KiB, which lie far apart in a pool [layers, 2, blocks, ...]:
+llama-8b in bfloat16 is 64 rows of 32 KiB, which are far apart in a pool [layers, 2, blocks, ...]:
 
- rows          one cuMemcpy2DAsync a block, as the host tier does
-rows-near     the same without the gaps between rows, as a check of what the gaps cost
+ rows          one cuMemcpy2DAsync per block, as the host tier does
+rows-near     the same without gaps between rows, to show the cost of the gaps
  batch         one cuMemcpyBatchAsync of all rows of all blocks
- gather        an index kernel into a buffer on the device, then one copy of 2 MiB a block
- blocks        one copy of 2 MiB a block, from a pool [blocks, layers, 2, ...]
+ gather        an index kernel into a buffer on the device, then one copy of 2 MiB per block
+ blocks        one copy of 2 MiB per block, from a pool [blocks, layers, 2, ...]
 
-Each way is measured to the host, to the device, and in both directions at once; `submit_us` is the
-host's time for each block. `matmul` compares products of matrices alone and beside copies. Lines of
-JSON go to standard output, and with --out to a file.
+Each method is measured to the host, to the device, and in both directions at once; `submit_us` is
+the host's time for each block. `matmul` compares the time of matmuls alone and during copies. JSON
+lines are printed, and with --out also written to a file.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class _Attributes(ctypes.Structure):
 
 
 class Pools:
-    """A pool of each layout on the device, and the blocks to copy, in no order."""
+    """A pool of each layout on the device, and the blocks to copy, in random order."""
 
     def __init__(self) -> None:
         device = torch.device("cuda")
@@ -140,9 +140,9 @@ def measure(copy: Copy, *directions: bool) -> dict[str, float]:
 
 
 def exact(pools: Pools, copy: Copy) -> bool:
-    """Return whether blocks that go to the host and back by this way are unchanged."""
+    """Whether blocks are unchanged after a copy to the host and back."""
     if copy.__name__ in ("by_blocks", "without_gaps"):
-        return True  # has no gaps to mistake
+        return True  # a layout without gaps
     wanted = pools.rows[:, pools.order].clone()
     for to_host in (True, False):
         stream = torch.cuda.Stream()

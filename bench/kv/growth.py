@@ -6,12 +6,13 @@ It needs a CUDA device with room for random weights (16 GB of llama-8b) and for 
 about two minutes. With --device cpu it shows that it runs. Streams decode all the time:
 
  quiet    nothing changes
- grow     `--gib` are mapped, as if requests lacked so much
+ grow     `--gib` GiB are mapped, as if requests needed them
  shrink   another engine asks for as much
 
-Of each there is the time between two steps: the middle one, the longest, and the longest less the
-middle one of `quiet`, which is the pause. `publish_ms` is what the step loop itself spent. Texts
-are compared with those of a run in which nothing changes, and the cache's address with itself.
+For each phase the time between two steps is reported: the median, the maximum, and the maximum
+minus the median of `quiet`, which is the pause. `publish_ms` is the time that the step loop itself
+spent. Texts are compared with those of a run in which nothing changes; the cache's address must
+stay the same.
 """
 
 import argparse
@@ -106,7 +107,7 @@ def build(args: argparse.Namespace, folder: Path) -> EngineCore:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the line of one engine; see `build`."""
+    """Measure one engine (see `build`) in all phases, and return its result line."""
     core = build(args, folder)
     growth, (pool,) = core._growth, core.scheduler.memory.pools
     assert growth is not None and isinstance(core._runner, ModelRunner)
@@ -158,7 +159,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def rows_of(name: str, line: Line) -> list[Line]:
-    """Compute rows <name>/<case>: the longest time between two steps, to that of `quiet`."""
+    """Compute rows <name>/<case>: the longest time between two steps, relative to `quiet`."""
     quiet = line["quiet"]["longest_ms"]
     return [
         {**ratio_row(f"{name}/{case}", line[case]["longest_ms"], quiet, "ms"), **line[case]}

@@ -1,4 +1,5 @@
-"""The first token of a turn on another replica, whose KV blocks move there, against the warm one's.
+"""The time to first token of a turn whose KV blocks are moved to another replica, against the time
+on the replica that has them.
 
     python -m bench.kv.moves --model FOLDER --name llama-8b --out bench/results
 
@@ -6,13 +7,14 @@ FOLDER has config.json; weights are random. Two engines with `kv_moves` run on o
 GPUs on a GPU each. For each prompt of `--tokens` tokens it measures the milliseconds to the first
 token
 
-- `computed`: at the first engine, which has nothing of it;
-- `warm`: at the first engine again, which has all of it in its prefix cache;
+- `computed`: at the first engine, which has no block of the prompt;
+- `warm`: at the first engine again, which has all blocks in its prefix cache;
 - `moved`: at the second engine, which pulls the blocks from the first.
 
-Prompts take turns: the blocks of one go by shared memory, those of the next over TCP (`--way`: one
-of both alone). `rate` is bytes moved over the seconds of the moves, GB/s. Rows compare medians. A
-move by another way, or that brings less than all but one block of the prompt, ends the run.
+Blocks of every other prompt are moved by shared memory, those of the others over TCP (`--way`: by
+one of these only). `rate` is the bytes moved divided by the seconds of the moves, GB/s. Rows
+compare medians. The run ends with an error if blocks are moved by another transport, or if more
+than one block of the prompt is missing.
 """
 
 import argparse
@@ -38,7 +40,7 @@ WAYS = ("shm", "tcp")
 
 
 class Replica:
-    """An engine process, and the first tokens that it was asked for."""
+    """An engine process, whose times to first token are measured."""
 
     def __init__(self) -> None:
         self._client = EngineClient(self._read_frame)
@@ -46,7 +48,7 @@ class Replica:
         self._number = 0
 
     async def start(self, config: EngineConfig, gpu: str | None) -> None:
-        """Start the process, on one GPU if `gpu` names it."""
+        """Start the process. gpu: index of its GPU; None: any."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -134,7 +136,7 @@ async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
             seconds = after.move_seconds - before.move_seconds
             line["rate"] = (after.moved_bytes - before.moved_bytes) / seconds / 1e9
             before = after
-            if number:  # the first prompts warm all up
+            if number:  # the first prompts are a warm-up
                 raw.keep({k: round(v, 3) if isinstance(v, float) else v for k, v in line.items()})
     finally:
         for replica in replicas:
@@ -143,8 +145,8 @@ async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
 
 
 def rows_of(name: str, lines: list[Line]) -> list[Line]:
-    """Compute rows <name>/<way>/<case> of the medians, in milliseconds, less is better; with both
-    ways <name>/shm-of-tcp in GB/s, more is better."""
+    """Compute rows <name>/<way>/<case> of the medians in milliseconds (less is better), and with
+    both transports a row <name>/shm-of-tcp in GB/s (more is better)."""
     by_way = {way: [line for line in lines if line["way"] == way] for way in WAYS}
     rows = [
         ratio_row(

@@ -19,7 +19,7 @@ IMAGES = Path(__file__).parents[2] / "docs" / "img"
 SPEEDS = Path(__file__).parents[2] / "deployments" / "configs" / "speeds.yaml"
 _CHAT = "dialogue"  # workload of chat prompts and answers that saturates the device
 
-# The command that made a file, by prefix of the file's name; the longest match counts.
+# Prefix of a file's name -> the command that wrote the file; the longest match counts.
 MADE_BY = {
     "accuracy": "`python -m bench.accuracy`: next-token distributions of each format of weights",
     "ablations": "`python -m bench.ablations`: each technique switched on and off",
@@ -86,7 +86,7 @@ _LESS_IS_BETTER = ("s", "ms", "us", "MB")
 _NAME = re.compile(r"(.+)-(\d{4}-\d\d-\d\d)\.json")
 
 _WIDTH, _LEFT, _BAR, _PAIR, _TOP, _FOOT = 760, 190, 13, 46, 66, 34
-_ROOM = 350  # width for a bar, with its value behind it
+_ROOM = 350  # width for a bar and the value after it
 
 STYLE = """
 .bg{fill:#fff;stroke:#d5dbe3}.ink{fill:#1b2330}.soft{fill:#5c6878}

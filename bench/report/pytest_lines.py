@@ -1,6 +1,6 @@
-"""A pytest plugin: --lines FILE gets a JSON line when a test begins and when it ends, so that
-results survive if the process dies or is killed. --collected FILE gets a line of each collected
-test, with its marks.
+"""A pytest plugin: it writes a JSON line to --lines FILE when a test begins and when it ends, so
+that results survive if the process dies or is killed, and to --collected FILE a line for each
+collected test, with its marks.
 
     python -m pytest -p bench.report.pytest_lines --lines FILE
 """

@@ -21,7 +21,7 @@ def commit(folder: Path | None = None) -> str:
 
 
 def last_result(done: "subprocess.CompletedProcess[str]") -> Any:
-    """Return what a program printed as `RESULT {json}`; None if it failed or printed none.
+    """Return the value that a program printed as `RESULT {json}`; None without one or if it failed.
 
     done: the ended program, with its text on stdout.
     """
@@ -49,8 +49,9 @@ def ask_device(what: str) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions that this process runs on: device, driver, Python, CUDA, torch, triton
-    and these packages. Missing ones are left out.
+    """Return {name: version}: device, driver, Python, CUDA, torch, triton and these packages.
+
+    Missing ones are left out.
     """
     import torch
 
@@ -112,8 +113,9 @@ class RawLines:
     def finish(
         self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str = ""
     ) -> None:
-        """Write the table, <name>-<date>.json, next to the lines. device: if it is not this
-        machine's.
+        """Write the table, <name>-<date>.json, next to the lines.
+
+        device: name of the measured device, if it is not this machine's.
         """
         document = {
             "commit": commit(),

@@ -13,8 +13,8 @@ Weights are random, of the dimensions of --model, a Llama. Each case ends within
 - `mismatch`: deterministic mode; the largest difference of log-probabilities from a Scorer's.
 - `throughput`: output tokens/s in deterministic mode against default mode, in turns.
 
-`bench.rl.updates` has the ways of an update. `wrong` counts tokens that were reported with another
-version than that of the weights that made them.
+`bench.rl.updates` has the call sequences of an update. `wrong` is the number of tokens that were
+reported with another version than that of the weights which produced them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from bench.versus.engine import engine_fields
 from engine.library.llm import make_config
 
 MODEL = Path(__file__).parents[1] / "models" / "llama-8b"
-WANTED = {"same-device": 1.0, "broadcast": 1.5}  # seconds of the pause that streams see
+WANTED = {"same-device": 1.0, "broadcast": 1.5}  # target seconds of the pause that streams see
 CASES = (*WANTED, "mismatch", "throughput")
 
 

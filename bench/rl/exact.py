@@ -1,4 +1,6 @@
-"""Deterministic mode: the largest difference from a Scorer, and the throughput that it costs."""
+"""Deterministic mode: the largest difference of log-probabilities from a Scorer's, and the loss of
+throughput.
+"""
 
 import random
 import time
@@ -19,8 +21,8 @@ def mismatch(
 ) -> list[Line]:
     """Return a line for each mode of log-probabilities: the largest |rollout - scorer|.
 
-    requests: rollouts of each mode, of which as many are scored as `seconds` allow.
-    tokens: of a rollout, and of its prompt.
+    requests: number of rollouts of each mode; those that `seconds` allow are scored.
+    tokens: number of tokens of a rollout, and of its prompt.
     """
     began = time.perf_counter()
     lines: list[Line] = []
@@ -53,7 +55,7 @@ def mismatch(
 def throughput(
     folder: str, fields: dict[str, Any], requests: int, tokens: int, rounds: int, seconds: float
 ) -> list[Line]:
-    """Return a line for each round of each mode, in turns: output tokens/s of a full batch."""
+    """Return a line for each round of each mode, in turns, with output tokens/s of a full batch."""
     began = time.perf_counter()
     lines: list[Line] = []
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)

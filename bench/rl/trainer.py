@@ -1,9 +1,11 @@
-"""A trainer in a process of its own, whose weights tell by each token which version made it.
+"""A trainer in a process of its own. Each version of its weights produces another token, so that
+tokens show the version that produced them.
 
-Its model has Llama's tensors with random numbers, but for a stream that no layer disturbs: column 0
-of the embedding is large, and column 0 of the head is zero except for one token. So greedy outputs
-consist of that token, which is another one in each version. Signs alternate with the versions, so
-that the embedding of one and the head of another give a token of neither.
+Its model has Llama's tensors with random numbers, except for one residual channel that layers do
+not disturb: column 0 of the embedding is large, and column 0 of the head is zero except for one
+token. So greedy outputs consist of that token, which differs between versions. Signs alternate with
+the versions, so that the embedding of one version with the head of another gives the token of
+neither.
 """
 
 import base64
@@ -23,7 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from engine import WeightSender
 
 FIRST = 3  # the token of version 0
-_CARRIED = 1000.0  # what layers add to column 0 is small beside it
+_CARRIED = 1000.0  # value of column 0, large against the amount that layers add to it
 Pairs = list[tuple[str, Tensor]]
 
 
@@ -123,7 +125,7 @@ class _Weights:
 
 
 def _serve(pipe: Connection, folder: str, dtype: str, device: str, shared: bool) -> None:
-    """Carry out the orders that come by the pipe: (name, argument), each with one answer.
+    """Execute the orders that are received from the pipe: (name, argument), one answer for each.
 
     shared: whether tensors are in shared memory.
     """
@@ -160,7 +162,7 @@ def _serve(pipe: Connection, folder: str, dtype: str, device: str, shared: bool)
 class TrainerProcess:
     """The trainer's process. Calls block; see `_serve` for the orders.
 
-    dtype: the name of the tensors' dtype. device: of the tensors. shared: whether tensors lie in
+    dtype, device: name of the tensors' dtype and their device. shared: whether tensors are in
     shared memory, for engines on the CPU.
     """
 
@@ -174,7 +176,7 @@ class TrainerProcess:
         self._answer()
 
     def order(self, name: str, argument: Any = None) -> Any:
-        """Give an order and return its answer. Raises RuntimeError for one that failed."""
+        """Send an order and return its answer. Raises RuntimeError if the order failed."""
         self._pipe.send((name, argument))
         return self._answer()
 

@@ -1,10 +1,11 @@
-"""Updates of the weights while streams run: the pause that streams see, and whose tokens they are.
+"""Updates of the weights while streams run: the pause that streams see, and the versions of the
+weights that produce their tokens.
 
-Ways of an update, each a trainer's order of calls:
+An update has one of these sequences of a trainer's calls (`way`):
 
-- `running`: the tensors are taken and replaced, and no pause is ordered.
-- `keep-last`: the tensors are taken beside the steps; `pause("keep")` is around the rest.
-- `keep`: `pause("keep")` is around everything, as vLLM's trainers do.
+- `running`: the tensors are received and replaced without a pause.
+- `keep-last`: the tensors are received while steps run; the rest is within `pause("keep")`.
+- `keep`: the whole update is within `pause("keep")`, as vLLM's trainers do.
 """
 
 import asyncio
@@ -22,16 +23,16 @@ from engine import AsyncEngine, EngineConfig, SamplingParams
 
 WAYS = ("running", "keep-last", "keep")
 PROMPT = 32
-SETTLE_SECONDS = 60.0  # longest wait for every stream to go on
+SETTLE_SECONDS = 60.0  # maximum wait until every stream continues
 
 
 @dataclass
 class Streams:
-    """Requests that always run, `count` at a time, and what was seen of their tokens.
+    """Endless requests, `count` at a time, with observations of their tokens.
 
-    tokens: the length of an answer, from half of it up.
-    longest: the longest gap between two tokens of any stream since `window`.
-    token_of_version: version of the weights -> the token that it makes.
+    tokens: maximum length of an answer; the minimum is half of that.
+    longest: the longest gap between two tokens of any stream since the last call of `window`.
+    token_of_version: version of the weights -> the token that it produces.
     """
 
     engine: AsyncEngine
@@ -75,13 +76,13 @@ class Streams:
         while not all(self._last.get(number, 0) > since for number in range(self.count)):
             for task in self._tasks:
                 if task.done():
-                    task.result()  # raises what ended it
+                    task.result()  # raises the exception that ended the task
             if time.perf_counter() - since > SETTLE_SECONDS:
                 raise RuntimeError("some streams have stopped")
             await asyncio.sleep(0.005)
 
     async def window(self) -> float:
-        """End a window once every stream goes on; return its longest gap."""
+        """Begin a new window once every stream has continued; return the last one's longest gap."""
         await self.all_on()
         ended, self.longest = self.longest, 0.0
         return ended
@@ -100,7 +101,7 @@ def free_port() -> int:
 async def update(
     engine: AsyncEngine, trainer: TrainerProcess, broadcast: bool, way: str, version: str
 ) -> dict[str, float]:
-    """Give the engine the trainer's weights; return the seconds of each part."""
+    """Update the engine to the trainer's weights; return the seconds of each part of the update."""
     seconds: dict[str, float] = {}
 
     @contextlib.asynccontextmanager
@@ -146,9 +147,10 @@ async def measure(
 ) -> list[Line]:
     """Return a line for each update: its way, its seconds, gaps and tokens.
 
-    broadcast: whether the trainer sends by NCCL (gloo on CPUs), else its memory is shared.
-    streams, tokens: requests at a time, and the tokens of each.
-    seconds: no further update begins after so many. most: updates of each way.
+    broadcast: whether the trainer sends weights by NCCL (gloo on CPUs); if not, its memory is
+        shared.
+    streams, tokens: number of concurrent requests, and the tokens of each.
+    seconds: time after which no further update begins. most: maximum updates of each way.
     """
     began = time.perf_counter()
     lines: list[Line] = []
@@ -171,7 +173,7 @@ async def measure(
             else:
                 await engine.init_weight_transfer({})
             for number in range(1 + most * len(ways)):
-                # The first one is for all ways: buffers are allocated, and streams begin after it.
+                # The first update is a warm-up: buffers are allocated, and streams begin after it.
                 way = "running" if not number else ways[(number - 1) % len(ways)]
                 spent = time.perf_counter() - began
                 longest_update = max((line["update_s"] for line in lines), default=0.0)
