@@ -6,19 +6,19 @@ r"""Speculation by look-up: edits, summaries, copies and chat with and without d
 
 The sides are engines in this process: `off`, `own` (drafts from the request's own text, vLLM's
 ngram) and `auto` (also from earlier answers). Each round has new documents, whose names and numbers
-are random, so no answer is asked for twice. Sampling is greedy. A row has the output tokens a
-second of a side divided by those of `off`, in the best round of each, prompts included; and the
-texts that are equal. On the CPU in float32 all are: tests/parity/test_speculation.py.
+are random, so no request is repeated. Sampling is greedy. A row has a side's output tokens/s
+divided by those of `off`, the best round of each, with the time of prompts; and the number of equal
+texts. On the CPU in float32 all texts are equal: tests/parity/test_speculation.py.
 
     edit       a text in which a name has to be replaced, and code with a function to rename
     copy       a text to be repeated
     summarise  a text to be put into three sentences
     chat       a question
 
---host: without a model, the host's time of a step where nothing repeats, in microseconds: answers
-of 512 random tokens, one batch ahead, no device. Rows have a side's time divided by that of `off`.
-The side `model` has three drafts of a model for each request in each step, of which 1.33 are
-accepted.
+--host: without a model and a device, the host's microseconds per step where no text repeats, for
+answers of 512 random tokens, one batch ahead. Rows have a side's time divided by that of `off`. The
+side `model` has three drafts of a drafter for each request in each step, of which 1.33 are accepted
+on average.
 """
 
 import argparse
@@ -210,7 +210,7 @@ class NoDevice:
 
 
 class DoneStep:
-    """The handle of a step that `NoDevice` has launched, whose result is there already."""
+    """The handle of a step that `NoDevice` has launched; its result is available at once."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -226,7 +226,7 @@ class DoneStep:
 
 
 class ThreeDrafts(ModelLengths):
-    """A controller that does its work, and then chooses three drafts."""
+    """A controller of draft lengths that does its usual work, but then chooses three drafts."""
 
     def begin_step(self, entries: int) -> int:
         return max(3, super().begin_step(entries))
@@ -265,7 +265,7 @@ class HostSide:
         for _ in range(count):
             while len(core.scheduler.requests) < self._streams:
                 self._added += 1
-                first = min(self._added / self._streams, 1.0)  # they end at different times
+                first = min(self._added / self._streams, 1.0)  # so that ends are spread over time
                 params = SamplingParams(max_tokens=int(512 * first), ignore_eos=True)
                 ids = self._runner.take(400)
                 core.add_request(EngineRequest(self._added, ids, len(ids), params, 0))
@@ -285,7 +285,7 @@ def measure_host(streams: Sequence[int], rounds: int) -> Iterator[Line]:
         for turn in range(8 * rounds + 4):
             for name, side in sides.items():
                 seconds = side.steps(256)
-                if turn >= 4:  # the first ones try drafts
+                if turn >= 4:  # in the first turns the controller still tries drafts
                     turns[name].append(1e6 * seconds)
         for name, figures in turns.items():
             line = {"streams": count, "side": name, "host_us": round(median(figures), 2)}
@@ -344,7 +344,7 @@ def main() -> None:
         "model": str(folder),
         **chosen,
         "quantization": "gguf" if blocks else options.quantization,
-        "prefix_caching": False,  # sides would differ by what the round before has left
+        "prefix_caching": False,  # otherwise results depend on the previous rounds
         "max_num_seqs": 8 * max(options.streams),  # rows of drafts too
         "max_model_len": 2048,
         "kv_cache_bytes": 2**20 * 64 * max(8, *options.streams),

@@ -5,8 +5,8 @@
 FOLDER needs only a config.json: weights are random. The engine's own loop runs three kinds of step:
 one decode, 256 decodes, and 255 decodes with 768 prompt tokens.
 
-A kernel counts for the time that it adds: under programmatic dependent launch the next kernel
-starts while the previous one ends, and the overlap belongs to the previous one. The lower bound of
+A kernel's time is the time that it adds: under programmatic dependent launch the next kernel
+starts while the previous one ends, and the overlap counts for the previous one. The lower bound of
 a kind of kernel is its bytes divided by a copy's bandwidth, or its operations divided by a large
 matmul's rate, whichever is longer. Both are measured in the same run.
 """

@@ -1,6 +1,6 @@
-"""HTTP/1.1 client for load tests. A connection has one request at a time and is reused for the
-next. The clock is read once per arrival of bytes. There are no retries and no redirects, since a
-load test counts each answer of the server.
+"""An HTTP/1.1 client for load tests. A connection has one request at a time and is reused for the
+next one. The clock is read once per arrival of bytes. There are no retries and no redirects, since
+a load test counts each answer of the server.
 """
 
 import asyncio
@@ -17,10 +17,11 @@ clock = time.monotonic
 
 _MAX_HEAD = 2**16
 _MAX_LINE = 2**12
-# Some servers close a connection right after an answer and do not say so in its head. A connection
-# rests for so many seconds, in which that is seen, before it has another request.
+# Some servers close a connection right after an answer without announcing it in the headers. A
+# connection is not reused for so many seconds, in which such a close is noticed.
 _REST_S = 0.01
-IDLE_S = 2.0  # Servers close idle connections after 5 s or more; a request must not meet that.
+# Connections that are idle for longer are not reused, since servers close them after 5 s or more.
+IDLE_S = 2.0
 
 
 class ResponseHandler(Protocol):

@@ -36,15 +36,16 @@ _FAR_S = 0.7  # seconds that starts and barriers take longer over a network
 
 
 class RunClock:
-    """The clock of a run, for faults during the load. mark() adds a line to the summary's
-    faults.
-    """
+    """The clock of a run, for faults during the load. mark() records a fault for the summary."""
 
     def __init__(self, origin: float, proxies: Sequence[NetworkProxy] = ()) -> None:
-        """Make the clock. proxies: the proxies between clients and servers, if any."""
+        """Set up the clock. origin: the run's start by the monotonic clock.
+
+        proxies: the proxies between clients and servers, if any.
+        """
         self.origin, self.proxies = origin, proxies
         self.marks: list[FaultMark] = []
-        self.spoilt: list[str] = []  # reasons why the run is not as requested
+        self.spoilt: list[str] = []  # reasons why the run differs from the request
 
     def now(self) -> float:
         """Return the seconds since the run's start."""
@@ -59,7 +60,7 @@ class RunOptions:
     """The options of a run.
 
     procs: number of client processes.
-    ray: start them on the nodes of this Ray cluster, an address or "auto".
+    ray: start the client processes on the nodes of this Ray cluster, an address or "auto".
     verify: a reference file to compare with. keep: a reference file to write instead.
     proxied: clients reach the servers through NetworkProxy, for network faults.
     beside: a coroutine that runs during the load and is cancelled at its end, e.g. to kill
@@ -201,7 +202,7 @@ def _summary(
 ) -> Summary:
     known = [plan.seconds for plan in plans if not plan.phase.warmup]
     sending = None if stop.is_set() or None in known else sum(s for s in known if s is not None)
-    # Sessions outlast their phase, so the time of sending is not the phases' duration.
+    # Sessions may last longer than their phase, so requests are sent after the phases, too.
     if any(visit.thinks for plan in plans for visit in plan.visits):
         sending = None
     ended = [worker.finished for worker in workers if worker.finished is not None]

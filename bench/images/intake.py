@@ -133,7 +133,7 @@ def picture(model: str, size: tuple[int, int]) -> tuple[str, ImageProcessor]:
 
 
 def together(model: str, size: tuple[int, int], count: int, processes: int) -> dict[str, float]:
-    """Return CPU ms per picture and pictures/s of several routers that read `count` pictures each."""
+    """Return CPU ms per picture and pictures/s of several routers, for `count` pictures each."""
     context = multiprocessing.get_context("spawn")
     begin, times = context.Barrier(processes), context.Queue()
     routers = [

@@ -357,7 +357,7 @@ class Sweep:
 
 
 def agreed(cases: list[Case], key: str) -> FragmentTile | None:
-    """Return the tile whose worst slowdown from a case's best tile is the smallest; None without."""
+    """Return the tile with the smallest worst slowdown against the cases' best tiles, if any."""
     worst: dict[FragmentTile, float] = {}
     seen: dict[FragmentTile, int] = {}
     for case in cases:

@@ -1,14 +1,14 @@
-"""Batch work beside interactive requests, in virtual time.
+"""Batch work during interactive requests, in virtual time.
 
-Routers, replica server and scheduler are the service's own; the device's steps take what a `Speed`
-says. Interactive requests arrive as a Poisson process, at a share of the rate that a full engine
-answers. Rows of a dataset, as Ray Data's Serve stage sends them, are at all times more than the
-engine has slots. The same arrivals run without rows and with them, with several seeds:
+Routers, replica server and scheduler are the service's own; a `Speed` gives the duration of the
+device's steps. Interactive requests arrive as a Poisson process, at a share of the rate that a full
+engine answers. Rows of a dataset, as Ray Data's Serve stage sends them, always outnumber the
+engine's slots. The same arrivals are simulated without rows and with rows, with several seeds:
 
 p99_ttft: 99th percentile of the interactive requests' time to first token, over the requests of all
     seeds, with rows and without. The note has the mean and the worst ratio of a seed.
-idle_used: output tokens/s of the rows, against the idle share of what the rows have alone: the mean
-    of all seeds. The note has the least of a seed.
+idle_used: output tokens/s of the rows, against the idle share of their tokens/s without interactive
+    requests: the mean of all seeds. The note has the minimum over seeds.
 """
 
 import asyncio
@@ -70,13 +70,13 @@ CASES = {
 
 @dataclass
 class BesideRun:
-    """The figures of a run of interactive requests, with or without rows beside them.
+    """The figures of a run of interactive requests, with or without rows of a dataset.
 
-    seconds: virtual time that counts.
-    firsts: seconds to the first token of each interactive request of that time.
+    seconds: virtual seconds of the measured part of the run.
+    firsts: seconds to the first token of each interactive request in the measured part.
     answers: interactive requests that ended in it. refused: those that the router refused.
     rows, row_tokens: rows of the dataset that ended in it, and output tokens of rows.
-    preemptions: of the whole run.
+    preemptions: their number in the whole run.
     """
 
     seconds: float
@@ -116,7 +116,7 @@ class _Load:
         return self._counts_from <= self._loop.time() < self.end
 
     def _request(self, prompt: int, output: int, **fields: Any) -> GenerationRequest:
-        self._number += 1  # no two prompts share a block
+        self._number += 1  # makes each prompt unique, so that no two share a block
         ids = [3 + self._number % 991, 3 + self._number // 991 % 991] + [5] * (prompt - 2)
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         return GenerationRequest(f"q{self._number}", "m", ids, params, seed=1, **fields)
@@ -133,7 +133,7 @@ class _Load:
                     self._outcome.firsts.append(first)
         except Overloaded as refusal:
             self._outcome.refused += counts
-            await asyncio.sleep(refusal.retry_after or 1.0)  # as a user waits; others are gone
+            await asyncio.sleep(refusal.retry_after or 1.0)  # before the next request of a user
             return
         self._outcome.answers += self._counts()
 
@@ -205,7 +205,7 @@ def run(
 
 
 def measure(name: str, seed: int) -> dict[str, BesideRun]:
-    """Return the runs of a case: full of either kind, then each load without and with rows."""
+    """Return a case's runs by name: full of each kind of request; each load without, with rows."""
     case = CASES[name]
     slots = case.speed.max_num_seqs
     full = run(case, users=slots, seed=seed)
@@ -240,7 +240,7 @@ def all_rows(quick: bool = False) -> tuple[list[RoutingRow], list[dict[str, Any]
 
 
 def _rows_of(name: str, load: float, runs: list[dict[str, BesideRun]]) -> list[RoutingRow]:
-    """Return the two rows of a load. runs: those of each seed."""
+    """Return the table's two rows of a load. runs: {name: run} by seed."""
     pairs = [(run[f"{load:g}/without"], run[f"{load:g}/with"]) for run in runs]
     without = p99(first for alone, _ in pairs for first in alone.firsts)
     beside = p99(first for _, both in pairs for first in both.firsts)

@@ -86,7 +86,10 @@ class Stretch:
 
 
 def main(model: str | None, name: str, fields: Mapping[str, Any], out: Path | None) -> None:
-    """Print the table; with `out`, also write the result file. fields: EngineConfig's, by name."""
+    """Calibrate and print the table; with `out`, also write the result file.
+
+    fields: {field of EngineConfig: value}.
+    """
     import torch
 
     if model is None:

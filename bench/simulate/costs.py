@@ -1,7 +1,7 @@
-"""The cost of routing itself: microseconds of a decision, and of recording which replica has which
-prefix.
+"""The cost of routing itself: microseconds of a decision, and of recording the prefixes that each
+replica has.
 
-It is CPU time, the best of many rounds, so other load on the machine matters little.
+Costs are CPU times, the best of many rounds, so other load on the machine matters little.
 """
 
 import time
@@ -23,7 +23,7 @@ _PAIRS = 50_000
 
 
 def all_rows() -> list[RoutingRow]:
-    """Return rows of what a routing decision and the records of prefixes cost a router.
+    """Return rows with the costs of a routing decision and of recording prefixes.
 
     Measured are the CPU time of a decision for each fleet of _GOALS, of hashing and recording a
     prompt's prefixes, and the bytes that routers send each other.
@@ -32,7 +32,7 @@ def all_rows() -> list[RoutingRow]:
     tokens = [dice.randrange(50_000) for _ in range(PROMPT)]
     prefix_hashes = hash_prefix(tokens)
     num_hashes = len(pack_hashes(prefix_hashes))
-    # The most hashes per second: a replica that computes only prompts, all of them new.
+    # The maximum number of hashes per second: a replica that computes only new prompts.
     a_second = num_hashes / (PROMPT * GPU.token)
     rows = [decision(count) for count in _GOALS]
     rows += [

@@ -54,7 +54,7 @@ class Found:
     """The requests and waiting times of a run.
 
     asked: requests by arrival.
-    most_waiting: most requests waiting in an engine at any time.
+    most_waiting: maximum number of requests waiting in an engine.
     began: monotonic seconds, from which other times are counted.
     """
 
@@ -186,7 +186,7 @@ def open_loop(
     routers: int = 2,
     seconds: float = 60.0,
 ) -> Found:
-    """Run Poisson arrivals at `rate` per second, whatever becomes of the requests."""
+    """Run Poisson arrivals at `rate` per second, independent of answers and refusals."""
     return virtual_time.run(_run(speeds, routers, lengths, seconds, rate, 0))
 
 

@@ -13,7 +13,7 @@ class Line:
     label: str
     points: Sequence[tuple[float, float]]
     steps: bool = False  # constant until the next point
-    colour: int = -1  # index in the palette; default: by its place
+    colour: int = -1  # index in the palette; default: the line's index in the panel
 
 
 @dataclass(frozen=True, slots=True)

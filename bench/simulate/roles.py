@@ -1,8 +1,9 @@
-"""Roles: prompts at some replicas and answers at others, against all replicas doing both.
+"""Roles: some replicas compute prompts and others answers, against all replicas doing both.
 
-Discrete events with the simulator's replicas. A prompt's KV blocks take their bytes at the rate of
-the network from replica to replica, and arrive as cached ones. Each case has one workload at one
-rate of arrival, and once all requests at once for the tokens/s of full replicas.
+A discrete-event simulation with the simulator's replicas. Moving a prompt's KV blocks to another
+replica takes their bytes divided by the rate of the network; there they count as cached. Each case
+has one workload: at one rate of arrival, and with all requests at once, for the tokens/s of full
+replicas.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from bench.simulate.routing import SEED, RoutingRow
 from deployments.routing.prefix_index import HASH_BYTES, STRIDE
 from deployments.simulation.speed import Speed
 
-TOKEN_BYTES = 131_072  # of an 8B model's KV in bfloat16
+TOKEN_BYTES = 131_072  # bytes of a token's keys and values of an 8B model in bfloat16
 LOAD = 0.7  # share of the tokens/s that replicas doing both can reach
 REQUESTS = 400
 # (replicas, prompt, output, bytes/s of the network)

@@ -57,8 +57,8 @@ def mix(kind: str, count: int) -> Mix:
 
 
 def capacity(speeds: Sequence[Speed], work: Sequence[Job]) -> float:
-    """Return the most requests per second of a fleet that hits every prefix and fills every
-    batch.
+    """Return the maximum requests per second of a fleet, if each possible prefix is cached and all
+    batches are full.
     """
     count = len(work)
     computed = (sum(job.prompt for job in work) - ideal_hits(work)) / count

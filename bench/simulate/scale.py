@@ -1,7 +1,7 @@
-"""Scale: what routers cost with a thousand replicas, whose engines are simulated.
+"""Scale: the cost of routers with a thousand replicas, whose engines are simulated.
 
-Routers, replica servers and channels are the service's own. A part runs over real sockets in
-several processes, for memory and CPU time. The rest runs in virtual time in one process, for more
+Routers, replica servers and channels are the service's own. Some cases run over real sockets in
+several processes, for memory and CPU time. The others run in virtual time in one process, for more
 routers than this machine has cores.
 """
 
@@ -41,7 +41,7 @@ from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
 from loadtest.measure.figures import sample_at
 
-DECISION_US, MEMORY_MB = 100.0, 200.0  # the most that is accepted
+DECISION_US, MEMORY_MB = 100.0, 200.0  # limits of a decision's time and of a router's memory
 PROMPT = 512  # tokens of a request
 # Requests/s of each replica in virtual time, and output tokens: one stream at a time on average.
 BUSY, OUTPUT = 5.0, 40
@@ -49,9 +49,9 @@ BUSY, OUTPUT = 5.0, 40
 SLOW_STEPS = replace(GPU, base=0.5, max_num_seqs=32)
 # Heartbeats of a channel go on while a busy machine starts everything.
 _PATIENT = ChannelLimits(handshake=60.0, heartbeat=1.0, timeout=60.0)
-PAIRS = 2**19 - 1  # of a full index of prefixes
-_SHORT = 4  # output tokens where a step takes so long
-_HOSTS = 2  # processes that hold the replicas
+PAIRS = 2**19 - 1  # (prefix, replica) pairs of a full index of prefixes
+_SHORT = 4  # output tokens of a request where steps are slow
+_HOSTS = 2  # processes that run the replicas
 
 
 @dataclass
@@ -59,8 +59,9 @@ class RouterFigures:
     """The costs and memory of one router in a run.
 
     connected_s: seconds from the list of replicas until all were connected.
-    decisions_us: for each request the microseconds of CPU of deciding whether and where it goes.
-    requests_us: the same with everything until it is sent.
+    decisions_us: for each request the CPU microseconds of deciding whether and to which replica it
+        is sent.
+    requests_us: for each request the CPU microseconds until it is sent.
     ages_s: for each request the age of the chosen replica's stats.
     frames: frames received in `seconds`.
     cpu_s: CPU time of the process in that time.
@@ -111,7 +112,7 @@ def decide(
 async def ask(
     dispatcher: Dispatcher, prompt: list[int], output: int, figures: RouterFigures
 ) -> None:
-    """Send a request and read its answer. Notes what the decision cost, and when tokens came."""
+    """Send a request and read its answer; record the decision's cost and the tokens' times."""
     loop = asyncio.get_running_loop()
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     request = GenerationRequest("q", "m", prompt, params, seed=1)
@@ -145,7 +146,7 @@ async def load(
     figures: RouterFigures,
     output: int = OUTPUT,
 ) -> None:
-    """Send Poisson arrivals to a router; prompts share beginnings, as conversations do."""
+    """Send Poisson arrivals to a router; prompts share prefixes, as in conversations."""
     loop, dice, tasks = asyncio.get_running_loop(), Random(seed), set[asyncio.Task[None]]()
     due = loop.time()
     end = due + seconds
@@ -180,7 +181,7 @@ async def start_replica(speed: Speed, host: str) -> tuple[ReplicaServer, dict[st
 
 
 def _host(parent: Connection, count: int, speed: Speed) -> None:
-    """Hold some replicas until the parent says that the run is over."""
+    """Run `count` replicas in this process until the parent ends the run."""
 
     async def hold() -> None:
         started = [await start_replica(speed, "127.0.0.1") for _ in range(count)]
@@ -371,7 +372,7 @@ def decision_us(replicas: int) -> float:
 
 
 def all_rows(quick: bool) -> tuple[list[RoutingRow], list[dict[str, Any]]]:
-    """Measure what routers cost with ten to a thousand replicas.
+    """Measure the costs of routers with ten to a thousand replicas.
 
     Returns (rows of the table, a line for each run over sockets or in virtual time). Measured are
     the microseconds of a routing decision, then routers and replicas over real sockets, then in

@@ -1,8 +1,8 @@
 """KV beyond the device's pool, in virtual time: the workloads of `bench.versus.tiers` with the
-engine's own scheduling and host tier, on a device and copies that only take time.
+engine's own scheduling and host tier, on a simulated device with simulated copies.
 
-Steps cost what `Speed` says, copies their bytes at a rate in each direction. A step waits for the
-stores of the blocks that it writes, as on CUDA.
+A `Speed` gives the duration of steps; copies take their bytes divided by a rate in each direction.
+A step waits for the stores of the blocks that it writes, as on CUDA.
 """
 
 import time
@@ -30,9 +30,9 @@ _QUEUE_BYTES = 8 << 30  # bytes of stores that may wait, as in `CudaCopies`
 class TierCase:
     """A device, its host memory and the sizes of the workloads.
 
-    token_bytes: of a token's keys and values.
-    rate: bytes a second of copies, one way.
-    host_bytes: of the host tier.
+    token_bytes: bytes of a token's keys and values.
+    rate: bytes per second of copies in one direction.
+    host_bytes: size of the host tier.
     """
 
     speed: Speed
@@ -42,7 +42,7 @@ class TierCase:
     sizes: Sizes
 
 
-# Costs of a step, a sequence and a prompt token, and the rate of copies, as an H200 has them.
+# Costs of a step, a sequence and a prompt token, and the rate of copies, as on an H200.
 CASES = {
     "llama-8b": TierCase(
         Speed("gpu", 0.0043, 0.00005, 0.000024, SIZES.pool, 64, 8192, ahead=True),
@@ -59,7 +59,7 @@ CASES = {
         Sizes(8192, 3.0, 1024, 128, 32, 4, 2048),
     ),
 }
-_LEAST_TOKENS = 256  # that are loaded rather than computed, as on CUDA
+_LEAST_TOKENS = 256  # minimum number of tokens that are loaded rather than computed, as on CUDA
 
 
 class Copies:
@@ -108,7 +108,7 @@ class Copies:
         return done
 
     def before(self, batch: Batch) -> float:
-        """Return when the stores of the blocks that a step writes are done."""
+        """Return the time at which the stores of the blocks that a step writes are done."""
         blocks = {block for _, _, block in batch.new_blocks}
         ends = (end for end, sources, _ in self._stores if not sources.isdisjoint(blocks))
         return max(ends, default=0.0)
@@ -135,7 +135,7 @@ class TierDevice(Device):
 
 @contextmanager
 def clocks_of(device: Device) -> Iterator[None]:
-    """Let the process's clocks be the device's."""
+    """Replace the process's clocks by the device's virtual clock within the context."""
     real = time.perf_counter, time.monotonic, time.monotonic_ns, time.sleep
 
     def sleep(seconds: Any) -> None:
@@ -176,7 +176,7 @@ class TierEngine:
         self._number = 0
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], int]]:
-        """Run requests that come together; return each one's tokens and cached prompt tokens."""
+        """Run requests that arrive together; return (tokens, cached prompt tokens) of each."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
         places: dict[int, int] = {}
         for prompt in prompts:
@@ -220,7 +220,7 @@ def all_rows(quick: bool = False) -> tuple[list[RoutingRow], list[dict[str, Any]
         lines.append({"case": name, "store": store, **results})
         for workload, unit in UNITS.items():
             if workload not in none:
-                continue  # the rate of copies is given
+                continue  # the rate of copies is an input of the simulation
             ours, peer = results[workload], none[workload]
             ratio = round(ours / peer, 3) if peer else 0.0
             case = f"tiers/{name}/{store}/{workload}"

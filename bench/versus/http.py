@@ -294,9 +294,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def held() -> str:
-    """Return what a leftover server holds: the port, or much device memory; "" if nothing.
+    """Return a text of what a leftover server still occupies: the port, or much device memory.
 
-    A server takes memory before it answers.
+    Returns "" if nothing. A server takes memory before it answers.
     """
     try:
         socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
@@ -391,7 +391,7 @@ def load(
 
 
 def closed(streams: int) -> dict[str, Any]:
-    """Return the arrivals of a load with so many requests in flight."""
+    """Return a scenario's arrivals of a closed loop with `streams` requests in flight."""
     return {"kind": "closed", "concurrency": streams}
 
 
@@ -411,7 +411,10 @@ def whole_load(url: str, side: str, streams: int, count: int, workload: str) -> 
 
 
 def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]:
-    """Run a side and yield its lines as they arrive."""
+    """Benchmark one side and yield its result lines as they arrive.
+
+    side: "offline" (Manta's engine without HTTP), "manta" or a peer's server.
+    """
     if side == "offline":
         refuse_if_held(side)
         command = [sys.executable, "-m", "bench.versus.http", "--offline", "--model", args.model]

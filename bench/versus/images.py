@@ -1,14 +1,14 @@
-"""Requests with pictures on one GPU: Manta's engine and vLLM's, offline, and text beside them.
+"""Requests with pictures on one GPU, Manta's engine against vLLM's, offline; and text alone.
 
     python -m bench.versus.images --model FOLDER --name qwen3-vl-8b --turns 2
 
 FOLDER has config.json, the files of the tokenizer and of the image processor; weights are random on
-all sides. Programs hand over Pillow's images, so that the resize, which is a part of both engines'
-work, counts. Each picture is new and random, as in vLLM's `random-mm`. Each side has its own
-process, started once, with vLLM's defaults but for what must equal Manta's. The best turn counts.
+all sides. Engines get Pillow's images, so that their resizing is included. Each picture is new and
+random, as in vLLM's `random-mm`. Each side has its own process, started once, with vLLM's defaults
+except for settings that must equal Manta's. The best turn counts.
 
-- `first` is the time to the only token of a request alone with a large picture, and `again` that of
-  the same prompt with the same picture: medians in milliseconds, best below 1.
+- `first` is the time to the only token of a single request with a large picture, `again` the time
+  of the same prompt with the same picture: medians in milliseconds; ratios below 1 are better.
 - `load` and `mixed` are requests/s of `--streams` at a time; each, or every second one, has a
   picture.
 - `text` is tokens/s of prompts without pictures. Its peer is Manta with the language model alone.
@@ -144,7 +144,7 @@ def text_folder(model: Path, folder: Path) -> Path:
 
 
 def run_side(side: str, model: Path, args: argparse.Namespace) -> None:
-    """Start a side and run its workloads, the first turn without being counted.
+    """Start a side and run its workloads; the first turn is a warm-up.
 
     Prints a JSON line for each. Raises SystemExit if an answer is too short.
     """

@@ -1,15 +1,15 @@
-"""Prompts and answers on replicas of their own, against replicas that do both, on two GPUs.
+"""Prefill and decode on separate replicas, against replicas that do both, on two GPUs.
 
     python -m bench.versus.roles --model FOLDER --name llama-8b --out bench/results
 
 FOLDER has config.json and a tokenizer; weights are random. `manta serve` runs twice, one after the
 other: `together` has two replicas, `apart` a pool with `role: prefill` and one with `role: decode`,
-of a replica each. The load is `manta loadtest`'s: prompts of `--tokens-in` tokens that nobody
-repeats, answers of `--tokens-out`, sent at a constant rate (`--rates`, requests a second), then as
-many as `--streams` at once.
+of one replica each. The load is `manta loadtest`'s: prompts of `--tokens-in` tokens without
+repetition, answers of `--tokens-out` tokens, sent at constant rates (`--rates`, requests/s), then
+in a closed loop of `--streams`.
 
-Rows compare tokens/s, the p99 between chunks and the median first token, `apart` to `together`. At
-a rate, tokens/s are what was asked for while the servers keep up.
+Rows compare tokens/s, the p99 of times between chunks and the median time to first token, `apart`
+to `together`. At a constant rate, tokens/s are those of the load as long as the servers keep up.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
     with server("manta", args.model, "", config, values) as ready:
         yield {"config": {"yaml": config, "ready_s": ready, **values}}
         load(URL, side, work, arrivals=closed(4), count=8, clients=1)
-        # Each load has a seed of its own: no prompt may be in a cache from an earlier one.
+        # Each load has its own seed, so that no prompt is in a cache from an earlier load.
         for seed, (name, (arrivals, count)) in enumerate(loads(args).items(), 1):
             line = load(URL, side, work, arrivals=arrivals, count=count, clients=4, seed=seed)
             if line["failed"] or line["ok"] != count:

@@ -1,15 +1,15 @@
-"""Speculation by model drafters on one GPU: Manta's engine with and without, and vLLM's beside it.
+"""Speculation by model drafters on one GPU: Manta's engine with and without drafts, against vLLM's.
 
     python -m bench.versus.speculation --model LLAMA --name llama-8b --method eagle3 \\
         --rates 0.75 0.55 0.40
     python -m bench.versus.speculation --model QWEN --name qwen3-next-24 --method mtp --rates 0.85
 
 LLAMA is a folder that needs only a config.json: weights, the drafter's too, are random on both
-sides. So acceptance is synthetic: --rates has the probability of each draft of a step if all before
-it are accepted, and both sides accept drafts by chance at these rates. All work is done: drafts are
-computed, verified and sampled. The EAGLE-3 drafter is one layer of the model's own sizes with a
-vocabulary of 32,000 tokens, as published ones have. Each run has its own process, and the best of a
-side counts.
+sides. So acceptance is synthetic: --rates has the probability that each draft of a step is accepted
+if all earlier ones are, and both sides accept drafts by chance at these rates. All work is done:
+drafts are computed, verified and sampled. The EAGLE-3 drafter is one layer of the model's own sizes
+with a vocabulary of 32,000 tokens, as in published drafters. Each run has its own process, and the
+best run of a side counts.
 
 A row has the output tokens/s with drafts, divided by those of vLLM with drafts of equal number and
 rates (`ratio`), and by those of Manta without drafts (`own`); `peer_own` is vLLM's own gain. With
@@ -77,7 +77,7 @@ def options(side: str, method: str, drafter: Path | None, rates: Sequence[float]
         **named,
         "num_speculative_tokens": len(rates),
         "rejection_sample_method": "synthetic",
-        # vLLM's rates are of a draft and all before it
+        # vLLM's rates are probabilities that a draft and all earlier ones are accepted
         "synthetic_acceptance_rates": [round(rate, 6) for rate in accumulate(rates, mul)],
     }
     return [f"speculative_config={json.dumps(theirs)}"]

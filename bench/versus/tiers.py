@@ -11,11 +11,11 @@ its own process. vLLM runs under `--vllm-python`, if it has an environment of it
 
 - `dialogue`: tokens/s, prompts included, of conversations that take turns. Their tokens are
   `--over` times the pool.
-- `return`: conversations of eight times the pool come back for a fourth turn. The share of their
-  prompts' tokens that was not computed, and the milliseconds of the device for a turn.
-- `first`: milliseconds to the only token of a prompt of 8,192 tokens that has left the device;
-  `copies`: the rate of the copies meanwhile, GB/s (Manta alone).
-- `fresh`: tokens/s of prompts that nobody repeats.
+- `return`: conversations of eight times the pool continue with a fourth turn. The share of their
+  prompts' tokens that was not computed, and the device's milliseconds per turn.
+- `first`: milliseconds to the only token of a prompt of 8,192 tokens that was evicted from the
+  device; `copies`: the rate of the copies meanwhile, GB/s (Manta only).
+- `fresh`: tokens/s of prompts without repetition.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def start_vllm(model: str, sizes: Sizes, args: argparse.Namespace) -> Side:
 
 
 def longest(sizes: Sizes) -> int:
-    """Return the tokens that a request may have: no less than any of the workloads needs."""
+    """Return the maximum number of tokens of a request in any of the workloads."""
     grown = sizes.opening + max(sizes.turns, _RETURNS) * (sizes.message + sizes.answer)
     return max(grown, sizes.long) + BLOCK
 
@@ -149,7 +149,7 @@ def longest(sizes: Sizes) -> int:
 class Conversations:
     """Conversations that all take a turn, then all the next.
 
-    tokens: of all conversations together after the last turn.
+    tokens: tokens of all conversations together after the last turn.
     """
 
     def __init__(self, side: Side, sizes: Sizes, tokens: float, turns: int, seed: int) -> None:
@@ -180,7 +180,7 @@ class Conversations:
 
 
 def prompt_ids(source: random.Random, count: int) -> list[int]:
-    """Return random token ids that every model of the benches has."""
+    """Return random token ids that are in the vocabularies of all models of the benches."""
     return [source.randrange(100, 180) for _ in range(count)]
 
 

@@ -10,8 +10,8 @@ between the clients and the server is slowed, held or cut.
     pause-network@10s for 3s              no byte passes, in either direction
     kill-network@10s                      every connection is reset
 
-Every fault with its victim, and the moment when a replacement process was running, become
-FaultMarks of the run. The seed draws the victim among the live processes, sorted by age.
+Each fault with its victim, and the moment when a replacement process runs, become FaultMarks of the
+run. The victim is chosen at random, by the seed, among the live processes sorted by age.
 """
 
 import asyncio
@@ -165,7 +165,8 @@ def needs_proxies(texts: Sequence[str]) -> bool:
 def beside(
     texts: Sequence[str], url: str, seed: int
 ) -> Callable[[FaultClock], Awaitable[None]] | None:
-    """Return the coroutine that carries out a run's faults during its load, or None without faults.
+    """Return a coroutine function that carries out a run's faults during its load, None without
+    faults.
 
     Raises ScenarioError if no process at the URL can be a victim.
     """

@@ -1,7 +1,7 @@
 """NetworkProxy: a proxy between clients and server that can delay, hold or cut the traffic.
 
-Clients connect to the proxy instead of the server. It forwards bytes without interpreting them. All
-traffic passes through one more process for a whole run with network faults. Other runs have no
+Clients connect to the proxy instead of the server. It forwards bytes without interpreting them. In
+a run with network faults all traffic passes through the proxy for the whole run; other runs have no
 proxy.
 """
 
@@ -61,7 +61,7 @@ class NetworkProxy:
         try:
             far_reader, far = await asyncio.open_connection(self._address.host, self._address.port)
         except OSError:
-            # no server there: the client sees a failed connection, as without the proxy
+            # no server listens: the client sees a failed connection, as without the proxy
             writer.transport.abort()
             return
         self._writers |= {writer, far}

@@ -61,7 +61,7 @@ class ServerProcess:
         return False
 
 
-# How to recognise each target's processes among those of the instance.
+# Target -> whether a process of the instance belongs to it.
 TARGETS: dict[str, Callable[[ServerProcess], bool]] = {
     "engine": lambda p: " -m engine.process.main" in p.title,
     "replica": lambda p: re.match(r"ray::ServeReplica:[^:]*:engine", p.title) is not None,
@@ -164,7 +164,7 @@ def _session(process: ServerProcess) -> str | None:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a host is this machine, which is so if a socket can bind to its address."""
+    """Whether a host is this machine: whether a socket can bind to its address."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -21,9 +21,7 @@ class _Timing(msgspec.Struct):
 
     @classmethod
     def of(cls, value: Any) -> "_Timing":
-        """Parse a usage's timing. Returns an empty one if another server uses the name
-        differently.
-        """
+        """Parse a usage's field `timing`; an empty _Timing if it has another server's format."""
         try:
             return cls() if value is None else msgspec.convert(value, cls)
         except msgspec.ValidationError:

@@ -4,8 +4,8 @@
     |<------------------------- ttft -------------------------------->|
     |<------------------------- e2e ------------------------------------------------->|
 
-An open loop never waits for an answer before the next request, so the server decides how many
-requests are in flight. In a closed loop the intended time is when an earlier request ended.
+An open loop never waits for an answer before the next request, so the number of requests in flight
+depends on the server. In a closed loop the intended time is the end of an earlier request.
 """
 
 import asyncio
@@ -34,7 +34,8 @@ _REFUSED_PAUSE_S = 0.1
 class ClientProgress(msgspec.Struct):
     """The progress that one client process reports while it runs.
 
-    Counts are since its start; ttft and late are the values since the last report.
+    Counts are since the process's start; ttft and late have the values (seconds) since the last
+    report.
     """
 
     phase: str = ""
@@ -66,12 +67,12 @@ class LoadClient:
         barrier: Callable[[], Awaitable[float]] | None = None,
         proxies: Sequence[int] = (),
     ) -> None:
-        """Make a client; it sends nothing yet.
+        """Set up a client, which sends nothing yet.
 
-        references: answers to compare with.
+        references: key of a question -> answer to compare with.
         keep: called with each answer.
-        barrier: returns when all processes of a run begin the next phase, for phases that end with
-        their answers.
+        barrier: awaited at the end of a phase that ends with its answers; returns the time at which
+            all processes of the run begin the next phase.
         proxies: ports on this machine to connect to instead of the servers.
         """
         self._target = target
@@ -109,7 +110,7 @@ class LoadClient:
         self._origin = origin
         gc.collect()
         # Exclude existing objects from garbage collections, whose pauses would show as lateness.
-        # What a caller has frozen before stays so.
+        # If the caller has frozen objects before, they stay frozen.
         thaws = not gc.get_freeze_count()
         gc.freeze()
         watch = [asyncio.create_task(self._sweep()), asyncio.create_task(self._watch_cpu())]
@@ -314,7 +315,7 @@ class LoadClient:
             self._connecting.pop(attempt, None)
         if connection is None:
             return
-        if attempt not in self._open:  # cancelled meanwhile
+        if attempt not in self._open:  # the request was cancelled meanwhile
             connection.abandon()
             return
         now = clock()
@@ -351,7 +352,7 @@ class LoadClient:
             self._sink(record)
         if after is None or self._stop.is_set():
             return
-        # no server there: wait, to avoid a storm of refused connections
+        # no server listens: wait, to avoid a storm of refused connections
         if record.error_class == "connect":
             loop = asyncio.get_running_loop()
             loop.call_later(_REFUSED_PAUSE_S, lambda: after(clock()))

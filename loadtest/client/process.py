@@ -1,9 +1,10 @@
 """A client process of a run. runner.py starts it and exchanges JSON lines with it over pipes.
 
-    stdin   ClientAssignment, then StartSignal with time 0 of the run. At end of file it stops.
-    stdout  ClientReady, then ProgressReport lines, then ClientFinished. AtBarrier asks for the next
-            StartSignal, sent once every process has asked: so all processes begin a phase together
-            even if the previous phase ended with its answers
+    stdin   ClientAssignment, then StartSignal with time 0 of the run. At end of file the process
+            stops.
+    stdout  ClientReady, then ProgressReport lines, then ClientFinished. AtBarrier requests the next
+            StartSignal, which is sent once all processes have requested it: so all processes begin
+            a phase together even if the previous phase ended with its answers
 
 Records are written to a file. Clients are processes rather than threads, so that neither the
 terminal's table nor another client can delay a send.
@@ -32,13 +33,14 @@ _FLUSH_BYTES = 2**20
 
 
 class ClientAssignment(msgspec.Struct, kw_only=True):
-    """The order to a client process: which scenario it runs, and where results go.
+    """The order to a client process: its scenario, and the folder of its results.
 
     scenario: the scenario's text. folder: base of its relative paths.
     results: folder to write to; its file `records` has a RequestRecord per line.
     references: file to compare answers with.
     proxies: see LoadClient.
     keep: whether to write the answers to the file `kept`.
+    worker, procs: number of this process, and the number of processes.
     """
 
     scenario: str
@@ -54,7 +56,7 @@ class ClientAssignment(msgspec.Struct, kw_only=True):
 
 
 class StartSignal(msgspec.Struct):
-    """The signal to start a phase. at: a time of the monotonic clock."""
+    """The signal to start a phase. at: its start by the client's monotonic clock."""
 
     at: float
 

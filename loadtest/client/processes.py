@@ -32,8 +32,8 @@ _READY_TIMEOUT_S = 300.0
 class ProcessConnection(Protocol):
     """The connection to a client process (process.py).
 
-    offset: seconds that the process's clock is ahead of this process's.
-    where: name of another machine, and its clock's error; "" for this machine.
+    offset: seconds by which the client's clock is ahead of this process's clock.
+    where: name of the client's machine, and its clock's error; "" for this machine.
     """
 
     offset: float
@@ -52,7 +52,7 @@ class ProcessConnection(Protocol):
         ...
 
     async def end(self) -> None:
-        """End the client process, and return when it is gone."""
+        """End the client process, and return when it has ended."""
         ...
 
     async def file(self, name: str) -> Path | None:
@@ -64,7 +64,7 @@ class ProcessConnection(Protocol):
 
 
 class LocalProcess:
-    """A ProcessConnection to a process on this machine. folder: for the process's files."""
+    """A ProcessConnection to a process on this machine. folder: that of the process's files."""
 
     offset = 0.0
     where = ""
@@ -136,7 +136,7 @@ class Worker:
         self._decode = msgspec.json.Decoder(Message).decode
 
     async def start(self) -> None:
-        """Start the process and wait until it has planned its part of the load. Raises RunError."""
+        """Start the process; wait until it has planned its share of the load. Raises RunError."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             await self.connection.start(self._assignment)
             if not isinstance(await self._message(), ClientReady):
@@ -153,7 +153,8 @@ class Worker:
     async def listen(self, show: Callable[[], None], meet: Callable[[], None]) -> None:
         """Read the process's messages until it has finished or died.
 
-        show: called after progress. meet: called when the process waits at a barrier or is over.
+        show: called after each progress report. meet: called when the process waits at a barrier,
+        has finished or died.
         """
         while (message := await self._message()) is not None:
             if isinstance(message, ProgressReport):

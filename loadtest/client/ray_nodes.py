@@ -2,9 +2,10 @@
 
 Each client is a Ray actor with the same client process as on one machine. It gets its share of the
 plan, and all its records are collected, so percentiles are over all requests and not averages.
-Records have times of their node's clock. Its offset from this machine's clock is measured at the
-start, from the fastest of several round trips, and subtracted. Each latency is measured with a
-single clock; only comparisons between requests of different nodes have the offset's error.
+Records have times of their node's clock. The offset of this clock from this machine's clock is
+measured at the start, from the fastest of several round trips, and subtracted. Each latency is
+measured with a single clock; only comparisons between requests of different nodes have the offset's
+error.
 Ray ships the package and the scenario's files. Nodes need msgspec, pydantic, numpy and ruamel.yaml.
 This is the only module of loadtest/ that imports ray.
 """
@@ -73,9 +74,7 @@ class Host:
         self._folder.cleanup()
 
     async def read(self, name: str, start: int) -> bytes | None:
-        """Read the next piece of a file from `start` on. Empty at the file's end, None without a
-        file.
-        """
+        """Return the next piece of a file from `start` on; b"" at its end, None without a file."""
         path = await self._process.file(name)
         if path is None:
             return None
@@ -85,7 +84,7 @@ class Host:
 
 
 class RayProcess:
-    """A ProcessConnection to a Host. folder: for copies of the client's files."""
+    """A ProcessConnection to a Host. folder: where copies of the client's files are written."""
 
     def __init__(self, host: Any, folder: Path, files: dict[str, Path]) -> None:
         self._host, self._folder, self._files = host, folder, files
@@ -93,7 +92,7 @@ class RayProcess:
         self.where = ""
 
     async def meet(self) -> None:
-        """Learn the host's machine and clock offset. Raises RunError."""
+        """Determine the host's machine and clock offset. Raises RunError."""
         import ray
 
         try:

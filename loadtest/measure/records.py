@@ -28,7 +28,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     sent_s: when the client wrote the request to an open connection or began to connect; None if
     never.
     connect_s: duration of connecting, 0 on an open connection.
-    first_byte_s: first byte of the answer's head.
+    first_byte_s: time of the first byte of the answer's head.
     chunks: (time, tokens) of each part of the answer with tokens; a unary answer is one chunk.
     chunks_exact: False if the server does not report tokens per chunk; each chunk then counts 1.
     end_s: the answer's last byte, the failure, or the client's own cancellation.
@@ -194,8 +194,10 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The client's own load. cpu_share: of the busiest client process; 1.0 is one core all the
-    time.
+    """The client's own load.
+
+    lateness: see RequestRecord.lateness_s. cpu_share: CPU share of the busiest client process; 1.0
+    is one full core.
     """
 
     lateness: Percentiles = Percentiles()

@@ -1,5 +1,6 @@
-"""Verification: compares a scenario's answers with a reference file. `loadtest reference` makes the
-file, one request at a time on a quiet server. Any other source of such lines will do:
+"""Verification: the comparison of a scenario's answers with a reference file. `loadtest reference`
+writes the file, by one request at a time to a quiet server. Other programs can write it, too; it
+has such lines:
 
     {"key": "...", "text": "...", "token_ids": [...], "finish_reason": "length"}
 
@@ -100,7 +101,7 @@ def count_slips(
 ) -> RequestRecord:
     """Return the record of a complete but different answer with missing and doubled tokens counted.
 
-    It is slow, so call it after the run.
+    It is slow, and therefore to be called after the run.
     """
     got, want = _comparable(answer, reference)
     if isinstance(got, str):

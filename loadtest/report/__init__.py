@@ -81,7 +81,7 @@ def subtitle(s: Summary) -> str:
 
 
 def badges(s: Summary) -> list[Cell]:
-    """Return badges for what a reader must know first: a too slow client, failures, wrong
+    """Return badges of the most important facts: a client that was too slow, failures, wrong
     answers, faults.
     """
     rows = []

@@ -152,7 +152,7 @@ def timeline(
             f'<g class="mark"><line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="{floor - 4}"/>'
             f"<title>{escape(f'{mark.x:.1f} s: {mark.text}')}</title>"
         )
-        if at - last > 8 + _CHAR * len(mark.tag):  # skip labels that would overlap the previous one
+        if at - last > 8 + _CHAR * len(mark.tag):  # leave out tags that overlap the previous one
             parts.append(f'<text x="{at:.1f}" y="14">{escape(mark.tag)}</text>')
             last = at
         parts.append("</g>")

@@ -164,7 +164,7 @@ class _Sample:
         return [float(v) for v in self.values[np.minimum(at, len(self.values) - 1)]]
 
     def _draw(self, rng: np.random.Generator) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """Return how often each request occurs in a bootstrap sample."""
+        """Return the number of times that each request occurs in a random bootstrap sample."""
         if not self._by_run:
             picks = rng.integers(0, self._count, self._count)
             return np.bincount(picks, minlength=self._count)
@@ -175,7 +175,7 @@ class _Sample:
             for run in picked
             if self._requests[run]
         ]
-        if not drawn:  # only runs without values were drawn
+        if not drawn:  # the sample has only runs without values
             return np.ones(self._count, dtype=np.int64)
         return np.bincount(np.concatenate(drawn), minlength=self._count)
 

@@ -11,7 +11,7 @@ from loadtest.report.style import CSS
 
 Tone = Literal["", "good", "bad", "warn", "dim", "wrap"]
 
-# Even if markup got into the page, it could load and run nothing.
+# Content security policy: markup that got into the page could neither load nor run anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 

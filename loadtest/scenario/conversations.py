@@ -13,8 +13,8 @@ from loadtest.errors import ScenarioError
 
 _ASKS = {"human", "user"}
 _ANSWERS = {"gpt", "assistant", "chatgpt", "bing", "bard"}
-_CHARACTERS = 4  # of a token of English, where no tokenizer is at hand
-MOST_TOKENS = 4096  # of an answer
+_CHARACTERS = 4  # mean characters per token of English, as there is no tokenizer
+MOST_TOKENS = 4096  # maximum tokens of an answer
 
 
 class Exchange(NamedTuple):

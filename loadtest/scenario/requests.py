@@ -25,8 +25,8 @@ from loadtest.scenario.lengths import Length, parse_length
 if TYPE_CHECKING:
     from loadtest.scenario.schema import AdapterMix, Prefix, Tenant, Workload
 
-# From samples_1024.json of OpenPPL's ppl.llm.serving, in Llama 2 tokens, at 0, 5, ... 100 %. Means
-# are those that its authors give.
+# Quantiles at 0, 5, ... 100 % from samples_1024.json of OpenPPL's ppl.llm.serving, in Llama 2
+# tokens. Means are those that its authors report.
 SHAREGPT_INPUT = {
     "cdf": [4, 7, 9, 11, 13, 15, 17, 20, 22, 25, 29, 35, 44, 55, 74, 101, 143, 207, 348, 596, 1007],
     "mean": 114,
@@ -275,9 +275,10 @@ class RequestGenerator:
     def _exchange(self, index: int, first: int | None) -> Exchange:
         """Return the dataset's question and answer for a request.
 
-        A conversation of the load that is longer than the file's repeats the file's.
+        If the load's conversation is longer than the file's, the file's conversation is repeated.
 
-        first: the index of the conversation's first request; None: each request is its own.
+        first: the index of the conversation's first request; None: each request is a conversation
+            of its own.
         """
         start = index if first is None else first
         conversation = self._conversations[start % len(self._conversations)]
@@ -355,7 +356,7 @@ class RequestGenerator:
             filler = length.draw(rng) - len(asked.split())
             text = f"{filler_text.filler(rng, filler)}\n\n{asked}" if filler > 0 else asked
             messages.append({"role": "user", "content": text})
-            # an earlier answer of the right length, made up so that it is the same for any server
+            # an earlier answer of the right length, synthetic so that it is the same for any server
             if turn < index:
                 reply = filler_text.filler(rng, self._output(turn, None))
                 messages.append({"role": "assistant", "content": reply})

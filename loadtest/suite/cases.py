@@ -34,7 +34,7 @@ from loadtest.suite.poison import PoisonOutcome, send_all
 
 CASES = ("overload", "slow", "poison", "long", "kill")
 OVERLOADS = (1.5, 3.0, 10.0)  # times the measured capacity
-_MAX_CPU_SHARE = 0.8  # of a core: beyond it the client may be what is slow
+_MAX_CPU_SHARE = 0.8  # of a core: beyond it the client may be the bottleneck
 _SLOW_PAUSE_S = 0.2  # pause of a slow client after each kilobyte
 _START_S = 0.05  # seconds from planning to the first request
 
@@ -44,12 +44,13 @@ class SuiteOptions:
     """The options of the suite.
 
     cases: names of CASES.
-    users: clients at once that measure the capacity; at best as many as the server runs at once.
+    users: concurrent clients that measure the capacity; ideally the number of requests that the
+        server runs at once.
     seconds: duration of each case.
     questions: number of different questions.
     prompt_tokens, output_tokens: rough numbers of a question. long_tokens: of a long prompt.
-    first_limit_s: a good answer's first token comes within so many seconds.
-    patience_s: a stream without a byte for so long is lost.
+    first_limit_s: maximum seconds to a good answer's first token.
+    patience_s: seconds without a byte after which a stream counts as lost.
     kill_pids: processes that get SIGKILL. kill_commands: shell commands that harm the server.
         Each is carried out once, evenly spread over the case "kill".
     allow_remote: whether the server may be on another machine.
@@ -74,10 +75,10 @@ class SuiteOptions:
 
 
 class _RepeatedQuestions(RequestGenerator):
-    """A generator of the same few questions, again and again, some of them read slowly.
+    """A generator that repeats the same few questions; some answers are read slowly.
 
     count: number of different questions.
-    slow_every: every so many-th is read slowly; 0: none.
+    slow_every: every slow_every-th answer is read slowly; 0: none.
     """
 
     count = 1
@@ -285,13 +286,13 @@ async def _case(
     slow_every: int = 0,
     harm: Harm | None = None,
 ) -> None:
-    """Run a case and add its figures. harm: harms the server meanwhile, and notes what it did."""
+    """Run a case and add its figures. harm: harms the server meanwhile, and records its actions."""
     marks: list[str] = []
     plan = _plan(suite, *arrivals, slow_every=slow_every)
     beside = None if harm is None else asyncio.create_task(_delayed(harm, marks))
     records = await _send(suite, name, plan)
     if beside is not None:
-        # Poison of which no answer comes outlasts the case.
+        # Poison that gets no answer takes longer than the case.
         await beside
     _add(suite, name, records, marks)
 
@@ -304,7 +305,7 @@ async def _delayed(harm: Harm, marks: list[str]) -> None:
 async def _send(suite: _Suite, name: str, plan: PhasePlan) -> list[RequestRecord]:
     records: list[RequestRecord] = []
     client = _client(suite, records.append)
-    # The client collects and freezes too, which would delay the first requests.
+    # The client collects garbage and freezes objects, which would delay the first requests.
     gc.collect()
     gc.freeze()
     await client.run([plan], clock() + _START_S)
@@ -331,7 +332,7 @@ def _add(
 
 
 async def _long_beside_short(suite: _Suite, users: int) -> None:
-    """Send short questions while two further clients send long prompts, each case a row."""
+    """Send short questions while two more clients send long prompts; each of the two is a case."""
     options = suite.options
     short = _plan(suite, *_closed(options, users))
     long = _plan(suite, *_closed(options, 2), prompt_tokens=options.long_tokens)

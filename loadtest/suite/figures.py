@@ -21,15 +21,15 @@ class CaseFigures(msgspec.Struct, kw_only=True):
 
     offered_per_s: requests sent a second.
     answered: requests with a whole answer. refused: with 429, 503 or another 4xx.
-    begun: streams of which a token came. lost: those of them that broke or never ended.
+    begun: streams that got a token. lost: those of them that broke or never ended.
     failed: requests that were neither answered, refused nor lost.
     first_p99_s: seconds to the first token. pause_p99_s: between two chunks of a stream.
     longest_pause_s: the longest of these pauses.
-    no_token_s: longest time in which a request waited and no token of any came.
+    no_token_s: longest time in which a request waited and no request got a token.
     good: answers whose first token came within the limit.
     goodput: good answers a second, as a share of the measured capacity.
-    identical: answers with the undisturbed text, of `compared`.
-    marks: what was done to the server, with the second.
+    identical: answers with the text of the undisturbed server, among `compared` answers.
+    marks: the harm that was done to the server, with its second.
     """
 
     case: str
@@ -94,7 +94,7 @@ def figures_of(
     firsts = [first for r in answered if (first := r.ttft_s) is not None]
     pauses = [b[0] - a[0] for r in quick for a, b in zip(r.chunks, r.chunks[1:], strict=False)]
     good = sum(1 for r in answered if r.verified != "different" and _soon(r, first_limit_s))
-    # Answers that come after the last request was sent take time of their own.
+    # Answers may end after the last request was sent.
     span = max(seconds, max((r.end_s for r in quick), default=0.0))
     errors: dict[str, int] = {}
     for record in records:
@@ -155,7 +155,7 @@ _COLUMNS = (
 
 
 def table(result: SuiteResult) -> str:
-    """Return the cases as a table of text, and what became of poison."""
+    """Return the cases as a table of text, and the outcomes of poison."""
     lines = [[title for _, title in _COLUMNS]]
     for figures in result.cases:
         lines.append([_cell(figures, name) for name, _ in _COLUMNS])

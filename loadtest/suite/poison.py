@@ -10,10 +10,10 @@ import msgspec
 
 from loadtest.http import Address, request_head
 
-_PATIENCE_S = 5.0  # longest wait for an answer to poison
+_PATIENCE_S = 5.0  # maximum wait for an answer to poison
 _PIECE = 2**16  # bytes of a huge body that are sent at once
 _HUGE = 64 * 2**20  # bytes of a huge body
-_DEEP = 100_000  # arrays within each other
+_DEEP = 100_000  # depth of nested arrays
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def poisons(model: str) -> Iterator[Poison]:
 
 
 async def send(address: Address, poison: Poison) -> PoisonOutcome:
-    """Send one poisonous request on a connection of its own, and see what becomes of it."""
+    """Send one poisonous request on a connection of its own, and return its outcome."""
     try:
         async with asyncio.timeout(_PATIENCE_S):
             reader, writer = (
@@ -123,10 +123,10 @@ async def send(address: Address, poison: Poison) -> PoisonOutcome:
 
 
 async def send_all(url: str, model: str, pause_s: float) -> list[PoisonOutcome]:
-    """Send every kind of poison once, one after the other. Returns the outcomes so far if it is
-    cancelled.
+    """Send every kind of poison once, one after the other. Return the outcomes.
 
-    pause_s: seconds between two requests.
+    If the coroutine is cancelled, it returns the outcomes so far. pause_s: seconds between two
+    requests.
     """
     address = Address.of(url)
     outcomes: list[PoisonOutcome] = []

@@ -97,8 +97,8 @@ def run(
     """Serve `work` until every job has its first token, at most `patience` seconds after the
     last arrival.
 
-    tick: called each second with the time, the replicas, and the jobs for which none was ready;
-        these are then placed again.
+    tick: called each second with the time, the replicas, and the jobs for which no replica was
+        ready; the policy then chooses again for these jobs.
     """
     dice = Random(seed)
     replicas = [

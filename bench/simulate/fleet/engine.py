@@ -24,7 +24,7 @@ class SimEngine(VirtualEngine):
     ) -> None:
         super().__init__(speed, on_frame, on_error)
         self.replica = SimReplica(0, speed, 1)
-        self.most_waiting = 0  # most requests beyond its rows in any frame
+        self.most_waiting = 0  # maximum number of requests beyond its slots in any frame
         self._inbox: list[Job] = []
 
     def submit(self, request: EngineRequest) -> None:
