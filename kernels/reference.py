@@ -67,7 +67,7 @@ class Kernels:
     [num_tokens, hidden].
     """
 
-    DETERMINISTIC = False  # a token's numbers depend on its request alone, bit by bit
+    DETERMINISTIC = False  # whether results are batch-invariant, bit by bit
 
     def __init__(self) -> None:
         # hidden_act of config.json -> gated activation
@@ -301,8 +301,8 @@ class Kernels:
         token of entry e stands at position kv_len[e] - 1. Padding tokens give finite values of no
         meaning. The score of the query at t and the key at s is scale * q k; with softcap > 0 then
         softcap * tanh(score / softcap) (Gemma 2). sinks [num_heads] float32: logits that join each
-        softmax and have no value (gpt-oss). slopes [num_heads] float32: slope * (s - t) is added
-        (ALiBi).
+        softmax and have no value (gpt-oss). slopes [num_heads] float32: slope * (s - t) is added to
+        scores (ALiBi).
         """
         q, k_cache, v_cache = inputs[:3]
         num_tokens, num_heads, head_dim = q.shape
@@ -387,9 +387,9 @@ class Kernels:
     ) -> Tensor:
         """Compute causal attention of each entry's queries over its latents, this step's included.
 
-        q: the queries of latent_write. up [heads, nope + value, rank]: its products with a latent
-        are a head's key, before the shared one, and its value. Returns [num_tokens, heads * value];
-        of padding tokens finite values of no meaning.
+        q: the result of latent_write. up [heads, nope + value, rank]: times a latent, its first
+        `nope` rows give a head's key without the part that heads share, the others its value.
+        Returns [num_tokens, heads * value]; rows of padding tokens hold any finite numbers.
         """
         up = up.to(q.dtype)
         num_tokens, heads, head_dim = q.shape
@@ -426,10 +426,10 @@ class Kernels:
         return self._gated(inputs, meta, torch.sigmoid)
 
     def verify_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
-        """Compute gated_delta or kimi_delta of a step that verifies drafts, on states as they lie.
+        """Compute gated_delta or kimi_delta of a step that verifies drafts, without state copies.
 
-        Writes no state of a run, and adds a function that does to `meta.state_runs.replays`.
-        Returns None where runs have to be computed on copies of states: then nothing is done.
+        Writes no state of a run (a request's drafts), but adds a function that does to
+        `meta.state_runs.replays`. Returns None, and does nothing, where runs need state copies.
         """
         return None
 

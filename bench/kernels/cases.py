@@ -48,7 +48,7 @@ DECODES: dict[str, tuple[list[int], float | None]] = {
     "256 x 100..1948": ([100 + 1848 * i // 255 for i in range(256)], None),
     "32768 + 31 x 1024": ([32768] + [1024] * 31, None),
 }
-# The same with a quantised KV cache, and targets for fp8.
+# Names of DECODES that are measured with a quantised KV cache, and targets for fp8.
 CODED: dict[str, float | None] = {
     "64 x 4096": 0.85,
     "256 x 1024": 0.85,
@@ -71,7 +71,7 @@ TOWERS = {
 }
 FAST = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PREFILL_TARGET = 0.95  # share of FlashAttention 3's rate
-# Prompts whose attention libraries compute, too: keys, and heads if others than the model's.
+# Prompts whose attention libraries compute, too: keys, and heads if they differ from the model's.
 PROMPTS = {
     "1 x 2048": (2048, {}),
     "1 x 32768": (32768, {}),

@@ -26,7 +26,7 @@ from kernels.kv.inputs import RopeInputs
 from kernels.metadata import AttentionMeta
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
-_MANY = 64  # tokens from which rotary embeddings are worth all threads
+_MANY = 64  # number of tokens from which rotary embeddings use all threads
 
 # Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _TOKENS, _Q_NORM, _K_NORM, _EPS = range(2, 13)
@@ -205,10 +205,10 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             """Call each(number, address, *carried) for all visible keys; return the carried values.
 
             number: index of the key, 0 for the first visible one.
-            address: place of the key in the cache.
+            address: address of the key in the cache.
             step: keys per call, aligned to the beginning of blocks; some of them may be invisible.
-            two: called for two neighbouring keys of a block; `each` then gets the odd key that is
-            left.
+            two: called for two adjacent keys of a block; `each` is then called for a key without
+            a neighbour.
             """
 
             def in_block(start: Value, *held: Value) -> list[Value]:
