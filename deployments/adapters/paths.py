@@ -91,7 +91,7 @@ def still_allowed(path: str, roots: Sequence[str]) -> str:
     """Resolve the links of a path that was allowed before, and check the path again.
 
     path: a path that `allowed_path` or `scan` returned earlier.
-    roots: the allowed roots; their own names may have links and any character.
+    roots: the allowed roots; their paths may contain links and any character.
 
     Raises AdapterError if the path is no longer inside a root.
     """

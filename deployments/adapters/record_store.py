@@ -23,7 +23,8 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     stamp: stamp of the files in the watched folder; it changes when they are replaced.
     kind, rank, num_bytes, targets, virtual_tokens: fields of AdapterInfo, empty until the files are
         read.
-    removed: whether an operator removed an adapter that the configuration or folder still has.
+    removed: whether an operator removed an adapter that the configuration or the watched folder
+        still has.
     """
 
     name: str
@@ -96,7 +97,7 @@ class LocalRecordStore:
 def mark_of_all(app: str) -> bytes:
     """Return a mark that changes whenever the adapters of any model of an application change.
 
-    app: application of the routers.
+    app: name of the routers' Serve application.
 
     Blocks; raises OSError if the store is unavailable.
     """
@@ -113,8 +114,8 @@ class RayRecordStore:
 
     It survives replicas, routers and Serve's controller.
 
-    app: application of the model.
-    routers: application of the model's routers; "" if it is the same.
+    app: name of the model's Serve application.
+    routers: name of the Serve application of the model's routers; "" if it is `app`.
     """
 
     def __init__(self, app: str, routers: str = "") -> None:

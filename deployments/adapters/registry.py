@@ -90,7 +90,7 @@ class AdapterRegistry:
         self._mark = b""
         self._written: dict[str, AdapterRecord] = {}  # records as the record store has them
         self._folder: dict[str, AdapterFolder] = {}
-        self._scanned: dict[str, AdapterFolder] = {}  # by the last scan; some are half copied
+        self._scanned: dict[str, AdapterFolder] = {}  # by the last scan; copies may be incomplete
         self._lock = asyncio.Lock()  # held during reads and writes of the record store
         self._looked = 0.0
         self._admin = asyncio.Lock()  # held during a change over the API
@@ -118,7 +118,7 @@ class AdapterRegistry:
     # -- for requests
 
     async def pin(self, name: str) -> AdapterRecord:
-        """Return the record that the name means now, with its revision. Raises MantaError."""
+        """Return a name's present record, which has a revision. Raises MantaError."""
         if name not in self.records:
             # Another router may have added it a moment ago.
             await self.refresh()
@@ -146,19 +146,19 @@ class AdapterRegistry:
         raise not_found(name)
 
     async def _pin_as(self, record: AdapterRecord) -> None:
-        """Have a replica read an adapter, and store the revision that it has read.
+        """Have a replica read an adapter's files, and store their revision.
 
-        Nothing is stored if the name's record has changed meanwhile; another revision than before
-        is announced to all replicas.
+        Nothing is stored if the name's record has changed meanwhile. A revision other than the
+        stored one is announced to all replicas.
 
-        Raises AdapterError; for FAILED_SECONDS after a failure the same error without another try.
+        Raises AdapterError; for FAILED_SECONDS after a failure the same error, without reading.
         """
         name, now = record.name, time.monotonic()
         failed = self._failed.get(name)
         if failed is not None and failed[0] > now and failed[1] == record:
             raise failed[2]
         try:
-            # Its folder may have been replaced by a link since the last scan.
+            # The adapter's folder may have been replaced by a link since the last scan.
             if record.source == "folder":
                 await asyncio.to_thread(still_allowed, record.path, self._roots())
             info = await self._replicas.load(record)
@@ -179,10 +179,7 @@ class AdapterRegistry:
             await self._replicas.announce(pinned)
 
     def replica_came(self) -> None:
-        """Refresh soon, because a new replica may not know which revisions are out of date.
-
-        A refresh announces them to it.
-        """
+        """Start a task that reads other routers' records, because a new replica has joined."""
         if self.records:
             self._soon = asyncio.get_running_loop().create_task(self.refresh())
 
@@ -195,12 +192,12 @@ class AdapterRegistry:
                 with contextlib.suppress(OSError):
                     await self._read()
 
-    # -- by hand
+    # -- changes by an operator
 
     async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
         """Add an adapter on all routers, or read its files again; return its record.
 
-        New requests use what the files hold now.
+        New requests use the present content of the files.
 
         path: path or URL inside the allowed roots; "" keeps the adapter's present path.
         model: ignored, as this registry has one base model.
@@ -221,7 +218,7 @@ class AdapterRegistry:
             elif known.source == "config":
                 where = known.path
             else:
-                # The folder may have been replaced by a link since.
+                # The folder may have been replaced by a link since it was last checked.
                 where = await asyncio.to_thread(still_allowed, known.path, self._roots())
             if declared is not None and declared.path == where:
                 record = declared
@@ -355,7 +352,7 @@ class AdapterRegistry:
         for name, record in self._written.items():
             declared = records.get(name)
             if record.source != "api" and (declared is None or not _same(declared, record)):
-                # The record is of another path, or of files that were replaced since.
+                # The record describes another path, or files that were replaced later.
                 continue
             if record.removed:
                 records.pop(name, None)
@@ -388,7 +385,7 @@ def _with(record: AdapterRecord, info: AdapterInfo, version: int) -> AdapterReco
 
 @contextlib.contextmanager
 def _report_failure() -> Iterator[None]:
-    """Turn OSError of an unavailable record store into Overloaded, as the server is at fault."""
+    """Raise Overloaded for the OSError of an unavailable record store: the server is at fault."""
     try:
         yield
     except OSError as error:

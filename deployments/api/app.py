@@ -40,7 +40,7 @@ log = logging.getLogger("manta.api")
 
 _ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
 _TEI = frozenset(route.path for route in tei.ROUTES)
-_REFUSING = 1.0  # seconds after a refusal for which heads alone are looked at first
+_REFUSING = 1.0  # seconds after a refusal in which headers are checked first (`refuse_early`)
 
 
 def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
@@ -51,8 +51,8 @@ def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
 class Api:
     """The HTTP API as an ASGI application.
 
-    A router process has two: one for HTTP, and one for calls by handle, which need no key.
-    context: the backend, options and state that the handlers of the next request get
+    A router process has two: one for HTTP, and one for calls by a Serve handle, which need no key.
+    context: the backend, options and state for the handlers of later requests
     """
 
     def __init__(self, backend: Backend, options: ApiOptions) -> None:
@@ -69,7 +69,7 @@ class Api:
         return self.context.counter.in_flight
 
     def change_options(self, **fields: Any) -> None:
-        """Change options for the requests to come."""
+        """Change options for later requests. fields: field of ApiOptions -> its new value."""
         options = replace(self.context.options, **fields)
         self.context = replace(self.context, options=options)
 
@@ -124,7 +124,7 @@ class Api:
                 status = 500
                 log.error("request %s failed: %s", exchange.request_id, short_traceback(error))
                 if exchange.started:
-                    # The server closes the connection: the answer is cut, not complete.
+                    # The HTTP server closes the connection, so the client sees a cut answer.
                     raise
                 await exchange.fail(internal())
         except ClientDisconnected:
@@ -136,12 +136,12 @@ class Api:
                 options.observe(named, status, time.monotonic() - began)
 
     async def refuse_early(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Refuse a generation request by its head alone; return whether it has been answered.
+        """Refuse a generation request by its headers alone; return whether it has been answered.
 
-        It refuses only shortly after another refusal, because the layers of Serve cost many times
-        as much as the refusal itself. A request that is not refused here is still to be answered,
-        and checked again with its body. The order of the checks is that of `generate`: the limits
-        of the key, then the queue.
+        Serve's layers, which an early refusal skips, cost many times as much as the refusal
+        itself. Headers are checked only shortly after another refusal. A request that is not
+        refused here is checked again with its body. The order of the checks is that of
+        `generate`: the limits of the key, then the queue.
         """
         began = time.monotonic()
         if began - self._refused_at > _REFUSING or scope["method"] != "POST":
@@ -157,12 +157,12 @@ class Api:
             exchange.check_envelope()
             caller = exchange.caller = authenticate(exchange, options, admin=False)
             if options.share_by == "user" and not caller.tenant:
-                return False  # the body has the user
+                return False  # the user, who shares the queue, is a field of the body
             place = queue_place(exchange, QueueFields(), options)
         except ApiError:
             return False
         if exchange.content_length is None or exchange.content_length > INLINE_CHARS:
-            return False  # what a client still sends has to be read before its connection is free
+            return False  # a long body has to be read before the connection takes a next request
         try:
             context.backend.admit(place.key, model)
             return False
@@ -203,7 +203,7 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 
 
 async def _refuse_websocket(scope: Scope, send: Send) -> None:
-    """Refuse a WebSocket, with an ordinary error if the server can send one: no route speaks it."""
+    """Refuse a WebSocket, which no route takes: with an HTTP error if the server can send one."""
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1008})
         return

@@ -13,16 +13,16 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
     """Return the caller whose API key the request's headers have.
 
     The key is that of exactly one ``Authorization: Bearer <key>``, or without that header of one
-    ``x-api-key: <key>``. If there are keys for this kind of route, the key's SHA-256 must be among
-    their digests.
+    ``x-api-key: <key>``. If keys are configured for this kind of route, the key's SHA-256 must be
+    among their digests.
 
-    No other code reads these headers. Turns, prefix cache, ownership and rights follow the Caller,
-    so two spellings of a header with one key are one caller.
+    No other code reads these headers. Queue turns, prefix cache, ownership and rights follow the
+    Caller, so two spellings of a header with one key are one caller.
 
-    All digests are compared, each in constant time, so that the answer's time says nothing about
-    them.
+    All digests are compared, each in constant time, so that the time of the answer reveals nothing
+    about them.
 
-    admin: whether the route is one for admin keys
+    admin: whether the route needs an admin key
     Raises ApiError 401 invalid_api_key, 403 permission_denied.
     """
     if not options.api_keys and not (admin and options.admin_keys):
@@ -46,7 +46,7 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
 
 
 def known_caller(id: str, options: ApiOptions) -> Caller | None:
-    """Return the caller with this Caller.id by the present keys; None if its key is gone."""
+    """Return the caller whose Caller.id is `id`; None if its key is no longer configured."""
     if not id:
         return ANYONE
     for digests in (options.admin_keys, options.api_keys):

@@ -1,15 +1,15 @@
 """BatchFolder: the files and batches of /v1/files and /v1/batches, in one folder that all routers
 of an application see.
 
-    files/file-<hex>.json       what OpenAI tells of a file, and whose it is
-    files/file-<hex>.data
+    files/file-<hex>.json       the file's object of OpenAI's API, and its owner
+    files/file-<hex>.data       the file's content
     files/<hex>.part            an upload that is under way
-    batches/batch_<hex>.json    what OpenAI tells of a batch, and whose it is
-    batches/batch_<hex>.cancel  it is to be cancelled
+    batches/batch_<hex>.json    the batch's object of OpenAI's API, and its owner
+    batches/batch_<hex>.cancel  an empty file: the batch is to be cancelled
     batches/batch_<hex>.output  answers so far, a line each; .errors: failures so far
     worker.lock                 held by the router that works on batches
 
-Everything here blocks. A JSON file is replaced as a whole, so that a reader never sees half of one.
+All functions block. A JSON file is replaced as a whole, so that a reader never sees half of one.
 """
 
 import contextlib
@@ -32,6 +32,9 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 class BatchSettings:
     """The settings of the batch folder, as BatchConfig has them.
 
+    in_flight: maximum number of requests of batches at once
+    file_bytes: maximum size of a file
+    key_bytes, key_batches: maximum bytes of all files, and number of unfinished batches, of a key
     keep_seconds: the time for which files and results are kept
     """
 
@@ -47,8 +50,8 @@ class Entry(msgspec.Struct):
     """The record of a stored file or batch in the batch folder.
 
     owner: the Caller.id of its key
-    fields: the object as OpenAI has it
-    keep: the seconds for which a batch's results are kept; None: as the settings say
+    fields: the file's or batch's object of OpenAI's API
+    keep: the seconds for which a batch's results are kept; None: those of the settings
     """
 
     owner: str
@@ -76,13 +79,15 @@ class BatchFolder:
     def add_file(
         self, source: Path, name: str, purpose: str, owner: str, keep: float | None, id: str = ""
     ) -> Entry:
-        """Move the file at source to a name of its own, and return its entry.
+        """Store the file at `source` under an id, and return its record.
 
-        With an id it may be called again, after a crash too: then source may have been moved
-        already.
+        With an `id` the call may be repeated, for example after a crash: `source` may have been
+        moved already.
 
         source: a path in this folder
-        keep: the seconds for which the file is kept, at most those of the settings
+        owner: the Caller.id of its key
+        keep: the seconds for which the file is kept, at most those of the settings; None: those
+        id: the file's id; "": a new one
         """
         id = id or new_file_id()
         with contextlib.suppress(FileNotFoundError):
@@ -158,12 +163,12 @@ class BatchFolder:
         return entry
 
     def cancel(self, id: str) -> None:
-        """Mark a batch as to be cancelled, for the worker; the time is that of the first call."""
+        """Order the worker to cancel a batch; `cancelled_at` is the time of the first call."""
         with contextlib.suppress(FileExistsError):
             self.part(id, "cancel").touch(mode=0o600, exist_ok=False)
 
     def cancelled_at(self, id: str) -> int | None:
-        """Return when a batch was cancelled, in Unix seconds; None if it is not to be cancelled."""
+        """Return the Unix time at which a batch was cancelled; None if it was not."""
         try:
             return int(self.part(id, "cancel").stat().st_mtime)
         except FileNotFoundError:
@@ -203,7 +208,7 @@ class BatchFolder:
 
 
 RUNNING = ("validating", "in_progress", "finalizing")
-_CUT = 3600.0  # seconds without a byte, after which an upload has been cut
+_CUT = 3600.0  # seconds without a byte after which an upload counts as broken off
 
 
 def new_file_id() -> str:
@@ -211,7 +216,7 @@ def new_file_id() -> str:
 
 
 def _changed(path: Path) -> float:
-    """Return when a file was last changed, in Unix seconds; now if the file is gone."""
+    """Return the Unix time of a file's last change; the present time if the file is missing."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

@@ -32,7 +32,7 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 ConstraintKind = Literal["json", "regex", "choice", "grammar", "tags"]
-# Fields that other servers have taken instead of `structured_outputs`.
+# Fields of other servers -> the kind of `structured_outputs` that they mean.
 ALIASES: dict[str, ConstraintKind] = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -43,7 +43,7 @@ ALIASES: dict[str, ConstraintKind] = {
     "grammar": "grammar",
     "json_schema": "json",
 }
-MAX_TAGS = 128  # structural tags, and as many triggers
+MAX_TAGS = 128  # the structures of a structural tag, and also its triggers
 SCHEMA_NAME = "[A-Za-z0-9_-]{1,64}"
 
 MAX_DEADLINE = 7 * 86400.0  # seconds
@@ -76,7 +76,7 @@ WITHOUT_EFFECT = frozenset(
         "moderation",
     }
 )
-# Fields of other servers that reach inside the engine, and `chat_template`, which is code.
+# Fields of other servers that would reach into the engine, and `chat_template`, which is code.
 NOT_ALLOWED = frozenset(
     {
         "kv_transfer_params",
@@ -92,8 +92,8 @@ NOT_ALLOWED = frozenset(
         "lora_path",
     }
 )
-# Fields of other servers that limit the output, with the values that limit nothing and what to do
-# instead: an answer without the limit is not what was asked for, so they are refused.
+# Fields of other servers that limit the output -> (values without effect, advice of the error).
+# Other values are refused, as an answer without the limit is not what the client asked for.
 LIMITS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "begin_suppress_tokens": (([],), "use suppress_tokens"),
     "force_words_ids": (([],), "use structured_outputs"),
@@ -117,7 +117,7 @@ LIMITS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "n_indent": ((0,), "use structured_outputs"),
     "grammar_lazy": ((False,), "use tools"),
 }
-_MAX_NAMED = 16  # ignored fields in the header
+_MAX_NAMED = 16  # names in the header x-ignored-fields
 _HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]/~$]")
 
 
@@ -180,9 +180,12 @@ def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
 
 
 def kept_tokens(cut: int | None, limit: int) -> int | None:
-    """Return how many tokens of a prompt a value of `truncate_prompt_tokens` keeps.
+    """Return the maximum number of tokens that a prompt is truncated to; None: it is not.
 
-    limit: tokens that a prompt may have; -1 keeps these. Raises ApiError 400.
+    cut: the value of `truncate_prompt_tokens`; -1 stands for `limit`
+    limit: the maximum number of tokens of the model's prompts
+
+    Raises ApiError 400.
     """
     if cut == 0:
         raise invalid(
@@ -198,7 +201,7 @@ def kept_tokens(cut: int | None, limit: int) -> int | None:
 
 
 def take_token_ids(ids: list[Any], path: str, vocab_size: int) -> list[int]:
-    """Return the list itself if each item is an integer in [0, vocab_size).
+    """Return the list `ids` itself if each item is an integer in [0, vocab_size).
 
     Raises ApiError 400 token_out_of_range naming the first item that is not, e.g. ``prompt[3]``.
     """

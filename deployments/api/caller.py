@@ -8,7 +8,7 @@ from typing import Literal
 
 LEAST_PRIORITY = -(2**31)
 
-CALLER = "manta.caller"  # in an ASGI scope of ours: whose request it is, in place of a key
+CALLER = "manta.caller"  # key of an ASGI scope that a router made: the Caller, without an API key
 
 Period = Literal["day", "month"]
 
@@ -17,12 +17,12 @@ Period = Literal["day", "month"]
 class KeyRule:
     """The rights and limits of an API key: a line of a keys file, without the key.
 
-    name: the name of the key in metrics, the usage file and errors; "" is the start of its digest.
-    models: patterns (`*`, `?`, `[...]`) of the models and adapters that it may use; () is all.
-    requests, tokens: the most in a minute; None: no limit.
-    budget: the most tokens of prompts and outputs in a period; None: no limit.
-    period: "day" or "month", of UTC.
-    priority: the least value of `priority` that its requests may have; smaller values run earlier.
+    name: the name of the key in metrics, the usage file and errors; "": the start of its digest.
+    models: patterns (`*`, `?`, `[...]`) of the models and adapters that the key may use; (): all.
+    requests, tokens: their maximum in a minute; None: no limit.
+    budget: maximum tokens of prompts and outputs in a period; None: no limit.
+    period: "day" or "month", which begin at midnight UTC.
+    priority: minimum of its requests' `priority`; smaller values run earlier.
     """
 
     name: str = ""
@@ -35,7 +35,7 @@ class KeyRule:
 
     @property
     def limited(self) -> bool:
-        """Whether requests are counted against anything."""
+        """Whether the key has a limit or budget, against which its requests are counted."""
         return not (self.requests is None and self.tokens is None and self.budget is None)
 
 
@@ -46,12 +46,11 @@ NO_RULE = KeyRule()
 class Caller:
     """The client of a request, known by its API key.
 
-    id: the name of the key, however its header was spelt; "" for all callers where keys are not
-        used.
+    id: the first 32 hex digits of the key's digest; "" for all callers where keys are not used.
     admin: whether the caller may change what is served and see the requests of all keys.
-    least_priority: the least value of `priority` that its requests may have.
+    least_priority: the minimum of its requests' `priority`.
     rule: the rights and limits of its key.
-    tenant: the tenant of its requests; "": `limits.share_by` says which.
+    tenant: the tenant of its requests; "": chosen by `limits.share_by`.
     """
 
     id: str = ""

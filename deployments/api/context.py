@@ -22,7 +22,7 @@ from deployments.backend import Backend, ModelCard
 from engine.errors import MantaError
 
 _IMAGE_SETTING = "images.body_bytes"
-_BODY_STEP = 2**20  # bytes that are counted ahead of a body of unknown length
+_BODY_STEP = 2**20  # bytes that are reserved ahead while a body of unknown length is read
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class ApiContext:
     async def read(self, exchange: HttpExchange, *, empty: bool = False) -> JsonObject:
         """Return the body as a JSON object. Raises ApiError 400, 408, 413, 415.
 
-        empty: whether a body of no bytes is an object without fields.
+        empty: whether a body of no bytes counts as an object without fields.
 
         Large bodies are unpacked and parsed off the event loop. A second call returns the same
         object.
@@ -78,8 +78,8 @@ class ApiContext:
         return body
 
     def _takes_images(self) -> bool:
-        """Whether a body may exceed the limit for texts: a served model takes images, and their
-        limit is higher.
+        """Whether a body may exceed the limit for texts: a served model takes images, and the
+        limit of bodies with images is higher.
         """
         options = self.options
         return options.max_image_body_bytes > options.max_body_bytes and any(
@@ -87,8 +87,8 @@ class ApiContext:
         )
 
     def _raised_limit(self, exchange: HttpExchange, size: int) -> tuple[int, str]:
-        """Return the limit, in bytes, of a body that exceeds the limit for texts, and the limit's
-        setting.
+        """Return the limit, in bytes, of a body that exceeds the limit for texts, and the name of
+        the limit's setting ("": none).
 
         The body's bytes count in the memory of images until the request's answer is sent. A body
         without a Content-Length is counted in steps, and the limit is the end of the present step.
@@ -112,16 +112,19 @@ class ApiContext:
     async def read_as(
         self, exchange: HttpExchange, body: StructBody[T], *, empty: bool = False
     ) -> T:
-        """Return the body as a Struct. Raises as `read`, and ApiError 400 naming a field."""
+        """Return the request's body as the Struct of `body`.
+
+        Raises as `read`, and ApiError 400 naming a field.
+        """
         decoded = await self.read(exchange, empty=empty)
         read = partial(body.read, decoded, exchange.ignored, strict=self.options.strict)
         return await in_thread(read, exchange.body_size)
 
     async def admit(self, key: str, name: Any, caller: Caller) -> ModelCard:
-        """Return the model of a request that may be queued.
+        """Return the card of a request's model, if the request may enter the queue.
 
         key: the request's tenant
-        name: the model's name as the client gave it
+        name: the model's name in the request
 
         A full queue is reported before an unknown name. Raises as `Backend.admit` and `find_model`.
         """
@@ -134,8 +137,8 @@ class ApiContext:
     def count_request(self, exchange: HttpExchange) -> None:
         """Count a request against the limits of its key.
 
-        One that is refused because too many are in flight is not counted. Raises ApiError 503
-        overloaded, 429.
+        A request that is refused because too many are in flight is not counted. Raises ApiError
+        503 overloaded, 429.
         """
         if self.counter.in_flight >= self.options.max_in_flight:
             raise ApiError(503, "overloaded", "too many requests are in flight", retry_after=1)
@@ -146,7 +149,7 @@ class ApiContext:
     def charge(self, exchange: HttpExchange, prompts: Sequence[Sequence[int]]) -> None:
         """Charge the tokens of a request's prompts to the limits of its key.
 
-        The headers of the answer say what is left. Raises ApiError 429.
+        Headers of the answer state what remains of the limits. Raises ApiError 429.
         """
         limits = self.options.limits
         if limits is not None and exchange.caller.rule.limited:
@@ -154,10 +157,10 @@ class ApiContext:
             exchange.always += limits.headers(exchange.caller)
 
     async def pin(self, name: str, deadline: float | None) -> AdapterRecord:
-        """Return the record of an adapter as it is now.
+        """Return the present record of an adapter, with its revision.
 
-        The adapter's first request waits here until its files are read. deadline: a time in
-        monotonic seconds. Raises MantaError deadline_exceeded.
+        The adapter's first request waits here until a replica has read its files.
+        deadline: a time in monotonic seconds; None: no limit. Raises MantaError deadline_exceeded.
         """
         try:
             seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -168,5 +171,5 @@ class ApiContext:
             raise MantaError(message, code="deadline_exceeded") from None
 
 
-# Answers a request, or returns the JSON of its answer.
+# The function of a route: it answers the request and returns None, or returns the answer's JSON.
 Handler = Callable[[ApiContext, HttpExchange], Awaitable[object]]

@@ -47,14 +47,15 @@ class DialectRequest(ABC):
     def read(
         self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]
     ) -> ChatRequest | TextRequest | None:
-        """Return the request of a body; None: the body asks for no text.
+        """Return a body as a request; None: the body asks for no text.
 
         ignored: the list that names of fields without effect are added to
-        A thread reads large bodies. Raises ApiError naming the body's fields.
+
+        Called in a thread for large bodies. Raises ApiError naming the body's fields.
         """
 
     async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:
-        """Check conditions that this dialect alone has for a request. Raises ApiError."""
+        """Check the conditions for a request that only this dialect has. Raises ApiError."""
         return
 
     async def settle(self, context: ApiContext, exchange: HttpExchange) -> None:
@@ -67,7 +68,10 @@ class DialectRequest(ABC):
     async def detach(
         self, context: ApiContext, exchange: HttpExchange, generation: Generation
     ) -> bool:
-        """Whether the answer continues without the connection, which has been answered then."""
+        """Continue a generation without the connection, if the request asks for it.
+
+        Returns whether it does; the exchange has been answered then.
+        """
         return False
 
 
@@ -77,8 +81,8 @@ async def generate(
     """Answer a generation request in the dialect of `new_request`. Raises ApiError, MantaError."""
     dialect = new_request()
     context.count_request(exchange)
-    # Admit the request only after reading its body: a slow body must not take another request's
-    # place.
+    # Admit the request only after reading its body: a slow body must not occupy a place in the
+    # queue.
     body = await context.read(exchange)
     ids = event_ids(exchange, exchange.caller.id, context.options.event_secret)
     ignored: list[str] = []
@@ -152,7 +156,7 @@ async def _images(
 
 
 def answers(dialect: Callable[[], DialectRequest]) -> Handler:
-    """Return the handler of a route that generates in this dialect."""
+    """Return the handler of a generating route. dialect: returns a new request of its dialect."""
     return partial(generate, new_request=dialect)
 
 
@@ -186,7 +190,7 @@ async def _answer(
 
 
 async def count_prompt(context: ApiContext, exchange: HttpExchange, dialect: DialectRequest) -> int:
-    """Return the number of tokens of the prompt that a chat would have. Raises ApiError."""
+    """Return the number of tokens of a request's prompt, without generating. Raises ApiError."""
     body = await context.read(exchange)
     ignored: list[str] = []
     read = partial(dialect.read, context, body, ignored)

@@ -1,9 +1,9 @@
 """KeyLimits: rates and budgets of API keys, as one router counts them. Pure: times are arguments.
 
-A rate is a bucket that holds a minute's worth and fills as time passes. A request takes one from
-the bucket of requests and its prompt from that of tokens, or is refused. Its output is taken when
-it has ended, and may leave the bucket in debt, which time pays first. A budget counts what has
-ended: prompts and outputs of requests that ran.
+A rate is a token bucket that holds a minute's worth and fills as time passes. A request takes one
+from the bucket of requests and its prompt's tokens from that of tokens, or is refused. Its output's
+tokens are taken when it has ended; the bucket may become negative, and then fills from there. A
+budget counts the prompts and outputs of requests that have ended.
 
 Routers do not ask each other before they admit a request. Each sends its counts to the others once
 a second (router/keys/key_service.py). Until they arrive, a key may exceed its limit by what the
@@ -20,14 +20,16 @@ from deployments.api.caller import Caller, Period
 from deployments.api.http.errors import NO_RETRY, ApiError
 
 MINUTE = 60.0
-# Callers whose counts a router keeps; keys come from the keys file alone.
+# Maximum number of callers whose counts a router keeps; their keys come from the keys file alone.
 _MOST_KEYS = 65_536
 
 
 class KeyCount(msgspec.Struct, array_like=True):
-    """One router's counts of a key, since the router started and in the current period.
+    """One router's counts of a key.
 
-    spent: the tokens of the current period
+    requests, tokens: the counts against rates since the router started
+    period: the current period, as `period_of` names it
+    spent: the tokens of prompts and outputs in that period
     """
 
     requests: int = 0
@@ -144,7 +146,7 @@ class KeyLimits:
         return {owner: account.own for owner, account in self._accounts.items()}
 
     def hear(self, routers: dict[str, dict[str, KeyCount]], at: float) -> None:
-        """Charge what other routers have counted since the last call, ended routers included.
+        """Charge the counts of other routers since the last call, ended routers included.
 
         routers: router's name -> key's id -> counts. at: Unix seconds.
         """
@@ -159,7 +161,7 @@ class KeyLimits:
                     continue
                 if count.period == period_of(account.period, at):
                     account.others += count.spent
-                # A router's first report is about times that no longer count for a rate.
+                # A router's first report covers times that no longer count for a rate.
                 last = None if before is None else before.get(owner, KeyCount())
                 if last is not None and account.requests is not None:
                     account.requests.level -= max(0, count.requests - last.requests)

@@ -1,4 +1,4 @@
-"""ApiOptions: what the operator decides about the HTTP API."""
+"""ApiOptions: the operator's choices for the HTTP API, and the services behind its routes."""
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,23 +22,23 @@ class Stop(Protocol):
     async def __call__(self, request_id: str, owner: str | None, partial: bool = False) -> int:
         """End the requests with this id at all routers, and return the number of prompts ended.
 
-        owner: digest of the key that asks; None may end any.
-        partial: whether a request's answer is the output so far; else it is an error.
+        owner: Caller.id of the caller, whose own requests alone are ended; None: any caller's.
+        partial: whether a request is answered with its output so far, not with an error.
         """
         ...
 
 
 class ModelChanges(Protocol):
-    """The interface to the models of an endpoint of several: their status, and changes to them."""
+    """The status of the models of an endpoint that serves several, and changes to the models."""
 
     def status(self, model: str) -> str:
         """Return a model's status: ready, starting, or sleeping (the next request wakes it)."""
         ...
 
     async def trouble(self, model: str) -> dict[str, str]:
-        """Return why a model does not start; {} if nothing is known to be wrong.
+        """Return {"message": why a model does not start}; {} if no reason is known.
 
-        `message` says why, and `status` is there where the status is failed.
+        If the model's status is failed, `status` says so.
         """
         ...
 
@@ -55,9 +55,9 @@ class ModelChanges(Protocol):
 class EngineFacts:
     """The engine settings that trainers ask for.
 
-    model: the name that requests use. dtype: as in "bfloat16"; "": unknown.
-    logprobs_mode: the mode of requests that name none. replicas: their number.
-    tensor_parallel, pipeline_parallel: the ranks of a replica's stage, and its stages.
+    model: the name that requests use. dtype: such as "bfloat16"; "": unknown.
+    logprobs_mode: the mode of requests that name none. replicas: the number of replicas.
+    tensor_parallel, pipeline_parallel: number of ranks of a replica's stage, and of its stages.
     """
 
     model: str
@@ -70,9 +70,9 @@ class EngineFacts:
 
 
 class Training(Protocol):
-    """The orders that a trainer may give. model: "" where one is served.
+    """The orders that a trainer may give. model: its name; "" where one model is served.
 
-    Methods raise MantaError.
+    version: a name for the new weights; "": made up by the service. Methods raise MantaError.
     """
 
     async def update(self, model: str, folder: str, version: str) -> str:
@@ -80,7 +80,7 @@ class Training(Protocol):
         ...
 
     async def init_transfer(self, model: str, info: dict[str, Any]) -> None:
-        """Make all replicas join a trainer's group. info: vLLM's `init_info`."""
+        """Make all replicas join a trainer's process group. info: vLLM's `init_info`."""
         ...
 
     async def start_update(self, model: str) -> None: ...
@@ -88,8 +88,8 @@ class Training(Protocol):
     async def take_tensors(self, model: str, info: dict[str, Any], version: str) -> str:
         """Pass tensors from a trainer to all replicas. info: vLLM's `update_info`.
 
-        Returns the version of the weights if they were replaced, which they are where no
-        `start_update` has come before; else "".
+        Without a `start_update` before, replaces the weights by the tensors at once, and returns
+        the version of the weights; else returns "".
         """
         ...
 
@@ -109,21 +109,22 @@ class Training(Protocol):
         ...
 
     async def end_sent(self, model: str) -> str:
-        """Replace the weights by tensors that were sent; return the version, "" without them."""
+        """Replace the weights by the tensors that were sent; return the version, "" without any."""
         ...
 
     async def pause(self, model: str, mode: str) -> None: ...
     async def resume(self, model: str) -> None: ...
 
     async def sleep(self, model: str, level: int, tags: Sequence[str], mode: str) -> None:
-        """Pause all replicas and free memory of their engines. tags: the parts; none = all."""
+        """Pause all replicas and free memory of their engines. tags: the parts to free; (): all."""
         ...
 
     async def wake(self, model: str, tags: Sequence[str]) -> None: ...
     async def reset_prefix_cache(self, model: str) -> None: ...
 
     async def state(self, model: str) -> dict[str, Any]:
-        """Return version, paused, sleeping, dropped weights, and the same of each replica."""
+        """Return the weights' version, whether paused, sleeping or without weights, and the same
+        for each replica."""
         ...
 
     async def engine(self, model: str) -> "EngineFacts":
@@ -138,40 +139,40 @@ class ApiOptions:
 
     api_keys: SHA-256 digests (32 bytes each) of the accepted keys; empty = no authentication. With
         keys set, every route but /health and /ready needs one.
-    admin_keys: the same of keys that may change what is served, and do all that the others may.
+    admin_keys: digests of the keys that may also change what is served.
         Without them the admin routes are closed if api_keys are set, and open to all if not.
-    rules: of these keys, what each may do; NO_RULE for those not in it. Admin keys may set any
+    rules: digest of a key -> its rights and limits; others have NO_RULE. Admin keys may set any
         priority; so may all callers where keys are not used.
     limits: counts requests and tokens of keys against their rules; None: nothing is counted.
     share_prefixes: requests of different keys share the prefix cache.
     max_body_bytes: a larger body is refused before it is read; 4 MiB is about a million tokens of
         English.
     body_timeout_s: seconds in which the body of a request must have arrived.
-    max_prompts: in one completions request; each becomes n requests to the engines.
-    max_choices: the most choices of all prompts of a request together.
+    max_prompts: maximum prompts of a completions request; each becomes n requests to the engines.
+    max_choices: maximum number of choices of all prompts of a request together.
     max_in_flight: generation requests at once; more are answered 503 with Retry-After. Bounds the
         router's memory: waiting requests hold their tokens and a connection each.
-    share_by: by what waiting requests take turns: "api_key", "user" (the field) or the
-        name of a header in lower case.
-    deadline_s: seconds in which an answer must have ended that names no deadline; None: any time.
-    cors_origins: origins of web pages that may ask, e.g. "https://chat.example.com"; "*" is any.
-    keepalive_s: seconds between the signs of life of a stream that waits for its first token; 0:
-        none.
+    share_by: the tenants among which waiting requests take turns: "api_key", "user" (the field)
+        or the name of a header in lower case.
+    deadline_s: the deadline, in seconds, of requests that set none; None: no deadline.
+    cors_origins: origins of web pages that may call, e.g. "https://chat.example.com"; "*": any.
+    keepalive_s: seconds between the keep-alive comments of a stream that waits for its first
+        token; 0: none.
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
     store_bytes: room for answers of /v1/responses that are kept for later turns; 0: none are.
     images: reads the images of requests, within the operator's limits.
-    page: the page at /page is served, and /v1/live for it.
-    batches: where /v1/files and /v1/batches keep theirs; None: there are none.
-    models: changes what is served; None where there is one model for good.
-    training: what trainers may order; None: nothing.
+    page: whether /page is served, and /v1/live for it.
+    batches: the folder of /v1/files and /v1/batches; None: these routes are off.
+    models: changes the served models; None where there is one model for good.
+    training: the orders of trainers; None: these routes are off.
     event_secret: signs the ids of events; the same for all routers of an application, at most 64
         bytes.
-    tell_request_id: put x-request-id into answers; False where something in front of us does.
-    metrics: gives the text of /metrics (Prometheus exposition format).
-    explain: what routers know of a request, for /v1/requests/{id}; see router/request_trace.py.
-    stop: for /stop_generate and /abort_requests.
-    live: what all routers know at this moment, for /v1/live; see router/live.
+    tell_request_id: whether answers have x-request-id; False where Serve's proxy adds it.
+    metrics: returns the text of /metrics (Prometheus exposition format).
+    explain: returns the traces of a request, for /v1/requests/{id}; see router/request_trace.py.
+    stop: ends requests, for /stop_generate and /abort_requests.
+    live: returns the present state of all routers, for /v1/live; see router/live_view.py.
     observe: called after each request with (route, status, seconds); route is one of a fixed set.
     """
 
@@ -211,7 +212,7 @@ class ApiOptions:
 
     @property
     def max_image_body_bytes(self) -> int:
-        """The most bytes of a body where a served model takes images."""
+        """The maximum bytes of a body where a served model takes images."""
         return max(self.max_body_bytes, self.images.limits.body_bytes)
 
     def __post_init__(self) -> None:

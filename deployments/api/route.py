@@ -1,5 +1,5 @@
-"""RouteTable: served paths, their handlers, and what /openapi.json says of them; page_of: a page of
-a list, in the form of OpenAI's lists."""
+"""RouteTable: the served paths, their handlers, and their descriptions for /openapi.json; page_of:
+a page of a list, in the form of OpenAI's lists."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from deployments.api.http.errors import invalid, shown
 from deployments.api.http.json_body import JsonObject
 
 Statuses = tuple[int, ...]
-Keys = tuple[str, ...] | None  # of an answer
+Keys = tuple[str, ...] | None  # of an answer's JSON object
 H = TypeVar("H", bound=Handler)
 
 # The statuses that an operation may end with, beside 200 and those of every operation.
-# The operation reads a body.
+# Of an operation that reads a body.
 READS = (400, 408, 413, 415)
-# The operation names a resource, such as a model or a file.
+# Of an operation that names a resource, such as a model or a file.
 NAMES = (403, 404)
-# The operation is work for a replica.
+# Of an operation that needs a replica.
 QUEUES = (*READS, *NAMES, 409, 422, 429, 499, 503)
 
 JSON, EVENTS, LINES, PLAIN, HTML, BYTES, ANY = (
@@ -33,7 +33,7 @@ JSON, EVENTS, LINES, PLAIN, HTML, BYTES, ANY = (
 )
 STREAMS = (JSON, EVENTS)
 
-# The keys of answers that several routes give.
+# The keys of answers that several routes share.
 LIST = ("object", "data")
 DELETED = ("id", "object", "deleted")
 PAGES: Mapping[str, Schema] = {"after": TEXT}
@@ -43,8 +43,10 @@ PAGES: Mapping[str, Schema] = {"after": TEXT}
 class Operation:
     """A method of a route.
 
-    answer: keys that the JSON of a 200 always has; None: the answer is no object, or not always
+    statuses: HTTP statuses of its errors, beside those of every operation
+    answer: keys that the JSON of a 200 always has; None: the answer is not always an object
     kinds: media types of the answer
+    query: field of the query -> its schema
     form: the schema of a multipart body, in the place of a JSON body
     texts: whether `error` of a failure is its message, with the other fields beside it
     """
@@ -78,10 +80,10 @@ class Route:
 class RouteTable:
     """The routes of a module, in the order in which its handlers are added.
 
-    statuses, reads: see Operation.statuses, of operations without and with a body; None: the same
-    answer: see Operation
-    admin: see Route, of routes that do not say otherwise
-    common: the fields of all operations
+    statuses, reads: default statuses of operations without and with a body; reads None: the same
+    answer: default of Operation.answer
+    admin: default of Route.admin
+    common: further fields that all operations share
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""ROUTES: every path that is served, from the tables of the dialects and services."""
+"""ROUTES: all served routes, from the tables of the dialects and services; locate: finds one."""
 
 import re
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ _INVOCATIONS, _DOCUMENTS = RouteTable(reads=QUEUES), RouteTable()
     "/invocations", "What the body is for, as SageMaker asks", Body({}), None, (JSON, EVENTS)
 )
 async def _invoke(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer SageMaker's one route, whose body says which of the others it is for.
+    """Answer SageMaker's only route by the handler of the route that the body's fields select.
 
     Raises ApiError 400 if no route takes the body, 404 for a model that is not served.
     """
@@ -112,14 +112,14 @@ EXACT: Mapping[str, Route] = {route.path: route for route in ROUTES if "{" not i
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """Compile a path: {name}, of a model or an adapter, may have slashes, {id} may not."""
+    """Compile a path: {name} (of a model or an adapter) may contain slashes, {id} may not."""
     return re.compile(path.replace("{id}", "[^/]+").replace("{name}", ".+"), re.DOTALL)
 
 
 _PATTERNS = [(_pattern(route.path), route) for route in ROUTES if "{" in route.path]
 
 
-# OpenAI's routes that Manta lacks, which a pattern would otherwise take for an id.
+# OpenAI's routes that Manta lacks, and whose last part a pattern would take for an id.
 _ELSEWHERE = frozenset({f"{responses.PATH}/compact"})
 
 
@@ -131,11 +131,11 @@ def _with_name(path: str) -> Route | None:
 
 
 def locate(path: str) -> tuple[str, Route | None]:
-    """Return a request's path as routes have it, and its route; None if there is none.
+    """Return a request's path in the form of `Route.path`, and its route; None if there is none.
 
     A missing /v1 is added and a doubled one is dropped, because clients get base URLs without /v1
-    or with two of them. The path is not normalised otherwise, so that no spelling evades a check of
-    it.
+    or with two of them. The path is not normalised otherwise, so that no spelling of a path evades
+    a check.
     """
     if path.startswith("/v1/v1/"):
         path = path[3:]
@@ -161,10 +161,10 @@ def refusal(path: str, route: Route | None) -> ApiError:
 
 
 def _near(path: str) -> str:
-    """Return a hint at the route that was meant, if that is hardly in doubt; "" otherwise.
+    """Return a hint at the route that the client probably meant; "" if no route is similar.
 
-    The path then differs from a route in its slashes, in what stands before it, or by a slip of the
-    pen. Routes that other servers have are not near.
+    A similar path differs from a route in its slashes, in its prefix, or by a typing error. Routes
+    of other servers are not similar.
     """
     plain = path.rstrip("/")
     for route in EXACT:

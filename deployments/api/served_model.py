@@ -1,4 +1,4 @@
-"""find_model: the served model that a request means, by its name, an alias, or none."""
+"""find_model: the served model that a request names, by its name or an alias, or leaves out."""
 
 import functools
 import re
@@ -19,8 +19,8 @@ _WILD = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]")  # wildcards of a pattern
 
 
 async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> ModelCard:
-    """Return the model or adapter of this name. An adapter has two names, "name" and "model:name",
-    and a model has its aliases. None or "" is the model where one is served.
+    """Return the card of a model or adapter. An adapter has two names, "name" and "model:name",
+    and a model may have aliases. None or "" stands for the only served model.
 
     Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found; 403
     model_not_found: the caller's key may not use it.
@@ -37,7 +37,7 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
     dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
     if dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name):
         raise invalid("model is not a valid model name", "model", "invalid_model_name")
-    # Another router may have added it a moment ago.
+    # Another router may have added the model or adapter a moment ago.
     await backend.adapters.refresh()
     if (card := known_model(name, backend)) is not None:
         return allowed(card, caller)
@@ -60,8 +60,7 @@ def allowed(card: ModelCard, caller: Caller) -> ModelCard:
 
 
 def _served(names: Collection[str]) -> str:
-    """Return the part of an error message that lists a few served names, and where the others
-    are.
+    """Return the part of an error message that lists a few served names, and points to the others.
     """
     first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
     more = len(names) - MAX_NAMED
@@ -74,10 +73,10 @@ def _bases(backend: Backend) -> list[ModelCard]:
 
 
 def known_model(name: Any, backend: Backend) -> ModelCard | None:
-    """Return the model that a request names; None if it is not known at once.
+    """Return the card of the model that a request names; None if this router does not know it.
 
-    A served model's name takes precedence over an adapter's, and that over an alias. Of several
-    aliases that match, the most specific one counts, whichever model it belongs to.
+    A served model's name takes precedence over an adapter's, and an adapter's over an alias. Of
+    several aliases that match, the most specific one counts, whichever model it belongs to.
     """
     if name is not None and not isinstance(name, str):
         return None
@@ -104,8 +103,8 @@ def known_model(name: Any, backend: Backend) -> ModelCard | None:
 def specificity(alias: str) -> tuple[bool, int, int, str]:
     """Return the sort key of aliases that match one name: the alias with the largest key is taken.
 
-    A name without wildcards goes first, then the pattern with most characters of its own, then the
-    one with fewest `*`. At last the text decides, so that the order of the models never does.
+    A name without wildcards comes first, then the pattern with the most other characters, then the
+    one with the fewest `*`. Ties are decided by the text, so the order of models has no effect.
     """
     wild = _WILD.findall(alias)
     own = len(_WILD.sub("", alias))

@@ -1,4 +1,4 @@
-"""POST /infill: llama.cpp's request for the text between two others."""
+"""POST /infill: llama.cpp's request for the text between a prefix and a suffix."""
 
 import time
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _NAMES: Mapping[str, str] = {
 
 
 class InfillRequest(DialectRequest):
-    """A request that becomes a completion with a gap."""
+    """A request to /infill, which becomes a completion with a gap (fill in the middle)."""
 
     def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> TextRequest:
         fields = INFILL.read(body, ignored, strict=context.options.strict)
@@ -43,7 +43,7 @@ class InfillRequest(DialectRequest):
         most = fields.n_predict
         return TextRequest(
             model=fields.model,
-            # Below 0: as far as the context reaches.
+            # A negative n_predict sets no limit but the context.
             sampling=take_sampling(
                 fields, LLAMA_SAMPLING, max_tokens=None if most is None or most < 0 else most
             ),
@@ -58,7 +58,7 @@ class InfillRequest(DialectRequest):
 
 
 class _Writer(ItemWriter):
-    """The writer of llama.cpp's answer: its pieces and its whole."""
+    """The writer of an answer to /infill in llama.cpp's form, as events or as a whole."""
 
     def __init__(self, model: str) -> None:
         self.wire = Wire(lambda _, fields: b"data: %b\n\n" % msgspec.json.encode(fields))

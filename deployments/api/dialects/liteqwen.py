@@ -1,4 +1,4 @@
-"""The routes of liteqwen: /chat, /stream_chat_post and /stop_generate, read into a chat."""
+"""The routes of the server liteqwen: /chat and /stream_chat_post, read as chats; /stop_generate."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,7 +35,7 @@ from engine.errors import context_too_long
 from engine.messages import Delta
 from engine.sampling_params import MAX_LOGPROBS
 
-# gen_kwargs -> the field of a chat that says the same.
+# field of gen_kwargs -> the field of SamplingParams with the same meaning
 _SAME = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -73,7 +73,7 @@ class LiteqwenRequest(DialectRequest):
             kwargs, _SAME, logprobs=MAX_LOGPROBS if kwargs.return_logits else None
         )
         if kwargs.return_logits:
-            # Logits are the model's, whatever the engine's default.
+            # Logits are the model's own, before sampling parameters, whatever the engine's default.
             values = {**sampling.values, "logprobs_mode": "raw_logprobs"}
             sampling = replace(sampling, values=values)
         return ChatRequest(
@@ -95,7 +95,7 @@ class LiteqwenRequest(DialectRequest):
             return
         request_name = exchange.request_id = _checked_id(self._body.request_id)
         explain = context.options.explain
-        if explain is None or LAST in exchange.headers:  # a stream that goes on is the same request
+        if explain is None or LAST in exchange.headers:  # a resumed stream keeps its id
             return
         prompts = await explain(request_name, exchange.caller.id)
         if any(part["state"] in _LIVE for part in prompts):
@@ -135,7 +135,7 @@ class LiteqwenRequest(DialectRequest):
 class LiteqwenWriter:
     """The writer of an answer: events {text, delta, logits, code, flag}, or all in one object.
 
-    begin: the text with which the caller lets the reply begin.
+    begin: the beginning of the reply, which the client has set.
     """
 
     def __init__(self, body: LiteqwenChat, begin: str, *, logits: bool) -> None:
@@ -226,7 +226,7 @@ ROUTES.post("/stream_chat_post", "The same as events", LITEQWEN_CHAT, kinds=(EVE
     statuses=(*READS, *NAMES),
 )
 async def stop(context: ApiContext, exchange: HttpExchange) -> object:
-    """End a request of this caller, whichever router has it. Raises ApiError 404."""
+    """End a request of this caller, on whichever router it is. Raises ApiError 404."""
     body = await context.read_as(exchange, LITEQWEN_STOP)
     id = _checked_id(body.request_id)
     ends, caller = context.options.stop, exchange.caller
@@ -239,7 +239,7 @@ async def stop(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _checked_id(given: str) -> str:
-    """Return the id that a client gave to a request. Raises ApiError 400."""
+    """Return the id that a client gave to a request, if it is valid. Raises ApiError 400."""
     if request_id([given.encode()]) != given:
         raise invalid("request_id takes letters, digits and . _ : - alone", "request_id")
     return given

@@ -1,4 +1,4 @@
-"""The fields of every request body: what is taken, of which type and range, and what is refused.
+"""The fields of every request body: which are accepted, of which type and range, and which refused.
 
-The checks, /openapi.json and /docs read them.
+The checks of requests, /openapi.json and /docs are derived from them.
 """

@@ -31,13 +31,13 @@ _NO_BLOCKS = expects("a string or a list of blocks")
 
 
 class TextBlock(Struct, gc=False):
-    """A text."""
+    """A block of text."""
 
     text: Text
 
 
 class MediaBlock(Struct, gc=False):
-    """Data that a model of text cannot read."""
+    """A block of media that no model takes: a document, audio or a video."""
 
     source: Annotated[Any, of_schema(NEVER)] = None
 
@@ -103,7 +103,7 @@ class AssistantBlock(Known[TextBlock | ThinkingBlock | ToolUse | AnthropicImage 
 
 
 class SystemTurn(Struct, tag="system", tag_field="role", gc=False):
-    """Instructions between the messages."""
+    """A system message between the other messages."""
 
     content: Texts
 
@@ -138,7 +138,7 @@ class CalledTool(Struct, gc=False):
 
 
 class MessagesTool(Known[CalledTool]):
-    """A tool; one without a schema is the server's, which clients send anyway."""
+    """A tool. One without input_schema would be run by Anthropic's servers, and is ignored."""
 
     KINDS: ClassVar = {"": CalledTool}
 
@@ -160,7 +160,7 @@ _CHOICES = "auto, any, tool or none"
 class ChoiceField(Struct, gc=False):
     """The choice of tools that may be called.
 
-    name: the one tool of type `tool`.
+    name: the tool to call, for the type `tool`.
     """
 
     type: Annotated[Literal["auto", "any", "tool", "none"], expects(_CHOICES, "invalid_value")]
@@ -172,7 +172,7 @@ _THOUGHTS = "enabled, disabled or adaptive"
 
 
 class Thinking(Struct, gc=False):
-    """Whether the model thinks. budget_tokens: the most tokens of its thoughts, if `enabled`."""
+    """Whether the model reasons. budget_tokens: maximum reasoning tokens, if `enabled`."""
 
     type: Annotated[Literal["enabled", "disabled", "adaptive"], expects(_THOUGHTS, "invalid_value")]
     budget_tokens: ThinkingBudget | None = None

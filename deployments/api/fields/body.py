@@ -1,15 +1,15 @@
-"""StructBody: a body as a msgspec Struct, from which its check, its schema and its page come.
+"""StructBody: a request's body as a msgspec Struct, the source of its check, schema and page.
 
-The Struct says which fields there are, of which types and in which ranges. What a type cannot say
-is said where the body is read (token ids of the vocabulary, fields that exclude each other).
-Errors are written here, once, from the type at the place where msgspec stopped. Beside what the
-type says, `Meta(extra=...)` may hold
+The Struct has the fields with their types and ranges. What a type cannot express (token ids of the
+vocabulary, fields that exclude each other) is checked by the code that reads the body.
+This module makes the errors, from the type of the field at which msgspec's conversion failed.
+Beside the type, `Meta(extra=...)` may have these keys for the errors:
 
-    expected   "X must be ...", for a type that has no short name
-    items      what a list is of, where its length is refused: "X takes 1 to 9 texts, got 10"
+    expected   the end of "X must be ...", for a type that has no short name
+    items      the noun for a list's items: "X takes 1 to 9 texts, got 10"
     whole      whether an error inside of the value names the whole value
     needed     whether an empty text counts as a missing field
-    unknown    a function of an object without a known tag, and its path: the error
+    unknown    a function (object without a known tag, its path) -> the error
     always     whether `unknown` is also called for a value that is no object
     up         the number of levels above the value that an error names
     code       the error's code, where it is not invalid_type or invalid_value
@@ -51,7 +51,7 @@ _NAMES: Mapping[type[inspect.Type], str] = {
 
 
 class Fault(ValueError):
-    """A value that a `Shape` does not take.
+    """The error of a value that a `Shape` does not accept.
 
     message: the text after the path of the field
     place: the path inside the value, such as ``[3]``
@@ -87,8 +87,8 @@ class Known(Shape, Generic[V]):
     """An object whose field `type` selects its Struct; objects of unknown types are ignored.
 
     KINDS: type -> the Struct
-    DEFAULT: the type of objects that have none; "": they are left out
-    known: the object as its Struct; None: it is of another type, or no object
+    DEFAULT: the type of objects without the field `type`; "": such objects are ignored
+    known: the object as its Struct; None: the value has an unknown type, or is no object
     sent: the object as the client wrote it
     """
 
@@ -100,7 +100,7 @@ class Known(Shape, Generic[V]):
 
     @classmethod
     def kind_of(cls, value: Any) -> type[msgspec.Struct] | None:
-        """Return the Struct that a value's `type` selects; None: to be ignored. Raises Fault."""
+        """Return the Struct that a value's `type` selects; None: ignore the value. Raises Fault."""
         kind = value.get("type", cls.DEFAULT) if isinstance(value, dict) else None
         return cls.KINDS.get(kind) if isinstance(kind, str) else None
 
@@ -140,15 +140,16 @@ class Known(Shape, Generic[V]):
 
 
 class Typed(Generic[V]):
-    """A type of values in bodies.
+    """A type of values in bodies, with a parser.
 
-    schema: its JSON schema
+    schema: the type's JSON schema
     """
 
     def __init__(self, kind: Any, default: str = "") -> None:
         """Make the parser and the JSON schema of a type.
 
-        default: the tag of objects that have none.
+        kind: the type, as msgspec takes it.
+        default: the tag of objects without the field `type`.
         """
         self._box = msgspec.defstruct("Box", [("value", kind)])
         self._default = default
@@ -158,7 +159,7 @@ class Typed(Generic[V]):
                 form["required"].remove("type")
 
     def read(self, value: Any, path: str) -> V:
-        """Return the value as this type. path: the client's name of it. Raises ApiError 400."""
+        """Return the value as this type. path: its path in the body. Raises ApiError 400."""
         if self._default and isinstance(value, dict) and "type" not in value:
             value = {**value, "type": self._default}
         boxed = {"value": value}
@@ -171,12 +172,15 @@ class Typed(Generic[V]):
 
 
 def of_schema(schema: Schema) -> Meta:
-    """Return the schema of a field that is checked where it is read."""
+    """Return the Meta of a field with a JSON schema that only the code that reads it checks."""
     return Meta(extra_json_schema=schema)
 
 
 def expects(expected: str, code: str = "invalid_type", **extra: Any) -> Meta:
-    """Return the Meta of a value whose errors all have one text and one code."""
+    """Return the Meta of a value whose errors all have one text and one code.
+
+    expected, extra: see the module's docstring
+    """
     return Meta(extra={"expected": expected, "code": code, **extra})
 
 
@@ -203,8 +207,7 @@ def told_of(name: str, expected: str, code: str = "invalid_value") -> Meta:
 class StructBody(Body, Generic[T]):
     """The Struct of a body, with the fields that are taken without effect or refused.
 
-    rejected: the fields of which only a value that asks for nothing is taken, with the message
-        and the code of the error
+    rejected: field -> (message, code) of the error for a value that asks for anything
     generates: whether fields of other servers that limit an output are refused
     """
 
@@ -254,8 +257,8 @@ def struct_body(
 
     rejected: see StructBody
     ignored: fields without effect, which are named in x-ignored-fields
-    accepted: rejected fields -> the schema of the values that are accepted all the same, where
-        these are not NOTHING
+    accepted: rejected fields -> the schema of the values that are accepted all the same, in place
+        of NOTHING
     narrower: field -> keys that its schema has in addition to those of the Struct
     required: fields that a body must have although the Struct has defaults for them
     openai: whether OpenAI's fields without effect, and those that no request may set, are included
@@ -298,7 +301,7 @@ def _properties(struct: Schema, components: Mapping[str, Schema]) -> dict[str, S
 
 
 def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
-    """Return a schema with the schemas of inner Structs in their places."""
+    """Return a schema with each reference to an inner Struct replaced by the Struct's schema."""
     if isinstance(schema, list):
         return [_inlined(part, components) for part in schema]
     if not isinstance(schema, dict):
@@ -320,7 +323,7 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
 
 
 def _refused(fields: Mapping[str, Schema]) -> bool:
-    """Whether a Struct is refused where it is read: one of its fields takes no value."""
+    """Whether a Struct with these fields is always refused, as one of them accepts no value."""
     return any(schema.get("not") == {} for schema in fields.values())
 
 
@@ -341,7 +344,7 @@ def _explained(
 ) -> ApiError:
     """Return the ApiError for an error of msgspec, in the words of this API.
 
-    root: the client's name of the one field of the struct; "": its fields have names of their own
+    root: the path in the body of the struct's only field; "": the struct is the whole body
     """
     text = str(error)
     match = _PLACE.search(text)
@@ -388,7 +391,10 @@ def _inside(shape: inspect.Type, name: str) -> inspect.Type:
 
 
 def _plain(shape: inspect.Type, value: Any) -> tuple[inspect.Type, dict[str, Any]]:
-    """Return the type without annotations and without the forms that the value does not have."""
+    """Return a type without its annotations, and the `extra` of these.
+
+    A union becomes the alternative that fits the value, if one does.
+    """
     extra: dict[str, Any] = {}
     while True:
         if isinstance(shape, inspect.Metadata):
@@ -474,9 +480,10 @@ def _type_of(struct: type[msgspec.Struct]) -> inspect.StructType:
 
 @functools.cache
 def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
-    """Return the fields whose texts have a greatest length, which msgspec counts in characters.
+    """Return pairs (field, maximum bytes) of the texts of limited length.
 
-    Texts of grammars are not among them: `large` tells of their characters.
+    msgspec itself limits their characters only. Fields with `large` (grammars) are left out, as
+    their limit is one of characters.
     """
     shapes = [(field.name, *_plain(field.type, "")) for field in _type_of(struct).fields]
     return tuple(
@@ -488,10 +495,9 @@ def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
 
 @functools.cache
 def _inner_names(struct: type[msgspec.Struct]) -> tuple[tuple[str, frozenset[str]], ...]:
-    """Return the fields of a Struct whose values are Structs, each with the names of its own
-    fields.
+    """Return pairs (field, names of the inner Struct's fields) of the fields that are Structs.
 
-    Fields of several types are left out. So are Structs with an error for unknown objects.
+    Fields of several types and Structs with an error for unknown objects are left out.
     """
     shapes = [(field.name, *_plain(field.type, {})) for field in _type_of(struct).fields]
     return tuple(

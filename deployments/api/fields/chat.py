@@ -1,4 +1,4 @@
-"""Messages, PARTS, CALL: the messages of a chat in OpenAI's form, their content and their calls."""
+"""Messages, MESSAGE, CALL: a chat's messages in OpenAI's form, one message, and a tool call."""
 
 from typing import Annotated, Any, Literal, Union
 
@@ -23,7 +23,7 @@ class TextPart(Struct, tag="text", tag_field="type", gc=False):
 
 
 class RefusalPart(Struct, tag="refusal", tag_field="type", gc=False):
-    """The text of a model that has refused."""
+    """A part that is the text of a model's refusal."""
 
     refusal: Text
 
@@ -32,11 +32,11 @@ class RefusalPart(Struct, tag="refusal", tag_field="type", gc=False):
         return self.refusal
 
 
-# A field of which the schemas say nothing, because no model takes it at this place.
+# A field for which the JSON schemas allow no value, because no model takes it at this place.
 _Untold = Annotated[Any, of_schema(NEVER)]
 
 
-# The fields of images are checked where images are read.
+# The fields of images are checked by generation/images.py.
 _URL: Schema = {
     "type": "string",
     "description": "data:image/png;base64,..., or an http(s) address of the server's images.hosts",
@@ -75,7 +75,7 @@ class InputImagePart(Struct, tag="input_image", tag_field="type"):
 
 
 class FilePart(Struct, tag="file", tag_field="type"):
-    """A file, in a chat as an object, in an item of Responses as fields."""
+    """An image's file: the object `file` in a chat, the other fields in an item of Responses."""
 
     file: Annotated[Any, of_schema(needed(_FILE))] = None
     file_data: Any = None
@@ -84,39 +84,39 @@ class FilePart(Struct, tag="file", tag_field="type"):
 
 
 class VideoPart(Struct, tag="video", tag_field="type"):
-    """A clip in a chat. video: its frames. fps: frames a second."""
+    """A clip in a chat. video: a list of its frames' URLs. fps: frames a second."""
 
     video: Annotated[Any, of_schema(needed(_LIST))] = None
     fps: _Fps = None
 
 
 class VideoUrlPart(Struct, tag="video_url", tag_field="type"):
-    """A clip in a chat. video_url: an object with url, or the url, which has all frames."""
+    """A clip in a chat. video_url: a data: URL of all frames, or an object with this `url`."""
 
     video_url: Annotated[Any, of_schema(needed(_EITHER_FRAMES))] = None
     fps: _Fps = None
 
 
 class AnthropicImage(Struct):
-    """The block of an image in a message of Anthropic's. source: an object with a type."""
+    """The block of an image in Anthropic's API. source: an object with `type` and data or url."""
 
     source: Annotated[Any, of_schema(needed(_SOURCE))] = None
 
 
 class MisplacedBlock(AnthropicImage):
-    """The block of an image where no model takes one."""
+    """The block of an image at a place where no model takes one."""
 
     source: _Untold = None
 
 
 class OllamaImage(Struct):
-    """One of the images beside a message of Ollama's."""
+    """An image of the list `images` in Ollama's API."""
 
     base64: Any = None
 
 
 class OtherMedia(Struct):
-    """Media that no model takes at this place. kind: the type of its part."""
+    """Media that no model takes at their place. kind: the `type` of the part."""
 
     kind: str
 
@@ -126,10 +126,10 @@ WrittenClip = VideoPart | VideoUrlPart
 
 
 class MediaPart(Struct, tag_field="type"):
-    """A part that no model takes at its place. It has one field, of the part's type."""
+    """A part of media that no model takes at its place. Its one field is named like its type."""
 
 
-# The same parts in messages of roles that have no images.
+# Parts of images in messages of roles that may have no images.
 _MISPLACED_PARTS = (
     defstruct("image_url", [("image_url", _Untold, None)], bases=(ImageUrlPart,), tag="image_url"),
     defstruct(
@@ -155,7 +155,7 @@ _MEDIA_PARTS: list[Any] = [
     for name in ("input_audio", "audio_url")
 ]
 _CLIP_PARTS = (VideoPart, VideoUrlPart)
-# Types of parts that other servers take for clips: the last one in items of Responses.
+# Types of the parts that are clips in other servers' APIs, the last one in items of Responses.
 CLIP_KINDS = (*(str(part.__struct_config__.tag) for part in _CLIP_PARTS), "input_video")
 # Clips in items of Responses, and in messages of roles that have no images.
 _MISPLACED_CLIPS: list[Any] = [
@@ -191,7 +191,7 @@ _ItemPart: Any = _one_of(
 
 
 def _parts(least: int) -> Meta:
-    """Return the schema's least and most items of a list of parts; ChatBuilder checks them."""
+    """Return the Meta with the length of a list of parts, for schemas; ChatBuilder checks it."""
     return of_schema({"minItems": least, "maxItems": MAX_MESSAGE_PARTS})
 
 
@@ -204,14 +204,14 @@ _ContentOfText = Annotated[str | Annotated[list[_PartOfText], _parts(1)], _EITHE
 
 
 class CalledFunction(Struct, gc=False):
-    """The function of a call. arguments: JSON in a string, or an object."""
+    """The function of a tool call. arguments: JSON in a string, or an object."""
 
     name: Text
     arguments: Any = None
 
 
 class CalledCustom(Struct, gc=False):
-    """The custom tool of a call."""
+    """The custom tool of a tool call, with its input text."""
 
     name: Text
     input: Any = None
@@ -237,7 +237,7 @@ CALL: Typed[FunctionCall | CustomCall] = Typed(
 
 
 class Message(Struct, tag_field="role", kw_only=True, gc=False):
-    """The fields of messages of all roles."""
+    """The fields that messages of all roles share."""
 
     content: _ContentOfText
     name: str | None = None
@@ -259,7 +259,7 @@ class ToolMessage(Message, tag="tool", kw_only=True):
 
 
 class AssistantMessage(Message, tag="assistant", kw_only=True):
-    """An answer of the model. Without content and calls it is empty, or a refusal."""
+    """An answer of the model. Without content and calls its text is `refusal`, or empty."""
 
     content: Annotated[str | Annotated[list[_PartOfText], _parts(0)], _EITHER] | None = None  # type: ignore[assignment]
     tool_calls: Annotated[
@@ -269,7 +269,7 @@ class AssistantMessage(Message, tag="assistant", kw_only=True):
 
 
 def unknown_role(role: Any, path: str) -> ApiError:
-    """Return the error for a value that is no role."""
+    """Return the error for a message's role that is missing or unknown."""
     if role is None:
         return invalid(f"{path} is required", path, "missing_field")
     if not isinstance(role, str):

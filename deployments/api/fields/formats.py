@@ -1,4 +1,4 @@
-"""RESPONSE_FORMAT, STRUCTURED_OUTPUTS, STRUCTURAL_TAG: the fields that limit an output."""
+"""RESPONSE_FORMAT, STRUCTURED_OUTPUTS, STRUCTURAL_TAG: the fields that constrain an output."""
 
 from typing import Annotated, Any
 
@@ -46,17 +46,17 @@ _SchemaName = Annotated[
 
 
 class TextFormat(Struct, tag="text", tag_field="type", gc=False):
-    """Any text."""
+    """The response format that allows any text."""
 
 
 class ObjectFormat(Struct, tag="json_object", tag_field="type", gc=False):
-    """An object as JSON; some servers take a schema beside the type."""
+    """The response format of a JSON object. schema: its schema, a field of some servers."""
 
     schema: JsonSchema | None = None
 
 
 class NamedSchema(Struct, kw_only=True, gc=False):
-    """A schema with a name. strict: whether it is refused for what cannot be enforced."""
+    """A JSON schema with a name. strict: whether keywords that cannot be enforced are refused."""
 
     name: _SchemaName
     schema: JsonSchema
@@ -64,17 +64,17 @@ class NamedSchema(Struct, kw_only=True, gc=False):
 
 
 class SchemaFormat(Struct, tag="json_schema", tag_field="type", gc=False):
-    """A document of a JSON schema."""
+    """The response format of a JSON document that follows a schema."""
 
     json_schema: Annotated[NamedSchema, expects("an object")]
 
 
 class FlatSchemaFormat(NamedSchema, tag="json_schema", tag_field="type"):
-    """The format of a JSON document with a schema, as the Responses API has it."""
+    """The form of SchemaFormat in the Responses API, without an inner object."""
 
 
 class Structure(Struct, kw_only=True, gc=False):
-    """A tag of an output."""
+    """A structure of a structural tag: `begin`, JSON that follows `schema`, and `end`."""
 
     begin: Annotated[Text, of_schema({"minLength": 1})]
     schema: JsonSchema | None = None
@@ -86,7 +86,7 @@ _SIZES = f"takes 1 to {MAX_TAGS} of them"
 
 
 class StructuralTag(Struct, kw_only=True, gc=False):
-    """Text in which each of the triggers begins one of the structures."""
+    """A constraint of free text: where a trigger occurs, one of the structures must begin."""
 
     format: Annotated[None, Meta(extra={"fault": _format_fault})] = None
     triggers: Annotated[
@@ -124,7 +124,7 @@ STRUCTURAL_TAG: Typed[StructuralTag] = Typed(
 
 
 class StructuredOutputs(Struct, kw_only=True, gc=False):
-    """vLLM's field `structured_outputs`, of which one field is given."""
+    """vLLM's field `structured_outputs`, in which one of these fields is set."""
 
     json: JsonSchema | None = None
     regex: GrammarText | None = None

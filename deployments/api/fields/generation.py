@@ -35,7 +35,7 @@ from engine.errors import InvalidRequest
 
 UINT31 = 2**31 - 1
 Side = Literal["left", "right"]  # the side of a text that is cut
-# Ids are checked against the vocabulary where they are read.
+# A list of token ids, which `take_token_ids` compares with the vocabulary.
 TokenIds = Annotated[
     list[Any], Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"})
 ]
@@ -43,7 +43,7 @@ TokenCut = Annotated[int, Meta(ge=-1, le=UINT31, extra_json_schema={"not": {"con
 
 
 class Queued(Struct, kw_only=True, gc=False):
-    """The fields that every request for a model has."""
+    """The fields that every request to a model may have."""
 
     model: str | None = None
     priority: Annotated[int, Meta(ge=LEAST_PRIORITY, le=UINT31)] | None = None
@@ -68,7 +68,10 @@ def _fault_of(name: str, value: Any) -> InvalidRequest | None:
 
 
 def sampled(name: str, **limits: Any) -> Meta:
-    """Return the range of a field of SamplingParams, whose words its errors have."""
+    """Return the Meta of a field of SamplingParams: its range, and errors in SamplingParams' words.
+
+    limits: further arguments of Meta, or others in place of the range
+    """
     extra = {"fault": partial(_fault_of, name)}
     if name not in sampling_params.RANGES:
         return Meta(**limits, extra=extra)
@@ -82,7 +85,7 @@ _TokenId = Annotated[int, Meta(ge=0)]
 _UInt31 = Annotated[int, Meta(ge=0, le=UINT31)]
 _StopText = Annotated[str, of_schema({"minLength": 1, "maxLength": sampling_params.MAX_STOP_BYTES})]
 _Stops = Annotated[list[_StopText], of_schema({"maxItems": sampling_params.MAX_STOP_STRINGS})]
-# SamplingParams checks the texts. An empty one is none.
+# SamplingParams checks the texts. An empty text counts as no stop string.
 Stop = (
     Annotated[
         Annotated[str, of_schema({"maxLength": sampling_params.MAX_STOP_BYTES})] | _Stops,
@@ -131,7 +134,7 @@ _BIAS: Schema = {
 
 
 class Sampling(Queued, kw_only=True):
-    """The fields of all generations that change how tokens are chosen."""
+    """The fields that change how tokens are sampled, which all bodies of generations share."""
 
     min_tokens: Annotated[int, sampled("min_tokens")] | None = None
     min_new_tokens: _UInt31 | None = None
@@ -163,7 +166,7 @@ class StreamOptions(Struct, kw_only=True, gc=False):
 
 
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_BYTES)]
-ThinkingBudget = Annotated[int, Meta(ge=-1, le=UINT31)]  # -1: none
+ThinkingBudget = Annotated[int, Meta(ge=-1, le=UINT31)]  # -1: no limit
 ReasoningEffort = Annotated[Effort, words(Effort, "one of ", ", ", code="invalid_value")]
 Logprobs = Annotated[
     sampling_params.LogprobsMode, words(sampling_params.LogprobsMode, code="invalid_value")
@@ -224,7 +227,7 @@ class Chat(Generation, kw_only=True):
 
 
 class Completion(Generation, kw_only=True):
-    """The body of /v1/completions. A `prompt` is not required where a gap is filled."""
+    """The body of /v1/completions. `prompt` is optional if there is a `suffix`."""
 
     prompt: Annotated[
         Any,
@@ -278,7 +281,7 @@ Count = Annotated[int, Meta(ge=1, le=UINT31)]
 
 
 def not_supported(instead: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
-    """Return the errors of fields that are refused. instead: what to do in the place of each."""
+    """Return {field: (message, code)} of refused fields. instead: field -> advice of its error."""
     return {
         name: (f"{name} is not supported; {advice}", "not_supported")
         for name, advice in instead.items()
@@ -286,7 +289,7 @@ def not_supported(instead: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
 
 
 class ItemChat(Sampling, kw_only=True):
-    """The fields that the bodies of Responses and Messages share."""
+    """The fields that the bodies of /v1/responses and /v1/messages share."""
 
     cache_salt: CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None

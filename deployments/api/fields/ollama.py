@@ -18,7 +18,7 @@ IGNORED = frozenset({"keep_alive", "truncate", "shift"})
 
 
 class CalledFunction(Struct, gc=False):
-    """The function of a call."""
+    """The function of a tool call."""
 
     name: Text
     arguments: dict[str, Any] | None = None
@@ -37,12 +37,12 @@ class OllamaCall(Struct, gc=False):
 _Call = Annotated[OllamaCall, told_of("function", _NO_CALL, "invalid_type")]
 
 
-# Base64 of each.
+# A list of images in base64.
 _Images = Annotated[Any, of_schema(either(list_of(TEXT), NOTHING))]
 
 
 class OllamaMessage(Struct, tag_field="role", kw_only=True, gc=False):
-    """The fields of messages of all roles."""
+    """The fields that messages of all roles share."""
 
     content: str | None = None
     images: Annotated[Any, of_schema(NOTHING)] = None
@@ -53,7 +53,7 @@ class OllamaMessage(Struct, tag_field="role", kw_only=True, gc=False):
 
 
 class SystemMessage(OllamaMessage, tag="system", kw_only=True):
-    """Instructions."""
+    """A message of the role system."""
 
 
 class UserMessage(OllamaMessage, tag="user", kw_only=True):
@@ -70,7 +70,7 @@ class AssistantMessage(OllamaMessage, tag="assistant", kw_only=True):
 
 
 class ToolMessage(OllamaMessage, tag="tool", kw_only=True):
-    """The result of a call, which is found by its id, or by the name of its function."""
+    """The result of a tool call, which its id or the name of its function identifies."""
 
     images: _Images = None
     tool_name: str | None = None
@@ -95,7 +95,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 class Options(Struct, kw_only=True, gc=False):
-    """The options of a model's answer. num_predict below 0: as far as the context reaches."""
+    """The field `options`. num_predict: maximum output tokens; negative: the context's limit."""
 
     num_predict: Annotated[int, Meta(ge=-2, le=UINT31)] | None = None
     temperature: Annotated[float, sampled("temperature")] | None = None
@@ -146,7 +146,7 @@ GENERATE = struct_body(OllamaGenerate, ignored=IGNORED, rejected=REFUSED)
 
 
 class Show(Struct, kw_only=True, gc=False):
-    """The body of /api/show: a model by its name, or by that of older clients."""
+    """The body of /api/show. name: the field of older clients for `model`."""
 
     model: str | None = None
     name: str | None = None
@@ -179,7 +179,7 @@ class OllamaEmbed(PoolingBody, kw_only=True):
     dimensions: Positive | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Return options by which long texts are cut unless the request says otherwise."""
+        """Return options that truncate long texts unless the request's `truncate` is false."""
         return PoolingOptions(truncate=self.truncate is not False)
 
 
@@ -189,7 +189,7 @@ class OllamaEmbeddings(PoolingBody, kw_only=True):
     prompt: str
 
     def pooling_options(self) -> PoolingOptions:
-        """Return options by which long texts are cut."""
+        """Return options that truncate long texts."""
         return PoolingOptions(truncate=True)
 
 

@@ -32,7 +32,7 @@ from deployments.api.http.exchange import MAX_REQUEST_ID
 from engine.errors import InvalidRequest
 
 MAX_MODEL_NAME = 128  # bytes
-# Bytes; whether it is a valid name is checked later.
+# Bytes. Whether the name is valid is checked later.
 MAX_ADAPTER_NAME = 256
 MAX_ADAPTER_PATH = 4096
 
@@ -94,7 +94,7 @@ class UnloadLora(Struct, kw_only=True, gc=False):
 ADAPTER = struct_body(Adapter)
 LOAD_LORA = struct_body(LoadLora)
 UNLOAD_LORA = struct_body(UnloadLora)
-# A section `models.NAME`; the configuration's own checks say more.
+# The body of POST /v1/models: a section `models.NAME`, which the configuration checks in full.
 MODEL = Body(
     {
         "name": text(MAX_MODEL_NAME),
@@ -151,7 +151,7 @@ class Batch(Struct, kw_only=True, gc=False):
 
 
 BATCH = struct_body(Batch, openai=False)
-# Fields of multipart/form-data.
+# The fields of an upload to /v1/files, as multipart/form-data.
 FILE: Schema = {
     "type": "object",
     "properties": {
@@ -189,7 +189,7 @@ _Files = Annotated[list[_File], Meta(max_length=MAX_FILES, extra={"items": "file
 
 
 class Infill(Queued, kw_only=True):
-    """The body of /infill. n_predict below 0: as far as the context reaches."""
+    """The body of /infill. n_predict: maximum output tokens; negative: the context's limit."""
 
     input_prefix: str | None = None
     input_suffix: str | None = None
@@ -218,7 +218,7 @@ _Count = Annotated[int, Meta(ge=1, le=UINT31)]
 
 
 class GenKwargs(Struct, kw_only=True, gc=False):
-    """The options of generating the answer."""
+    """The field `gen_kwargs`: options of the generation."""
 
     temperature: Annotated[float, sampled("temperature")] | None = None
     top_p: Annotated[float, sampled("top_p")] | None = None

@@ -21,9 +21,9 @@ from deployments.api.fields.schema import (
 
 MAX_TEXTS = 2048  # OpenAI's limit
 BYTES, BYTES_ONLY = "bytes", "bytes_only"
-MAX_PARTS = 1024  # of one text
-# Names of one field: whether a sigmoid, a softmax or a division by the length is applied at the
-# end.
+MAX_PARTS = 1024  # content parts of one text
+# Several names of one field: whether a sigmoid, a softmax or the normalization of a vector is
+# applied at the end.
 ACTIVATION = ("use_activation", "activation", "softmax", "normalize")
 
 Format = Literal["float", "base64", "bytes", "bytes_only"]
@@ -53,7 +53,7 @@ def _check_count(values: list[Any]) -> None:
 class TextInput(Shape):
     """A text, the token ids of one, or a list of either.
 
-    items: the texts, or their token ids, which are not looked into
+    items: the texts, or lists of token ids, which are not checked yet
     many: whether the field is a list of texts
     """
 
@@ -83,7 +83,7 @@ class TextInput(Shape):
 
 
 def _document_text(value: Any) -> str | None:
-    """Return a string, or the one in `text` or `content` of an object; None if there is none."""
+    """Return a string, or that in an object's `text` or `content`; None if there is no string."""
     text = value
     if isinstance(value, dict):
         text, content = value.get("text"), value.get("content")
@@ -93,7 +93,7 @@ def _document_text(value: Any) -> str | None:
 
 
 class Documents(Shape):
-    """One document, or a list of them. An empty text is accepted: of a thousand one may be."""
+    """One document, or a list of documents. Empty texts are accepted, as long lists have some."""
 
     SCHEMA = either(_DOCUMENT, list_of(_DOCUMENT, 1, MAX_TEXTS))
 
@@ -149,7 +149,7 @@ class DocumentList(Documents):
 
 
 class Pairs(Shape):
-    """A text, a list of one or two, or a list of such lists."""
+    """The inputs of /predict: a text, a list of one or two texts, or a list of such lists."""
 
     SCHEMA = either(FILLED, _PAIR, list_of(_PAIR, 1, MAX_TEXTS))
 
@@ -188,7 +188,7 @@ class CohereInput(Shape):
 
 
 def _joined(parts: Any) -> str | None:
-    """Return the text of content in parts; None if some parts are no texts."""
+    """Return the joined texts of content parts; None if some parts are no texts."""
     if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_PARTS:
         return None
     texts = [
@@ -204,11 +204,11 @@ def _joined(parts: Any) -> str | None:
 class PoolingOptions(NamedTuple):
     """The options for the texts of a request and for their vectors.
 
-    truncate: whether longer texts are cut, at their end
-    keep_end: whether they are cut at their beginning instead
+    truncate: whether texts that are too long for the model are truncated, at their end
+    keep_end: whether texts are truncated at their beginning instead
     special: whether a text gets the special tokens that tokenizer.json puts around it
-    cut: the most tokens of a text, -1 for those of the model; None: those of the model, too
-    activations: the values of the names in ACTIVATION
+    cut: truncate_prompt_tokens: maximum tokens of a text; -1: the model's; None: not given
+    activations: name in ACTIVATION -> value, of those that the body has
     """
 
     truncate: bool = False
@@ -288,7 +288,7 @@ class Classify(Inputs, kw_only=True):
 
 
 class Reranked(_Activated, kw_only=True):
-    """The bodies of the routes that order documents."""
+    """The fields that the bodies of reranking routes share."""
 
     query: Query
     top_n: Positive | None = None
@@ -316,7 +316,7 @@ class RerankTexts(Reranked, kw_only=True):
 
 
 class Score(_Activated, kw_only=True):
-    """The body of /v1/score: each side of the pairs has several names."""
+    """The body of /v1/score. FIRST and SECOND list the names of the pairs' two texts."""
 
     text_1: Documents | None = None
     queries: Documents | None = None
@@ -369,7 +369,7 @@ class CohereEmbed(PoolingBody, kw_only=True):
     truncate: Annotated[CohereCut, words(CohereCut)] | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Return options that say whether too long texts are cut, and at which end."""
+        """Return options that say whether long texts are truncated, and at which end."""
         return PoolingOptions(self.truncate != "NONE", self.truncate == "START")
 
 
@@ -401,7 +401,7 @@ class TeiEmbed(Tei, kw_only=True):
     dimensions: Positive | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Return options by which vectors have the length 1 unless the request says otherwise."""
+        """Return options that normalize vectors unless the request says otherwise."""
         options = super().pooling_options()
         if Texts.pooling_options(self).activations:
             return options

@@ -39,7 +39,7 @@ ItemRole = Literal["user", "assistant", "system", "developer"]
 
 
 class MessageItem(Struct, gc=False):
-    """A message."""
+    """An item that is a message."""
 
     role: Annotated[ItemRole, words(ItemRole, "one of ", ", ", code="invalid_value")]
     content: ItemContent
@@ -78,7 +78,7 @@ class OutputItem(Struct, gc=False):
 
 
 class Item(Known[MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | OutputItem]):
-    """An item of a conversation. A message needs no type."""
+    """An item of a conversation. The `type` of a message may be left out."""
 
     KINDS: ClassVar = {
         "message": MessageItem,
@@ -139,7 +139,7 @@ class InnerTool(Known[FunctionTool | CustomTool]):
 
 
 class Namespace(Struct, gc=False):
-    """A namespace with its tools; in the chat its name stands before theirs."""
+    """A namespace of tools. In the chat its name is a prefix of the tools' names."""
 
     name: Annotated[str, Meta(min_length=1), expects("a string")]
     tools: list[InnerTool]
@@ -212,7 +212,7 @@ RESPONSES_REPEATED = frozenset(
 RESPONSES_IGNORED = frozenset(
     {"client_metadata", "prompt_cache_retention", "prompt_cache_options", "moderation"}
 )
-# name -> what to do instead.
+# Refused field -> the advice of its error.
 RESPONSES_REFUSED = {
     "conversation": "send the items, or previous_response_id",
     "prompt": "send the prompt's text as instructions and input",

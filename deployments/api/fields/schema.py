@@ -1,8 +1,8 @@
-"""Body: the fields of one kind of request, as JSON schemas (2020-12) by name; and the few shapes
-that they are made of.
+"""Body: the fields of one kind of request, as JSON schemas (2020-12) by name; and the few schemas
+of which these are made.
 
-What depends on the model or on two fields at once (a token id of the vocabulary, min_tokens above
-max_tokens) is not in a schema; the check says it.
+Conditions on the model or on two fields at once (a token id of the vocabulary, min_tokens above
+max_tokens) are in no schema; the code that reads the body checks them.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ class Body:
     taken: the fields with an effect
     required: the fields that must be there, and not null
     ignored: the fields known to have no effect, which are named in x-ignored-fields
-    refused: the refused fields, each with the values that are accepted all the same
-    known: the names of the fields whose values are looked into
+    refused: refused field -> schema of the values that are accepted all the same
+    known: the names of the fields whose values are checked
     """
 
     taken: Mapping[str, Schema]
@@ -46,9 +46,9 @@ class Body:
         object.__setattr__(self, "known", frozenset(looked | self.taken.keys()))
 
     def schema(self, *, strict: bool = False) -> Schema:
-        """Return the JSON schema of the whole body, in which null is a field that is left out.
+        """Return the JSON schema of the whole body. null stands for a field that is left out.
 
-        strict: whether it forbids unknown fields.
+        strict: whether the schema forbids unknown fields.
         """
         properties = {
             name: schema if name in self.required else optional(schema)
@@ -66,7 +66,7 @@ class Body:
 
 
 def optional(schema: Schema) -> Schema:
-    """Return the schema extended by null."""
+    """Return the schema, changed to allow null too."""
     kind = schema.get("type")
     if schema == {} or kind == "null":
         return schema
@@ -87,7 +87,7 @@ def number(low: float, high: float, *, above: bool = False) -> Schema:
 
 
 def text(most: int) -> Schema:
-    """Return the schema of a text. most: its bytes of UTF-8, at least one per character."""
+    """Return the schema of a text. most: maximum bytes of UTF-8, and so a bound of characters."""
     return {"type": "string", "maxLength": most}
 
 
@@ -111,7 +111,7 @@ def list_of(item: Schema, low: int = 0, high: int | None = None) -> Schema:
 def needed(schema: Schema) -> Schema:
     """Return the schema of a key that `record` requires, though the Struct has a default for it.
 
-    The code that reads the value has the error of a key that is left out.
+    The code that reads the value raises the error for a missing key.
     """
     return {**schema, _NEEDED: True}
 

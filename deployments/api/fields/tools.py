@@ -35,12 +35,12 @@ class GrammarInput(Struct, tag="grammar", tag_field="type", gc=False):
     grammar: ToolGrammar
 
 
-# The error for the input of a custom tool, in every body that has one.
+# The error for the `format` of a custom tool's input, in every body with custom tools.
 INPUT = expects('of type "text" or "grammar"', code="invalid_value")
 
 
 class Described(Struct, kw_only=True, gc=False):
-    """The fields of tools of both kinds. name: `add_tool` checks its letters."""
+    """The fields that functions and custom tools share. name: `add_tool` checks its characters."""
 
     name: Annotated[str, of_schema(TOOL_NAMED), expects(_NAMED, up=2)]
     description: str | None = None

@@ -31,7 +31,7 @@ from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
 MAX_KWARGS_BYTES = 64 * 1024
-# A bad word is encoded three times, each with the overhead of a call.
+# Characters that a bad word counts for: it is encoded three times, each in a call of its own.
 _WORD_CHARS = 64
 _MOST_TOKEN_CHARS = 16  # characters per token of a prediction, beyond which it is cut
 MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
@@ -41,14 +41,14 @@ MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 
 class GenerationCall:
     """A checked generation request.
 
-    request: what the client asked for
+    request: the client's request
     prompts: the token ids of each prompt
     texts: the texts that `echo` repeats, one for each prompt
     common: the common part of the backend's requests for these prompts. Its token_ids are empty,
-        and its seed is the drawn one, for a request that names none
-    prompt_logprobs: whether the request has this field, and not echo alone
-    score_only: whether only the prompt's logprobs are computed (max_tokens 0 with echo)
-    timing: whether usage reports how the request fared (the header x-return-timing)
+        and its seed is a random one, for a request that sets none
+    prompt_logprobs: whether the request has this field; `echo` with `logprobs` needs them too
+    score_only: whether only the prompt's log-probabilities are computed (max_tokens 0 with echo)
+    timing: whether usage reports queue time and migrations (the header x-return-timing)
     streams, emitted: one for each prompt, or none; see GenerationRequest
     output: the plan for reading the answer's text; None: the text is the answer
     images: the images of the prompt, of which `common` has the pixels once they are decoded
@@ -77,7 +77,7 @@ class GenerationCall:
         """Return the requests for the backend, one for each prompt."""
         params = self.common.params
         if self.score_only:
-            # An engine makes at least one token, which is dropped here.
+            # An engine generates at least one token; the answer leaves it out.
             params = msgspec.structs.replace(params, max_tokens=1)
         requests = []
         for i, ids in enumerate(self.prompts):
@@ -100,8 +100,9 @@ def encode_texts(
 ) -> list[list[int]]:
     """Return the token ids of each text.
 
-    Encoding ends at the first text that has more than `limit` tokens: the others are not worth the
-    work then. Raises TooManyTokens.
+    special: whether special tokens are put before the texts
+
+    Encoding ends with TooManyTokens at the first text that has more than `limit` tokens.
     """
     prompts = []
     for text in texts:
@@ -123,9 +124,9 @@ async def prepare(
     """Check a request against the model that it names, and encode its prompts.
 
     size: the bytes of the request's body
-    images: those of a chat, whose headers were read
+    images: the images of a chat, whose headers were read; None: there are none
 
-    Raises ApiError 400; InvalidRequest. These name fields by our names.
+    Raises ApiError 400 and InvalidRequest, which name fields by our names.
     """
     work = partial(_prepared, request, card, backend.tokenizer(card.id), images)
     size += _WORD_CHARS * len(request.sampling.bad_words or ())
@@ -143,7 +144,7 @@ def _prepared(
     tokenizer: Tokenizer,
     images: ChatImages | None,
 ) -> GenerationCall:
-    """Return the call with its prompts. Raises ApiError 400, InvalidRequest."""
+    """Return a request's call with its prompts. Raises ApiError 400, InvalidRequest."""
     params = request.sampling.params(tokenizer, card.vocab_size)
     if params.max_tokens == 0 and isinstance(request, ChatRequest):
         raise invalid("max_tokens must be at least 1", "max_tokens")
@@ -229,6 +230,9 @@ def chat_ids(
 ) -> list[int]:
     """Return the token ids of a chat's prompt.
 
+    effort: the reasoning effort; None: the template's default.
+    ignored: the list that names of fields without effect are added to.
+    max_tokens: the number of tokens beyond which encoding raises TooManyTokens.
     images: the images of the messages, whose placeholders are expanded; None: there are none.
 
     Raises ApiError 400, InvalidRequest.
@@ -258,9 +262,9 @@ def template_options(
 ) -> TemplateOptions:
     """Return the options with which a chat is rendered. Raises ApiError 400.
 
-    variables: chat_template_kwargs
-    opens: add_generation_prompt; None: unless the model goes on with the last message
-    continues: continue_final_message
+    variables: the field chat_template_kwargs
+    opens: the field add_generation_prompt; None: the opposite of `continues`
+    continues: the field continue_final_message
     """
     continues = bool(continues)
     opens = not continues if opens is None else opens
@@ -288,7 +292,7 @@ def template_options(
 
 
 def _kept(cut: PromptCut, call: GenerationCall) -> int | None:
-    """Return how many tokens of each prompt are kept; None: all are. Raises ApiError 400."""
+    """Return the number of tokens that prompts are cut to; None: no limit. Raises ApiError 400."""
     context = call.card.max_model_len
     tokens = kept_tokens(cut.tokens, context)
     if tokens is None:
@@ -318,7 +322,7 @@ def _fill_texts(call: GenerationCall) -> None:
 
 
 def _fill_gaps(call: GenerationCall, request: TextRequest) -> None:
-    """Set prompts in which the model sees the text after its answer (fill in the middle)."""
+    """Set the prompts of gaps: the text before and the text after each (fill in the middle)."""
     marks = FillMarks.of(call.tokenizer)
     if marks is None:
         raise invalid(
@@ -369,9 +373,9 @@ def _fill_prompts(call: GenerationCall, request: TextRequest) -> None:
 def check_limits(call: GenerationCall, most_choices: int) -> None:
     """Check the numbers of choices, of tokens in the context, and of prompt log-probabilities.
 
-    Called when the card is known to be the adapter's, whose virtual tokens leave less room. Raises
-    InvalidRequest context_length_exceeded, about the prompt if that alone is too long; ApiError 400
-    too_many_choices, or where the log-probabilities of the prompt are too many.
+    Called once `call.card` is the adapter's, whose virtual tokens leave less room. Raises
+    InvalidRequest context_length_exceeded, about the prompt if it alone is too long; ApiError 400
+    too_many_choices, or for too many log-probabilities of the prompt.
     """
     params = call.common.params
     count = len(call.prompts) * params.n
@@ -400,10 +404,7 @@ def check_limits(call: GenerationCall, most_choices: int) -> None:
 
 
 def scored_entries(call: GenerationCall) -> int:
-    """Return how many log-probabilities of prompt tokens the answer will have.
-
-    Alternatives are included.
-    """
+    """Return the answer's number of log-probabilities of prompt tokens, alternatives included."""
     params = call.common.params
     return sum(map(len, call.prompts)) * (1 + (params.prompt_logprobs or 0)) * params.n
 

@@ -1,4 +1,4 @@
-"""ChatImages: the images of a chat, from what its client wrote to their place in the prompt."""
+"""ChatImages: the images of a chat, from the fields of its request to positions in the prompt."""
 
 import secrets
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ _ROLES = ("user", "tool")  # roles whose messages may have images
 
 @dataclass(slots=True)
 class _Visual:
-    """An image or a clip of a chat. files: of the image, or of the clip's frames."""
+    """An image or a clip of a chat. sources, files: one of the image, or one of each frame."""
 
     sources: list[ImageSource]
     files: list[PictureFile]
@@ -40,8 +40,8 @@ class _Visual:
 class ChatImages:
     """The images and clips of a chat, whose headers were read.
 
-    held: the count of the bytes that they hold
-    placed: what was placed in the prompt, once it is encoded
+    held: the reservation of their bytes in the memory of images
+    placed: the pictures with their positions in the prompt, once it is encoded
     """
 
     processor: ImageProcessor
@@ -55,9 +55,9 @@ class ChatImages:
         return sum(len(lay.token_ids) for visual in self.visuals for lay in visual.place.layouts)
 
     def surrounded(self, text: str, order: Sequence[int]) -> str:
-        """Return a rendered chat with the text that its images have around them.
+        """Return a rendered chat with the texts that the model needs around its images.
 
-        order: the images as the template met them.
+        order: indices of the images in the order of their placeholders.
         """
         return surround(text, [self.visuals[index].place for index in order])
 
@@ -79,9 +79,9 @@ class ChatImages:
 
 
 class ImageMarks:
-    """Marks that stand for images while a chat's contents are texts.
+    """The marks (random texts) that stand for images while a chat's contents are strings.
 
-    What tools and thinking add to a chat is put together out of texts.
+    The code that adds tools and thinking to messages handles strings only.
     """
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
@@ -102,7 +102,7 @@ class ImageMarks:
         return msgspec.structs.replace(message, content=tuple(content))
 
     def put_back(self, messages: Iterable[TemplateMessage]) -> list[int]:
-        """Replace marks in contents by image parts; return the images' indices in order."""
+        """Replace marks in contents by image parts; return the images' indices in that order."""
         order: list[int] = []
         for message in messages:
             content = message.get("content")
@@ -120,7 +120,7 @@ class ImageMarks:
 
 
 def check_no_images(messages: Iterable[ChatMessage], card: ModelCard) -> None:
-    """Refuse a chat with images where it is not answered. Raises ApiError 400."""
+    """Refuse a chat with images on a route that generates no answer. Raises ApiError 400."""
     parts = _images(messages)
     if parts:
         _processor(parts, card)
@@ -133,7 +133,7 @@ def _images(messages: Iterable[ChatMessage]) -> list[ImagePart]:
 
 
 def _processor(parts: Sequence[ImagePart], card: ModelCard) -> ImageProcessor:
-    """Return the processor of a model that takes all parts. Raises ApiError 400."""
+    """Return the image processor of a model, if the model takes all parts. Raises ApiError 400."""
     clips = clips_of(card.images) is not None
     for part in parts:
         model = f'{part.place}: the model "{card.id}" takes text'
@@ -154,9 +154,9 @@ def _processor(parts: Sequence[ImagePart], card: ModelCard) -> ImageProcessor:
 async def read_images(
     messages: Sequence[ChatMessage], card: ModelCard, intake: ImageIntake, ignored: list[str]
 ) -> ChatImages:
-    """Read the files of a chat's images, of which there are some, and their headers.
+    """Read the files of a chat's images, of which there is at least one, and their headers.
 
-    ignored: the list that names of later frames are added to.
+    ignored: the list that names of animations' later frames, which are not used, are added to.
     Raises ApiError 400, InvalidRequest naming the image, Overloaded.
     """
     parts = _images(messages)
@@ -195,9 +195,9 @@ async def read_images(
 
 
 def _sources(parts: Sequence[ImagePart], most: int) -> list[list[ImageSource]]:
-    """Return where the bytes of each image are, and of each clip's frames.
+    """Return the sources of each part's bytes: one of an image, one for each frame of a clip.
 
-    most: frames of all clips. Raises ApiError 400.
+    most: maximum number of frames of all clips. Raises ApiError 400.
     """
     sources = [
         _frames(part.written, part.place)
@@ -219,7 +219,7 @@ def _sources(parts: Sequence[ImagePart], most: int) -> list[list[ImageSource]]:
 
 
 def no_media(message: str, path: str) -> ApiError:
-    """Return the error for content that is not taken, or not at its place."""
+    """Return the error for media that are not taken at all, or not at their place."""
     return invalid(message, path, "modality_not_supported")
 
 
@@ -246,7 +246,7 @@ def _visual(
 
 
 def _fps(written: chat.WrittenClip, place: str) -> float:
-    """Return the frames a second of a clip. Raises ApiError 400."""
+    """Return a clip's frames per second. place: the clip's path. Raises ApiError 400."""
     fps = DEFAULT_FPS if written.fps is None else written.fps
     if not is_fps(fps):
         place = f"{place}.fps"
@@ -255,7 +255,7 @@ def _fps(written: chat.WrittenClip, place: str) -> float:
 
 
 def _frames(written: chat.WrittenClip, place: str) -> list[ImageSource]:
-    """Return where the bytes of a clip's frames are. Raises ApiError 400 naming the field."""
+    """Return the sources of the bytes of a clip's frames. Raises ApiError 400 naming the field."""
     _fps(written, place)
     if isinstance(written, chat.VideoPart):
         place, frames = f"{place}.video", written.video
@@ -276,7 +276,7 @@ def _frames(written: chat.WrittenClip, place: str) -> list[ImageSource]:
 
 
 def _source(part: ImagePart) -> ImageSource:
-    """Return where the bytes of an image are. Raises ApiError 400 naming the field."""
+    """Return the source of an image's bytes. Raises ApiError 400 naming the field."""
     written, place = part.written, part.place
     if isinstance(written, chat.ImageUrlPart):
         value, place = written.image_url, f"{place}.image_url"

@@ -40,15 +40,15 @@ _INNER_NAMES = {
 
 @functools.cache
 def _part_names(part: type[msgspec.Struct]) -> frozenset[str]:
-    """Return the keys that a part may have. A hint for the prefix cache, which needs none, is
-    among them."""
+    """Return the keys that a part may have, the prefix cache's hint `cache_control` included: it
+    is dropped without being named."""
     return frozenset({"type", "cache_control", *part.__struct_fields__})
 
 
 class ChatBuilder:
     """The messages of a chat so far, with the counts that bound them.
 
-    ignored: the list that names of things without effect are added to
+    ignored: the list that names of fields without effect are added to
     """
 
     def __init__(self, ignored: list[str]) -> None:
@@ -69,7 +69,7 @@ class ChatBuilder:
         self.messages[-1] = msgspec.structs.replace(self.messages[-1], **fields)
 
     def ignore(self, path: str) -> None:
-        """Add the name of a field without effect for x-ignored-fields, unless it has many names."""
+        """Add a field without effect to the names of x-ignored-fields, unless there are many."""
         if len(self._ignored) < _MOST_IGNORED:
             self._ignored.append(path)
 
@@ -98,7 +98,7 @@ class ChatBuilder:
         """Count tool calls of a message. Raises ApiError 400 if the message or all have too many.
 
         new: the calls that are counted now
-        whole: the calls of the message with these
+        whole: the calls of the message, the new ones included
         """
         if whole > MAX_MESSAGE_CALLS:
             raise invalid(f"{path} may have at most {MAX_MESSAGE_CALLS} items", path)
@@ -107,16 +107,16 @@ class ChatBuilder:
             raise invalid(f"messages may have at most {MAX_CALLS} tool calls together", path)
 
     def call(self, id: str, name: str, arguments: Any, path: str) -> ToolCall:
-        """Return a tool call, whose id may be answered from now on. Raises ApiError 400.
+        """Return a tool call, whose id later results may name. Raises ApiError 400.
 
         arguments: an object, or JSON in a string
-        path: the client's name of the arguments
+        path: the path of the arguments in the body
         """
         self._asked.add(id)
         return ToolCall(id, name, self._arguments(arguments, path))
 
     def check_answered(self, id: Any, path: str) -> str:
-        """Return the id of an earlier tool call. Raises ApiError 400."""
+        """Return the id, if it is that of an earlier tool call. Raises ApiError 400 otherwise."""
         if not isinstance(id, str) or id not in self._asked:
             raise invalid(
                 f"{path} must be the id of a tool call in an earlier message",
@@ -129,7 +129,7 @@ class ChatBuilder:
         """Add a message in OpenAI's form. Raises ApiError 400.
 
         item: the message as the client wrote it
-        path: the client's name of it
+        path: the message's path in the body
         """
         content: Any = message.content
         calls = answered = None
@@ -167,7 +167,11 @@ class ChatBuilder:
         self.messages.append(read)
 
     def _name_unused(self, part: chat.Part, sent: Mapping[str, Any], inside: str) -> None:
-        """Name the keys of a part that have no effect."""
+        """Add the keys of a part that have no effect to the ignored fields.
+
+        sent: the part as the client wrote it
+        inside: the text before each key
+        """
         self._name_others(sent, _part_names(type(part)), inside)
         for name, known in _INNER_NAMES.items():
             if isinstance(inner := sent.get(name), dict):
@@ -238,9 +242,9 @@ def check_messages(
 ) -> tuple[ChatMessage, ...]:
     """Return the messages of a list in OpenAI's form, with decoded tool arguments.
 
-    items: the messages as the client wrote them, whose unused keys go to `ignored`
+    items: the messages as the client wrote them; their unused keys are added to `ignored`
 
-    Large chats belong in a thread.
+    Large chats should be read in a thread.
     Raises ApiError 400 naming the part at fault, e.g. ``messages[0].content[1].type``.
     """
     builder = ChatBuilder(ignored)

@@ -1,4 +1,4 @@
-"""ChatRequest and TextRequest: what a client asks for, in whichever dialect."""
+"""ChatRequest and TextRequest: a client's request for a chat or a completion, in any dialect."""
 
 import re
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
 class ImagePart(msgspec.Struct, frozen=True, gc=False):
     """An image or a clip of a message, or other media; decoded or refused once the model is known.
 
-    place: the client's name of it, e.g. ``messages[0].content[1]``
-    refused: the client's name of the field, for the error of a model without images
+    place: the path of its field in the request, for errors, e.g. ``messages[0].content[1]``
+    refused: the path that the error of a model without images names
     """
 
     written: WrittenImage | WrittenClip | OtherMedia
@@ -52,7 +52,7 @@ Content = tuple[TextPart | RefusalPart | ImagePart, ...]
 class ChatMessage(msgspec.Struct, frozen=True, gc=False):
     """A checked message of a chat.
 
-    place: the client's name of the message, e.g. ``messages[2]`` or ``instructions``
+    place: the path of its field in the request, e.g. ``messages[2]`` or ``instructions``
     content: the parts; None: the message has no content
     tool_call_id: the call whose result the message is
     """
@@ -107,8 +107,8 @@ class TemplateOptions:
     """The options of rendering a chat.
 
     opens: whether the prompt opens the model's turn
-    continues: whether the model goes on with the last message
-    variables: further names for the template
+    continues: whether the model continues the last message
+    variables: name -> value of further variables of the template
     """
 
     opens: bool = True
@@ -120,8 +120,8 @@ class TemplateOptions:
 class PromptCut:
     """The truncation of a prompt.
 
-    tokens: the number of tokens; -1: as many as the model takes
-    keeps_end: whether a longer prompt loses its beginning
+    tokens: the maximum number of tokens; -1: that of the model
+    keeps_end: whether a longer prompt loses its beginning, not its end
     """
 
     tokens: int
@@ -180,8 +180,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """A chat that a client asks for.
 
-    effort: how much the model should think; None: as its template has it
-    thinking_budget: the most tokens of thinking; None, -1: any number
+    effort: how much the model should reason; None: the template's default
+    thinking_budget: maximum number of reasoning tokens; None, -1: no limit
     prediction: the text that the client expects in the answer
     """
 

@@ -1,4 +1,4 @@
-"""RequestedSampling: how a client wants tokens to be chosen."""
+"""RequestedSampling: the sampling parameters of a client's request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ _SAME = {
 
 @dataclass(frozen=True, slots=True)
 class RequestedSampling:
-    """A client's wishes for how tokens are chosen.
+    """The sampling parameters that a client asks for.
 
-    values: the values of the fields of SamplingParams, whose ranges are not yet checked
+    values: field of SamplingParams -> its value, whose range is not yet checked
     bad_words: texts that the output may not have
     suppressed: token ids that the output may not have
     """
@@ -35,7 +35,10 @@ class RequestedSampling:
     suppressed: list[int] | None = None
 
     def params(self, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
-        """Return the params for a model, whose own defaults go first. Raises InvalidRequest."""
+        """Return the params for a model, with its defaults for missing ones. Raises InvalidRequest.
+
+        tokenizer, vocab_size: those of the model
+        """
         params = SamplingParams(**{**tokenizer.sampling_defaults, **self.values})
         params.check_vocabulary(vocab_size)
         if self.suppressed:
@@ -52,7 +55,7 @@ def _without(
 ) -> SamplingParams:
     """Return params that exclude more sequences of tokens. Raises InvalidRequest.
 
-    name: the client's name of the field that excludes them
+    name: the request's field that excludes the sequences, for errors
     """
     try:
         more = (*params.bad_words_ids, *sequences)
@@ -71,12 +74,12 @@ def take_sampling(
     max_tokens: int | None = None,
     logprobs: int | None = None,
 ) -> RequestedSampling:
-    """Read the fields that say how tokens are chosen; null is the default.
+    """Read the sampling parameters of a request; null is the default.
 
-    fields: a body, or the part of one, that may have more fields
-    names: the names of its fields -> the fields of SamplingParams that they set
-    max_tokens: the limit of output tokens; None: as far as the context reaches
-    logprobs: the alternatives to each token that are named; None: no log-probabilities
+    fields: a body or a part of one, whose other fields are not read
+    names: field of `fields` -> the field of SamplingParams that it sets
+    max_tokens: the limit of output tokens; None: the context's
+    logprobs: the number of alternatives to each output token; None: no log-probabilities
 
     Raises ApiError 400.
     """
@@ -119,8 +122,8 @@ def agreed(name: str, value: int | None, other: str, same: int) -> int:
 
 
 def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of a word at the beginning of a text, after a space and after a line
-    break."""
+    """Return the different lists of token ids that a word can have: at the beginning of a text,
+    after a space and after a line break."""
     word = word.lstrip()
     line = tokenizer.encode("\n", add_special_tokens=False)
     behind = tokenizer.encode("\n" + word, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""QueueFields: a request's fields beside its content: its owner, its priority and its deadline."""
+"""QueueFields, QueuePlace: a request's user, priority, deadline and salt; its place in a queue."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from engine.sampling_params import SamplingParams
 
 DEADLINE_HEADER = "x-deadline-seconds"
 SESSION_HEADER = "x-session-id"
-_MAX_KEY = 256  # bytes of a name that goes into the key
+_MAX_KEY = 256  # bytes of a user's name that the tenant's key is computed from
 
 
 @dataclass(frozen=True, slots=True)
 class QueueFields:
-    """The fields of a request that decide its place in the queue, and its owner.
+    """The fields of a request that decide its place in the queue.
 
     user: the name of the caller's user
     deadline: seconds until the answer must have ended
-    priority: smaller runs earlier
+    priority: requests of smaller values run earlier
     cache_salt: the name of the prefix cache's part for this request; "" for the common one
     """
 
@@ -36,14 +36,14 @@ class QueueFields:
 
 @dataclass(frozen=True, slots=True)
 class QueuePlace:
-    """The place of a request among others.
+    """The place of a request in the queue and in the prefix cache.
 
     key: the tenant, by `options.share_by`; "" for requests that name none
-    deadline: the end of its time in monotonic seconds; None: it has none
-    priority: smaller runs earlier
+    deadline: in monotonic seconds; None: the request has none
+    priority: requests of smaller values run earlier
     cache_salt: the salt of its prefix-cache blocks: that of its key, unless
         `options.share_prefixes`, combined with the request's own `cache_salt`. Timing and usage
-        would otherwise tell a key what others have asked
+        would otherwise reveal to a key the prompts of others
     """
 
     key: str
@@ -62,7 +62,7 @@ def engine_request(
 ) -> GenerationRequest:
     """Return the backend's request for token ids at a place in the queue, with the seed 0.
 
-    Its prefix-cache blocks are those without a salt.
+    The request shares the prefix-cache blocks that have no salt.
     """
     return GenerationRequest(
         request_id=exchange.request_id,
@@ -80,16 +80,16 @@ def engine_request(
 
 
 def take_queue(fields: Queued, user: Any, cache_salt: str | None = None) -> QueueFields:
-    """Return how a request is queued.
+    """Return the QueueFields of a request's body.
 
-    user: the name of the caller's user; a value of another type names none
+    user: the name of the caller's user; a value that is no string is ignored
     """
     user = user if isinstance(user, str) else None
     return QueueFields(user, fields.deadline_seconds, fields.priority, cache_salt or "")
 
 
 def queue_place(exchange: HttpExchange, queue: QueueFields, options: ApiOptions) -> QueuePlace:
-    """Return where a request is queued.
+    """Return a request's place in the queue.
 
     Raises ApiError 400 invalid_type, invalid_value, of the header `x-deadline-seconds`; 403
     permission_denied.
@@ -116,13 +116,13 @@ def queue_place(exchange: HttpExchange, queue: QueueFields, options: ApiOptions)
             param="priority",
         )
     own = "" if options.share_prefixes else caller.id
-    # The key's part comes first and has one length: no salt reaches another key's blocks.
+    # The key's part comes first and has a fixed length: no salt reaches another key's blocks.
     salt = f"{own}/{queue.cache_salt}" if own else queue.cache_salt
     return QueuePlace(key, None if seconds is None else exchange.began + seconds, priority, salt)
 
 
 def session_digest(caller: str, name: bytes) -> bytes:
-    """Return the digest of a session that a caller names; b"" for an empty name."""
+    """Return the digest of a session's name and its caller's id; b"" for an empty name."""
     if not name.strip():
         return b""
     own = hashlib.sha256(caller.encode()).digest()
@@ -130,7 +130,7 @@ def session_digest(caller: str, name: bytes) -> bytes:
 
 
 def _header_seconds(header: bytes, most: float | None) -> float:
-    """Return the seconds of `x-deadline-seconds`, at most the body's. Raises ApiError 400."""
+    """Return the seconds of `x-deadline-seconds`, at most `most`. Raises ApiError 400."""
     name = DEADLINE_HEADER
     try:
         seconds = float(header[:32])

@@ -1,7 +1,7 @@
-"""Cross-origin requests: which web pages a browser lets ask this service, by `http.cors_origins`.
+"""Cross-origin requests (CORS): browsers let pages of `http.cors_origins` call this service.
 
-Only browsers mind. A page of an origin that is not named cannot send JSON here, because its browser
-asks first (the preflight) and gets no leave.
+Only browsers enforce this. A page of another origin cannot send JSON here, because its browser
+asks first (the preflight) and is refused.
 """
 
 import re
@@ -18,7 +18,7 @@ _NAMES = re.compile(rb"[A-Za-z0-9_\-, ]{1,2048}")
 
 
 def tell_origin(exchange: HttpExchange, origins: frozenset[str]) -> None:
-    """Set the headers that let the asking web page read the answer, whatever its status."""
+    """Set the headers that let the calling web page read the answer, whatever its status."""
     if ANY not in origins:
         exchange.always.append((b"vary", b"origin"))  # caches keep an answer for each origin
     if (origin := _allowed(exchange, origins)) is not None:
@@ -39,7 +39,7 @@ def is_preflight(exchange: HttpExchange) -> bool:
 async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> None:
     """Answer a preflight, in the same way for all paths.
 
-    The answer gives nothing away, and browsers send no key with a preflight.
+    The answer reveals nothing, and browsers send no key with a preflight.
 
     Raises ApiError 403 origin_not_allowed.
     """
@@ -62,7 +62,7 @@ async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> N
 
 
 def _allowed(exchange: HttpExchange, origins: frozenset[str]) -> bytes | None:
-    """Return the origin that asked if its pages may ask, else None."""
+    """Return the origin of a request if its pages may call this service, else None."""
     origins_sent = exchange.headers.get(b"origin", [])
     if len(origins_sent) != 1:
         return None

@@ -30,12 +30,12 @@ SERVER = "server_error"
 
 Headers = tuple[tuple[str, str], ...]
 
-# Another try would do the same work for nothing: the engine fails on this very request, its time is
-# over, the client does not read, or the adapter has to be added again. Official clients, which try
-# every 408, 409 and 500 again, take note of it.
+# Headers of errors that a retry cannot mend: the engine fails on this very request, its deadline
+# has passed, the client does not read, or the adapter has to be added again. OpenAI's clients,
+# which retry every 408, 409 and 500, obey them.
 NO_RETRY: Headers = (("x-should-retry", "false"),)
 
-# code -> status where the class of a backend's error does not say it.
+# Code of a backend's error -> HTTP status, where the error's class does not determine it.
 _BACKEND_STATUS = {
     **dict.fromkeys(("model_not_found", "model_removed", "adapter_not_found"), 404),
     **dict.fromkeys(("adapter_invalid", "adapter_incompatible"), 422),
@@ -58,7 +58,7 @@ _BACKEND_STATUS = {
     "cancelled": 499,
 }
 _IN_VAIN = ("deadline_exceeded", "slow_reader", "adapter_changed")  # see NO_RETRY
-# The time for which a replica remembers that it could not read an adapter.
+# Code -> seconds of Retry-After: replicas remember so long that they could not read an adapter.
 _BACKEND_SECONDS = dict.fromkeys(("storage_full", "store_unavailable"), RETRY_SECONDS)
 _BACKEND_CLASSES = ((InvalidRequest, 400), (Overloaded, 503), (EngineDead, 503), (MantaError, 500))
 # Status -> the `type` of its errors, where that is not invalid_request_error.
@@ -76,10 +76,10 @@ _KINDS = {
 class ApiError(Exception):
     """An answer that is not 2xx.
 
-    status: HTTP status. kind: OpenAI's `type`; "" is the usual one of the status.
+    status: HTTP status. kind: OpenAI's `type`; "": the usual one of the status.
     param: the field at fault, e.g. ``messages[0].role``.
     headers: extra response headers, e.g. ("allow", "GET, HEAD").
-    retry_after: seconds until another try; None: the headers say none.
+    retry_after: seconds of the header Retry-After; None: no such header.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return a 400: the request itself is at fault."""
+    """Return the error 400: the request itself is at fault. param: the field at fault."""
     return ApiError(400, code, message, param=param)
 
 
@@ -122,12 +122,12 @@ def wrong_type(param: str, expected: str) -> ApiError:
 
 
 def internal() -> ApiError:
-    """Return a 500 for an unforeseen failure; the cause goes to the log, not to the caller."""
+    """Return the error 500 for an unforeseen failure, whose cause only the log has."""
     return ApiError(500, "internal_error", "the server failed to process this request")
 
 
 def from_backend(error: ApiError | MantaError) -> ApiError:
-    """Return the answer for an error of the router or the engine. Their messages are our own
+    """Return the answer for an error of the router or the engine, whose messages are our own
     templates."""
     if isinstance(error, ApiError):
         return error

@@ -35,7 +35,7 @@ MAX_URL_BYTES = 8 * 1024  # path and query
 LINGER_BYTES = 32 * 1024 * 1024  # bytes and seconds of a refused body that are read
 LINGER_SECONDS = 1.0
 
-# How a body may be compressed, and what zlib calls it.
+# Content-Encoding of a body -> the `wbits` of zlib.
 ENCODINGS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 
 _UNSAFE_ID = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -47,17 +47,17 @@ class ClientDisconnected(Exception):
 
 
 def request_id(given: Sequence[bytes] = ()) -> str:
-    """Return the first of the ids that came with a request, without characters that are unsafe in a
-    header or a log; without ids a new one."""
+    """Return the first id of a request's x-request-id headers, without characters that are unsafe
+    in a header or a log; a new id if there is none."""
     text = given[0][: 8 * MAX_REQUEST_ID].decode("latin-1") if given else ""
     return _UNSAFE_ID.sub("", text)[:MAX_REQUEST_ID] or f"req-{secrets.token_hex(12)}"
 
 
 class HttpExchange:
-    """Reads the request, writes the answer.
+    """An HTTP request, read from ASGI, and the writer of its answer.
 
-    Every answer carries x-request-id unless tell_id is False, and x-ignored-fields if `ignored` is
-    not empty. After `start` the status is out, so a failure can only be told inside the stream.
+    Every answer has x-request-id unless tell_id is False, and x-ignored-fields if `ignored` is
+    not empty. After `start` the status is sent, so the stream itself must report a failure.
 
     headers: the values of each header of the request, by its name in lower case
     """
@@ -68,16 +68,16 @@ class HttpExchange:
         self.caller: Caller = ANYONE  # ANYONE until the key has been checked
         self.began = time.monotonic()
         self.started = False
-        self.content_length: int | None = None  # bytes of the body as the client tells them
+        self.content_length: int | None = None  # bytes of the body, by its header
         self.body_size = 0  # bytes of JSON, once they were read
         self.parsed: JsonObject | None = None  # the body, once it was read
         self.ignored: list[str] = []
         self.digest = b""  # the body's digest, once it was read
-        self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, whatever its status
+        self.always: list[tuple[bytes, bytes]] = []  # headers of answers of all statuses
         self.encoding = b""  # the body's Content-Encoding, once it was read
         self.on_end: list[Callable[[], None]] = []  # called once the answer was sent
-        self.held: HeldBytes | None = None  # the count of a body above the limit of texts
-        self.error_object: Callable[[ApiError], JsonObject] = ApiError.object  # of an error's body
+        self.held: HeldBytes | None = None  # memory of a body above the limit of texts
+        self.error_object: Callable[[ApiError], JsonObject] = ApiError.object  # makes a body
         self._send = send
         self._tell_id = tell_id
         self.headers: dict[bytes, list[bytes]] = {}
@@ -95,11 +95,11 @@ class HttpExchange:
         self._url_bytes = len(scope.get("raw_path") or self.path) + len(self.query)
 
     def parameters(self) -> dict[str, str]:
-        """Read the query's fields; of equal names the last. Raises ApiError 400."""
+        """Return the query's fields; the last of equal names counts. Raises ApiError 400."""
         return dict(self._query_fields())
 
     def every_parameter(self, name: str) -> list[str]:
-        """Read all of the query's fields of a name. Raises ApiError 400."""
+        """Return the values of all fields of a name in the query. Raises ApiError 400."""
         return [value for field, value in self._query_fields() if field == name]
 
     def _query_fields(self) -> list[tuple[str, str]]:
@@ -144,15 +144,15 @@ class HttpExchange:
     async def body(
         self, limit: int, timeout_s: float, raised: RaisedLimit, *, empty: bool = False
     ) -> bytes:
-        """Return the whole JSON body as it was sent, perhaps compressed (`encoding`).
+        """Return the whole JSON body as it was sent, perhaps compressed (see `encoding`).
 
-        limit: bytes.
-        timeout_s: seconds until its last byte.
-        raised: called with the bytes of a body above the limit: the ones that it says or, without
-            Content-Length, that have come. Returns a limit and the name of its setting.
-        empty: whether it may have no bytes, of any type.
+        limit: maximum bytes.
+        timeout_s: seconds in which the last byte must have arrived.
+        raised: called with the size of a body above the limit: its Content-Length or, without
+            one, the bytes so far. Returns a limit that may be higher, and its setting's name.
+        empty: whether a body of no bytes is accepted, with any content type.
 
-        Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected; as `raised`.
+        Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected, and as `raised`.
         """
         if not empty:
             self._check_media_type()
@@ -224,7 +224,7 @@ class HttpExchange:
     async def fail(self, error: ApiError) -> None:
         """Answer with an error. Raises ClientDisconnected.
 
-        Before a connection is closed, what the client still sends is read for a moment: closing
+        Before a connection is closed, further bytes of the client are read for a moment: closing
         with unread data resets the connection, and the client may never see the answer.
         """
         body = msgspec.json.encode(self.error_object(error))
@@ -273,12 +273,12 @@ class HttpExchange:
 
 
 class UntilDisconnect:
-    """Run a block until the client disconnects.
+    """A context manager that ends its block when the client disconnects.
 
-    One task waits on `receive`. When the client leaves, that task calls `abort` at once and cancels
-    the block, which then raises ClientDisconnected. Whatever way the block ends, `abort` has been
-    called when it is left (`abort` is idempotent). Legal only once the body has been read, because
-    `receive` has one reader.
+    A task waits on `receive`. When the client leaves, that task calls `abort` at once and cancels
+    the block, which then raises ClientDisconnected. `abort`, which is idempotent, is also called
+    when the block ends in another way. Usable only once the body has been read, because `receive`
+    has one reader.
     """
 
     def __init__(self, receive: Receive, abort: Callable[[], None]) -> None:
@@ -309,8 +309,8 @@ class UntilDisconnect:
         self._abort()
         if self._gone:
             assert self._owner is not None
-            # As asyncio.timeout does, pass on cancellations by others. Ours may have been
-            # swallowed, or replaced by an error that the abort raised in the block.
+            # Like asyncio.timeout, pass on cancellations by other tasks. Our cancellation may have
+            # been swallowed, or replaced by an error that the abort caused in the block.
             if self._owner.uncancel() == 0 or kind is not asyncio.CancelledError:
                 raise ClientDisconnected from None
 
@@ -319,7 +319,8 @@ _CLOSE: Headers = (("connection", "close"),)
 
 
 def closing(status: int, code: str, message: str, param: str | None = None) -> ApiError:
-    """Return an error after which the connection is closed, as not all of the request was read."""
+    """Return an error after which the connection is closed, as the request was not read to its end.
+    """
     return ApiError(status, code, message, param=param, headers=_CLOSE)
 
 
@@ -340,10 +341,11 @@ def _with_setting(message: str, setting: str) -> str:
 
 
 async def decoded(data: bytes, encoding: bytes, limit: int, setting: str = "") -> bytes:
-    """Decompress a body. encoding: of ENCODINGS. limit: bytes. setting: its name for an error.
+    """Decompress a body. encoding: a key of ENCODINGS. limit: maximum bytes of the result.
 
-    A few KB are unpacked at once, more off the event loop, and never more than the limit: of a body
-    that unpacks to gigabytes nothing else is made.
+    setting: the limit's setting, for errors; "": none.
+
+    A few KB are unpacked at once, more off the event loop, and never more than the limit.
     Raises ApiError 400 invalid_encoding, 413 body_too_large.
     """
     unpack = zlib.decompressobj(ENCODINGS[encoding])

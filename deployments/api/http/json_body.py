@@ -1,19 +1,19 @@
-"""parse_json: a request body as Python objects, or a 400 that says where and why; in_thread: work
-that would hold up the event loop.
+"""parse_json: a request body as Python objects, or a 400 that says where and why; in_thread: runs
+work that would hold up the event loop.
 
 A decoder holds the interpreter lock until it has read the whole body, so nothing else of the router
-runs meanwhile, in whichever thread it is. What that takes is a matter of how many values there are,
-not of bytes. They are counted first, in slices: the decoder then needs some 30 ms at most.
+runs meanwhile, even if the decoder has its own thread. Its time depends on the number of values
+more than on bytes. Values are counted first, in slices: decoding then takes some 30 ms at most.
 
 Two readers that must agree (a property test holds them together):
 
     fast     msgspec, then one walk over the result for depth, size, and duplicate keys
     careful  the standard library, with a hook per object; for bodies that fast refuses or suspects
 
-The fast reader keeps the last of two equal keys and does not say so. It is caught by counting
-colons: a body has one for each key plus those inside strings, so if the parsed tree accounts for
-fewer than the bytes hold, a key (with its colon) was dropped. Only an escaped colon (\\u003a)
-breaks the sum, and sends the body to the careful reader.
+Of two equal keys msgspec keeps the last, without an error. Counting colons detects this: a body has
+one for each key plus those inside strings, so if the parsed tree accounts for fewer than the bytes
+hold, a key (with its colon) was dropped. Only an escaped colon (\\u003a) breaks the sum, and sends
+the body to the careful reader.
 """
 
 import asyncio
@@ -31,12 +31,13 @@ T = TypeVar("T")
 
 # Larger bodies are read in a thread: up to 20 ms on the loop.
 INLINE_CHARS = 16 * 1024
-# Two: tokenising frees the interpreter lock only in part, and more would only take turns.
+# Two threads: tokenising frees the interpreter lock only in part, so more would only take turns.
 _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 
 
 async def in_thread(work: Callable[[], T], size: int) -> T:
-    """Run now if size (characters or bytes) is small, else off the event loop."""
+    """Run `work` and return its result: at once if size (characters or bytes) is small, else off
+    the event loop."""
     if size <= INLINE_CHARS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_pool, work)
@@ -45,18 +46,18 @@ async def in_thread(work: Callable[[], T], size: int) -> T:
 JsonObject = dict[str, Any]  # a JSON object that was read or will be written
 # Containers inside each other; tools' schemas need about ten.
 MAX_DEPTH = 32
-# Values: token ids, nearly all of them; bounds memory at ~25 MB.
+# Maximum JSON values of a body, nearly all of them token ids; bounds memory at ~25 MB.
 MAX_NODES = 700_000
 # Strings, keys included.
 MAX_STRINGS = 100_000
 MAX_CONTAINERS = 50_000  # lists and objects
 _SLICE = 64 * 1024  # bytes that are counted before other threads have their turn
-# Longest integer; longer ones are read as infinity, which no field takes.
+# Digits of the longest integer; longer ones are read as infinity, which no field accepts.
 _MAX_DIGITS = 400
 
 _ESCAPED_COLON = re.compile(rb"\\u003[aA]")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_INSIDE = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,1024}+("?)', re.DOTALL)  # a piece of a string
+_INSIDE = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,1024}+("?)', re.DOTALL)  # part of a string
 
 
 def parse_json(body: bytes) -> Any:
@@ -117,7 +118,7 @@ def _count(body: bytes) -> None:
         containers += body.count(b"[", at, end) + body.count(b"{", at, end)
     if commas < MAX_NODES and quotes <= 2 * MAX_STRINGS and containers <= MAX_CONTAINERS:
         return
-    # Some of these may stand in texts: look again at what is outside of strings.
+    # Some of these characters may be inside strings: count again what is outside of strings.
     commas = strings = containers = at = 0
     while True:
         quote = body.find(b'"', at, at + _SLICE)
@@ -139,7 +140,7 @@ def _count(body: bytes) -> None:
 
 
 def _end_of_string(body: bytes, at: int) -> int:
-    """Return where the string that began before `at` ends, or else the end of the body."""
+    """Return the end of the string that began before `at`, or that of the body if it has none."""
     while True:
         piece = _INSIDE.match(body, at)
         # The pattern matches an empty piece, too.
@@ -154,7 +155,7 @@ def _too_large(limit: int, what: str) -> ApiError:
 
 
 def _walk(root: Any) -> int:
-    """Check depth and size; return how many colons the text of this tree has at least."""
+    """Check a tree's depth and size; return the minimum number of colons in its JSON text."""
     colons = nodes = 0
     level = [root]
     for depth in range(MAX_DEPTH + 1):

@@ -1,9 +1,9 @@
-"""Hooks of uvicorn for Serve's HTTP servers: error objects for what they refuse, clean request ids.
+"""Hooks of uvicorn for Serve's HTTP servers: their refusals as error objects, clean request ids.
 
     bytes -> HttpProtocol (uvicorn's parser) -> EdgeMiddleware -> Serve's own layers -> Api
 
 Serve calls `install` in every process that is about to open an HTTP port, its proxy or a router, if
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. HAProxy's own are in haproxy/refusals.py.
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. haproxy/refusals.py has HAProxy's refusals.
 """
 
 import asyncio
@@ -71,8 +71,8 @@ def install() -> list[Middleware]:
 class EdgeMiddleware:
     """The ASGI middleware around all of Serve's layers.
 
-    One clean x-request-id goes in, and refusals in plain text come out as the error object. Serve's
-    own routes (/-/...) stay as they are.
+    Requests get one clean x-request-id, and refusals in plain text become error objects. Serve's
+    own routes (/-/...) are not changed.
     """
 
     def __init__(self, app: Any) -> None:
@@ -95,14 +95,14 @@ class EdgeMiddleware:
             await self._app(scope, receive, answer)
         except Exception as error:
             if answer.started:
-                # The server closes the connection: the answer is cut, not complete.
+                # The HTTP server closes the connection, so the client sees a cut answer.
                 raise
             log.error("request %s failed: %s", known, short_traceback(error))
             await answer.refuse(internal(), known.encode())
 
 
 class _RefusalFilter:
-    """Sends what the application sends; refusals in plain text become the error object."""
+    """An ASGI `send` that passes messages on, with error objects for refusals in plain text."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -165,8 +165,8 @@ class JsonRefusals:
         cycle: Any
         server_state: Any
 
-    _data = b""  # what is being parsed
-    _head: int | None = None  # bytes of a head whose end has not come
+    _data = b""  # the bytes that are being parsed
+    _head: int | None = None  # bytes so far of an incomplete head; None: there is none
     _refused = False
     url = b""
 
@@ -231,8 +231,8 @@ class JsonRefusals:
 class ConnectionTimeouts:
     """A mixin that limits how long a connection may keep the server waiting; uvicorn has no limit.
 
-    A head that does not come is refused. A client that does not read its answer is cut off, and the
-    application sees a disconnect. Neither costs anything for a chunk.
+    A head that does not arrive in time is refused. A client that does not read its answer is cut
+    off, and the application sees a disconnect. Neither limit costs time for each chunk.
     """
 
     if TYPE_CHECKING:  # attributes that uvicorn's protocols and JsonRefusals bring
@@ -252,7 +252,7 @@ class ConnectionTimeouts:
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)  # type: ignore[misc]
-        # Notice each byte that the client's side has not taken, the last ones included.
+        # `pause_writing` is then called for any byte that the socket does not take at once.
         transport.set_write_buffer_limits(high=0)
         self._await_head()
 
@@ -275,7 +275,7 @@ class ConnectionTimeouts:
         if self._head is not None:
             self._refuse(408)
         elif self.cycle is None:
-            # Not a byte came: there is no request to answer.
+            # No byte has arrived: there is no request to answer.
             self.transport.close()
 
     def pause_writing(self) -> None:

@@ -1,4 +1,4 @@
-"""document: OpenAPI 3.1 of what is served, from ROUTES and the fields that the checks read."""
+"""document: the OpenAPI 3.1 document of the API, from its routes and the fields of their bodies."""
 
 from collections.abc import Iterable
 

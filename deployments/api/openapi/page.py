@@ -97,7 +97,7 @@ IGNORED, REFUSED = "ignored, and named", "refused"
 
 
 def rows(body: Body) -> Iterator[tuple[str, str, str]]:
-    """Return (name, effect, values) of each field, those that have an effect first."""
+    """Yield (name, effect, allowed values in words) of each field, those with an effect first."""
     for name in sorted(body.taken, key=lambda name: (name not in body.required, name)):
         fate = REQUIRED if name in body.required else TAKEN
         yield name, fate, words(body.taken[name])
@@ -113,9 +113,9 @@ def rows(body: Body) -> Iterator[tuple[str, str, str]]:
 
 
 def words(schema: Schema) -> str:
-    """Describe a schema in a few words. What is deep inside is left to the document."""
+    """Describe a schema in a few words. Deeply nested parts are left to openapi.json."""
     if "anyOf" in schema:
-        # Of several objects the document shows the properties by which they differ.
+        # Several objects are all called "object"; openapi.json has their different properties.
         objects = [form for form in schema["anyOf"] if form.get("type") == "object"]
         some = [OBJECT if form in objects and objects[1:] else form for form in schema["anyOf"]]
         return " or ".join(dict.fromkeys(map(words, some)))

@@ -1,4 +1,4 @@
-"""ChannelParser: OpenAI's harmony, in which an answer is messages of channels, piece by piece.
+"""ChannelParser: an incremental parser of OpenAI's harmony format, of messages in channels.
 
     <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
@@ -15,7 +15,7 @@ from deployments.api.output.step_parser import Event, Kind, StepParser
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
-# Characters; what is longer is no header.
+# Characters; a longer text is not taken for a header.
 _MAX_HEADER = 256
 _HEADERS = ("<|channel|>", "to=", MESSAGE)
 
@@ -23,18 +23,19 @@ _HEADERS = ("<|channel|>", "to=", MESSAGE)
 class ChannelParser(StepParser):
     """A parser of answers in channels (OpenAI's harmony format).
 
-    The channel `analysis` is reasoning, and so are messages to others than the user and, where
-    calls are allowed, functions. All else is content. Messages of one kind stand on lines of their
-    own.
+    The channel `analysis` is reasoning, and so are messages whose recipient is neither the user
+    nor, where calls are allowed, a function. Other messages are content. A line break separates
+    messages of one kind.
 
-    limited: the message of the channel `final` is the last one, and may hold marks
+    calls: whether calls are allowed
+    limited: whether the message of the channel `final` is the last one; marks in it are text then
     """
 
     def __init__(self, *, calls: bool, limited: bool = False) -> None:
         self._callable = calls
         self._limited = limited
         self._headers: tuple[str, ...] = _HEADERS
-        self._kind: Kind = "content"  # of the message
+        self._kind: Kind = "content"  # of the present message
         self._begun: set[Kind] = set()  # kinds of earlier messages
         self._due = ""  # separator that goes before the next text
         super().__init__(self._header)
@@ -98,7 +99,7 @@ class ChannelParser(StepParser):
         return complete
 
     def _behind(self) -> bool:
-        """Drop the text between a call and its message's end; return whether the end is there."""
+        """Drop the text between a call and its message's end; return whether the end was found."""
         _, mark = self._take_until((*MESSAGE_ENDS, MESSAGE_START))
         return self._ended(mark)
 

@@ -1,5 +1,5 @@
 """ParsedChoice: one choice of a chat, whose text is parsed into reasoning, content and tool calls,
-and how its answer has these.
+with the fields of OpenAI's answers for these.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ class TextReader:
         self._ended = False
 
     def feed(self, piece: str) -> str:
-        """Return the new part of the text, unescaped. Half a surrogate pair waits for the other."""
+        """Return the new part of the text, unescaped. Half a surrogate pair is held back until the
+        second half arrives. piece: the next text of the call's JSON."""
         if self._ended:
             return ""
         self._held += piece
@@ -77,7 +78,7 @@ def call_id(number: bytes, choice: int, index: int, short: bool, prefix: str = "
 class ParsedChoice:
     """The parsed output of one choice.
 
-    Stop strings are looked for in content alone: arguments that they cut would be of no use.
+    Stop strings are searched for in content alone: arguments cut by one would be useless.
 
     new: the events of the last `feed`
     """
@@ -108,7 +109,7 @@ class ParsedChoice:
         self.reasoning: list[str] = []
         self.calls: list[tuple[str, list[str]]] = []  # (name, pieces of arguments or a text)
         self._reader: TextReader | None = None  # reader of a custom tool's open call
-        self._told = 0  # calls that `delta` has begun
+        self._told = 0  # number of calls that `delta` has begun
 
     def feed(self, delta: Delta) -> Decoded:
         """Parse a delta, and put the events that its text makes into `new`.
@@ -203,7 +204,7 @@ class ParsedChoice:
     # --- on the wire ---
 
     def message(self, number: bytes, choice: int) -> JsonObject:
-        """Return the message of a whole answer. A call without arguments has `{}`."""
+        """Return the choice's message in a whole answer. number: the answer's own number."""
         content = "".join(self.content)
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning and self._plan.shows_reasoning:
@@ -218,9 +219,9 @@ class ParsedChoice:
         return message
 
     def delta(self, number: bytes, choice: int) -> JsonObject:
-        """Return the message delta of the last `feed`; {} if there is none.
+        """Return the message delta for the events of the last `feed`; {} if there are none.
 
-        A call's id and name are sent once.
+        A call's id and name are sent once. number: the answer's own number.
         """
         delta: JsonObject = {}
         calls: list[JsonObject] = []

@@ -1,4 +1,4 @@
-"""RequestedGrammar: what a request limits its output to, read from the fields that say it."""
+"""RequestedGrammar: the constraint that a request sets for its output, read from its fields."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +18,11 @@ from engine.structured.json_schema import enforceable
 class RequestedGrammar:
     """A constraint of the output's structure, as a request asks for it.
 
-    where: the request's field, for errors
+    where: the path of the request's field, for errors
     value: a schema (bool, object or its text), the text of a pattern or grammar, the list of
         choices, or a StructuralTag
-    strict: whether a schema is refused for what cannot be enforced
-    ignored: the options without effect here
+    strict: whether a schema with keywords that cannot be enforced is refused
+    ignored: the names of options without effect
     """
 
     where: str
@@ -32,7 +32,7 @@ class RequestedGrammar:
     ignored: list[str] = field(default_factory=list)
 
     def grammar(self) -> tuple[Grammar, list[str]]:
-        """Return the grammar for the engine, and JSON pointers of what it does not enforce.
+        """Return the grammar for the engine, and JSON pointers to keywords that it leaves out.
 
         Takes milliseconds for a large schema. Raises ApiError 400, InvalidRequest.
         """
@@ -51,7 +51,7 @@ class RequestedGrammar:
 
 
 def take_constraint(body: Generation) -> RequestedGrammar | None:
-    """Return the output limit of a body in OpenAI's form; None: any text.
+    """Return the constraint that a body in OpenAI's form sets; None: any text.
 
     Raises ApiError 400: invalid_type, invalid_value, missing_field, not_supported;
     conflicting_fields, if there are two.
@@ -70,7 +70,7 @@ def take_constraint(body: Generation) -> RequestedGrammar | None:
 
 
 def only_constraint(*constraints: RequestedGrammar | None) -> RequestedGrammar | None:
-    """Return the one constraint that is there; None: none is.
+    """Return the only constraint that is not None; None if all are.
 
     Raises ApiError 400 conflicting_fields, if there are two.
     """
@@ -87,10 +87,10 @@ def only_constraint(*constraints: RequestedGrammar | None) -> RequestedGrammar |
 def take_response_format(
     value: Any, path: str = "response_format", *, flat: bool = False
 ) -> RequestedGrammar | None:
-    """Return the output limit of a response format; None: any text. Raises ApiError 400.
+    """Return the constraint that a response format sets; None: any text. Raises ApiError 400.
 
-    path: the client's name of the format
-    flat: whether the fields of `json_schema` stand beside the type
+    path: the format's path in the body
+    flat: whether the fields of `json_schema` stand beside the type, not in an inner object
     """
     if value is None:
         return None
@@ -116,12 +116,15 @@ def take_response_format(
 
 
 def schema_constraint(schema: Any, where: str) -> RequestedGrammar:
-    """Return the limit to documents of a JSON schema. Raises ApiError 400."""
+    """Return the constraint to JSON documents of a schema. Raises ApiError 400.
+
+    where: the schema's path in the body
+    """
     return RequestedGrammar(where, "json", formats.JSON_SCHEMA.read(schema, where))
 
 
 def take_structured_outputs(value: Any) -> RequestedGrammar | None:
-    """Return the output limit of vLLM's field `structured_outputs`. Raises ApiError 400."""
+    """Return the constraint that vLLM's field `structured_outputs` sets. Raises ApiError 400."""
     if value is None:
         return None
     path = "structured_outputs"
@@ -157,7 +160,7 @@ def _structural_tag(tag: formats.StructuralTag, path: str) -> RequestedGrammar:
 
 
 def _others(value: JsonObject, path: str, known: msgspec.Struct) -> list[str]:
-    """Return names of the keys of an object that its Struct does not have."""
+    """Return the names of an object's keys that its Struct does not have, for x-ignored-fields."""
     names = ("type", *known.__struct_fields__)
     return name_fields(
         (name for name, option in value.items() if name not in names and option is not None),

@@ -1,5 +1,5 @@
-"""template_output: the formats of a model, found by rendering its own chat template, and in its
-checkpoint's response_template."""
+"""template_output: a model's formats of tool calls and reasoning, detected by rendering its chat
+template, and read from its checkpoint's response_template."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ _TOOL: JsonObject = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateOutput:
-    """The output formats of a model, and what its chat template takes.
+    """The output formats of a model, and the properties of its chat template.
 
     calls: the format of tool calls; None if the model's format is not known
     described_in: the role of the message that describes tools which the template does not show;
@@ -51,11 +51,11 @@ class TemplateOutput:
     empty_content: whether the template wants content beside these calls
     single_calls: whether the template shows no more than one call of a message
     no_content: whether the template refuses content and reasoning together beside calls
-    plan: the message field in which the template shows what was said before calls, where it does
-        not show their content
+    plan: the message field in which the template shows the text before calls, if it does not show
+        `content` beside calls
     variables: the variables that a request may set to change how much the model thinks
     special_ids: the control tokens that the formats are written with
-    wrapper: the marks around content
+    wrapper: the marks at the beginning and at the end of content; (): none
     problems: the parts of the checkpoint's response_template that cannot be used
     """
 
@@ -83,7 +83,7 @@ _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
 
 
 def template_output(tokenizer: Tokenizer) -> TemplateOutput:
-    """Return the output formats of this model; takes milliseconds the first time."""
+    """Return the output formats of a tokenizer's model. The first call takes milliseconds."""
     output = _known.get(tokenizer)
     if output is None:
         output = _known[tokenizer] = _found(tokenizer)
@@ -142,7 +142,11 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The shape of a call in a history, as a template may want it."""
+    """The form of a call in a message of the history, of which templates accept different ones.
+
+    named_ids: whether ids are functions.NAME:INDEX
+    text_arguments, empty_content: see TemplateOutput
+    """
 
     named_ids: bool = False
     text_arguments: bool = False
@@ -161,8 +165,8 @@ def _shown(
 ) -> tuple[OutputFormat | None, _Shape]:
     """Return the first format in which the template writes a call, and the call's shape.
 
-    If the template writes calls in none of the formats, the format is None, with a shape that it
-    takes.
+    If the template writes calls in none of the formats, returns None, and a shape that the
+    template accepts.
     """
     first_shape = None
     for shape in shapes:
@@ -199,7 +203,7 @@ def _separated(declared: OutputFormat, shown: str) -> OutputFormat:
 def _same(known: OutputFormat | None, declared: OutputFormat) -> bool:
     """Whether two formats write a call alike, apart from white space and the end of the turn.
 
-    A known format says more than a declaration can.
+    A known format is preferred, because it has more details than a declaration can.
     """
     if known is None:
         return False
@@ -231,7 +235,11 @@ def _special_ids(
 def _rendered(
     template: ChatTemplate, shape: _Shape, second: str = "", content: str = "", reasoning: str = ""
 ) -> str:
-    """Render a chat with a call, or two; "" if the template refuses the chat."""
+    """Return a rendered chat with a call in this shape; "" if the template refuses the chat.
+
+    second: the function of a second call; "": there is none.
+    content, reasoning: those of the message with the calls.
+    """
     arguments: Any = json.dumps(_VALUES) if shape.text_arguments else _VALUES
     names = [_NAME, *([second] if second else [])]
     ids = ["probecall", "probenext"]

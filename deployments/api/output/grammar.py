@@ -1,4 +1,4 @@
-"""output_grammar: what a model may write, thoughts, text and calls, as one grammar in Lark."""
+"""output_grammar: one grammar, in Lark, of a model's whole output: reasoning, text and calls."""
 
 import json
 import re
@@ -29,7 +29,7 @@ _FREE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _UNICODE = {"json_allow_general_unicode_escapes": True}
 _JSON = "%json"
 _ANY = r"ANY: /(.|\n)*/"
-_SPACES = r"[\s\x1c-\x1f]*"  # as str.strip has it
+_SPACES = r"[\s\x1c-\x1f]*"  # the white space that str.strip removes
 _WORD = re.compile(r"[A-Za-z_][\w-]*")  # a key that a nested object may have without quotes
 _PLAIN = frozenset({"type", "title", "description", "default", "examples", "enum", "const"})
 
@@ -38,7 +38,7 @@ _PLAIN = frozenset({"type", "title", "description", "default", "examples", "enum
 class Function:
     """A function that a call may name.
 
-    schema: the schema of its arguments, an object's, as `enforceable` leaves it
+    schema: the schema of the object of its arguments, with the keywords that can be enforced
     grammar: the grammar in Lark of a custom tool's one argument; "" if it has none
     """
 
@@ -86,9 +86,11 @@ def output_grammar(
 
     format: the format of calls; without functions the text holds no call
     required: whether there is at least one call, and no text before it
-    once: whether there is one stretch of reasoning at most, at the beginning
-    content: the limit of the text, as the right side of a rule; "" for any text
-    wrapper: the marks that may stand around the text
+    parallel: whether there may be more than one call
+    thinking: whether reasoning may come first; "open": the prompt has begun it
+    once: whether there is at most one part of reasoning, at the beginning
+    content: the constraint of the text, as the right side of a rule; "": any text
+    wrapper: the marks that may begin and end the text
     """
     builder = _Builder(tokenizer)
     if reasoning is not None and reasoning.channels:
@@ -100,10 +102,10 @@ def output_grammar(
 def tags_grammar(
     tokenizer: Tokenizer, tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]
 ) -> str:
-    """Return the grammar of text in which a trigger begins one of the tags.
+    """Return the grammar of text in which each occurrence of a trigger begins one of the tags.
 
-    tags: (beginning, schema as `enforceable` leaves it, end) of each; its beginning begins with a
-        trigger
+    tags: (begin text, JSON schema of the content, end text) of each tag; the begin text begins
+        with a trigger, and the schema has only keywords that can be enforced
     """
     return _Builder(tokenizer).build_tags(tags, triggers)
 
@@ -138,7 +140,7 @@ class _Builder:
             self._calls(format, functions, parallel)
 
         def body(name: str, starts: tuple[str, ...] = ()) -> None:
-            """Add the rule of the output after reasoning."""
+            """Add a rule of this name: the output after reasoning, which begins with no start."""
             parts = []
             if functions and not trigger:
                 starts += ("{",)
@@ -151,10 +153,10 @@ class _Builder:
             if not required:
                 text = self._free(marks, starts)
                 if content:
-                    # The parser tells calls and wrappers from content by its beginning and its end.
+                    # The parser takes content with these texts at its ends for calls or wrappers.
                     begins = (*starts, *filter(None, (trigger if functions else "",)), *wrapper[:1])
                     text = self._limited(name, content, begins, wrapper[1:])
-                # Unlimited content may hold marks that are not tokens.
+                # Unconstrained content may have the wrapper's marks anyway if they are no tokens.
                 if wrapper and (content or self._cuts.search(wrapper[0])):
                     begin, end = map(self.literal, wrapper)
                     text = f"({begin})? ({text}) ({end})?"
@@ -174,7 +176,7 @@ class _Builder:
         if thinking == "open":
             self._rules.append(f"start: {thoughts}")
         else:
-            # If reasoning is off, a text with its beginning would be parsed as reasoning.
+            # Without reasoning, the text must not begin as reasoning does: it would be parsed so.
             body("at_once", (reasoning.start,))
             self._rules.append(f"start: {self.literal(reasoning.start)} ({thoughts}) | at_once")
         return "\n".join(self._rules) + "\n"
@@ -183,7 +185,7 @@ class _Builder:
         self, name: str, content: str, starts: tuple[str, ...], ends: tuple[str, ...]
     ) -> str:
         """Return the rule of content that begins with no text of `starts`, and ends with none of
-        `ends`; JSON never does."""
+        `ends`. JSON, which never does, remains as it is."""
         if content.startswith(_JSON) or not (starts or ends):
             return content
         self._rules.append(f"{name.upper()}: {_without((), starts, ends, '', f'({content})')}")
@@ -196,7 +198,7 @@ class _Builder:
             trigger = min((mark for mark in triggers if begin.startswith(mark)), key=len)
             for match in self._cuts.finditer(begin):
                 if match.start() < len(trigger) < match.end():
-                    # No half of a token begins anything.
+                    # A trigger must not end inside a control token: extend it to the token's end.
                     trigger = begin[: match.end()]
             tail = begin[len(trigger) :]
             parts = [self._spelled(tail)] if tail else []
@@ -254,7 +256,7 @@ class _Builder:
         return "\n".join([f"start: {before} ({' | '.join(body)})", *self._rules]) + "\n"
 
     def literal(self, text: str) -> str:
-        """Return a text of a format as grammar, in which each mark is one token."""
+        """Return the grammar of a format's text: each mark is one token, each NUMBER digits."""
         return " /[0-9]{1,6}/ ".join(map(self._spelled, text.split(NUMBER)))
 
     def _spelled(self, text: str) -> str:
@@ -275,7 +277,7 @@ class _Builder:
         ends: tuple[str, ...] = (),
         tail: str = "",
     ) -> str:
-        """Return the grammar of text without the marks, in which other control tokens may stand.
+        """Return the grammar of text without these marks, which may contain other marks as tokens.
 
         marks, starts, ends, tail: see `_without`
         """
@@ -288,13 +290,15 @@ class _Builder:
     def _until(
         self, name: str, mark: str, others: tuple[str, ...] = (), starts: tuple[str, ...] = ()
     ) -> str:
-        """Return any text up to the first of this mark, and the mark.
+        """Return the grammar of text up to the first occurrence of a mark, and of the mark.
 
-        others, starts: see `_free`; `others` are its marks
+        name: the name of a new rule
+        others: further marks that the text does not contain
+        starts: see `_without`
         """
         if match := self._cuts.search(mark):
-            # The text goes up to the token: nothing else tells where it ends. The mark may begin
-            # as it ends, and then the text could have made one of its beginning.
+            # The text ends where the mark's control token begins. If the mark begins as it ends,
+            # an earlier mark could overlap with this one: the text must not end in that mark.
             tail = mark[: match.start()]
             sizes = range(1, len(mark))
             ends = tuple(mark[:-size] + tail for size in sizes if mark.endswith(mark[:size]))
@@ -309,7 +313,8 @@ class _Builder:
         return f"({name} | {head} {name}_last)"
 
     def _up_to_shown(self, marks: tuple[str, ...], starts: tuple[str, ...]) -> str:
-        """Return free text that ends with a shown token; "" if there is no such token."""
+        """Return the grammar of free text that ends with a mark's token, of those that are no
+        special tokens; "" if there is no such token."""
         shown = self._shown - self._tokens_in(*marks)
         first = shown - self._tokens_in(*starts)
         if not first:
@@ -386,7 +391,10 @@ class _Builder:
         return parts
 
     def _written(self, dialect: Dialect, rule: str, schema: JsonObject) -> list[str]:
-        """Return one rule for each argument of a call, or property of an object, in a dialect."""
+        """Return the grammar of a call's arguments, or an object's properties, in a dialect.
+
+        rule: the beginning of the names of new rules
+        """
         required = schema.get("required") or []
         shared: JsonObject = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         items = dialect.ordered(schema.get("properties") or {})
@@ -397,7 +405,7 @@ class _Builder:
             value = self._value(dialect, f"{rule}_{place}", inner, shared)
             self._rules.append(f"{rule}_{place}: {quoted(name + dialect.assign)} {value}")
             parts.append(f"{rule}_{place}")
-        # The rules for what may follow an argument; each contains the next one's.
+        # A rule for the arguments that may follow each argument; it contains that of the next one.
         for place in range(len(items) - 1, 0, -1):
             again = f"{between} {parts[place]}"
             again = again if items[place][0] in required else f"({again})?"
@@ -414,7 +422,11 @@ class _Builder:
         return [f"({' | '.join(forms)})"]
 
     def _value(self, dialect: Dialect, rule: str, schema: Any, shared: JsonObject) -> str:
-        """Return the rule of a schema: in the dialect if that can say the same, else in JSON."""
+        """Return the grammar of a schema's values: in the dialect if it has them, else in JSON.
+
+        rule: the beginning of the names of new rules
+        shared: the definitions ("$defs") to which the schema may refer
+        """
         if not isinstance(schema, dict):
             return _json(schema, _COMPACT)
         kind, keys = schema.get("type"), schema.keys()
@@ -468,10 +480,10 @@ class _Builder:
 
 
 def _check_name(name: str, read: str, end: str) -> None:
-    """Refuse the name of an argument that would be read as another. Raises InvalidRequest.
+    """Refuse the name of an argument that would be parsed as another. Raises InvalidRequest.
 
-    read: the name as its parser has it
-    end: the text after the name
+    read: the name as the parser of calls reads it
+    end: the text of the format after the name
     """
     if name != read or not name or end in name + end[:-1]:
         raise InvalidRequest(

@@ -1,5 +1,5 @@
-"""The grammars of requests, compiled before anything is sent to an engine, so that what cannot be
-enforced is refused at once."""
+"""The grammars of requests, compiled before a request is sent to an engine, so that a constraint
+that cannot be enforced is refused at once."""
 
 import asyncio
 import functools
@@ -26,7 +26,7 @@ from engine.text.tokenizer import Tokenizer
 # Seconds for compiling one grammar; most take milliseconds.
 SECONDS = 5.0
 QUEUE_SECONDS = 20.0  # seconds for which a request waits for its grammar
-_MOST_LEFT_OUT = 32  # keywords that only the compiler refuses, one compilation each
+_MOST_LEFT_OUT = 32  # keywords that are left out of a schema, with one compilation for each
 # Keywords that are left out of a schema that is not strict. An invalid reference, or a pattern that
 # no dialect accepts, is a mistake that its author wants to know.
 _MAY_GO = (
@@ -53,7 +53,7 @@ def sandbox_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) 
 async def grammar_of(
     constraint: RequestedGrammar, tokenizer: Tokenizer, card: ModelCard
 ) -> tuple[Grammar, list[str]]:
-    """Return the grammar for the engine, and what it will not enforce, for x-ignored-fields.
+    """Return the grammar for the engine, and the fields without effect, for x-ignored-fields.
 
     Raises ApiError 400 naming the field, and in it the keyword by a JSON pointer; Overloaded.
     """

@@ -1,5 +1,5 @@
-"""OutputFormat: how a family of models writes tool calls; Dialect: arguments that are neither JSON
-nor tagged, such as Python's; Reasoning: how a family marks its thoughts."""
+"""OutputFormat: the syntax in which a family of models writes tool calls; Dialect: a syntax of
+arguments that is neither JSON nor tagged, such as Python's; Reasoning: the marks of reasoning."""
 
 import json
 import re
@@ -14,7 +14,7 @@ class Dialect:
 
     quotes: the quotes that strings may stand in; templates write the first
     raw: whether nothing is escaped in the first quote, so that a string cannot hold it
-    words: JSON's -> the dialect's, of true, false and null that are no part of a list or an object
+    words: (JSON's word, the dialect's) for true, false and null outside lists and objects
     nested: whether lists and objects are in the dialect too, with keys that have no quotes; else
         they are JSON
     by_name: whether templates sort arguments by their names
@@ -63,7 +63,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
 class DialectReader:
-    """A reader of a call's arguments in a dialect, which makes JSON of them.
+    """A reader of a call's arguments in a dialect, which converts them to JSON.
 
     end: the text after a call's last value
     """
@@ -79,8 +79,10 @@ class DialectReader:
         """Convert a text; return the JSON, the text that is not converted yet, and what follows the
         value.
 
-        "next" is another value after the comma. "end" is the end of the call, which is left in the
+        "next" is another value after the comma. "end" is the end of the call, which remains in the
         text. "" means that the value is not complete.
+
+        final: whether no more text follows
         """
         out: list[str] = []
         while text:
@@ -167,7 +169,7 @@ class DialectReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of text may begin mark."""
+    """Return the number of characters at the end of a text that may begin a mark."""
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-size:]):
             return size
@@ -175,7 +177,7 @@ def overlap(text: str, mark: str) -> int:
 
 
 def _unescaped(escape: str) -> str:
-    """Return an escape of Python's or JSON's as JSON has it."""
+    """Return an escape sequence of a Python or JSON string as JSON writes it."""
     if escape[1] in 'nrtbf"\\/':
         return escape
     if escape[1] in "ux":
@@ -188,7 +190,7 @@ def _unescaped(escape: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as JSON."""
+    """Return a text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -200,7 +202,8 @@ def _inner(text: str) -> str:
 class TaggedArguments:
     """The syntax of arguments one by one: key_open KEY key_close VALUE value_close.
 
-    Strings are written as they are, everything else as JSON. So a string cannot hold value_close.
+    Strings are written as they are, other values as JSON. A string therefore cannot contain
+    value_close.
 
     quoted: whether strings are JSON, too
     """
@@ -216,7 +219,7 @@ class TaggedArguments:
         return value if raw else json.dumps(value, ensure_ascii=False)
 
 
-# Digits, which count the calls of a conversation from 0.
+# The placeholder, in formats, of a call's number: the calls of a conversation, counted from 0.
 NUMBER = "\0"
 
 
@@ -227,14 +230,14 @@ class OutputFormat:
     A message has opening, then begin NAME middle ARGUMENTS end for each call, with separator
     between two calls, then closing.
 
-    trigger: the beginning of opening + begin that makes it a call; no other text may hold it. ""
-        where a call is only told from text by being the whole message.
-    NUMBER may stand in begin and in middle.
+    trigger: the beginning of opening + begin that marks a call; no other text may contain it. "":
+        a call is recognised by being the whole message.
+    NUMBER may occur in begin and in middle.
     tagged, dialect: how arguments are written; neither: as one JSON object.
     indented: templates print that object on several lines, this many columns to the right.
     parallel: there can be several calls.
     short_ids: the template takes only ids of nine letters and digits.
-    named_ids: the template shows of a call its id alone, which is functions.NAME:NUMBER.
+    named_ids: the template writes a call's id, functions.NAME:NUMBER, in the place of its name.
     """
 
     name: str
@@ -253,7 +256,7 @@ class OutputFormat:
     named_ids: bool = False
 
     def write(self, name: str, arguments: Mapping[str, Any], number: int = 0) -> str:
-        """Write one call, without the text around all calls."""
+        """Return one call as text, without the text around all calls."""
         if self.dialect is not None:
             written = self.dialect.write(arguments)
         elif self.tagged is None:

@@ -1,4 +1,4 @@
-"""OutputParser: text of a model to content, reasoning and calls, piece by piece."""
+"""OutputParser: an incremental parser of a model's text into content, reasoning and calls."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -20,12 +20,12 @@ class OutputParser(StepParser):
     """The parser of the text of one choice.
 
     format: the format of calls; None if no tool may be called
-    raw: of each function, the string arguments that tagged formats write as they are; all others
+    raw: name of a function -> its string arguments that tagged formats write as they are; others
         are JSON
-    thinking: where the prompt leaves off: inside reasoning, where it may begin, or after it
-    wrapper: the marks around content, which are no part of it
-    limited: whether a request limits the content. Then calls come at once or never, and content may
-        hold any mark that it does not begin or end with
+    thinking: "open": the prompt ends inside reasoning; "may": reasoning may come; "no": none comes
+    wrapper: the marks at the beginning and the end of content, which are no part of it
+    limited: whether a request constrains the content. Then calls come at once or never, and content
+        may contain any mark that it does not begin or end with
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class OutputParser(StepParser):
         self._limited = limited
         self._raw = raw
         self._reasoning = reasoning
-        # white space at the end of the shown text; dropped if something else follows
+        # white space at the end of the emitted text; dropped if reasoning or a call ends the text
         self._spaces = ""
         # Whether there was content. White space at an answer's beginning is kept: a prompt may end
         # with a word instead of a turn's beginning.
@@ -299,8 +299,8 @@ class OutputParser(StepParser):
         return bool(mark)
 
     def _other_value(self) -> bool:
-        """Set the step that parses a value that is not raw; its strings may hold the mark that ends
-        it.
+        """Set the step that parses a value that is not raw, whose strings may contain the mark that
+        ends the value.
 
         Returns False if there is no text yet.
         """
@@ -361,9 +361,9 @@ _NO, _MAYBE = -2, -1
 
 
 def _matched(mark: str, text: str) -> int:
-    """Return the length of the mark with which a text begins.
+    """Return the length of a mark at the beginning of a text, or _NO, or _MAYBE.
 
-    _NO: the text begins otherwise. _MAYBE: the text ends inside what may become the mark.
+    _NO: the text begins otherwise. _MAYBE: the whole text is a beginning of the mark.
     mark: may contain NUMBER, which stands for any decimal number.
     """
     at = 0
@@ -383,7 +383,7 @@ def _matched(mark: str, text: str) -> int:
 
 
 def _found(mark: str, text: str) -> tuple[int, int]:
-    """Return where a text has this mark, and its size; (-1, 0) if it is not there as a whole."""
+    """Return (position, length) of a mark in a text; (-1, 0) if the text has no complete one."""
     first = mark.partition(NUMBER)[0]
     at = text.find(first)
     while at >= 0:

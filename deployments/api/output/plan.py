@@ -1,4 +1,4 @@
-"""OutputPlan: how the text of one chat's answer is to be read, and limited to what can be read."""
+"""OutputPlan: the parser of the text of a chat's answer, and the grammar that constrains it."""
 
 import re
 from collections.abc import Callable
@@ -21,18 +21,19 @@ from engine.structured.thinking import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 
 _ENDS = re.compile(r"\\.|/|\n", re.DOTALL)
-_TAIL = 24  # tokens at the end of a prompt, in which the marks of reasoning are looked for
+_TAIL = 24  # tokens at the end of a prompt, in which the marks of reasoning are searched for
 
 Compile = Callable[[RequestedGrammar], tuple[Grammar, list[str]]]
 
 
 @dataclass(slots=True)
 class OutputPlan:
-    """The way in which the text of a chat's answer is read and limited.
+    """The parser and the grammar of the text of a chat's answer.
 
+    format, reasoning, thinking: see OutputParser
     tools: the tools of the request; None if it has none
     raw: see OutputParser
-    shown_ids: the control tokens that the parser has to see
+    shown_ids: the control tokens that the text must keep for the parser
     """
 
     tokenizer: Tokenizer
@@ -43,9 +44,9 @@ class OutputPlan:
     shown_ids: frozenset[int]
     wrapper: tuple[str, ...] = ()  # see OutputParser
     raw: dict[str, frozenset[str]] = field(default_factory=dict)
-    budget: int | None = None  # most thinking tokens
+    budget: int | None = None  # maximum number of reasoning tokens
     shows_reasoning: bool = True  # whether the answer has the reasoning
-    limited: bool = False  # whether the request limits the content by a grammar
+    limited: bool = False  # whether the request constrains the content
 
     @property
     def custom(self) -> frozenset[str]:
@@ -75,7 +76,7 @@ class OutputPlan:
 
     @property
     def thinking_budget(self) -> ThinkingBudget | None:
-        """The budget of thinking as the engine takes it; None if there is none."""
+        """The budget of reasoning tokens in the engine's form; None if there is none."""
         if self.budget is None or self.reasoning is None or self.thinking == "no":
             return None
         # In channels, calls come after the mark that ends a message.
@@ -89,7 +90,7 @@ class OutputPlan:
     def grammar(
         self, constraint: RequestedGrammar | None, compile: Compile
     ) -> tuple[Grammar, list[str]]:
-        """Return the grammar of the whole output, and what is not enforced, for x-ignored-fields.
+        """Return the grammar of the whole output, and the names of fields that it does not enforce.
 
         compile: the function that compiles one schema, in milliseconds
 
@@ -166,7 +167,7 @@ def _not_beside(where: str) -> ApiError:
 
 
 def _escaped(match: re.Match[str]) -> str:
-    """Return a slash or line break of an expression, perhaps escaped already, as Lark has it."""
+    """Return an expression's slash or line break, escaped or not, as Lark escapes it."""
     return {"/": "\\/", "\n": "\\n"}.get(match[0][-1], match[0])
 
 
@@ -193,7 +194,7 @@ def plan_output(
     if known.reasoning is not None and known.reasoning.channels and not generation:
         # The prompt ends inside a message; calls are messages of their own.
         return None
-    # Marks that are control tokens are not shown anyway.
+    # The text of an answer never has marks that are special tokens.
     visible = bool(known.wrapper) and tokenizer.token_id(known.wrapper[1]) not in (
         tokenizer.special_ids
     )

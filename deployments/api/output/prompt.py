@@ -1,4 +1,4 @@
-"""render_options: what tools and reasoning add to the rendering of a chat."""
+"""render_options: a chat's template variables and messages, adapted to its tools and effort."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def render_options(
     variables: Collection[str],
     ignored: list[str],
 ) -> TemplateVariables:
-    """Return variables for the template; change messages to the form that this template wants.
+    """Return variables for the template; change messages to the form that this template needs.
 
     effort: how much the model should think; if the template has no variable for it,
         `reasoning_effort` is added to `ignored`
@@ -90,7 +90,7 @@ def render_options(
 
 
 def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[TemplateMessage]:
-    """Write calls and their results as contents, for templates that cannot show them."""
+    """Return messages with calls and results written as contents, for templates without them."""
     out: list[TemplateMessage] = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""
@@ -116,7 +116,7 @@ def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[
 
 
 def _tell(messages: list[TemplateMessage], tools: RequestedTools, known: TemplateOutput) -> None:
-    """Describe the tools in a message, as the template does not show them."""
+    """Describe the tools in a message, because the template does not describe them."""
     declarations = [json.dumps(tool.declaration, ensure_ascii=False) for tool in tools.tools]
     text = _TOOLS.format("\n".join(declarations))
     if messages[0]["role"] == "system" or known.described_in == "user":

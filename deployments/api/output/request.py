@@ -1,4 +1,4 @@
-"""take_tools: the fields of a chat that say which tools there are and which may be called."""
+"""take_tools: the tools of a chat's request, and the choice of those that may be called."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,9 @@ class RequestedTool:
     """A tool of a request.
 
     declaration: the tool as the template gets it
-    schema: the schema of the arguments, not yet looked into
-    custom: whether the tool takes a text, which is the one argument, `input`
+    schema: the JSON schema of the arguments, not yet checked
+    where: the path of the schema in the request, for errors
+    custom: whether the tool takes a text, which is the only argument, `input`
     grammar: the grammar of that text, in Lark; "" for none
     """
 
@@ -55,9 +56,10 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedTools(ToolChoice):
-    """The tools of a request, and which may be called.
+    """The tools of a request, and the choice of those that may be called.
 
     tools: all tools, which the prompt describes
+    parallel: whether a message may have several calls
     """
 
     tools: list[RequestedTool]
@@ -129,8 +131,8 @@ def add_tool(
     """Check a tool and add it to the request's tools. Raises ApiError 400.
 
     function: the keys name (a string), description, strict and parameters
-    where: the client's name of the tool
-    schema_name: the client's name of the parameters
+    where: the path of the tool in the request, for errors
+    schema_name: the request's name for the key parameters
     """
     name = function["name"]
     _check_name(tools, name, where)
@@ -170,7 +172,7 @@ def add_custom(
     """Add a custom tool as a function of one text, because templates know only functions.
 
     grammar: the grammar that the text has to follow; None: any text
-    where: the client's name of the tool
+    where: the path of the tool in the request, for errors
 
     Raises ApiError 400.
     """
@@ -212,7 +214,11 @@ def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:
 
 
 def allowed_tools(mode: Any, listed: Any, read: Callable[[Any], ToolChoice]) -> ToolChoice:
-    """Return the choice among some tools. read: the reader of one of them. Raises ApiError 400."""
+    """Return the choice among some tools. Raises ApiError 400.
+
+    mode, listed: the fields `mode` and `tools` of the choice
+    read: returns the choice of one item of `listed`
+    """
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         where = "tool_choice.allowed_tools"
         raise invalid(f'{where} takes a mode, "auto" or "required", and tools', where)

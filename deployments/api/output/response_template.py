@@ -1,10 +1,10 @@
-"""declared_output: how a model writes its answers, by the `response_template` of its checkpoint.
+"""declared_output: a model's output formats, as its checkpoint's `response_template` declares them.
 
-That is the declaration of transformers (`tokenizer_config.json`, version 1): for each field of a
-message what opens and closes it, as texts or regular expressions, and how the text in between is
-read. A grammar has to generate what a regular expression only has to match. So only expressions of
-texts, optional white space and named groups are supported. The chat template shows which white
-space a model writes.
+`response_template` is a key of transformers (`tokenizer_config.json`, version 1). For each field of
+a message it has the texts or regular expressions that open and close the field, and the parser of
+the text in between. A grammar has to generate what a regular expression only has to match.
+Therefore only expressions of texts, optional white space and named groups are supported. The chat
+template shows which white space a model writes.
 """
 
 import re
@@ -54,9 +54,9 @@ _Part = str | _Space | _Captured
 class DeclaredOutput:
     """The output formats of a declaration.
 
-    A format is None, or wrapper (), if the declaration does not say it in a form that can be used.
+    A format is None, or wrapper (), if the declaration has none in a form that can be used.
 
-    problems: descriptions, for people, of what cannot be used
+    problems: messages about the parts of the declaration that cannot be used
     """
 
     calls: OutputFormat | None = None
@@ -70,7 +70,8 @@ def declared_output(
 ) -> DeclaredOutput:
     """Return the output formats that a response_template declares.
 
-    examples: what the chat template prints of a call to `name` with one argument, a text
+    name, key, value: the function, and its only argument, of the call in the examples
+    examples: chats with this call, rendered by the chat template
     ends: the texts of the tokens that end a turn
     """
     problems: list[str] = []
@@ -121,7 +122,7 @@ def _reasoning(field: JsonObject) -> Reasoning:
 
 def _wrapper(field: JsonObject) -> tuple[str, ...] | None:
     if not _mark(field, "open"):
-        return None  # text that no other field takes
+        return None  # no wrapper: the content is the text that no other field takes
     begin, end = (_text(_mark(field, name), f".{name}").strip() for name in ("open", "close"))
     return (begin, end) if end else None
 
@@ -215,9 +216,9 @@ def _made(**marks: Any) -> OutputFormat:
 def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
     """Return (whether the opening expression has the call's name, JSON keys of name and arguments).
 
-    The keys are "" if it has.
+    The keys are "" if the expression has the name.
 
-    each: whether the template transforms each call by itself.
+    each: whether the declaration transforms each call by itself.
     """
     function = transform.get("function") if isinstance(transform, dict) else None
     if function == "{content}" and not each:
@@ -252,7 +253,10 @@ def _dialect(options: JsonObject) -> Dialect | None:
 
 
 def _mark(field: JsonObject, name: str) -> list[_Part]:
-    """Return the parsed mark of a field (the first of a list of texts); [] if it has none."""
+    """Return the parsed mark of a field, [] if it has none. name: "open" or "close".
+
+    Of a list of texts the first one is taken.
+    """
     text = field.get(name)
     if isinstance(text, list) and text:
         text = text[0]
@@ -334,7 +338,10 @@ def _behind_group(pattern: str, at: int) -> int:
 
 
 def _shown(examples: Sequence[str], *groups: Sequence[_Part]) -> list[str]:
-    """Return each group's text in the first example that matches the parts of all groups."""
+    """Return each group's text in the first example that matches the parts of all groups.
+
+    If no example matches, white space is the fallback of its part.
+    """
     parts = [part for group in groups for part in group]
     whole = "".join(
         f"({re.escape(part) if isinstance(part, str) else _expression(part)})" for part in parts

@@ -12,8 +12,8 @@ class Event(NamedTuple):
     """A parsed fragment of an answer, by its kind.
 
     call: text is the function's name
-    arguments: text is a fragment of the call's JSON
-    end: the end of that call
+    arguments: text is a fragment of the JSON of the call that began last
+    end: the end of the call that began last
     """
 
     kind: Kind
@@ -23,11 +23,11 @@ class Event(NamedTuple):
 class StepParser:
     """The base of incremental parsers, whose result does not depend on how the text is chunked.
 
-    The fragments of each kind add up to the same for any chunks. Parsing never fails: text that
-    turns out to be no call is content.
+    The concatenated fragments of each kind are the same for any chunks. Parsing never fails: text
+    that turns out to be no call is content.
 
     A step is a method that consumes the beginning of `_text`, emits events and sets `_step`. It
-    returns True if `_step` may go on at once, and False if it needs more text.
+    returns True if the next step may run at once, and False if it needs more text.
 
     first: the first step.
     """
@@ -51,7 +51,10 @@ class StepParser:
         return self._run()
 
     def finish(self) -> list[Event]:
-        """Return what was held back, after the last text. A call without a name is not shown."""
+        """Return the events of the text that was held back, as no text follows.
+
+        A call without a complete name is dropped.
+        """
         self._final = True
         return self._run()
 
@@ -69,7 +72,7 @@ class StepParser:
     def _take_until(self, until: tuple[str, ...]) -> tuple[str, str]:
         """Consume the text before the first mark in `until`, and the mark; return both.
 
-        Without a mark the second is "", and text that may begin a mark is kept.
+        Without a mark, ("" in its place) text that may begin a mark is not consumed.
         """
         marks = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
         if marks:
@@ -103,9 +106,9 @@ class StepParser:
         return True
 
     def _take_json(self, mark: str) -> tuple[str, bool]:
-        """Consume JSON that ends before a mark; return the JSON, and whether the mark has come.
+        """Consume JSON that ends before a mark; return the JSON, and whether the mark was found.
 
-        Strings in the JSON may hold the mark.
+        Strings in the JSON may contain the mark.
         """
         text = self._text
         for at, char in enumerate(text):
@@ -122,7 +125,7 @@ class StepParser:
     def _take_object(self) -> bool:
         """Consume and emit one object, the arguments of a call; return whether it is complete.
 
-        Strings in the object may hold anything.
+        Strings in the object may contain brackets.
         """
         text = self._text
         for at, char in enumerate(text):

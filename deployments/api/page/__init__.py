@@ -1,1 +1,1 @@
-"""A page to talk to what is served and to look into it: static files, and routes for them."""
+"""A web page to chat with the served models and to inspect the service: its files and routes."""

@@ -1,7 +1,7 @@
 """GET /page, /page/{name}: the page and its files; GET /v1/live: the routers' present state.
 
-The page needs no key, because it is the same for everyone and shows nothing of what is served. The
-requests that it makes need one.
+The page needs no key, because it is the same for everyone and by itself reveals nothing of the
+service. The requests that it makes need one.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _HEADERS: Headers = (
     ("content-security-policy", POLICY),
     ("x-content-type-options", "nosniff"),
     ("referrer-policy", "no-referrer"),
-    ("cache-control", "no-cache"),  # asked for each time, and not sent again if it is the same
+    ("cache-control", "no-cache"),  # revalidated each time, and not sent again if unchanged
 )
 _TYPES = {
     "html": b"text/html; charset=utf-8",
@@ -41,7 +41,7 @@ FILES = f"{PAGE}/"
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A file of the page. tag: of this content, as in an ETag header."""
+    """A file of the page. tag: the ETag of its content."""
 
     content: bytes
     content_type: bytes
@@ -80,7 +80,7 @@ def _below(folder: Traversable, path: str) -> Iterator[tuple[str, PageFile]]:
     admin=True,
 )
 async def live(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer the live view. Raises ApiError 404 if the page is off."""
+    """Answer with the live view: the routers' present state. Raises ApiError 404 if it is off."""
     options = context.options
     if not options.page or options.live is None:
         message = "the live view is off; http.page in the configuration turns it on"
@@ -95,7 +95,7 @@ async def live(context: ApiContext, exchange: HttpExchange) -> None:
     PAGE, "A page to talk to it and look into it", statuses=(404,), kinds=(HTML,), open=True
 )
 async def page(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer a file of the page. Raises ApiError 404 without such a file, or if the page is off."""
+    """Answer with a file of the page. Raises ApiError 404 if there is no such file or no page."""
     if not context.options.page:
         message = "the page is off; http.page in the configuration turns it on"
         raise ApiError(404, "not_found", message)

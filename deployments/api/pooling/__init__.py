@@ -1,1 +1,1 @@
-"""The routes that answer with what a pooling model makes of texts: vectors, scores and labels."""
+"""The routes of pooling models, which answer with vectors, scores and labels of texts."""

@@ -1,5 +1,5 @@
-"""Embeddings in the forms of OpenAI, vLLM and Cohere, and VectorFormat: how an answer writes
-vectors."""
+"""The routes of embeddings in the forms of OpenAI, vLLM and Cohere; VectorFormat: the format of
+vectors in an answer."""
 
 import base64
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ EMBEDDINGS_ROUTES, POOLING_ROUTES = RouteTable(reads=QUEUES), RouteTable(reads=Q
 class VectorFormat:
     """The format of embeddings in an answer.
 
-    form: how JSON has them, or bytes instead of JSON
+    form: numbers or base64 in JSON, or bytes instead of JSON
     dtype: the type of an element
-    big: whether the highest byte comes first
+    big: whether elements are big-endian
     """
 
     form: fields.Format
@@ -50,7 +50,7 @@ class VectorFormat:
         return self.form in (fields.BYTES, fields.BYTES_ONLY)
 
     def written(self, values: Vector) -> list[float] | str:
-        """Return an embedding as JSON has it: numbers, or base64."""
+        """Return an embedding in its JSON form: numbers, or base64."""
         if self.form == "base64":
             return base64.b64encode(self.packed(values)).decode()
         numbers: list[float] = self._rounded(values).tolist()
@@ -73,8 +73,8 @@ class VectorFormat:
     ) -> None:
         """Answer with the bytes of all embeddings, one after the other.
 
-        With "bytes" the header `metadata` tells them apart. Raises ApiError 400 if that header is
-        too large.
+        With "bytes" the header `metadata` has the position of each. Raises ApiError 400 if that
+        header is too large.
         """
         packed = [self.packed(vector) for vector in vectors]
         headers: tuple[tuple[str, str], ...] = ()
@@ -129,7 +129,7 @@ async def pooling(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def _answer(exchange: HttpExchange, call: PooledCall[E], kind: str, name: str) -> None:
-    """Answer with a list of vectors. kind: the items' `object`; name: of the field with an item's
+    """Answer with a list of vectors. kind: `object` of each item; name: the item's field with the
     vector."""
     body, classes = call.body, call.pooling.labels
     form, size = VectorFormat.of(body), body.dimensions
@@ -202,7 +202,7 @@ async def cohere_embed(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 def _texts(body: fields.CohereEmbed) -> tuple[str, list[str]]:
-    """Return the name of the field that has the texts, and the texts. Raises ApiError 400."""
+    """Return the name of the body's field with texts, and the texts. Raises ApiError 400."""
     if body.texts is not None and body.inputs is None:
         return "texts", body.texts
     if body.inputs is not None and body.texts is None:
@@ -214,14 +214,14 @@ def _texts(body: fields.CohereEmbed) -> tuple[str, list[str]]:
 
 
 def _prompt(kind: str | None, pooling: Pooling) -> str | None:
-    """Return the name of the model's prompt for this kind of input; None if it has none."""
+    """Return the name of the model's prompt for an `input_type`; None if the model has none."""
     names = () if kind is None else (kind, *_PROMPTS.get(kind, ()))
     own = {name.lower(): name for name in pooling.prompts}
     return next((own[name] for name in names if name in own), None)
 
 
 def _written(vector: Vector, kind: fields.CohereType) -> Any:
-    """Return an embedding as JSON has it in one of Cohere's types.
+    """Return an embedding in its JSON form of one of Cohere's types.
 
     binary and ubinary have a bit for each element, which is set if the element is above 0; binary
     is signed.

@@ -1,7 +1,7 @@
 """PooledCall: an HTTP request for vectors of texts.
 
-Each text goes to the engines as a request of its own, so that a step takes texts of any clients
-beside what else it computes. A bounded number of them runs at a time, so that a long list takes
+Each text is a request of its own to the engines, so that a step can have texts of several clients
+beside other requests. A bounded number of a call's texts runs at a time, so that a long list takes
 turns with other work.
 """
 
@@ -41,7 +41,7 @@ from engine.pooling import Pooling, Vector, as_array, normalized
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
-FIRST_WINDOW = 16  # texts of one call at the engines; one more for each that is done
+FIRST_WINDOW = 16  # texts of a call in flight at first; one more for each that is done
 MAX_WINDOW = 256
 
 _TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -58,12 +58,12 @@ _UNSCALED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True, unscaled=
 class PooledCall(Generic[T]):
     """A checked HTTP request for embeddings, or for the scores of a classifier.
 
-    limit: the most tokens of a text
-    truncate: whether longer texts are cut, at their end
-    keep_end: whether longer texts are cut at their beginning instead
+    limit: the maximum number of tokens of a text
+    truncate: whether longer texts are truncated, at their end
+    keep_end: whether longer texts are truncated at their beginning instead
     special: whether a text gets the special tokens that tokenizer.json puts around it
     activation: False: values before the last sigmoid, softmax or normalisation; True: normalised
-        embeddings; None: as the model has it
+        embeddings; None: the model's default
     """
 
     context: ApiContext
@@ -93,9 +93,10 @@ class PooledCall(Generic[T]):
         return self.pooling.labels
 
     def check_vectors(self, size: int | None, name: str = "dimensions") -> None:
-        """Check that the model makes vectors, of this size. Raises InvalidRequest.
+        """Check that the model makes vectors, and of this size. Raises InvalidRequest.
 
-        name: the client's name of the size
+        size: number of elements; None: the model's
+        name: the request's field of the size, for errors
         """
         if self.pooling.labels:
             raise no_vectors()
@@ -103,7 +104,11 @@ class PooledCall(Generic[T]):
             self.pooling.check_dimensions(size, self.card.vector_size, name)
 
     def vector(self, found: bytes, dimensions: int | None = None) -> Vector:
-        """Return one of the results of `vectors` in the form that the request wants."""
+        """Return a result of `vectors` in the form that the request asks for.
+
+        found: a result of `vectors`
+        dimensions: the number of elements; None: the model's
+        """
         values = as_array(found)
         if dimensions is not None:
             values = values[:dimensions] if self.raw else self.pooling.cut(values, dimensions)
@@ -112,7 +117,8 @@ class PooledCall(Generic[T]):
     def encode(self, text: str, path: str, most: int | None = None) -> list[int]:
         """Return the token ids of a text. Raises InvalidRequest context_length_exceeded.
 
-        most: the most tokens that are kept
+        path: the text's path in the request, for errors
+        most: a maximum of tokens to which longer texts are truncated; None: there is none
         """
         tokenizer = self.tokenizer
         most_kept = self.limit if most is None else min(self.limit, most)
@@ -132,9 +138,10 @@ class PooledCall(Generic[T]):
     def encode_pair(self, first: str, second: str, path: str, most: int | None = None) -> list[int]:
         """Return the token ids of two texts, as tokenizer.json puts them together.
 
-        The second text is cut where a pair is too long and `truncate` asks for it.
+        If a pair is too long and `truncate` is set, the second text is truncated.
 
-        most: the most tokens that are kept of the second text
+        path: the second text's path in the request, for errors
+        most: a maximum of tokens to which the second text is truncated; None: there is none
 
         Raises InvalidRequest context_length_exceeded.
         """
@@ -199,10 +206,10 @@ async def pooled_call(
     fields: StructBody[T],
     name_model: NameModel = lambda name, _: name,
 ) -> AsyncIterator[PooledCall[T]]:
-    """Read the request, and count it as in flight until the block ends.
+    """Read a request for pooling, and count it as in flight until the block ends.
 
-    fields: the fields of this route
-    name_model: the conversion of a model's name in this route to its name in others
+    fields: the fields of the route's body
+    name_model: returns the served model for the name in the request's body
 
     Raises ApiError, MantaError.
     """
@@ -251,7 +258,10 @@ async def _admitted(
 
 
 def _activation(wanted: PoolingOptions) -> bool | None:
-    """Return the one value of all names of this field. Raises ApiError 400 if they disagree."""
+    """Return the value of the field with the names in ACTIVATION; None: it is not set.
+
+    Raises ApiError 400 if two names disagree.
+    """
     names = wanted.activations
     if len(set(names.values())) > 1:
         raise invalid(f"{' and '.join(names)} disagree", next(iter(names)), "conflicting_fields")
@@ -259,7 +269,7 @@ def _activation(wanted: PoolingOptions) -> bool | None:
 
 
 async def take_input(call: PooledCall[In]) -> list[list[int]]:
-    """Return the token ids of the texts of `input`, or of `messages` in the chat template.
+    """Return the token ids of each text of `input`, or of `messages`, rendered by the template.
 
     Raises ApiError, InvalidRequest.
     """
@@ -340,7 +350,7 @@ def _encoded(call: PooledCall[T], text: str | list[Any], path: str, before: str)
 
 
 class _Run:
-    """The texts of one call, some of them in flight."""
+    """The requests of a call's texts, of which a bounded number is in flight."""
 
     def __init__(self, backend: Backend, requests: Sequence[GenerationRequest]) -> None:
         self._backend = backend
@@ -360,7 +370,7 @@ class _Run:
         return self._found
 
     def _fill(self) -> None:
-        """Start waiting texts up to the window, which shrinks where the service has no room."""
+        """Start waiting requests up to the window, which shrinks if the backend refuses one."""
         while self._waiting and len(self._live) < self._window:
             index, request = self._waiting[0]
             try:
@@ -377,7 +387,7 @@ class _Run:
         self._waiting.clear()
         for task, (_, generation) in self._live.items():
             if not task.cancel() and not task.cancelled():
-                # The failure counts as seen, since only the first one is told.
+                # Retrieve the failure, or asyncio logs it; only the first failure is reported.
                 task.exception()
             generation.abort()
 

@@ -1,8 +1,8 @@
 """POST /v1/rerank, /v2/rerank, /rerank, /v1/score and /v1/classify: the results of a sequence
 classifier.
 
-It classifies texts and scores pairs of texts. An embedder scores a pair by the cosine of its two
-vectors.
+A sequence classifier classifies texts and scores pairs of texts. An embedding model scores a pair
+by the cosine of its two vectors.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _RERANK = ("Order documents", fields.RERANK, ("id", "model", "results", "usage")
 _SCORE = ("Scores of pairs of texts", fields.SCORE, (*LIST, "model", "usage"))
 _CLASSIFY = ("Labels of texts", fields.CLASSIFY, (*LIST, "model", "usage"))
 RANKINGS, LABELS = RouteTable(reads=QUEUES), RouteTable(reads=QUEUES)
-_COHERE_TOKENS = 4096  # of a document
+_COHERE_TOKENS = 4096  # default of a document's maximum tokens
 _SEARCH = 100  # documents that Cohere counts as one search unit
 
 
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=fields.Reranked)
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    path: str  # of the field
+    path: str  # of the text in the request, for errors
     text: str
 
 
@@ -55,7 +55,7 @@ async def rerank(context: ApiContext, exchange: HttpExchange) -> object:
 
 @RANKINGS.post("/rerank", "Order documents, or TEI's texts", fields.RERANK_TEXTS, None)
 async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer /rerank: a ranking of `documents` as /v1/rerank gives it, or of `texts` in TEI's form.
+    """Answer /rerank: a ranking of `documents` in the form of /v1/rerank, or of `texts` in TEI's.
 
     Raises ApiError, MantaError.
     """
@@ -83,7 +83,7 @@ async def _relevances(
 ) -> tuple[list[float], int]:
     """Return the score of each document, and the number of computed tokens.
 
-    most: the most tokens of a document; None: its length is not limited by itself
+    most: maximum tokens of a document; None: only the length of query and document is limited
     """
     if most is not None:
         call.truncate = call.body.truncate is not False
@@ -172,9 +172,11 @@ def _scores_no_pairs(message: str) -> ApiError:
 
 
 def _side(body: fields.Score, names: Sequence[str]) -> tuple[str, list[_Text]]:
-    """Return the name of the field that has the texts of one side, and the texts.
+    """Return the name of the field with the pairs' first or second texts, and the texts.
 
-    Raises ApiError 400 if two fields have them.
+    names: the names that the field may have
+
+    Raises ApiError 400 if the body has two of these fields or none.
     """
     sides: dict[str, fields.Documents] = {
         name: documents for name in names if (documents := getattr(body, name)) is not None
@@ -201,7 +203,7 @@ async def _scores(
 ) -> tuple[list[float], int]:
     """Return the score of each pair, and the number of computed tokens.
 
-    most: the most tokens that are kept of a second text
+    most: maximum tokens to which a second text is truncated; None: there is none
 
     Raises ApiError, MantaError.
     """

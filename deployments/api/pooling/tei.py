@@ -1,4 +1,5 @@
-"""POST /embed and /predict, GET /info: Text Embeddings Inference's, which answers bare lists."""
+"""POST /embed and /predict, GET /info: routes of Text Embeddings Inference (TEI), whose answers are
+bare lists."""
 
 import msgspec
 
@@ -84,7 +85,7 @@ def _encoded(call: PooledCall[T], texts: list[str], path: str) -> list[int]:
 
 @ROUTES.get("/info", "The model that makes vectors", ("model_id", "model_type"))
 async def info(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the only pooling model. Raises InvalidRequest unless there is just one."""
+    """Answer with the only pooling model. Raises InvalidRequest unless there is exactly one."""
     name = only_model(None, context.backend)
     if name is None:
         raise no_vectors()

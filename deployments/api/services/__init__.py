@@ -1,1 +1,1 @@
-"""Routes that generate nothing: models, adapters, batches, and the fate of requests."""
+"""Routes that generate nothing: models, adapters, batches, and the server with its requests."""

@@ -1,4 +1,4 @@
-"""/v1/adapters: the adapters of the served model, listed, added and removed while it runs."""
+"""/v1/adapters: the adapters of served models, listed, added and removed while these run."""
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.context import ApiContext
@@ -58,7 +58,7 @@ async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
 async def put_lora(
     context: ApiContext, exchange: HttpExchange, body: LoadLora, *, again: bool
 ) -> None:
-    """Add an adapter, and answer in vLLM's words. again: read it again if the name is taken.
+    """Add an adapter, and answer in vLLM's words. again: replace an adapter of the same name.
 
     Raises ApiError, AdapterError.
     """
@@ -113,7 +113,7 @@ def _model(exchange: HttpExchange) -> str:
 
 
 def _base(context: ApiContext, record: AdapterRecord, model: str) -> str:
-    """Return the base model's name of an adapter: `model`, or the model that has it."""
+    """Return the name of an adapter's base model: `model`, or that of the adapter's entry."""
     bases = (
         base for base, other in context.backend.adapters.by_model() if other.name == record.name
     )
@@ -121,8 +121,8 @@ def _base(context: ApiContext, record: AdapterRecord, model: str) -> str:
 
 
 def _shown(record: AdapterRecord, base: str) -> JsonObject:
-    """Return an adapter as JSON. base: its model's name. revision null: no request has named it
-    yet, so its files were not read."""
+    """Return an adapter as JSON. base: its base model's name. A revision of null means that no
+    request has named the adapter yet, so its files were not read."""
     return {
         "id": record.name,
         "object": "adapter",

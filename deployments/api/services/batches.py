@@ -72,7 +72,7 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post(BATCHES, "A new batch", BATCH, _BATCH, statuses=(*READS, 404, 429))
 async def new_batch(context: ApiContext, exchange: HttpExchange) -> object:
-    """Add a batch, which the worker takes up."""
+    """Add a batch, which the worker for batches will find."""
     folder, owner = _folder(context), exchange.caller.id
     body = await context.read_as(exchange, BATCH)
     fields, name = _new_batch(body), body.input_file_id
@@ -118,7 +118,7 @@ async def one_batch(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post(f"{BATCHES}/{{id}}/cancel", "Stop it", answer=_BATCH, statuses=(400, *NAMES))
 async def cancel_batch(context: ApiContext, exchange: HttpExchange) -> object:
-    """Mark a batch as to be cancelled."""
+    """Order the worker to cancel a batch, and answer with the batch."""
     folder = _folder(context)
     entry = await _own(folder.batch, "batch", exchange)
     id, status = entry.fields["id"], entry.fields["status"]
@@ -131,7 +131,10 @@ async def cancel_batch(context: ApiContext, exchange: HttpExchange) -> object:
 async def _own(
     read: Callable[[str, str], Entry | None], what: str, exchange: HttpExchange
 ) -> Entry:
-    """Return the caller's entry that the path names behind its second part. Raises ApiError 404."""
+    """Return the caller's file or batch with the id in the path. Raises ApiError 404.
+
+    read: returns the entry of (id, owner); None without one. what: the noun for it in errors
+    """
     id = exchange.path.split("/")[3]
     entry = await asyncio.to_thread(read, id, exchange.caller.id)
     if entry is None:
@@ -144,7 +147,7 @@ def _missing(what: str, id: str) -> ApiError:
 
 
 def _new_batch(body: Batch) -> JsonObject:
-    """Return a new batch. Raises ApiError 400."""
+    """Return the object of a new batch in OpenAI's form. Raises ApiError 400."""
     window = _WINDOW.fullmatch(body.completion_window)
     seconds = int(window[1]) * (3600 if window[2] == "h" else 86400) if window else 0
     if not 0 < seconds <= MAX_BATCH_WINDOW:
@@ -185,7 +188,10 @@ async def _send_file(exchange: HttpExchange, path: Path) -> None:
 
 
 async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFolder) -> Entry:
-    """Write an upload to the disk as it arrives: multipart/form-data with `file` and `purpose`."""
+    """Store the file of a form (multipart/form-data with `file` and `purpose`); return its entry.
+
+    The body is written to the disk as it arrives.
+    """
     if b"content-encoding" in exchange.headers:
         raise _unsupported("an upload must not have a content-encoding", "content-encoding")
     kinds = exchange.headers.get(b"content-type", [])
@@ -257,7 +263,9 @@ async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
 
 
 def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[str, dict[str, str]]:
-    """Write the form's file to target; return its name and the other fields.
+    """Write the file of a form to `target`; return the file's name and the other fields.
+
+    raw: the whole body of the form
 
     Raises ApiError 400.
     """

@@ -1,5 +1,5 @@
-"""/v1/models: what is served, listed, and, where there are several models, added, changed and taken
-away while the others serve."""
+"""/v1/models: the served models, listed and, on an endpoint of several, added, changed and removed
+while the others serve."""
 
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl
@@ -96,7 +96,7 @@ def _changes(context: ApiContext) -> ModelChanges:
 def _may_change(context: ApiContext, exchange: HttpExchange) -> bool:
     """Whether the request has an admin's key.
 
-    The key is looked for here, because that has not been done where users need no key.
+    The key is checked here, because routes without a needed key have not checked any.
     """
     try:
         authenticate(exchange, context.options, admin=True)

@@ -1,4 +1,4 @@
-"""The routes about the server itself: health, readiness, version, metrics, and requests it had."""
+"""The routes about the server: health, readiness, version, metrics, and traces of requests."""
 
 from deployments.api.context import ApiContext
 from deployments.api.http.errors import ApiError
@@ -16,7 +16,7 @@ _PREFIX = "/v1/requests/"
     "/", "That a server is here, in Ollama's words", statuses=(307,), kinds=(PLAIN,), open=True
 )
 async def root(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with the text that Ollama's clients look for before they ask anything.
+    """Answer with the text that Ollama's clients expect before their first request.
 
     A browser is sent to the page.
     """
@@ -63,9 +63,9 @@ async def version(context: ApiContext, exchange: HttpExchange) -> object:
     f"{_PREFIX}{{id}}", "What became of a request", ("id", "object", "parts"), statuses=NAMES
 )
 async def explain_request(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with what routers know of a request.
+    """Answer with the traces that routers have of a request.
 
-    Raises ApiError 404: the request was never accepted here, is forgotten, or is another key's.
+    Raises ApiError 404: the request was never accepted, is too old, or is another key's.
     """
     id = exchange.path[len(_PREFIX) :]
     explain, prompts = context.options.explain, []

@@ -1,1 +1,1 @@
-"""The answer to a generation request: whole or as a stream, which goes on after it was cut."""
+"""The answer to a generation request: whole, or as a stream that a client can resume."""

@@ -31,11 +31,12 @@ from deployments.api.output.request import (
     requested_tools,
 )
 
-# A client's accounting puts a hash of each request at the very front of its system prompt, where
-# it would keep every prefix from being found again.
+# A client puts a line with a hash of each request at the very front of its system prompt, for its
+# accounting. Kept, it would prevent every hit in the prefix cache.
 _ACCOUNTING = "x-anthropic-billing-header"
 _MOST_NAMED = 32
-_EFFORTS = {"enabled": "medium", "disabled": "none", "adaptive": None}  # by thinking.type
+# thinking.type -> reasoning effort
+_EFFORTS = {"enabled": "medium", "disabled": "none", "adaptive": None}
 
 
 def messages_request(
@@ -43,8 +44,9 @@ def messages_request(
 ) -> ChatRequest:
     """Read the body of a request to /v1/messages. Raises ApiError 400 naming the field.
 
-    Unknown blocks are left out and named in x-ignored-fields.
+    Unknown blocks are left out.
 
+    ignored: the list that names of ignored fields and blocks are added to
     counts: whether the request only counts tokens; max_tokens is optional then
     """
     fields = anthropic.MESSAGES.read(body, ignored, strict=options.strict)
@@ -71,7 +73,7 @@ def messages_request(
     reader.system(fields.system)
     messages = reader.messages(fields.messages)
     last = messages[-1]
-    # The model goes on where an assistant's message ends.
+    # The model continues a last message of the assistant.
     continues = last.role == "assistant" and not last.tool_calls and bool(last.text)
     return ChatRequest(
         model=fields.model,
@@ -131,7 +133,7 @@ def _choice(choice: anthropic.ChoiceField | None, tools: list[RequestedTool]) ->
 
 
 def _format(format: anthropic.SchemaFormat | None) -> RequestedGrammar | None:
-    """Return the limit of the output that `output_config.format` asks for."""
+    """Return the grammar that `output_config.format` asks for."""
     if format is None:
         return None
     where = "output_config.format.schema"
@@ -141,7 +143,7 @@ def _format(format: anthropic.SchemaFormat | None) -> RequestedGrammar | None:
 
 
 class _Reader:
-    """The conversion of turns with blocks into messages of a chat.
+    """The conversion of Anthropic's turns, made of blocks, into the messages of a chat.
 
     A tool's result becomes a message of its own.
     """
@@ -180,7 +182,7 @@ class _Reader:
         return texts
 
     def messages(self, turns: list[anthropic.Turn]) -> tuple[ChatMessage, ...]:
-        """Read the field `messages`, and return all messages."""
+        """Read the field `messages`; return the chat's messages, that of `system` included."""
         for i, turn in enumerate(turns):
             place = f"messages[{i}].content"
             if isinstance(turn, anthropic.SystemTurn):
@@ -225,7 +227,7 @@ class _Reader:
         block: anthropic.TextBlock | anthropic.ThinkingBlock | anthropic.ToolUse | AnthropicImage,
         here: str,
     ) -> None:
-        """Add what a block says to the last message."""
+        """Add a block's content to the last message. here: the block's path in the request."""
         last = self._builder.messages[-1]
         match block:
             case anthropic.TextBlock(text):
@@ -280,7 +282,7 @@ def _other(sent: Any, here: str) -> ImagePart:
 
 
 def _with_text(content: Content, text: str) -> Content:
-    """Return the content with a text added: to its last part if that is a text, else as a part."""
+    """Return the content with a text added: to the last part if it is a text, else as a new one."""
     last = content[-1] if content else None
     if isinstance(last, TextPart):
         return (*content[:-1], TextPart(last.text + text))

@@ -10,7 +10,7 @@ from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
 
-# Anthropic's `type` of an error, by status; api_error of any other.
+# HTTP status -> Anthropic's `type` of the error; other statuses have api_error.
 _KINDS = {
     **dict.fromkeys((400, 405, 409, 415, 422), "invalid_request_error"),
     401: "authentication_error",
@@ -27,7 +27,7 @@ def error_object(error: ApiError) -> JsonObject:
     """Return an error in Anthropic's shape; code and param stand beside Anthropic's own fields."""
     message = error.message
     if error.code == "context_length_exceeded" and error.param != "max_tokens":
-        # beginning by which its clients know that they have to compact
+        # Anthropic's clients compact the conversation if the message begins with this.
         message = f"prompt is too long: {message}"
     kind = _KINDS.get(error.status, "api_error")
     details = {"type": kind, "message": message, "code": error.code, "param": error.param}
@@ -42,8 +42,8 @@ class MessagesWriter:
         self._naming = naming
         self._blocks: list[JsonObject] = []
         self._open = ""  # the `Event.kind` whose block is open; "": none is
-        self._arguments: list[str] = []  # of the open call
-        self._cut = False  # whether the last block is a call without an end
+        self._arguments: list[str] = []  # fragments of the open call's JSON
+        self._cut = False  # whether the last block is a tool call that was cut off
         self._calls = 0
         self._message: JsonObject = {
             "id": naming.item("msg", 0),
@@ -57,7 +57,7 @@ class MessagesWriter:
         }
 
     def whole(self) -> JsonObject:
-        """Return the answer so far, without a call that was cut: half a command must not run."""
+        """Return the answer so far, without a tool call that was cut off: clients would run it."""
         blocks = self._blocks[:-1] if self._cut else self._blocks
         return {**self._message, "content": blocks}
 
@@ -113,7 +113,7 @@ class MessagesWriter:
         self._open, self._arguments = kind, []
         self._blocks.append(block)
         index = len(self._blocks) - 1
-        # A copy, because it is sent before the block is complete.
+        # A copy, because the event is encoded later and must show the block without content.
         self._push("content_block_start", index=index, content_block={**block})
 
     def _delta(self, delta: JsonObject) -> None:

@@ -1,1 +1,1 @@
-"""Ollama's /api/chat, /api/tags and /api/version, for clients that speak nothing else."""
+"""Ollama's API (/api/chat, /api/tags and others), for clients that know no other API."""

@@ -1,5 +1,5 @@
-"""Ollama's /api/tags, /api/ps and /api/show: what is served, what is loaded, and one model;
-/api/embed and the older /api/embeddings: vectors of texts."""
+"""Ollama's /api/tags, /api/ps and /api/show: the served models, those that are awake, and one
+model's details; /api/embed and the older /api/embeddings: vectors of texts."""
 
 import asyncio
 import hashlib
@@ -42,7 +42,7 @@ _NEVER = "9999-12-31T23:59:59Z"  # the time at which an unused model would be un
 
 
 async def tags(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with all models that the key may use."""
+    """Answer with all models that the caller's key may use."""
     cards = await _cards(context, exchange)
     return {"models": [await _tag(card) for card in cards]}
 
@@ -59,7 +59,7 @@ async def running(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 async def show(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with what is known of one model. Raises ApiError 400, 404."""
+    """Answer with the details of one model. Raises ApiError 400, 404."""
     body = await context.read_as(exchange, SHOW)
     card = await find_model(asked_name(body, context.backend), context.backend, exchange.caller)
     tokenizer = context.backend.tokenizer(card.id)
@@ -85,8 +85,8 @@ async def _cards(context: ApiContext, exchange: HttpExchange) -> list[ModelCard]
 
 
 async def _tag(card: ModelCard) -> JsonObject:
-    """Return a model as /api/tags lists it. Its digest is of the name and its time, as the files'
-    own is not known here."""
+    """Return a model as /api/tags lists it. The digest is that of its name and creation time, as
+    routers do not know the digest of its files."""
     return {
         "name": card.id,
         "model": card.id,
@@ -115,7 +115,7 @@ def _details(card: ModelCard, count: int) -> JsonObject:
 
 
 def _human(count: int) -> str:
-    """Format a number of parameters as Ollama does; "" if it is not known."""
+    """Format a number of parameters as Ollama does; "" for 0, which is an unknown number."""
     if count >= 10**9:
         return f"{count / 10**9:.1f}B"
     return f"{count / 10**6:.2f}M" if count else ""
@@ -148,7 +148,7 @@ def _capabilities(card: ModelCard, tokenizer: Tokenizer) -> list[str]:
 
 
 def _parameters(tokenizer: Tokenizer) -> list[str]:
-    """Return a Modelfile's lines: the sampling parameters that hold where a request has none."""
+    """Return the lines of a Modelfile with the model's default sampling parameters."""
     lines = [f"{name} {value}" for name, value in sorted(tokenizer.sampling_defaults.items())]
     stops = (tokenizer.token_text(token) for token in tokenizer.eos_token_ids)
     return [*lines, *(f'stop "{text}"' for text in stops)]
@@ -179,7 +179,7 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def embeddings(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer /api/embeddings with one vector, not rescaled. Raises ApiError, MantaError."""
+    """Answer /api/embeddings with one vector, not normalized. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, EMBEDDINGS, served_name) as call:
         prompt = TextInput([call.body.prompt] if call.body.prompt else [], False)
         vectors, _ = await _vectors(call, prompt, "prompt")
@@ -190,7 +190,11 @@ async def embeddings(context: ApiContext, exchange: HttpExchange) -> object:
 async def _vectors(
     call: PooledCall[T], texts: TextInput, name: str, size: int | None = None
 ) -> tuple[list[Vector], int]:
-    """Compute each text's vector and count the tokens. An empty input has no vector."""
+    """Return each text's vector and the number of tokens. An empty input has no vector.
+
+    name: the field of the texts, for errors
+    size: the number of dimensions; None: the model's
+    """
     call.check_vectors(size)
     if not texts.items:
         return [], 0

@@ -34,7 +34,7 @@ _NAMES: Mapping[str, str] = {
 
 
 def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) -> ChatRequest | None:
-    """Read a body of /api/chat; None: it asks for no text, only that the model is there.
+    """Read a body of /api/chat; return None if it has no messages and only loads the model.
 
     The answer is streamed unless `stream` is false. Raises ApiError 400 naming the field.
 
@@ -69,8 +69,8 @@ def ollama_generate(
 ) -> ChatRequest | TextRequest | None:
     """Read a body of /api/generate as `ollama_chat` reads one.
 
-    template: whether the model has one, so that the prompt is a user's message unless the request
-        says `raw`
+    template: whether the model has a chat template. The prompt is a user's message then, unless
+        the request sets `raw` or a suffix
     """
     fields = ollama.GENERATE.read(body, ignored, strict=strict)
     effort = _effort(fields.think)
@@ -111,7 +111,7 @@ def _common(fields: ollama.OllamaGeneration, user: Any) -> dict[str, Any]:
     sampling = take_sampling(
         options,
         LLAMA_SAMPLING,
-        # Below 0: as far as the context reaches.
+        # A negative num_predict sets no limit but the context.
         max_tokens=None if most is None or most < 0 else most,
         logprobs=logprobs if fields.logprobs else None,
     )
@@ -141,14 +141,14 @@ def _messages(
 ) -> tuple[ChatMessage, ...]:
     """Return the messages of a chat.
 
-    Calls have ids in a chat and need none here: a result answers the first open call of its
-    function, or the first one at all.
+    A ChatRequest's tool calls have ids, Ollama's need none. A result without an id answers the
+    first call of its function that has no result, or else the first call without one.
 
     sent: the messages as the client wrote them
     """
     builder = ChatBuilder(ignored)
     waiting: list[tuple[str, str]] = []  # (id, function) of calls without a result
-    count = 0  # of calls
+    count = 0  # calls so far
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
         ignored += name_fields((n for n in sent[i] if n not in _MESSAGE), f"{place}.")
@@ -162,7 +162,7 @@ def _messages(
             builder.count_calls(len(message.tool_calls), len(message.tool_calls), path)
             calls = []
             for call in message.tool_calls:
-                # Nine letters and digits: some templates take no others.
+                # Nine letters and digits: some templates accept no other ids.
                 id, name = call.id or f"call{count:05d}", call.function.name
                 count += 1
                 waiting.append((id, name))
@@ -186,7 +186,7 @@ def _add_images(builder: ChatBuilder, images: Any, place: str) -> None:
 
 
 def _answered(message: ollama.ToolMessage, waiting: list[tuple[str, str]], place: str) -> str:
-    """Return the id of the call that this message answers, and mark the call as answered."""
+    """Return the id of the call that a message answers, and remove the call from `waiting`."""
     id, name = message.tool_call_id, message.tool_name
     named = [(own, of) for own, of in waiting if (own == id if id else of == name)]
     if not waiting or (id and not named):

@@ -1,4 +1,4 @@
-"""Ollama's /api/chat and /api/generate, read into a chat or a completion, and its routes for
+"""Ollama's routes: /api/chat and /api/generate, read as a chat or a completion, and those for
 managing models, which are refused."""
 
 from collections.abc import Mapping
@@ -80,7 +80,7 @@ class GenerateDialect(OllamaDialect):
 
 
 class _Answer(ItemAnswer):
-    """A stream of JSON lines, which have no place for an event's id or a comment."""
+    """The answer of Ollama's routes: its stream of JSON lines has no event ids or comments."""
 
     media_type = _LINES
 
@@ -130,9 +130,9 @@ ROUTES.post(
     statuses=(*READS, *NAMES, 503),
 )
 async def pull(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer a request to pull a model: a served one is there already.
+    """Answer a request to pull a model: success if the model is served.
 
-    Raises ApiError 400 for anything else, which is not fetched.
+    Raises ApiError 400 for any other model, as no model is downloaded.
     """
     body = await context.read_as(exchange, fields.PULL)
     streamed = body.stream is not False
@@ -170,7 +170,7 @@ def _managed(reason: str) -> ApiError:
 async def _wake(
     context: ApiContext, exchange: HttpExchange, queue: QueueFields, card: ModelCard
 ) -> None:
-    """Wait until a model that sleeps has made a token. One that is awake is left alone."""
+    """Wake a sleeping model by a request of at most one token, and wait for the request's end."""
     changes = context.options.models
     if changes is None or changes.status(card.parent or card.id) == "ready":
         return

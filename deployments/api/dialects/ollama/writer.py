@@ -20,16 +20,16 @@ def error_object(error: ApiError) -> JsonObject:
 
 
 class OllamaWriter(ItemWriter):
-    """The writer of /api/chat. A call is written when it is complete, a cut call never."""
+    """The writer of /api/chat. A tool call is written once complete, and never if cut off."""
 
     def __init__(self, model: str, naming: Naming) -> None:
         self.wire = Wire(lambda _, fields: msgspec.json.encode(fields) + b"\n")
         self._model, self._naming = model, naming
         self._began = time.monotonic_ns()
-        self._first = 0  # when the first token came
+        self._first = 0  # time of the first token, in monotonic nanoseconds
         self._message: JsonObject = {"role": "assistant", "content": ""}
         self._logprobs: list[ScoredToken] = []
-        self._name = ""  # of the open call
+        self._name = ""  # function of the open call
         self._arguments: list[str] = []
         self._calls = 0
         self._end: JsonObject = {"done": False}

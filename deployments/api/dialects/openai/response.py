@@ -1,8 +1,8 @@
-"""The two ways to answer a generation: whole, or as server-sent events.
+"""OpenAIResponse: the answer to a generation, as a whole or as server-sent events.
 
-The stream is the hot path of the router: a chunk's constant bytes are made once a choice, only its
-text is escaped, and everything that came in one wake-up leaves in one send. Be paranoid about
-adding lines to `stream`.
+The stream is the hot path of the router: a chunk's constant bytes are encoded once for each choice,
+only its text is escaped, and all deltas of one wake-up are sent together. Measure the cost of each
+line that is added to `stream`.
 """
 
 import secrets
@@ -46,8 +46,8 @@ from engine.messages import Delta
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder, Decoded
 
-_ENTRY_CHARS = 16  # least characters of a token with its log-probability
-# Most events of a choice in one send; more deltas are merged into one event.
+_ENTRY_CHARS = 16  # minimum length of the JSON of a token's log-probability
+# Maximum number of a choice's events in one send; more deltas are merged into one event.
 MAX_EVENTS = 4
 
 _json = msgspec.json.encode
@@ -75,7 +75,7 @@ class OpenAIResponse:
             "model": call.card.id,
             "system_fingerprint": call.card.fingerprint or None,
         }
-        # the call whose usage each event of a stream reports
+        # the generation whose usage each event of a stream reports; None: none reports it
         self._metered: Generation | None = None
         self._echo_due = set(range(count)) if self.request.echo and self.wants_logprobs else set()
         self._replay: StreamReplay | None = None
@@ -202,13 +202,16 @@ class OpenAIResponse:
     def _texts_scored(
         self, index: int, ids: list[int], items: list[TokenLogprobs], offsets: list[int]
     ) -> ScoredTexts:
-        """Return the logprobs of a choice's tokens, whose offsets count an echoed prompt too."""
+        """Return the log-probabilities of a choice's tokens. Their offsets count an echoed prompt.
+
+        offsets: position of each token's text in the choice's text, in characters
+        """
         shift = len(self.call.texts[self._prompt_of(index)]) if self.request.echo else 0
         shifted = [offset + shift for offset in offsets]
         return completion_logprobs(self.call.tokenizer, ids, items, shifted, by_id=self._by_id)
 
     def _echo_logprobs(self, index: int) -> ScoredTexts:
-        """Return the prompt's own logprobs, for echo."""
+        """Return the log-probabilities of a choice's prompt, for `echo`."""
         call = self.call
         place = self._prompt_of(index)
         ids = call.prompts[place]
@@ -226,7 +229,7 @@ class OpenAIResponse:
         """Return the usage of the answer.
 
         A prompt counts once, however many choices it has. Its cached tokens are those that all its
-        choices found.
+        choices found in the prefix cache.
         """
         call, n = self.call, self.call.common.params.n
         prompt = sum(map(len, call.prompts))
@@ -269,9 +272,9 @@ class OpenAIResponse:
     ) -> None:
         """Write server-sent events until all choices have ended.
 
-        The status is sent with the first tokens or the first sign of life, one every `keepalive`
-        seconds until then; what fails before is an ordinary error answer. What fails later is an
-        event ``data: {"error": ...}`` without ``[DONE]`` after it.
+        Until the first tokens a keep-alive comment is sent every `keepalive` seconds (0: none).
+        The status is sent with the first of these. A failure before it is an ordinary error
+        answer; a later one is an event ``data: {"error": ...}`` without ``[DONE]`` after it.
         Raises ApiError or MantaError before the start, ClientDisconnected at any time.
         """
         choices, ids = self.choices, self.ids
@@ -383,8 +386,8 @@ class OpenAIResponse:
     def _opening(self) -> list[bytes]:
         """Return the events before the first token.
 
-        An echo with logprobs has to wait for these. A resumed stream gets the opening events that
-        are missing, and the finish events that are due.
+        An echo with log-probabilities is left out, as it waits for these. A resumed stream gets
+        the opening and finish events that its client has not received.
         """
         events = []
         for i, choice in enumerate(self.choices):
@@ -397,16 +400,16 @@ class OpenAIResponse:
                 self.ids.enter(i, OPENED)
             shaped = self._shaped(i, "" if self.chat else self.call.texts[self._prompt_of(i)], None)
             if self.chat:
-                # A client appends later content to this text; with calls alone none follows.
+                # A client appends later content to this text. null: the answer may be calls alone.
                 empty = None if self.call.output is not None and self.call.output.calls else ""
                 shaped["delta"] = {"role": "assistant", "content": empty}
             events.append(self._chunk(shaped))
         return events
 
     def _echo_event(self, index: int) -> bytes:
-        """Return the event of the echoed prompt.
+        """Return the event of the echoed prompt, with the log-probabilities of its tokens.
 
-        It is due once the prompt's logprobs are there: with the first token at the latest.
+        These have arrived with the first token at the latest.
         """
         self._echo_due.discard(index)
         if self.ids is not None:
@@ -415,7 +418,7 @@ class OpenAIResponse:
         return self._chunk(self._shaped(index, text, self._echo_logprobs(index)))
 
     def _event(self, index: int, delta: Delta, decoded: Decoded) -> bytes:
-        """Return an event with other fields than text; empty if there is nothing to send."""
+        """Return the event of a delta that may have more fields than text; b"" if it has none."""
         call, choice = self.call, self.choices[index]
         num_tokens = decoded.num_tokens
         message: JsonObject | None = None
@@ -444,7 +447,10 @@ class OpenAIResponse:
         return self._chunk(shaped)
 
     def _scored(self, choice: ChoiceOutput, delta: Delta, kept: int) -> list[TokenLogprobs]:
-        """Return the log-probabilities of a delta's content tokens, the only ones reported."""
+        """Return the log-probabilities of a delta's content tokens, not those of other tokens.
+
+        kept: the number of the delta's tokens before its choice's end
+        """
         items = (delta.logprobs or [])[:kept]
         if choice.parsed is None:
             return items

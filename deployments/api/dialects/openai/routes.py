@@ -20,7 +20,7 @@ from deployments.api.stream.replay import Resumption
 from engine.sampling_params import MAX_LOGPROBS
 from engine.text.infill import Gap
 
-DEFAULT_TOKENS = 16  # of a completion
+DEFAULT_TOKENS = 16  # max_tokens of a completion that sets none
 
 
 def _common(
@@ -28,7 +28,8 @@ def _common(
 ) -> dict[str, Any]:
     """Return the fields that chats and completions share, by the names of GenerationFields.
 
-    default: the limit of output tokens where the body names none
+    default: the limit of output tokens where the body sets none; None: the context's
+    logprobs: the number of alternatives to each output token; None: no log-probabilities
 
     Raises ApiError 400.
     """

@@ -53,12 +53,11 @@ class ResponsesRequest:
     """A request to /v1/responses.
 
     chat: the chat that the request asks for
-    echo: what the answer repeats
+    echo: the request's fields that the answer repeats
     items: the conversation so far, for the store
     places: name of a function in the chat -> (namespace or "", its own name)
     custom: the names in `places` of tools that take a text
-    stream: whether the events of an answer in the background are wanted, of which the chat knows
-        nothing
+    stream: whether the events of a background answer are streamed; `chat.stream` is false then
     """
 
     chat: ChatRequest
@@ -81,9 +80,10 @@ def responses_request(
 ) -> ResponsesRequest:
     """Read the body of a request. Raises ApiError 400 naming the field.
 
-    Items that are not known are left out and named, so that the history of any client can be read.
+    Unknown items are left out and named in `ignored`, so that the history of any client can be
+    read.
 
-    past: the items of `previous_response_id` and those before
+    past: the items of `previous_response_id` and of the responses before that one
     stores: whether the service keeps answers
     """
     fields = responses.RESPONSES.read(body, ignored, strict=options.strict)
@@ -224,7 +224,7 @@ class _Tools:
 
 
 class _Messages:
-    """The conversion of items to messages: what one turn of the assistant says is one message."""
+    """The conversion of items to messages. All items of one assistant turn become one message."""
 
     def __init__(self, ignored: list[str]) -> None:
         self._builder = ChatBuilder(ignored)
@@ -235,7 +235,7 @@ class _Messages:
     def read(
         self, instructions: str | None, past: list[responses.Item], new: list[responses.Item]
     ) -> tuple[ChatMessage, ...]:
-        """Return the messages. past: the items before those of this request."""
+        """Return the chat's messages. past: the items before the request's own, which are `new`."""
         if instructions:
             self._builder.add_message("system", "instructions", instructions)
         self._place = "previous_response_id"
@@ -348,7 +348,7 @@ def _format_echo(format: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _echo(body: Mapping[str, Any], *, store: bool, background: bool) -> Mapping[str, Any]:
-    """Return the fields of the answer that repeat the request's; null for those that it lacks."""
+    """Return the fields of the answer that repeat the request's, with defaults for missing ones."""
     text = body.get("text") or {}
     reasoning = body.get("reasoning") or {}
     tools = [

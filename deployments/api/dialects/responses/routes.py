@@ -123,7 +123,7 @@ async def count(context: ApiContext, exchange: HttpExchange) -> object:
 def _kept(
     context: ApiContext, exchange: HttpExchange
 ) -> tuple[str, BackgroundRun | None, StoredResponse]:
-    """Return the id in a path, its run in the background, and what is kept of its response.
+    """Return a path's response id, its background run (None once it has ended), and its response.
 
     Raises ApiError 404 response_not_found, 400 for a query of too many fields.
     """
@@ -161,7 +161,7 @@ async def response(context: ApiContext, exchange: HttpExchange) -> None:
 
 @ROUTES.delete(_ONE, "Forget it", statuses=NAMES)
 async def forget(context: ApiContext, exchange: HttpExchange) -> object:
-    """Remove a response, whose run in the background ends."""
+    """Remove a response, and end its run in the background if it has one."""
     id, run, _ = _kept(context, exchange)
     if run is not None:
         run.wanted = False
@@ -204,7 +204,7 @@ async def input_items(context: ApiContext, exchange: HttpExchange) -> object:
 
 def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
     """Return the conversation before an answer, in the form of OpenAI's list: contents are parts,
-    and each item has a type, an id and, but for thoughts, a status."""
+    and each item has a type, an id and, unless it is reasoning, a status."""
     listed = []
     for i, item in enumerate(items):
         kind = item.get("type") or "message"

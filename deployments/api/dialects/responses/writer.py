@@ -12,10 +12,10 @@ from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
 
-_STATUS = {"length": "incomplete"}  # the response's status by finish_reason; others: completed
+_STATUS = {"length": "incomplete"}  # finish_reason -> the response's status; others: completed
 
 
-# A call's type -> the field of what it is called with, and that field's name in events.
+# Type of a call's item -> (the field of its input, that field's name in events).
 _CALLS = {
     "function_call": ("arguments", "function_call_arguments"),
     "custom_tool_call": ("input", "custom_tool_call_input"),
@@ -41,9 +41,13 @@ class ItemEvents:
         self.push(event, item_id=id, output_index=index, **fields)
 
     def open_item(self, item: JsonObject, part: JsonObject | None = None) -> None:
-        """Begin an item without its text. part: the part that will have it; None: a call has it."""
+        """Begin an item whose text is empty.
+
+        part: the item's empty content part, which will have the text; None: the item is a call,
+            whose input will.
+        """
         self.items.append(item)
-        # A copy, because it is sent before the item is complete.
+        # A copy, because the event is encoded later and must show the item without its text.
         index = len(self.items) - 1
         self.push("response.output_item.added", output_index=index, item={**item})
         if part is not None:
@@ -61,7 +65,11 @@ class ItemEvents:
             self._about(f"response.{name}.delta", delta=text)
 
     def close_item(self, text: str, part: JsonObject | None, status: str) -> None:
-        """End the open item. part: its part with the whole text; None: a call has the text."""
+        """End the open item.
+
+        text: the item's whole text.
+        part: the item's content part with that text; None: the item is a call, whose input it is.
+        """
         item = self.items[-1]
         if part is None:
             field, name = _CALLS[item["type"]]
@@ -91,7 +99,7 @@ class ResponsesWriter:
         self._items = self._events.items
         self._request = request
         self._naming = naming
-        self._open = ""  # kind of the last item while it is open: of an Event
+        self._open = ""  # the Event.kind of the open item; "": none is open
         self._calls = 0
         self._text: list[str] = []  # of the open item
         self._logprobs: list[ScoredToken] = []
@@ -231,7 +239,7 @@ def _part(kind: str, text: str, logprobs: list[ScoredToken]) -> JsonObject:
 
 
 def take_after(query: dict[str, str]) -> int:
-    """Return a query's starting_after, the last event that the client has; -1 without one.
+    """Return a query's starting_after, the number of the client's last event; -1 without one.
 
     Raises ApiError 400.
     """
@@ -244,9 +252,9 @@ def take_after(query: dict[str, str]) -> int:
 
 
 def events_of(response: JsonObject) -> list[bytes]:
-    """Return the events of an answer that was not recorded, each text in one event.
+    """Return the events of a stored answer whose own events were not stored, a text in one event.
 
-    They are the same in each call, so that a stream can go on after any of them.
+    Each call returns the same events, so that a stream can be resumed after any of them.
     """
     events = ItemEvents()
     unknown = dict.fromkeys(("completed_at", "incomplete_details", "error", "usage"))
