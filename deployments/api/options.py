@@ -72,7 +72,7 @@ class EngineFacts:
 class Training(Protocol):
     """The orders that a trainer may give. model: its name; "" where one model is served.
 
-    version: a name for the new weights; "": made up by the service. Methods raise MantaError.
+    version: a name for the new weights; "": a running number. Methods raise MantaError.
     """
 
     async def update(self, model: str, folder: str, version: str) -> str:

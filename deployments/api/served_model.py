@@ -60,8 +60,7 @@ def allowed(card: ModelCard, caller: Caller) -> ModelCard:
 
 
 def _served(names: Collection[str]) -> str:
-    """Return the part of an error message that lists a few served names, and points to the others.
-    """
+    """Return the part of an error message that lists a few served names."""
     first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
     more = len(names) - MAX_NAMED
     return f"served: {first}" + (f" and {more} more, see /v1/models" if more > 0 else "")

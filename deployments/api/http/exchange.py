@@ -319,8 +319,7 @@ _CLOSE: Headers = (("connection", "close"),)
 
 
 def closing(status: int, code: str, message: str, param: str | None = None) -> ApiError:
-    """Return an error after which the connection is closed, as the request was not read to its end.
-    """
+    """Return an error that closes the connection, because the request was not read to its end."""
     return ApiError(status, code, message, param=param, headers=_CLOSE)
 
 

@@ -85,7 +85,7 @@ class BackgroundRun:
 
     def _fail(self, error: ApiError) -> None:
         if not self.ended:
-            # A cancellation may look like a failure.
+            # After a cancellation, which has ended the run, the error is only its consequence.
             self.writer.fail(error)
 
     def _end(self) -> None:
@@ -102,7 +102,10 @@ class BackgroundRun:
         return not self.ended
 
     async def wait_for_event(self, seconds: float | None) -> bool:
-        """Wait for another event or the end; return whether it came within `seconds`."""
+        """Wait for another event or the end; return whether one came in time.
+
+        seconds: the longest wait; None: no limit.
+        """
         more = self._more
         try:
             async with asyncio.timeout(seconds):
@@ -137,7 +140,7 @@ class BackgroundRuns:
         return run if run is not None and run.owner == owner else None
 
     def start(self, run: BackgroundRun, on_end: Callable[[], None]) -> None:
-        """Generate an answer in a task of its own.
+        """Generate the answer of a run in a task of its own.
 
         on_end: called once, when the answer has ended
         """
@@ -155,8 +158,8 @@ class BackgroundRuns:
 async def stream_run(
     exchange: HttpExchange, run: BackgroundRun, after: int, keepalive: float
 ) -> None:
-    """Stream the events after event `after`, future ones included, until the answer ends. A
-    client that leaves does not end the generation."""
+    """Stream a run's events after event number `after`, future ones included, until the answer
+    ends. A client that leaves does not end the generation."""
     await exchange.start(EVENT_STREAM, STREAM_HEADERS)
     async with UntilDisconnect(exchange.receive, lambda: None):
         while True:

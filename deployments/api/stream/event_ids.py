@@ -1,11 +1,11 @@
 """Event ids: the state of a stream in its last event, from which any router can continue it.
 
-An id is opaque to clients. Inside: version, second and number of the stream, a fingerprint of what
-was asked, and for each choice how many tokens have been shown, their checksum and how far it is;
-then a MAC over all of this, the request's body and its key. The tokens are not in it: replicas
-keep those of streams that ended a moment ago (replica_calls.py), and where none does they are
-computed again from the seed and compared with the checksum. So an id has some 60 characters,
-however long the answer is.
+An id is opaque to clients. It has the version, start (in seconds) and number of the stream, a
+fingerprint of the engines' input, and for each choice the number of tokens in events so far, their
+checksum and the choice's phase; then a MAC over all of this, the request's body and its caller.
+Tokens are not in it: replicas remember those of running and just ended streams (stream_memory.py).
+Tokens that no replica remembers are computed again from the seed and compared with the checksum.
+Thus an id has some 60 characters, however long the answer is.
 """
 
 import hashlib
@@ -44,9 +44,9 @@ class ChoiceProgress:
 
     tokens: the number of the choice's output tokens
     check: the CRC-32 of these tokens
-    cached: the cached tokens of its prompt, as usage reports them
-    phase: OPENED after the event before its text, ENDED when all of its text has been shown,
-        FINISHED when its finish_reason has
+    cached: the number of cached tokens of its prompt, as usage reports it
+    phase: OPENED after the event before its text, ENDED after the event with the last of its text,
+        FINISHED after that with its finish_reason
     """
 
     phase: int = 0
@@ -82,7 +82,7 @@ class EventIds:
 
     @property
     def seed(self) -> int:
-        """The seed of a request that names none, the same when the request comes again."""
+        """The seed of a request that sets none, the same when the stream is resumed."""
         return int.from_bytes(hashlib.blake2b(self.number, digest_size=8).digest(), "big") >> 1
 
     def bind(self, call: GenerationCall) -> None:
@@ -114,7 +114,7 @@ class EventIds:
     def took(self, index: int, token_ids: Sequence[int], cached: int, ended: bool) -> None:
         """Put tokens of a choice into the next event's id: the client has them with that event.
 
-        index: number of the choice. cached: cached tokens of its prompt.
+        index: number of the choice. cached: number of cached tokens of its prompt.
         ended: whether all of the choice's text has been sent with these tokens.
         """
         if not (token_ids or ended):
@@ -151,7 +151,7 @@ class EventIds:
         except Base64Error:
             raw = b""
         if b2a_base64(raw, newline=False) != text:
-            # base64 can be written in several ways.
+            # Only one of the base64 spellings of the same bytes is an id.
             raise _unknown()
         signed, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
         if len(signed) <= _HEAD.size or signed[0] != _VERSION:
@@ -182,9 +182,9 @@ class EventIds:
 
 
 def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | None:
-    """Return the event ids of a request; None unless it asks for ids or goes on after one.
+    """Return the event ids of a request; None unless it asks for ids or resumes after one.
 
-    Legal once the body was read. Raises ApiError 400 invalid_event_id, event_id_expired.
+    Usable once the body was read. Raises ApiError 400 invalid_event_id, event_id_expired.
 
     caller: the id of the request's caller
     """
@@ -199,7 +199,10 @@ def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | 
 
 
 def fingerprint(call: GenerationCall) -> bytes:
-    """Return a hash of the engines' input beside the body: token ids and the adapter's revision."""
+    """Return a hash of the engines' input: the prompts' token ids and the adapter's revision.
+
+    The same body may have another input later.
+    """
     digest = hashlib.blake2b(digest_size=4)
     digest.update(call.common.adapter_key.encode())
     for ids in call.prompts:

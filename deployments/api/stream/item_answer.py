@@ -1,8 +1,8 @@
 """ItemAnswer: an answer made of items or blocks, whole or as events that a writer makes.
 
-The events are a function of the answer's tokens, in whatever pieces these came. So an event's id
-need only say how many tokens and how many events have been shown: a stream that goes on makes all
-of its events again and leaves those out.
+The events depend on the answer's tokens alone, not on their division into deltas. Therefore an
+event's id has only the numbers of tokens and events so far: a resumed stream makes all of its
+events again, and leaves out the ones that the client has.
 """
 
 import secrets
@@ -60,7 +60,7 @@ def named_event(name: str, fields: JsonObject) -> bytes:
 class Wire:
     """The events of one writer, in order.
 
-    frame: returns the bytes of an event, by its name and its fields
+    frame: returns the bytes of an event with this name and these fields
     new: the events that are not yet sent
     count: the number of all events so far
     """
@@ -87,7 +87,7 @@ class ItemWriter(Protocol):
     wire: Wire
 
     def open(self, usage: Usage) -> None:
-        """Begin the answer. usage: the counts before the first token, without the engines' own."""
+        """Begin the answer. usage: the counts before the first token, without those of engines."""
         return
 
     def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None: ...
@@ -104,7 +104,8 @@ class ItemWriter(Protocol):
 class Naming:
     """The ids of an answer's items, the same each time the answer is generated again.
 
-    short: whether tool call ids have the short form of the model.
+    number: the answer's own number.
+    short: whether the model's form of tool call ids is the short one.
     """
 
     def __init__(self, number: bytes, short: bool) -> None:
@@ -117,7 +118,7 @@ class Naming:
         return cls(number, format is not None and format.short_ids)
 
     def call(self, index: int, prefix: str = "") -> str:
-        """Return a tool call's id. prefix: the dialect's own prefix; "" is the model's form."""
+        """Return a tool call's id. prefix: that of the dialect's ids; "": the model's form."""
         return call_id(self._number, 0, index, self._short and not prefix, prefix or "call_")
 
     def item(self, prefix: str, index: int) -> str:
@@ -125,7 +126,7 @@ class Naming:
 
 
 class _WrittenChoice(ParsedChoice):
-    """A parser whose events go to a writer as they are found."""
+    """The parsed output of a choice, whose events are passed to a writer at once."""
 
     def __init__(self, plan: OutputPlan, call: GenerationCall, writer: ItemWriter) -> None:
         super().__init__(plan, call.common.params, call.prompts[0])
@@ -157,9 +158,9 @@ class _WrittenChoice(ParsedChoice):
 
 
 class ItemAnswer:
-    """The answer to one call with one choice."""
+    """The answer to a call with one choice, in the form of a dialect's writer."""
 
-    media_type = EVENT_STREAM  # of a stream
+    media_type = EVENT_STREAM  # of a streamed answer
 
     def __init__(
         self, call: GenerationCall, writer: ItemWriter, resumed: Resumption = WITHOUT_IDS
@@ -171,7 +172,7 @@ class ItemAnswer:
             plan = OutputPlan(call.tokenizer, None, None, "no", None, frozenset())
         self._parsed = _WrittenChoice(plan, call, writer)
         self.choice = ChoiceOutput(call, parsed=self._parsed)
-        self._told = 0  # events that the client has
+        self._told = 0  # number of events that the client has
         self._skipping: dict[int, int] = {}
         writer.open(self._usage())
         self._replay: StreamReplay | None = None
@@ -293,7 +294,10 @@ class ItemAnswer:
 
 
 def new_number(ids: EventIds | None) -> tuple[bytes, int]:
-    """Return the number of an answer and its creation time in Unix seconds."""
+    """Return an answer's own number (12 bytes) and its creation time in Unix seconds.
+
+    ids: the event ids that have both; None: a new number, and the present time.
+    """
     if ids is None:
         return secrets.token_bytes(12), int(time.time())
     return ids.number, ids.created

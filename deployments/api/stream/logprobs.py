@@ -1,4 +1,4 @@
-"""Logprobs in the three forms that clients know: chat, completions, and prompt_logprobs."""
+"""Log-probabilities in three forms: those of chats, of completions, and of prompt_logprobs."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ class ScoredTexts(Struct, gc=False):
 
 
 class RankedToken(Struct, gc=False):
-    """A token at a place of the prompt, in vLLM's form."""
+    """A token's log-probability and rank at a position of the prompt, in vLLM's form."""
 
     logprob: float
     rank: int
@@ -55,7 +55,7 @@ def chat_logprobs(
     """Return choices[].logprobs.content: each token with its alternatives, best first, and their
     bytes.
 
-    by_id: a token's name is ``token_id:N``, as vLLM's `return_tokens_as_token_ids` has it.
+    by_id: whether tokens are named ``token_id:N``, as by vLLM's `return_tokens_as_token_ids`.
     """
     scored = []
     for item in items:
@@ -82,11 +82,11 @@ def completion_logprobs(
     *,
     by_id: bool = False,
 ) -> ScoredTexts:
-    """Return choices[].logprobs of completions. None (the first token of a prompt) gives nulls.
+    """Return choices[].logprobs of completions. An item None, a prompt's first token, gives nulls.
 
     top_logprobs always has the token itself, also where it is not among the most likely. Tokens
-    that are no whole characters are written ``bytes:\\xNN``, so that two of them stay apart.
-    by_id: see `chat_logprobs`.
+    that are no whole characters are written ``bytes:\\xNN``, so that they have different names.
+    offsets: position of each token's text, in characters. by_id: see `chat_logprobs`.
     """
     return ScoredTexts(
         [_name(tokenizer, token, by_id) for token in token_ids],
@@ -115,7 +115,7 @@ def _name(tokenizer: Tokenizer, token: int, by_id: bool) -> str:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-    """Return prompt_logprobs, by prompt token: token id -> its rank; null for the first."""
+    """Return {token id: RankedToken} for each prompt token; None for the first."""
     listed: PromptLogprobs = []
     for item in items:
         if item is None:

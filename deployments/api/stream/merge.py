@@ -1,5 +1,5 @@
-"""MergedGenerations: the generations of one request as one; ChoiceOutput: what each choice gave;
-first_items: the first token, and signs of life until it comes."""
+"""MergedGenerations: the generations of a request's prompts as one; ChoiceOutput: the output of one
+choice so far; first_items: waits for the first token, and sends keep-alive comments meanwhile."""
 
 import asyncio
 from base64 import b64encode
@@ -23,27 +23,27 @@ from engine.text.detokenizer import ChoiceDecoder, Decoded
 class PredictionMatch:
     """The number of output tokens that match the client's `prediction`, in its order.
 
-    It follows from the text alone, so it is the same whatever the engine drafted, and after a
-    takeover. The match ends at a token that differs, and goes on where two tokens in a row stand in
-    the prediction.
+    The number depends on the output alone, not on the engine's drafts or a takeover. The match ends
+    at a token that differs, and resumes after two consecutive output tokens that the prediction
+    has.
 
-    accepted: such tokens so far; at most as many as the prediction has
+    accepted: the number of matching tokens so far; at most the length of the prediction
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self.accepted = 0
         self._prediction = prediction
-        # Index of the token that would go on with the match; -1: there is none.
+        # Index of the prediction's token that would continue the match; -1: there is none.
         self._next = 0
         self._last = -1
-        # the first place after each pair of tokens
+        # two consecutive tokens of the prediction -> the index after their first occurrence
         self._after: dict[tuple[int, int], int] = {}
         for place in range(len(prediction), 1, -1):
             self._after[prediction[place - 2], prediction[place - 1]] = place
 
     @property
     def rejected(self) -> int:
-        """The number of the prediction's tokens that are not in the output."""
+        """The number of the prediction's tokens that have no match in the output."""
         return len(self._prediction) - self.accepted
 
     def feed(self, tokens: Sequence[int]) -> None:
@@ -67,12 +67,12 @@ MAX_READY = 64  # deltas of several prompts that wait for the answer to take the
 class MergedGenerations:
     """The generations of several prompts as one Generation.
 
-    Its choice number is the index of the prompt * n + the prompt's own choice. A generation is None
-    if all choices of its prompt have ended.
+    A choice's number is the index of its prompt * n + its number in the prompt's generation. A
+    generation is None if all choices of its prompt have ended.
 
     One task for each prompt reads its generation; there is no task for each token. The first error
-    ends all generations. While MAX_READY deltas wait for the client, the others stay with the
-    generations, which bound them.
+    ends all generations. While MAX_READY deltas wait for the client, further deltas remain in the
+    generations, which bound their number.
     """
 
     def __init__(self, generations: list[Generation | None], n: int) -> None:
@@ -138,7 +138,7 @@ class MergedGenerations:
 
 
 def start(call: GenerationCall, backend: Backend) -> Generation:
-    """Submit all prompts, or none. Raises MantaError."""
+    """Submit all prompts of a call, or none; return their generation. Raises MantaError."""
     started: list[Generation | None] = []
     try:
         for request in call.requests():
@@ -153,7 +153,12 @@ def start(call: GenerationCall, backend: Backend) -> Generation:
 
 
 class ChoiceOutput:
-    """The output of one choice so far: decoded text, kept tokens and their logprobs."""
+    """The output of one choice so far: decoded text, tokens and their log-probabilities.
+
+    index: the choice's number in the call.
+    offsets: whether the positions of tokens' texts are recorded.
+    parsed: the parser of its text; None: that of the call's OutputPlan, if there is one.
+    """
 
     def __init__(
         self,
@@ -178,7 +183,7 @@ class ChoiceOutput:
         self.predicted = PredictionMatch(expected) if expected else None
         self.text: list[str] = []
         self.token_ids: list[int] = []
-        # log-probability of each of token_ids, thoughts and calls included, unlike in `logprobs`
+        # log-probability of each of token_ids, reasoning and calls included, unlike `logprobs`
         self.token_logprobs: list[float | None] = []
         self.logprobs: list[TokenLogprobs] = []
         self.offsets: list[int] = []
@@ -190,7 +195,7 @@ class ChoiceOutput:
         self.cached = 0
 
     def feed(self, delta: Delta) -> Decoded:
-        """Add a delta to the output, and return its decoded part. The choice must not be finished.
+        """Add a delta to the output, and return its decoded text. The choice must be unfinished.
 
         A delta with finish "abort", from a trainer, ends the choice with the output so far. Raises
         ApiError if the engine ended the choice by an error, and after an abort before the requested
@@ -246,10 +251,11 @@ def ended_early() -> ApiError:
 
 
 def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta]]:
-    """Merge the deltas into one for each choice if more than `keep` a choice have piled up.
+    """Return one merged delta for each choice if there are more than `keep` deltas a choice.
 
-    Deltas pile up when the client or this process is slow; fewer events are then the way to catch
-    up.
+    Deltas pile up when the client or this process is slow; fewer events help to catch up.
+
+    items: (choice, delta) in order
     """
     if len(items) <= keep or len(items) <= keep * len({choice for choice, _ in items}):
         return items
@@ -274,7 +280,7 @@ def _joined(a: list[T] | None, b: list[T] | None) -> list[T] | None:
 
 
 def routed_experts(routed: RoutedExperts | None) -> JsonObject | None:
-    """Return the experts of a choice's tokens, as answers tell them."""
+    """Return the experts of a choice's tokens in the form of answers."""
     if routed is None:
         return None
     data = b64encode(routed.data).decode()
@@ -282,9 +288,9 @@ def routed_experts(routed: RoutedExperts | None) -> JsonObject | None:
 
 
 def weight_versions(generation: Generation, choice: int, num_tokens: int) -> list[JsonObject]:
-    """Return the versions of the weights that made a choice's tokens, as answers tell them.
+    """Return the versions of the weights that made a choice's tokens, in the form of answers.
 
-    num_tokens: the choice's tokens in the answer; those that a stop string cut off are last.
+    num_tokens: the number of the choice's tokens in the answer, without those after a stop string.
     """
     parts: list[JsonObject] = []
     for version, count in generation.versions(choice):
@@ -297,20 +303,22 @@ def weight_versions(generation: Generation, choice: int, num_tokens: int) -> lis
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 COMMENT = b": waiting for the first token\n\n"  # clients of server-sent events skip it
-HOLD_SECONDS = 45.0  # without a replica; usual limits on silence begin at 60
+HOLD_SECONDS = 45.0  # silence while no replica has the request; proxies' limits begin at 60 s
 
 
 async def first_items(
     generation: Generation, exchange: HttpExchange, seconds: float
 ) -> list[tuple[int, Delta]]:
-    """Wait for `generation.next()`, and send a sign of life every so many seconds; 0: none.
+    """Return the result of `generation.next()`, and send keep-alive comments until it has arrived.
 
-    Signs are the answer's head and comments, without which proxies that limit silence would cut
-    long prompts. The head is a promise that no error status follows. So it waits for a replica,
-    HOLD_SECONDS at most: what fails at once is an ordinary error, and HAProxy gives a request whose
-    router ended without an answer to another one.
+    seconds: the time between comments; 0: none are sent.
 
-    Raises what next() raises, ClientDisconnected, and, unless the head is out, the error of a
+    The first comment follows the answer's head. Without them, proxies that limit silence would cut
+    streams of long prompts. No error status can follow the head. Therefore the head is sent only
+    when a replica has the request, or after HOLD_SECONDS: an early failure is an ordinary error,
+    and HAProxy can give a request to another router if its router ended without an answer.
+
+    Raises the errors of next(), ClientDisconnected, and, unless the head was sent, the error of a
     choice that the engine refused.
     """
     if not seconds:

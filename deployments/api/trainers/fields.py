@@ -1,4 +1,4 @@
-"""Bodies of the routes for trainers."""
+"""The bodies of the routes for trainers."""
 
 from typing import Annotated, Any, Literal
 
@@ -117,9 +117,9 @@ class DestroyGroup(Struct, kw_only=True, gc=False):
 
 
 class _SentTensors(Struct, kw_only=True, gc=False):
-    """The fields of both of SGLang's ways to send tensors.
+    """The fields that the bodies of SGLang's two routes for tensors share.
 
-    flush_cache: accepted without effect, as cached prefixes end with the weights that made them.
+    flush_cache: accepted without effect, as new weights always invalidate cached prefixes.
     """
 
     load_format: _LoadFormat = None
@@ -191,7 +191,7 @@ class CollectiveRpc(Struct, kw_only=True, gc=False):
 class PauseOrder(Struct, kw_only=True, gc=False):
     """The fields of /pause, in the body or, as vLLM's clients send them, in the query.
 
-    wait_for_inflight_requests: the word of older clients of vLLM for mode=wait.
+    wait_for_inflight_requests: the field of older clients of vLLM for mode=wait.
     """
 
     model: str | None = None
@@ -207,7 +207,7 @@ class PauseGeneration(Struct, kw_only=True, gc=False):
 
 
 class MemoryParts(Struct, kw_only=True, gc=False):
-    """The body of SGLang's routes that free memory and take it again."""
+    """The body of SGLang's routes that free memory and allocate it again."""
 
     tags: list[str] | None = None
 

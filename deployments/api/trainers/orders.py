@@ -1,4 +1,4 @@
-"""Orders of trainers to all replicas of a model, and the words that routes have for them."""
+"""The parts that routes for trainers share: their tables, errors, and the ends of requests."""
 
 import asyncio
 import contextlib
@@ -20,12 +20,12 @@ UPDATES = (*CHANGES, 409)
 
 
 def order_table() -> RouteTable:
-    """Return a table of orders to all replicas of the model that the query names."""
+    """Return a RouteTable for orders to all replicas of the model that the query names."""
     return RouteTable(ORDERS, CHANGES, answer=OK, admin=True, query=MODEL)
 
 
 def add_state(table: RouteTable, path: str, name: str, summary: str) -> None:
-    """Add a route that answers with one field of what replicas report of their weights."""
+    """Add a route that answers with the field `name` of `Training.state`."""
 
     @table.get(path, summary, (name,))
     async def answer_state(context: ApiContext, exchange: HttpExchange) -> object:
@@ -46,9 +46,9 @@ def model_of(exchange: HttpExchange) -> str:
 
 @contextlib.contextmanager
 def refusing(param: str | None) -> Iterator[None]:
-    """Answer 400 or 409 where replicas refuse an order.
+    """Raise ApiError 400 or 409 in place of UpdateFailed, by which replicas refuse an order.
 
-    param: the field of the order that a refusal is about; None: none.
+    param: the field of the order that the error names; None: none.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def refusing(param: str | None) -> Iterator[None]:
 
 
 async def end_some(context: ApiContext, request_ids: Sequence[str]) -> int:
-    """End requests, whose answers are the outputs so far; return how many ids were known.
+    """End requests, whose answers are the outputs so far; return the number of known ids.
 
     Raises ApiError.
     """

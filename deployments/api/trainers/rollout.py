@@ -27,7 +27,7 @@ class RolloutChoice:
     scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt
     routed: RoutedExperts | None = None
     finish: str | None = None
-    stop_token: int | None = None  # the end token that ended it
+    stop_token: int | None = None  # the end token that ended the choice
     cached: int = -1  # tokens of the prompt that came from the prefix cache; -1: unknown
 
 
@@ -39,7 +39,8 @@ def rollout_params(
 ) -> SamplingParams:
     """Return the params of a rollout.
 
-    logprobs: the alternatives to each token where `sampling` names no number; None: none.
+    logprobs: number of alternatives to each token where `sampling` has no such field; None: no
+        log-probabilities.
     routed: whether the experts of tokens are returned.
     """
     values = take_sampling(sampling, _SAME, logprobs=logprobs).values

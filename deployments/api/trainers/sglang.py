@@ -1,7 +1,7 @@
 """The routes of SGLang for rollouts, weights, pauses and memory, which slime and miles call.
 
-SGLang's messages of tensors do not tell which is the last. An update ends with the last tensor of
-the checkpoint; during a pause, and after /begin_weight_update, it may end with a route of its own.
+SGLang's messages of tensors do not mark the last one. An update ends when all tensors of the
+checkpoint have arrived; during a pause, and after /begin_weight_update, a route may end it too.
 """
 
 from base64 import b64encode
@@ -138,7 +138,8 @@ async def abort_request(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.get("/v1/loads", "Requests of each replica", ("loads",), statuses=NAMES, query={})
 async def loads(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the numbers of requests at each replica; the first has those that wait here."""
+    """Answer with the numbers of requests at each replica. Requests that wait in this router count
+    for the first replica."""
     state = context.backend.state()
     rows: list[JsonObject] = []
     for place, stats in enumerate(state.replicas.values()):
@@ -171,7 +172,7 @@ async def release_memory(context: ApiContext, exchange: HttpExchange) -> object:
     "/resume_memory_occupation", "Memory taken again, in SGLang's words", fields.MEMORY_PARTS
 )
 async def resume_memory(context: ApiContext, exchange: HttpExchange) -> object:
-    """Allocate again what a release of the engines' memory freed, or the parts that are named."""
+    """Allocate again the memory that /release_memory_occupation freed, or its named parts."""
     body = await context.read_as(exchange, fields.MEMORY_PARTS, empty=True)
     with orders.refusing("tags"):
         await orders.trained(context).wake(orders.model_of(exchange), _tags(body))
@@ -179,7 +180,7 @@ async def resume_memory(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _tags(body: fields.MemoryParts) -> list[str]:
-    """Return the tags of a body; memory of CUDA graphs, which SGLang knows too, always stays."""
+    """Return the tags of a body, without that of CUDA graphs, whose memory is never freed."""
     return [tag for tag in body.tags or () if tag != "cuda_graph"]
 
 
@@ -188,7 +189,7 @@ _MODEL_INFO = (
     "The model and the version of its weights",
     ("model_path", "is_generation", "weight_version"),
 )
-_ONE_BROADCAST = 1 << 62  # bytes, more than any message has
+_ONE_BROADCAST = 1 << 62  # buffer size in bytes that no message exceeds
 
 
 @ROUTES.post(
@@ -306,7 +307,7 @@ async def end_update(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post("/continue_generation", "The end of a pause")
 async def continue_generation(context: ApiContext, exchange: HttpExchange) -> object:
-    """End the pause of all replicas, after their weights became the tensors of an open update."""
+    """End the pause of all replicas, once their weights are replaced by those of an open update."""
     with orders.refusing(None):
         await orders.trained(context).end_sent(orders.model_of(exchange))
     await orders.trained(context).resume(orders.model_of(exchange))
@@ -323,7 +324,7 @@ async def continue_generation(context: ApiContext, exchange: HttpExchange) -> ob
     "/get_weights_by_name", "A weight by its name, which is refused", None, statuses=(403, 400)
 )
 async def weights_by_name(context: ApiContext, exchange: HttpExchange) -> None:
-    """Refuse to tell single weights. Raises ApiError 400 not_supported."""
+    """Refuse to return single weights. Raises ApiError 400 not_supported."""
     raise invalid(
         f"{exchange.path}: engines keep weights merged and packed, not by the checkpoint's names; "
         "/weight_info tells which version each replica has",

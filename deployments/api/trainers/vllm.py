@@ -1,5 +1,5 @@
-"""The routes of vLLM's server for trainers: weights, pauses, sleep, and rollouts; and SkyRL's own,
-for its RemoteInferenceClient beside vLLM's (docs/rl.md)."""
+"""The routes of vLLM's server for trainers: weights, pauses, sleep, and rollouts; and the routes
+that SkyRL's RemoteInferenceClient calls beside vLLM's (docs/rl.md)."""
 
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import LOAD_LORA
@@ -38,7 +38,7 @@ _MODE = one_of(*MODES)
     query={**orders.MODEL, "mode": _MODE, "clear_cache": TEXT},
 )
 async def pause(context: ApiContext, exchange: HttpExchange) -> object:
-    """Pause all replicas by vLLM's fields, which may be in the body too.
+    """Pause all replicas. The fields of vLLM's /pause may be in the query or in the body.
 
     An unknown field is refused, because an order that is not understood must not end requests.
     Raises ApiError, MantaError.
@@ -79,7 +79,7 @@ async def abort_requests(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _tags(exchange: HttpExchange) -> list[str]:
-    """Return the query's tags, each in a field of its own or several with commas."""
+    """Return the tags of the query, which may repeat the field and separate tags by commas."""
     tags = exchange.every_parameter("tags")
     return [tag for field in tags for tag in field.split(",") if tag]
 
@@ -90,7 +90,7 @@ def _tags(exchange: HttpExchange) -> list[str]:
     query={**orders.MODEL, "level": one_of("0", "1", "2"), "mode": _MODE, "tags": TEXT},
 )
 async def sleep(context: ApiContext, exchange: HttpExchange) -> object:
-    """Free memory of all replicas' engines, by vLLM's parameters in the query.
+    """Free memory of all replicas' engines. The query has the parameters of vLLM's /sleep.
 
     Raises ApiError, MantaError.
     """
@@ -140,11 +140,11 @@ async def weight_info(context: ApiContext, exchange: HttpExchange) -> object:
     query={**orders.MODEL, "config_format": TEXT},
 )
 async def server_info(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the settings that trainers look for, as vLLM and SGLang name them.
+    """Answer with the settings that trainers read, under the names of vLLM and SGLang.
 
-    Adapters are no way to send weights, so there is no lora_config. For SGLang's trainers the
-    fleet is one engine with data-parallel attention, whose tp_size counts the ranks of all
-    replicas: slime takes tp_size x pp_size for its GPUs.
+    lora_config is null, because trainers cannot send weights as adapters. For SGLang's trainers
+    the fleet is one engine with data-parallel attention, whose tp_size counts the ranks of all
+    replicas: slime takes tp_size x pp_size for the number of GPUs.
     """
     training, model = orders.trained(context), orders.model_of(exchange)
     engine, state = await training.engine(model), await training.state(model)
@@ -251,7 +251,7 @@ async def finish_update(context: ApiContext, exchange: HttpExchange) -> object:
 async def generate(context: ApiContext, exchange: HttpExchange, *, routed: bool = False) -> object:
     """Answer a rollout: token ids in, token ids and log-probabilities out.
 
-    routed: whether the route itself asks for the experts of tokens.
+    routed: whether the experts of tokens are returned even if the body does not ask for them.
     Raises ApiError, MantaError.
     """
     context.count_request(exchange)
@@ -318,7 +318,7 @@ _TAKE = ("update_weights_nccl", "update_weights_ipc")
 
 @SKYRL_ROLLOUTS.post("/skyrl/v1/generate", *ROLL_OUT)
 async def skyrl_generate(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer a rollout with the experts of its tokens."""
+    """Answer a rollout request as `generate` does, always with the experts chosen per token."""
     return await generate(context, exchange, routed=True)
 
 
@@ -329,7 +329,7 @@ async def skyrl_generate(context: ApiContext, exchange: HttpExchange) -> object:
     statuses=orders.UPDATES,
 )
 async def collective_rpc(context: ApiContext, exchange: HttpExchange) -> object:
-    """Carry out the updates that SkyRL's trainer orders from vLLM's workers, and nothing else."""
+    """Update weights by a call that SkyRL's trainer makes to vLLM's workers; refuse other calls."""
     body = await context.read_as(exchange, fields.COLLECTIVE_RPC)
     weights, model, arguments = (
         orders.trained(context),
