@@ -1,1 +1,1 @@
-"""Encoder pools: actors that make embeddings of images, and the replicas that ask for them."""
+"""Encoder pools: actors that compute embeddings of images, and the code of replicas that ask."""

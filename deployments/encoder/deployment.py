@@ -1,6 +1,6 @@
-"""EncoderReplica: the Serve deployment of an encoder pool, and how replicas ask it.
+"""EncoderReplica: the Serve deployment of an encoder pool; asks: a replica's call of the pool.
 
-Serve places, checks, replaces and scales the actors, and shares the calls out among them.
+Serve places, checks, replaces and scales the actors, and distributes the calls among them.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ logger = logging.getLogger("manta.encoder")
 
 
 class EncoderReplica:
-    """An actor that has a model's tower alone, and encodes one image after the other."""
+    """An actor with a model's vision encoder alone, which encodes one image after the other."""
 
     async def __init__(self, prepare: Callable[[], EngineConfig], stall_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Load the tower.
+        """Load the vision encoder.
 
-        prepare: returns the tower's EngineConfig for this machine; it finds or downloads the model.
+        prepare: finds or downloads the model, and returns its EngineConfig for this machine.
         stall_seconds: longest time of one image.
         """
         from engine.encoder import ImageEncoder  # imports torch, which replicas and routers do not
@@ -41,7 +41,7 @@ class EncoderReplica:
         self._weights = identity.weights
         self._stall_seconds = stall_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        # When the present image was begun; 0: there is none.
+        # Monotonic seconds at which the present image was begun; 0: there is none.
         self._began = 0.0
         self._failed = ""
         self._images = 0
@@ -51,14 +51,15 @@ class EncoderReplica:
     async def encode(self, weights: str, image: Image) -> tuple[NDArray[Any], str]:
         """Return the embeddings of an image, and their type: `Image.rows` and `rows_dtype`.
 
-        weights: those that the caller has; "" is unknown. Raises ValueError if they are others.
+        weights: the identity of the caller's weights; "": unknown. Raises ValueError if this
+            encoder has other weights.
         """
         if weights and self._weights and weights != self._weights:
             raise ValueError("this encoder has other weights than the replica")
         return await self._run(self._encode, image), self._encoder.dtype
 
     async def stats(self) -> dict[str, int]:
-        """Return the actor's process and the images that it has encoded, for operators."""
+        """Return the actor's process id and its number of encoded images, for operators."""
         return {"pid": os.getpid(), "images": self._images}
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -79,7 +80,7 @@ class EncoderReplica:
             self._began = 0.0
 
     def check_health(self) -> None:
-        """Raise RuntimeError if an image failed or does not end; Serve then replaces the actor."""
+        """Raise RuntimeError if an image failed or takes too long; Serve then replaces it."""
         seconds = time.monotonic() - self._began
         if self._began and seconds > self._stall_seconds:
             self._failed = f"an image has not ended in {seconds:.0f} s"

@@ -1,8 +1,8 @@
 """ImageRows: gets embeddings of requests' images from an encoder pool before an engine has them.
 
-A request waits here for images that its engine does not hold, as far as this process knows. What an
-encoder does not give in time, the engine computes from the pixels, which stay with the request. So
-an encoder that is dead, slow or full costs time and nothing else. This module does not need Ray.
+A request waits here for the embeddings that its engine does not hold, as far as this process knows.
+Embeddings that do not come in time are computed by the engine from the pixels, which the request
+keeps. So an encoder that is dead, slow or full costs time alone. This module does not need Ray.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from engine.messages import EngineRequest
 
 logger = logging.getLogger("manta.replica")
 
-_PAUSE_SECONDS = 5.0  # in which nothing is asked, after an encoder did not answer in time
+_PAUSE_SECONDS = 5.0  # seconds without calls to encoders, after one did not answer in time
 
 # Asks an encoder; returns the embeddings' bytes and type, as `Image` has them. Raises any error.
 AskEncoder = Callable[[Image], Awaitable[tuple[NDArray[Any], str]]]
@@ -52,24 +52,24 @@ class WaitingRequest(Protocol):
 class ImageRows:
     """The requests of a replica that wait for embeddings of their images.
 
-    size: the most embeddings that the engine holds.
-    failures: images, since the start, whose embeddings should have come and did not.
+    size: the maximum number of embeddings that the engine holds.
+    failures: the number of images since the start whose embeddings no encoder delivered.
     """
 
     def __init__(self, pool: EncoderPool, begin: Callable[[Any], None]) -> None:
         """Set up an empty list of waiting requests.
 
-        begin: goes on with a request, once its embeddings are there or given up.
+        begin: called with a waiting request once its embeddings have arrived or failed.
         """
         self.size = self.failures = 0
         self._pool = pool
         self._begin = begin
-        # What the engine holds, least recently used first, with the number of embeddings. A wrong
-        # guess costs an encode, or a transfer.
+        # Image -> number of its embeddings, for images that the engine probably holds, least
+        # recently used first. An error costs an encode, or a transfer.
         self._held: OrderedDict[_Key, int] = OrderedDict()
         self._held_size = 0
         self._asking: dict[_Key, asyncio.Task[None]] = {}
-        # Embeddings that came, for the first request that goes on.
+        # Embeddings that have arrived, for the first of the requests that wait for them.
         self._arrived: dict[_Key, Image] = {}
         self._waiting: dict[int, asyncio.Task[None]] = {}  # request's id -> its task
         self._silent_until = 0.0
@@ -77,7 +77,10 @@ class ImageRows:
         self._stopped = False
 
     def submit(self, submitted: WaitingRequest) -> bool:
-        """Ask for a request's images. Returns whether it waits, so that `begin` follows."""
+        """Ask encoders for the embeddings of a request's images.
+
+        Returns whether the request waits for some; then `begin` is called with it later.
+        """
         if submitted.encoded or self._stopped or not submitted.request.images:
             return False
         submitted.encoded = True
@@ -92,8 +95,8 @@ class ImageRows:
         return bool(asked)
 
     def _ask(self, key: _Key, image: Image) -> asyncio.Task[None] | None:
-        """Return the task that gets an image's embeddings; None if the engine holds them, or
-        computes them."""
+        """Return the task that gets an image's embeddings; None if the engine holds them, or has to
+        compute them."""
         if key in self._held:
             self._held.move_to_end(key)
             return None
@@ -105,7 +108,7 @@ class ImageRows:
         return self._asking[key]
 
     async def _get(self, key: _Key, image: Image) -> None:
-        """Wait for an image's embeddings, and keep them for a request that goes on."""
+        """Ask an encoder for an image's embeddings, and keep them for a waiting request."""
         pool = self._pool
         try:
             async with asyncio.timeout(pool.wait_seconds):
@@ -143,9 +146,9 @@ class ImageRows:
         self._begin(submitted)
 
     def _hold(self, key: _Key, size: int) -> None:
-        """Record that the engine holds an image's embeddings, from the request on that brings them.
+        """Record that the engine holds an image's embeddings, which a request brings to it.
 
-        The oldest records go beyond the size of the engine's cache.
+        Beyond the size of the engine's cache the oldest records are removed.
         """
         if key not in self._held:
             self._held[key] = size
@@ -155,7 +158,10 @@ class ImageRows:
             self._held_size -= size
 
     def take_back(self, live: set[int], ids: Iterable[int]) -> None:
-        """Forget aborted requests that wait here. live: ids of unfinished requests; changed."""
+        """Remove the aborted requests that wait here from `live`.
+
+        live: ids of the unfinished requests of a router. ids: those of the aborted ones.
+        """
         live -= self._waiting.keys() & set(ids)
 
     def stop(self) -> None:

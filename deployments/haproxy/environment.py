@@ -86,9 +86,8 @@ def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
 
 
 def _free_ports(count: int, without: Collection[int | None]) -> list[int]:
-    """Return different ports that are free, of those that neither the system gives to outgoing
-    connections nor Ray to its processes: HAProxy binds them only seconds later. Raises
-    ConfigError.
+    """Return different free ports, none of which the system gives to outgoing connections or Ray to
+    its processes, because HAProxy binds them only seconds later. Raises ConfigError.
 
     without: ports that the server itself binds later.
     """

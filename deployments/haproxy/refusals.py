@@ -1,4 +1,4 @@
-"""Error responses that HAProxy itself gives, as error objects in files."""
+"""The error responses of HAProxy itself, as error objects in files."""
 
 from http import HTTPStatus
 from pathlib import Path
@@ -55,7 +55,7 @@ def write_own(folder: Path) -> dict[int, Path]:
 
 
 def returned(error: ApiError, file: Path) -> str:
-    """Return a rule's `return` action that responds with this error.
+    """Return the `return` action of a rule of HAProxy that responds with this error.
 
     file: the file that the error's body is written to.
 

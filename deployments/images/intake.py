@@ -26,16 +26,17 @@ THREADS = 4  # Pillow lets other threads run while it decodes and resizes
 MAX_PIXEL_BYTES = 96 * 2**20  # a request's resized pixels, which go to a replica in one frame
 _WAIT_SECONDS = 20.0  # for a turn to decode
 _BLOCK_BYTES = 34 * 2**20  # Pillow's blocks: glibc returns large ones when freed
-_SPARE_BLOCKS = 4  # that Pillow keeps: to get pages of the kernel costs a quarter of a picture
+_SPARE_BLOCKS = 4  # free blocks that Pillow keeps: new pages cost a quarter of a picture's time
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image as a request has it.
+    """An image in the form in which a request has it.
 
-    place: the client's name of it.
-    url: a data: or http(s) URL; "" where there is base64.
-    base64: its bytes as text.
+    place: the path of its field in the request, for errors, as
+        `messages[0].content[1].image_url`.
+    url: a data: or http(s) URL; "": the image is in `base64`.
+    base64: the file's bytes as text.
     detail: how closely the model should look, in OpenAI's words.
     """
 
@@ -47,10 +48,10 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPicture:
-    """A picture, or a span of a clip, whose place in the prompt is known.
+    """A picture, or a span of a clip, whose position in the prompt is known.
 
-    sources, files: those of the picture, or of all frames of the clip.
-    start: index of its first token.
+    sources, files: one of the picture, or one of each frame of the whole clip.
+    start: index in the prompt of its first token.
     """
 
     sources: Sequence[ImageSource]
@@ -60,7 +61,7 @@ class PlacedPicture:
 
     @property
     def place(self) -> str:
-        """The client's name of the picture, or of the list of the clip's frames."""
+        """The path in the request of the picture's field, or of the list of the clip's frames."""
         place = self.sources[0].place
         return place if len(self.sources) == 1 else place.rpartition("[")[0]
 
@@ -68,7 +69,7 @@ class PlacedPicture:
 class ImageIntake:
     """The reader and decoder of the images in a router's requests.
 
-    All methods belong to the event loop.
+    All methods must be called on the event loop.
     """
 
     def __init__(self, limits: ImageLimits | None = None) -> None:
@@ -83,13 +84,13 @@ class ImageIntake:
         self._downloads = ImageDownloads(limits)
         self._cache = PixelCache()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
-        # As many pixels as one image may have: many small images at once, or one that large.
+        # The limit is that of one image: many small images are decoded at once, or one so large.
         self._turns = _Turns(limits.pixels)
 
     async def read(self, sources: Sequence[ImageSource], held: HeldBytes) -> list[PictureFile]:
-        """Return the files of images, whose headers were read.
+        """Fetch or decode the files of images, read their headers, and return the files.
 
-        held: the count to which their bytes are added.
+        held: the reservation to which their bytes are added.
         Raises InvalidRequest naming the image, Overloaded.
         """
         return await _all([self._read(source, held) for source in sources])
@@ -125,10 +126,10 @@ class ImageIntake:
         held: HeldBytes,
         copies: int = 1,
     ) -> HeldImages:
-        """Return the images as an engine takes them.
+        """Decode pictures, and return the images in the form that engines take.
 
-        held: the count of the request's bytes, which is released with the images.
-        copies: how often the pixels are sent.
+        held: the reservation of the request's bytes, which is released with the images.
+        copies: the number of times that the pixels are sent (once for each choice).
         Raises InvalidRequest naming the image, Overloaded.
         """
         sizes = [3 * tiles * height * width for tiles, height, width in _shapes(pictures)]
@@ -152,7 +153,7 @@ class ImageIntake:
         loop = asyncio.get_running_loop()
         await self._turns.take(pixels)
         decoding = self._threads.submit(work)
-        # A thread goes on after its request has ended, and its pixels stay counted.
+        # A thread continues after its request has ended, and its pixels remain counted.
         decoding.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.give, pixels))
         try:
             image = await asyncio.wrap_future(decoding)
@@ -174,7 +175,7 @@ class _Turns:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, pixels: int) -> None:
-        """Wait until so many pixels may be decoded. Raises Overloaded after 20 s."""
+        """Wait until this number of pixels may be decoded. Raises Overloaded after 20 s."""
         if not self._waiting and pixels <= self._free:
             self._free -= pixels
             return
@@ -184,7 +185,7 @@ class _Turns:
             async with asyncio.timeout(_WAIT_SECONDS):
                 await asyncio.shield(turn)
         except BaseException as error:
-            if turn.done():  # given and not used
+            if turn.done():  # the pixels were granted, but will not be decoded
                 self.give(pixels)
             else:
                 self._waiting.remove((pixels, turn))
@@ -221,9 +222,9 @@ def _shapes(pictures: Sequence[PlacedPicture]) -> list[tuple[int, int, int]]:
 
 
 def _named(error: MantaError, place: str, setting: str = "") -> InvalidRequest:
-    """Return an error about an image, with the image's place in the request added.
+    """Return an error about an image, with the path of the image's field added.
 
-    setting: the name of the limit that the image exceeds.
+    setting: the name of the setting whose limit the image exceeds; "": none.
     """
     limit = f" ({setting})" if setting else ""
     return InvalidRequest(f"{place} {error.message}{limit}", param=place, code=error.code)

@@ -1,4 +1,4 @@
-"""ImageLimits: what an operator allows of the images in requests."""
+"""ImageLimits: the operator's limits of the images in requests."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from engine.images.picture_file import MAX_PIXELS
 class ImageLimits:
     """The limits of images at one router.
 
-    per_request: images of one request.
-    frames: frames of all clips of a request; each clip counts as an image, too.
-    pixels: pixels of one image, as its header has them.
+    per_request: number of images of one request.
+    frames: number of frames of all clips of a request; each clip counts as an image, too.
+    pixels: pixels of one image, by its header.
     file_bytes: bytes of one image's file.
     body_bytes: bytes of a request's body where a served model takes images.
     memory_bytes: bytes of bodies, files and pixels of the requests in flight that have images.
     hosts: hosts from which images are fetched, e.g. "images.example.com", "*.example.com" or
-        "example.com:8443"; none: nothing is fetched.
+        "example.com:8443"; (): nothing is fetched.
     first_seconds, last_seconds: time until a download's headers, and until its last byte.
     """
 

@@ -10,8 +10,8 @@ from engine.images.image import Image
 class ImageMemory:
     """The bytes that images hold, and their limit.
 
-    limit: bytes; what exceeds them is refused.
-    held: bytes at present.
+    limit: maximum bytes; reservations beyond it are refused.
+    held: bytes that are reserved at present.
     """
 
     def __init__(self, limit: int) -> None:
@@ -26,7 +26,10 @@ class ImageMemory:
 
 
 class HeldBytes:
-    """Bytes that are counted until `release`. Idempotent."""
+    """A reservation of bytes in an ImageMemory, until `release`, which is idempotent.
+
+    size: the reserved bytes.
+    """
 
     def __init__(self, memory: ImageMemory) -> None:
         self._memory = memory
@@ -35,7 +38,7 @@ class HeldBytes:
     def add(self, size: int) -> None:
         """Reserve more bytes. Raises Overloaded without room."""
         memory = self._memory
-        # The first request is taken whatever its size, which other limits bound.
+        # If nothing is reserved, a request of any size is accepted: other limits bound its size.
         if memory.held and memory.held + size > memory.limit:
             raise Overloaded("the images of other requests fill the memory for images")
         memory.held += size
@@ -47,7 +50,7 @@ class HeldBytes:
 
 
 class HeldImages(list[Image]):
-    """Images whose bytes are counted for as long as anything refers to the list."""
+    """A list of images whose bytes remain reserved as long as anything refers to the list."""
 
     def __init__(self, images: Iterable[Image], held: HeldBytes) -> None:
         super().__init__(images)

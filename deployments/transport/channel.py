@@ -49,7 +49,7 @@ from engine.messages import (
 VERSION = 4
 _HEADER = struct.Struct("<I")
 _NONCE_BYTES = 32
-_MAX_HANDSHAKE_FRAME = 1024  # bytes: the most that a peer can make us buffer before its proof
+_MAX_HANDSHAKE_FRAME = 1024  # bytes: the maximum that a peer can make us buffer before its proof
 
 
 # When a replica may start a choice: at once; alone among the suspects of a death; or after them.
@@ -78,7 +78,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
-    """A request's adapter, as a replica needs it; `request.adapter` is "name@revision".
+    """The adapter of a request, with its files; `EngineRequest.adapter` is "name@revision".
 
     path: folder or URL of the adapter's files.
     version: version of the adapter's record; 0: the request has begun and keeps this revision,
@@ -92,7 +92,7 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """Start one choice. request.id is the router's own number, unique on its connection.
+    """An order to start one choice. request.id is the router's number, unique on its connection.
 
     prefix_hashes: joined hashes of the prompt (prefix_index.py), which the replica passes on to its
         other routers.
@@ -112,10 +112,10 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
-    """Set the revision that an adapter's name means from now on; "": none.
+    """An order to set the present revision of an adapter's name; revision "": it is removed.
 
-    New requests with older versions are refused, and other revisions are forgotten. Answered by an
-    AdapterAnswer.
+    New requests with older versions are refused, and other revisions are forgotten. The answer is
+    an AdapterAnswer.
     """
 
     ticket: int
@@ -125,7 +125,7 @@ class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
 
 
 class Recall(msgspec.Struct, array_like=True, tag="recall"):
-    """Ask a replica for the tokens of streams that it remembers. Answered by a Recalled."""
+    """A question for the tokens of streams that a replica remembers. The answer is a Recalled."""
 
     ticket: int
     streams: list[str]
@@ -135,7 +135,7 @@ class StreamRecord(msgspec.Struct, array_like=True):
     """The output of one choice of a stream.
 
     token_ids: the output so far.
-    finish, stop_token: those of the Delta that ended the choice; "" and None if none did.
+    finish, stop_token: those of the Delta that ended the choice; "" and None if it has not ended.
     """
 
     stream: str
@@ -179,12 +179,13 @@ class ChannelLimits:
 
     handshake: longest handshake; 3 s is long for three frames inside a cluster, and short for a
         port scanner.
-    heartbeat, timeout: five missed heartbeats mean a lost peer, so that an interpreter stalled for
-        a second is not. Heartbeats rather than seconds are counted: a process that was itself
-        stopped has missed none.
+    heartbeat: longest time between two frames of one side.
+    timeout: silence after which a peer counts as lost: five heartbeats, so that an interpreter may
+        stall for a second. Missed heartbeats rather than seconds are counted, because a process
+        that was itself stopped has missed none.
     max_frame: largest frame; 128 MiB holds the pixels of a request's images, and the prompt
         logprobs of a 400,000-token prompt.
-    max_backlog: most unsent bytes for a peer that does not read.
+    max_backlog: maximum unsent bytes for a peer that does not read.
     """
 
     handshake: float = 3.0
@@ -362,10 +363,11 @@ class ReplicaEnd(ChannelConnection):
     ) -> None:
         super().__init__(secret, limits, _from_router, on_close)
         self.index = -1  # the replica's number of this connection
-        self.live: set[int] = set()  # engine's request ids of its unfinished requests
+        self.live: set[int] = set()  # engine's ids of this router's unfinished requests
         self.router = ""
         # For this router's next frame: prefix hashes that other routers have sent, those that the
-        # engine has evicted, and the ids of its own requests that the stats now count.
+        # engine has evicted (`gone`, or `lowered` to host memory or disk), and the ids of the
+        # router's own requests that the stats now count (see StepFrame).
         self.prefix_hashes = bytearray()
         self.gone, self.lowered = bytearray(), bytearray()
         self.taken: list[int] = []
@@ -380,8 +382,8 @@ class ReplicaEnd(ChannelConnection):
         self.send(Hello(VERSION, self._nonce))
 
     def send_frame(self, stats: EngineStats, deltas: list[Delta]) -> None:
-        """Send a frame with the replica's newest stats and whatever else this router must be
-        told."""
+        """Send a frame with the replica's newest stats, deltas, and the prefix hashes and request
+        ids that wait for this router's next frame."""
         taken, self.taken = self.taken, []
         prefix_hashes = bytes(self.prefix_hashes)
         gone, lowered = bytes(self.gone), bytes(self.lowered)

@@ -18,8 +18,8 @@ _LINE_SECONDS = 10.0  # seconds between two lines of the log
 class UnauthenticatedConnections:
     """A replica's connections that have not proved that they know the secret, at most _PLACES.
 
-    A new connection always gets a place. A router proves the secret within a round trip, so a
-    connection that stays is no router's. When all places are taken, the oldest connection from the
+    A new connection is always accepted. A router proves the secret within a round trip, so an older
+    connection is no router's. If there are already _PLACES connections, the oldest one from the
     address with the most connections is closed. So no machine can keep routers out by holding
     connections.
 
