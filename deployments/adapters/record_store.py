@@ -54,10 +54,10 @@ class AdapterRecordStore(Protocol):
     """
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
-        """Return a version mark and all records, or None if nothing has changed since the mark
-        `since`.
+        """Return a change mark and all records, or None if nothing has changed since `since`.
 
-        since: mark of an earlier call; b"" if the records were never read.
+        The mark is a byte string that differs after each change of the records.
+        since: the mark of an earlier call; b"" if the records were never read.
         """
         ...
 
@@ -126,8 +126,7 @@ class RayRecordStore:
         self._marks = dict.fromkeys((self._mark, _mark(routers or app)))
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
-        # The mark is read before the records, so that a change in between is noticed by the next
-        # call.
+        # The mark is read before the records, so that the next call notices a change in between.
         mark: bytes = store("get", self._mark) or b"none"
         if mark == since:
             return None

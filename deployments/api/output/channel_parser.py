@@ -28,7 +28,8 @@ class ChannelParser(StepParser):
     messages of one kind.
 
     calls: whether calls are allowed
-    limited: whether the message of the channel `final` is the last one; marks in it are text then
+    limited: whether the message of the channel `final` is the last one and all text, whatever
+        control tokens it has
     """
 
     def __init__(self, *, calls: bool, limited: bool = False) -> None:

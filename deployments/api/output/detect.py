@@ -55,7 +55,7 @@ class TemplateOutput:
         `content` beside calls
     variables: the variables that a request may set to change how much the model thinks
     special_ids: the control tokens that the formats are written with
-    wrapper: the marks at the beginning and at the end of content; (): none
+    wrapper: the delimiters at the beginning and at the end of content; (): none
     problems: the parts of the checkpoint's response_template that cannot be used
     """
 

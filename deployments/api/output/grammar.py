@@ -90,7 +90,7 @@ def output_grammar(
     thinking: whether reasoning may come first; "open": the prompt has begun it
     once: whether there is at most one part of reasoning, at the beginning
     content: the constraint of the text, as the right side of a rule; "": any text
-    wrapper: the marks that may begin and end the text
+    wrapper: the delimiters that may begin and end the text; (): none
     """
     builder = _Builder(tokenizer)
     if reasoning is not None and reasoning.channels:
@@ -156,7 +156,7 @@ class _Builder:
                     # The parser takes content with these texts at its ends for calls or wrappers.
                     begins = (*starts, *filter(None, (trigger if functions else "",)), *wrapper[:1])
                     text = self._limited(name, content, begins, wrapper[1:])
-                # Unconstrained content may have the wrapper's marks anyway if they are no tokens.
+                # Unconstrained content may begin and end so anyway if `wrapper` has no tokens.
                 if wrapper and (content or self._cuts.search(wrapper[0])):
                     begin, end = map(self.literal, wrapper)
                     text = f"({begin})? ({text}) ({end})?"
@@ -256,7 +256,7 @@ class _Builder:
         return "\n".join([f"start: {before} ({' | '.join(body)})", *self._rules]) + "\n"
 
     def literal(self, text: str) -> str:
-        """Return the grammar of a format's text: each mark is one token, each NUMBER digits."""
+        """Return the grammar of a format's text: control tokens are tokens, NUMBER is digits."""
         return " /[0-9]{1,6}/ ".join(map(self._spelled, text.split(NUMBER)))
 
     def _spelled(self, text: str) -> str:
@@ -277,7 +277,7 @@ class _Builder:
         ends: tuple[str, ...] = (),
         tail: str = "",
     ) -> str:
-        """Return the grammar of text without these marks, which may contain other marks as tokens.
+        """Return the grammar of text without any of `marks`; other control tokens are allowed.
 
         marks, starts, ends, tail: see `_without`
         """
@@ -290,15 +290,15 @@ class _Builder:
     def _until(
         self, name: str, mark: str, others: tuple[str, ...] = (), starts: tuple[str, ...] = ()
     ) -> str:
-        """Return the grammar of text up to the first occurrence of a mark, and of the mark.
+        """Return the grammar of text that ends with the first occurrence of the text `mark`.
 
         name: the name of a new rule
-        others: further marks that the text does not contain
+        others: further texts that may not occur
         starts: see `_without`
         """
         if match := self._cuts.search(mark):
-            # The text ends where the mark's control token begins. If the mark begins as it ends,
-            # an earlier mark could overlap with this one: the text must not end in that mark.
+            # The text ends where the control token in `mark` begins. If `mark` begins as it ends,
+            # an earlier occurrence could overlap with this one: the text must not end in that.
             tail = mark[: match.start()]
             sizes = range(1, len(mark))
             ends = tuple(mark[:-size] + tail for size in sizes if mark.endswith(mark[:size]))
@@ -313,8 +313,8 @@ class _Builder:
         return f"({name} | {head} {name}_last)"
 
     def _up_to_shown(self, marks: tuple[str, ...], starts: tuple[str, ...]) -> str:
-        """Return the grammar of free text that ends with a mark's token, of those that are no
-        special tokens; "" if there is no such token."""
+        """Return the grammar of free text that ends with a control token that answers show (which
+        is not special); "" if there is no such token."""
         shown = self._shown - self._tokens_in(*marks)
         first = shown - self._tokens_in(*starts)
         if not first:
@@ -499,9 +499,10 @@ def _without(
     tail: str = "",
     of: str = "ANY",
 ) -> str:
-    """Return the right side of a Lark terminal that matches text without any of the marks.
+    """Return the right side of a Lark terminal that matches text without any text of `marks`.
 
     The text begins with none of `starts` and ends with none of `ends`, but with `tail`.
+    of: the terminal or expression that the text has to match, too
     """
     parts = [of]
     if held := "|".join(_escaped(mark) for mark in marks if mark):

@@ -1,5 +1,5 @@
 """OutputFormat: the syntax in which a family of models writes tool calls; Dialect: a syntax of
-arguments that is neither JSON nor tagged, such as Python's; Reasoning: the marks of reasoning."""
+arguments that is neither JSON nor tagged, such as Python's; Reasoning: reasoning's delimiters."""
 
 import json
 import re
@@ -169,7 +169,7 @@ class DialectReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the number of characters at the end of a text that may begin a mark."""
+    """Return the number of characters at the end of `text` that may begin the text `mark`."""
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-size:]):
             return size
@@ -275,9 +275,10 @@ class OutputFormat:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The marks around a model's reasoning.
+    """The delimiters `start` and `end` of a model's reasoning.
 
-    channels: whether the answer is messages, each with a header; those of one channel are reasoning
+    channels: whether an answer is a list of messages with headers, of which one channel's messages
+        are reasoning
     efforts: (effort of the API, effort that the model knows) where these differ
     """
 
@@ -288,9 +289,9 @@ class Reasoning:
 
     @property
     def known_by(self) -> str:
-        """The mark by which a chat template is recognised as one with this reasoning.
+        """The text whose presence in a chat template shows that the model reasons in this form.
 
-        With channels it is the start, because their end is that of any message.
+        With channels this is the start, because all messages have the same end.
         """
         return self.start if self.channels else self.end
 

@@ -23,9 +23,9 @@ class OutputParser(StepParser):
     raw: name of a function -> its string arguments that tagged formats write as they are; others
         are JSON
     thinking: "open": the prompt ends inside reasoning; "may": reasoning may come; "no": none comes
-    wrapper: the marks at the beginning and the end of content, which are no part of it
+    wrapper: the delimiters at the beginning and the end of content, which are no part of it
     limited: whether a request constrains the content. Then calls come at once or never, and content
-        may contain any mark that it does not begin or end with
+        may contain any delimiter that it does not begin or end with
     """
 
     def __init__(
@@ -299,8 +299,8 @@ class OutputParser(StepParser):
         return bool(mark)
 
     def _other_value(self) -> bool:
-        """Set the step that parses a value that is not raw, whose strings may contain the mark that
-        ends the value.
+        """Set the step that parses a value that is not raw, whose strings may contain the text that
+        ends values.
 
         Returns False if there is no text yet.
         """
@@ -361,9 +361,9 @@ _NO, _MAYBE = -2, -1
 
 
 def _matched(mark: str, text: str) -> int:
-    """Return the length of a mark at the beginning of a text, or _NO, or _MAYBE.
+    """Return the length of the text `mark` at the beginning of `text`, or _NO, or _MAYBE.
 
-    _NO: the text begins otherwise. _MAYBE: the whole text is a beginning of the mark.
+    _NO: `text` begins otherwise. _MAYBE: all of `text` is a beginning of `mark`.
     mark: may contain NUMBER, which stands for any decimal number.
     """
     at = 0
@@ -383,7 +383,7 @@ def _matched(mark: str, text: str) -> int:
 
 
 def _found(mark: str, text: str) -> tuple[int, int]:
-    """Return (position, length) of a mark in a text; (-1, 0) if the text has no complete one."""
+    """Return (position, length) of the text `mark` in `text`; (-1, 0) without a complete one."""
     first = mark.partition(NUMBER)[0]
     at = text.find(first)
     while at >= 0:

@@ -21,7 +21,7 @@ from engine.structured.thinking import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 
 _ENDS = re.compile(r"\\.|/|\n", re.DOTALL)
-_TAIL = 24  # tokens at the end of a prompt, in which the marks of reasoning are searched for
+_TAIL = 24  # tokens at the end of a prompt, in which reasoning's delimiters are searched for
 
 Compile = Callable[[RequestedGrammar], tuple[Grammar, list[str]]]
 
@@ -79,7 +79,7 @@ class OutputPlan:
         """The budget of reasoning tokens in the engine's form; None if there is none."""
         if self.budget is None or self.reasoning is None or self.thinking == "no":
             return None
-        # In channels, calls come after the mark that ends a message.
+        # In channels, calls come after the control token that ends a message.
         ended = self.format is not None and self.calls and not self.channels
         trigger = self.format.trigger if ended and self.format is not None else ""
         start = self.reasoning.start if self.thinking == "may" else ""
@@ -194,7 +194,7 @@ def plan_output(
     if known.reasoning is not None and known.reasoning.channels and not generation:
         # The prompt ends inside a message; calls are messages of their own.
         return None
-    # The text of an answer never has marks that are special tokens.
+    # Delimiters that are special tokens never appear in the text of an answer.
     visible = bool(known.wrapper) and tokenizer.token_id(known.wrapper[1]) not in (
         tokenizer.special_ids
     )

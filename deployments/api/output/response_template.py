@@ -205,7 +205,7 @@ def _tagged(
 
 
 def _made(**marks: Any) -> OutputFormat:
-    """Return the output format with the given marks, triggered by the first word of the opening."""
+    """Return the output format with these fields, triggered by the first word of the opening."""
     begin = marks.get("opening", "") + marks["begin"]
     word = re.match(r"\s*\S+", begin)
     if word is None:
@@ -253,7 +253,7 @@ def _dialect(options: JsonObject) -> Dialect | None:
 
 
 def _mark(field: JsonObject, name: str) -> list[_Part]:
-    """Return the parsed mark of a field, [] if it has none. name: "open" or "close".
+    """Return a field's parsed delimiter, [] if it has none. name: "open" or "close".
 
     Of a list of texts the first one is taken.
     """
@@ -267,7 +267,7 @@ def _mark(field: JsonObject, name: str) -> list[_Part]:
 
 
 def _text(parts: list[_Part], where: str) -> str:
-    """Return a mark's text without optional white space. Raises _Unusable for groups."""
+    """Return a delimiter's text without optional white space. Raises _Unusable for groups."""
     if any(isinstance(part, _Captured) for part in parts):
         raise _Unusable(f"{where}_pattern: groups are for calls")
     return "".join(part for part in parts if isinstance(part, str))

@@ -70,9 +70,9 @@ class StepParser:
         return merged
 
     def _take_until(self, until: tuple[str, ...]) -> tuple[str, str]:
-        """Consume the text before the first mark in `until`, and the mark; return both.
+        """Consume the text before the first delimiter in `until`, and the delimiter; return both.
 
-        Without a mark, ("" in its place) text that may begin a mark is not consumed.
+        Without a delimiter the second is "", and text that may begin one is not consumed.
         """
         marks = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
         if marks:
@@ -106,9 +106,9 @@ class StepParser:
         return True
 
     def _take_json(self, mark: str) -> tuple[str, bool]:
-        """Consume JSON that ends before a mark; return the JSON, and whether the mark was found.
+        """Consume JSON and the text `mark` after it; return the JSON, and whether `mark` was found.
 
-        Strings in the JSON may contain the mark.
+        Strings in the JSON may contain `mark`.
         """
         text = self._text
         for at, char in enumerate(text):
