@@ -168,7 +168,7 @@ class ApiOptions:
     training: the orders of trainers; None: these routes are off.
     event_secret: signs the ids of events; the same for all routers of an application, at most 64
         bytes.
-    tell_request_id: whether answers have x-request-id; False where Serve's proxy adds it.
+    tell_request_id: whether answers have x-request-id; False where Serve itself adds it.
     metrics: returns the text of /metrics (Prometheus exposition format).
     explain: returns the traces of a request, for /v1/requests/{id}; see router/request_trace.py.
     stop: ends requests, for /stop_generate and /abort_requests.
