@@ -198,35 +198,35 @@ def _markdown(rows: list[tuple[str, str, str, str]]) -> str:
 
 MODELS_HEAD = """# Models
 
-`architectures` in a model's config.json decides what runs. A name that is not here is refused with
-the nearest one that is; code of a model folder is never run. Weights are read from safetensors,
-where there are none from pickled shards (`pytorch_model*.bin`; nothing in them is run), and from
-GGUF files. [adding-a-model.md](adding-a-model.md) says how to add an architecture, and
+`architectures` in a model's config.json decides what runs. A name that this page lacks is refused,
+and the error has the nearest name; code of a model folder is never run. Weights are read from
+safetensors, without these from pickled shards (`pytorch_model*.bin`; nothing in them is run), and
+from GGUF files. [adding-a-model.md](adding-a-model.md) says how to add an architecture, and
 [tokenizers.md](tokenizers.md) which tokenizer files are read.
 
-- **GGUF files** keep what llama.cpp computes, which is less in places: no windows of Mistral 7B
+- **GGUF files** are computed as llama.cpp does, which ignores the sliding windows of Mistral 7B
   0.1, Qwen 2 and StarCoder 2. Their tokenizers are SentencePiece's BPE, and byte-level BPE with the
   splits in `deployments/checkpoints/gguf_tokenizer.py`. On the CPU matrices stay in the file's
   blocks; on a GPU they stay so with `quantization: gguf` ([quantization.md](quantization.md)).
-- **`longrope`** (Phi 3 and 4 with long contexts) has two sets of factors. One holds for all texts:
-  the long one if `max_model_len` is beyond the length of the first training, else the short one.
-  transformers takes the short one while a text is shorter than that.
-- **Keys that config.json leaves out** have the values of its class of the pinned transformers, by
-  `model_type` (`engine/architectures/class_defaults.json`). Ids of end tokens are what the files of
-  the folder say.
-- **MiMo-V2**'s values are narrower than its keys and lie in the cache with zeros behind them, which
-  takes 1.2 times the memory.
-- The code of Orion, EXAONE 3 and DeciLM (Nemotron Super) is only in their repositories; they are
-  compared with what computes the same in transformers.
+- **`longrope`** (Phi 3 and 4 with long contexts) has two sets of factors, and all texts use the
+  same one: the long set if `max_model_len` exceeds `original_max_position_embeddings`, else the
+  short set. transformers takes the short set for each text up to that length.
+- **A key that config.json leaves out** has the default of the config class of its `model_type` in
+  the pinned transformers (`engine/architectures/class_defaults.json`). End tokens come from the
+  folder's files alone.
+- **MiMo-V2**'s values are narrower than its keys; the KV cache pads them with zeros, which takes
+  1.2 times the memory.
+- **Orion, EXAONE 3 and DeciLM** (Nemotron Super) have no class in transformers; tests compare them
+  with classes there that compute the same.
 
-`python docs/generate.py` writes this page from `engine/architectures/`. A name of GGUF files stands
-in brackets.
+`python docs/generate.py` writes this page from `engine/architectures/`. In brackets is the
+architecture's name in GGUF files.
 """
 MODELS_OF_SEVERAL = """## Text models inside others
 
-Of these the text model runs, which `text_config` names, and the tower of those that see
-[images](images.md). What else sees or hears is left out, and its tensors are not read. A file
-that does not say whether the head is the embedding (`tie_word_embeddings`) goes by `text_config`.
+Of these models the text model runs, which `text_config` describes, and the vision tower of those
+that see [images](images.md). Other towers are left out, and their tensors are not read. If the
+file does not say whether the head is the embedding (`tie_word_embeddings`), its `text_config` does.
 """
 
 
