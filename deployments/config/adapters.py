@@ -24,12 +24,12 @@ class AdaptersConfig(BaseModel):
     )
     watch: str | None = Field(
         None,
-        description="A folder whose subfolders are adapters of their names, looked at each second: "
-        "new adapters are served, removed ones are not, and replaced ones are read again.",
+        description="A folder whose subfolders are adapters, served by the subfolders' names. "
+        "New, removed and replaced ones are noticed within a second.",
     )
     roots: list[str] = Field(
         default_factory=list,
-        description="Folders and URLs that adapters may be added from while the server runs; "
+        description="Folders and URLs from which adapters may be added while the server runs; "
         "`watch` is always one. Default none.",
     )
 

@@ -41,28 +41,30 @@ class RouterConfig(Section):
         30.0,  # a replaced replica of a small model is ready again by then
         ge=0,
         le=3600,
-        description="The longest that a request waits for a replica to be ready (then 503 "
-        "no_replica) or to have room (503 overloaded).",
+        description="Longest wait of a request, in seconds, for a replica that is ready (beyond "
+        "it 503 no_replica) or has room (503 overloaded).",
     )
     losses: int = Field(
         1,
         ge=0,
         le=100,
-        description="Replicas killed from outside that a request may lose without one new token, "
-        "before it fails as their possible cause. Where engines die by themselves, it fails at "
-        "the second death.",
+        description="How many replicas, killed from outside, a request may lose without a new "
+        "token, before it fails as their possible cause. Where engines die by "
+        "themselves, it fails at the second death.",
     )
     heartbeat_seconds: float = Field(
         0.5,
         gt=0,
         le=60,
-        description="Seconds between signs of life on a channel.",
+        description="Seconds between heartbeats on a channel, which connects a router and a "
+        "replica.",
     )
     silence_seconds: float = Field(
         2.5,  # five heartbeats: a busy interpreter may miss one
         gt=0,
         le=600,
-        description="A channel silent for so many seconds is dead and its requests move.",
+        description="Seconds of silence after which a channel counts as dead and its requests "
+        "move.",
     )
 
     @model_validator(mode="after")
@@ -77,11 +79,13 @@ class TlsConfig(Section):
 
     certificate: str | None = Field(
         None,
-        description="PEM file with the certificate and those between it and a root, read when "
+        description="PEM file with the certificate and its intermediate certificates, read when "
         "the edge starts or is reloaded. Default none: plain HTTP.",
     )
     key: str | None = Field(
-        None, description="PEM file with the certificate's key, not encrypted, readable by few."
+        None,
+        description="PEM file with the certificate's key, not encrypted, not readable by every "
+        "user.",
     )
 
     @model_validator(mode="after")
@@ -104,14 +108,15 @@ class HttpConfig(Section):
     proxy: Literal["auto", "haproxy", "serve"] = Field(
         "auto",
         description="The proxy before the routers. haproxy costs about 12 us of CPU a streamed "
-        "chunk, Serve's own about 300. auto: haproxy where its binary is installed.",
+        "chunk, serve (Ray Serve's own) about 300. auto: haproxy where its binary is "
+        "installed.",
     )
     max_stream_seconds: int = Field(
         3600,  # longer than any answer
         ge=1,
         le=7 * 86400,
-        description="The longest stream that survives a change at the proxy or the update of its "
-        "router.",
+        description="Longest time, in seconds, that a stream goes on while the proxy changes or "
+        "its router is updated.",
     )
     api_keys_file: str | None = Field(
         None,
@@ -126,8 +131,8 @@ class HttpConfig(Section):
     )
     share_prefixes: bool = Field(
         False,
-        description="Requests of different API keys share the prefix cache. Off: else times tell "
-        "one key what another has asked.",
+        description="Requests of different API keys share the prefix cache. Response times then "
+        "tell one key what another has asked.",
     )
     cors_origins: list[str] = Field(
         default_factory=list,
@@ -139,16 +144,17 @@ class HttpConfig(Section):
         5.0,
         ge=0,
         le=600,
-        description="A stream without a token after so many seconds gets its head, and then a "
-        "comment line as often, for proxies. A later failure has no status of its own: "
-        "docs/http.md. 0: never.",
+        description="Seconds without a token after which a stream sends its HTTP head, and then a "
+        "comment line each time, for proxies. A later failure has no status of its "
+        "own: docs/http.md. 0: never.",
     )
     store_bytes: int = Field(
         0,
         ge=0,
         le=1 << 40,
-        description="Memory for answers of /v1/responses that are kept for later turns, up to 30 "
-        "days; the least recently used go first. Only with `router.replicas: 1`. 0: none.",
+        description="Bytes of memory for answers of /v1/responses that are kept for later turns, "
+        "up to 30 days; the least recently used are dropped first. Only with "
+        "`router.replicas: 1`. 0: none.",
     )
     page: bool = Field(
         True,
@@ -159,8 +165,8 @@ class HttpConfig(Section):
         16384,  # twice what two routers have in flight
         ge=16,
         le=1_000_000,
-        description="Connections of clients at once (haproxy), beyond them 503 overloaded. Two "
-        "fifths of the limit of open files if that is less.",
+        description="Client connections at once (haproxy); beyond them 503 overloaded. At most "
+        "two fifths of the limit of open files.",
     )
     connections_per_address: int = Field(
         8192,
@@ -210,22 +216,24 @@ class ImagesConfig(Section):
     """Images in requests. See docs/images.md."""
 
     per_request: int = Field(
-        16, ge=0, le=1024, description="Images of one request, earlier turns included."
+        16, ge=0, le=1024, description="Most images of one request, earlier turns included."
     )
     frames: int = Field(
         128,
         ge=0,
         le=4096,
-        description="Frames of all clips of a request; a clip counts as one image, too.",
+        description="Most frames of all clips of a request; a clip counts as one image, too.",
     )
     pixels: int = Field(
         MAX_PIXELS,
         ge=1024,
         le=2 * MAX_PIXELS,
-        description="Pixels of one image, and of those that a router decodes at once, at up to 8 "
-        "bytes each.",
+        description="Most pixels of one image, and of all images that a router decodes at once, "
+        "at up to 8 bytes each.",
     )
-    file_bytes: int = Field(20 * 2**20, ge=1024, le=2**28, description="Bytes of one image's file.")
+    file_bytes: int = Field(
+        20 * 2**20, ge=1024, le=2**28, description="Most bytes of one image's file."
+    )
     body_bytes: int = Field(
         32 * 2**20,
         ge=1024,
@@ -236,14 +244,14 @@ class ImagesConfig(Section):
         2**30,
         ge=2**20,
         le=2**40,
-        description="Bytes of files and pixels of one router's requests in flight; beyond them "
-        "503 overloaded. 1 GiB: 170 images of 1920 x 1080.",
+        description="Most bytes of image files and pixels of one router's requests in flight; "
+        "beyond them 503 overloaded. 1 GiB: 170 images of 1920 x 1080.",
     )
     hosts: list[str] = Field(
         default_factory=list,
         max_length=256,
-        description="Hosts of http(s) URLs that are fetched, such as `images.example.com`, "
-        "`*.example.com` or `example.com:8443`. Default none.",
+        description="Hosts from which images are fetched by http(s) URLs, such as "
+        "`images.example.com`, `*.example.com` or `example.com:8443`. Default none.",
     )
 
     @field_validator("hosts")
@@ -276,8 +284,8 @@ class GrpcConfig(Section):
         None,
         ge=1,
         le=65535,
-        description="Port on each node that has a router; its routers share it. Default none: it "
-        "is not served.",
+        description="Port on each node that has a router; a node's routers share it. Default "
+        "none: no gRPC.",
     )
 
 
@@ -286,11 +294,11 @@ class LogConfig(Section):
 
     level: Literal["info", "debug"] = Field(
         "info",
-        description="info: lines for requests that failed or moved. debug: for each request, in "
-        "router, replica and engine.",
+        description="info: lines for requests that failed or moved. debug: lines for each "
+        "request, in router, replica and engine.",
     )
     format: Literal["text", "json"] = Field(
-        "text", description="json: an object a line, with the request's id and our fields."
+        "text", description="json: an object a line, with the request's id and Manta's fields."
     )
 
 
@@ -301,22 +309,22 @@ class UsageConfig(Section):
         None,
         min_length=1,
         max_length=4096,
-        description="On each machine that has a router: a JSON object a line for each prompt that "
-        "has ended. Budgets begin with its sums. Default none: budgets begin with the "
-        "application.",
+        description="File on each machine that has a router, with a JSON line for each prompt "
+        "that has ended. Budgets go on from its sums. Default none: budgets begin "
+        "anew with the application.",
     )
     bytes: int = Field(
         64 * 2**20,
         ge=4096,
         le=1 << 40,
-        description="A file of so many bytes is renamed to file.1, and file.1 to file.2. 64 MiB: "
+        description="Size at which the file is renamed to file.1, and file.1 to file.2. 64 MiB: "
         "about 200,000 prompts.",
     )
     files: int = Field(
         8,  # half a gigabyte
         ge=0,
         le=1000,
-        description="Renamed files that are kept; the oldest go.",
+        description="Renamed files that are kept; the oldest are deleted.",
     )
 
 
@@ -334,7 +342,7 @@ class BatchConfig(Section):
         32,  # fills what others leave of a few replicas
         ge=1,
         le=4096,
-        description="Requests of batches at once, behind all others.",
+        description="Batch requests that run at once, after all other requests.",
     )
     file_bytes: int = Field(
         200 * 2**20, ge=1024, le=1 << 40, description="The largest upload. 200 MiB: OpenAI's."
@@ -346,13 +354,13 @@ class BatchConfig(Section):
         description="Bytes of a key's files, results included, beyond which an upload is refused.",
     )
     key_batches: int = Field(
-        100, ge=1, le=100_000, description="Batches of a key that have not ended."
+        100, ge=1, le=100_000, description="Most batches of a key that have not ended."
     )
     keep_days: float = Field(
         30.0,
         gt=0,
         le=3650,
-        description="Files, results and ended batches are removed after so many. 30: OpenAI's.",
+        description="Days after which files, results and ended batches are removed. 30: OpenAI's.",
     )
 
     def settings(self) -> BatchSettings | None:
@@ -383,9 +391,11 @@ class TracingConfig(Section):
         1.0,
         ge=0,
         le=1,
-        description="The part of the requests without a traceparent that are traced.",
+        description="Share of the requests without a traceparent that is traced.",
     )
-    service: str = Field("manta", min_length=1, max_length=128, description="service.name.")
+    service: str = Field(
+        "manta", min_length=1, max_length=128, description="service.name of the spans."
+    )
     headers: dict[str, str] = Field(
         default_factory=dict, description="Headers of each request to the collector, such as a key."
     )
@@ -439,26 +449,27 @@ class LimitsConfig(Section):
         None,
         gt=0,
         le=7 * 86400,
-        description="Time for a request that sets none itself (x-deadline-seconds); after it 408 "
-        "deadline_exceeded. Default: any time.",
+        description="Seconds that a request without a deadline of its own (x-deadline-seconds) "
+        "may take; then 408 deadline_exceeded. Default: any time.",
     )
     age_seconds: float = Field(
         5.0,
         gt=0,
         le=3600,
-        description="Waiting time that outweighs one step of a request's `priority`.",
+        description="Seconds of waiting that outweigh a difference of 1 in `priority`.",
     )
     body_bytes: int = Field(
         4 * 2**20,
         ge=1024,
         le=2**30,
-        description="Bytes of a request body. 4 MiB: a million characters of prompt with room.",
+        description="Most bytes of a request body. 4 MiB: more than a million characters of "
+        "prompt.",
     )
     choices: int = Field(
         256,
         ge=1,
         le=4096,
-        description="Choices of one request: its prompts times `n`, which is at most 128.",
+        description="Most choices of one request: its prompts times `n`, which is at most 128.",
     )
     drain_seconds: float = Field(
         60.0,
@@ -479,6 +490,6 @@ class LimitsConfig(Section):
         30.0,
         ge=1,
         le=3600,
-        description="An engine whose step takes so many seconds is replaced. One that computes "
-        "nothing meanwhile is noticed after 8 s, one without a sign of life after 3 s.",
+        description="Seconds of one step after which its engine is replaced. An engine that "
+        "computes nothing is noticed after 8 s, one that sends no pulse after 3 s.",
     )

@@ -47,8 +47,8 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
 MAX_TEMPLATE = 1 << 20  # maximum of characters of a chat template
 _TEMPLATE = (
-    "Chat template instead of the model's: a file of jinja, which is read when the configuration "
-    "is, or jinja itself."
+    "Chat template instead of the model's: Jinja, or a file of Jinja, which is "
+    "read with the configuration."
 )
 PART = "part"  # key of the validation context that turns off checks of consistency among sections
 
@@ -60,29 +60,29 @@ class ScalingConfig(Section):
         2.0,
         gt=0,
         le=600,
-        description="Seconds to the first token that users were promised. Requests that wait "
-        "longer make the pool grow.",
+        description="Target time to the first token, in seconds. Requests that wait longer make "
+        "the pool grow.",
     )
     busy: float = Field(
         0.93,
         gt=0.1,
         le=1,
-        description="Share of a replica's time that is planned for. A smaller share is quicker, "
-        "a larger one is cheaper.",
+        description="Target utilization of a replica. A smaller one shortens waits, a larger one "
+        "costs less.",
     )
     calm_seconds: float = Field(
         120.0,
         ge=0,
         le=86400,
-        description="Replicas go only when the remaining ones would have carried the highest work "
-        "of the last so many seconds.",
+        description="Replicas are removed only if the others could have carried the peak load of "
+        "the last calm_seconds.",
     )
     idle_seconds: float = Field(
         300.0,
         ge=0,
         le=86400,
-        description="Seconds without a request before the last replica goes, where min_replicas "
-        "is 0, or before a replica sleeps (engine.sleep_in_host_memory).",
+        description="Seconds without a request after which the last replica is removed, where "
+        "min_replicas is 0, or a replica sleeps (engine.sleep_in_host_memory).",
     )
 
 
@@ -178,7 +178,7 @@ class MantaConfig(Section):
         default_factory=list,
         max_length=64,
         description="Other names that requests may use for the model, such as `gpt-4o`, or "
-        "patterns such as `claude-*`. Answers, keys and metrics have its own name.",
+        "patterns such as `claude-*`. Answers, keys and metrics have the served name.",
     )
     app_name: str = Field(
         "manta",
@@ -188,7 +188,7 @@ class MantaConfig(Section):
     route_prefix: str = Field(
         "/",
         pattern=r"^/([A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*)?$",
-        description="What every path of the HTTP API begins with.",
+        description="Prefix of every path of the HTTP API.",
     )
     engine: EngineOptions = Field(
         default_factory=dict,
@@ -198,7 +198,8 @@ class MantaConfig(Section):
         1,
         ge=0,
         le=4096,
-        description="Engine replicas, where there is one pool: gpu if there is a GPU, else cpu.",
+        description="Engine replicas without `pools`, in one pool: gpu if there is a GPU, else "
+        "cpu.",
     )
     pools: Pools = Field(
         default_factory=dict, description="Engine replicas by kind, instead of `replicas`."

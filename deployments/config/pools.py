@@ -41,15 +41,16 @@ class PoolConfig(Section):
 
     role: Literal["engine", "encoder", "prefill", "decode"] = Field(
         "engine",
-        description="encoder: actors with the tower alone, in a pool of any other name, on the CPU "
-        "unless num_gpus is set (docs/images.md). prefill, decode: engines for prompts, and for "
-        "answers, in pools of any name (docs/kv-tiers.md).",
+        description="encoder: actors with the vision tower alone, in a pool of any other name "
+        "than gpu and cpu, on the CPU unless num_gpus is set (docs/images.md). "
+        "prefill, decode: engines for prompts, and for answers, in pools of any name "
+        "(docs/kv-tiers.md).",
     )
     encode_seconds: float = Field(
         _ENCODE_SECONDS,
         gt=0,
         le=600,
-        description="Of an encoder pool: longest wait of a replica for an image.",
+        description="Longest wait of a replica, in seconds, for an image from this encoder pool.",
     )
     replicas: int = Field(
         1,
@@ -68,22 +69,22 @@ class PoolConfig(Section):
         ge=0,
         le=4096,
         description="Replicas at first, and at least, where max_replicas is set. 0: the pool may "
-        "become empty; the next request then waits for a start, or is told when to come back "
-        "(docs/several-models.md).",
+        "become empty; the next request then waits for a start, or gets 503 with "
+        "Retry-After (docs/several-models.md).",
     )
     price: float | None = Field(
         None,
         gt=0,
         le=10_000,
-        description="Price of a replica's hour, in any unit. It decides which pool carries the "
-        "work and which the overflow. Default: 1 for gpu, 0.1 for cpu.",
+        description="Price of a replica's hour, in any unit. The prices decide which pool carries "
+        "the work and which the overflow. Default: 1 for gpu, 0.1 for cpu.",
     )
     start_seconds: float = Field(
         60.0,
         gt=0,
         le=3600,
-        description="Seconds from the decision to a replica's first answer, until that time was "
-        "measured.",
+        description="Assumed seconds from the decision for a replica to its first answer, until "
+        "that time is measured.",
     )
     start_first: bool = Field(
         False,

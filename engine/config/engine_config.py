@@ -44,7 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: a local folder with config.json and safetensors; the caller makes such a folder of a
         .gguf file or a hub name.
     revision: of that hub name; the engine itself does not read it.
-    device: "auto" takes CUDA where there is one.
+    device: "auto" takes a CUDA GPU if there is one.
     dtype: the type of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on
         the CPU. GPUs below compute capability 8.0, such as a T4, have no bfloat16.
     quantization: "none" takes weights as the checkpoint has them, quantised ones included
@@ -52,11 +52,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "gguf" keeps the file's blocks: a third of the memory. "auto" is "gguf" for such a file
         where all replicas run on the CPU, dtype is "auto", deterministic is off and tensor_parallel
         is 1, else "none". The other values quantise 16-bit weights at load: the table below.
-    quantization_layers: formats of some matrices, where they differ: pattern of names -> format,
-        as in {"*.down_proj": int8, lm_head: none}; the first match holds.
+    quantization_layers: formats of single matrices: pattern of names -> format, as in
+        {"*.down_proj": int8, lm_head: none}; the first match holds.
     kv_dtype: the type of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3, compute
-        capability 8.9) and "int4" quantise them: about 1.9 times, or 3.6 times, the tokens in the
-        same memory. int4 loses the most accuracy, int8 the least. On the CPU attention is then
+        capability 8.9) and "int4" quantise them: about 1.9 times the tokens in the same memory,
+        int4 3.6 times. int4 loses the most accuracy, int8 the least. On the CPU attention is then
         several times slower: docs/quantization.md.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
@@ -65,7 +65,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rope_scaling: stretches rotary positions beyond those of the model, as config.json's
         rope_parameters do: {rope_type: yarn, factor: 4.0}; "yarn", "linear" and "llama3".
     max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA, 512 on the CPU, and 2048
-        there of encoders.
+        for encoders on the CPU.
     max_num_seqs: requests running at once, i.e. slots of the device; 0 = 1024 on CUDA, 64 on the
         CPU; 128 and 32 for hybrid models.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
@@ -75,83 +75,86 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
         the smaller of 2 GiB and a quarter of the free memory.
     num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
-    kv_memory: "growing" maps KV memory when requests need it, and gives it to other engines of the
-        device down to kv_cache_bytes, 0 = a request of max_model_len. docs/several-models.md.
-    kv_shared_bytes: bytes of all growing engines of a device together; 0 = as a fixed engine alone.
+    kv_memory: "growing" maps KV memory when requests need it, and gives unused memory to other
+        engines of the device. It keeps kv_cache_bytes; 0 = memory for a request of max_model_len.
+        docs/several-models.md.
+    kv_shared_bytes: most KV bytes of all growing engines of a device together; 0 = as for one fixed
+        engine alone.
     prefix_caching: reuse KV blocks of equal prefixes. A hybrid model finds a prefix up to a
         snapshot of its states.
     host_kv_bytes: host memory for KV blocks that leave the device's prefix cache, and come back on
         a hit; below 1 it is a share of the free memory, and 0 = none. docs/kv-tiers.md.
-    host_kv_store: blocks copied to host memory: "reused" ones at their second use, or
-        "all".
-    disk_kv_bytes: bytes of files for KV blocks below the host tier, of all engines of the folder
-        together; 0 = none. docs/kv-tiers.md.
-    disk_kv_folder: the files' folder, an absolute path; below /dev/shm it is memory, which all
-        replicas of the machine share. Files have what users wrote.
+    host_kv_store: which blocks are copied to host memory: "reused", at their second use, or "all".
+    disk_kv_bytes: most bytes of files with KV blocks, the tier below host memory, of all engines
+        that use the folder together; 0 = none. docs/kv-tiers.md.
+    disk_kv_folder: the folder of these files, an absolute path; below /dev/shm it is memory, which
+        all replicas of the machine share. The files contain what users wrote.
     disk_kv_clear: delete these files when an engine starts or stops, unless others use the folder.
-    disk_kv_key_file: a file with a key of 32 bytes that encrypts them (AES-256-GCM); "" = none.
-    kv_moves: whether KV blocks go to other replicas and come from them, with 256 MiB of host
-        memory (64 on the CPU). docs/kv-tiers.md.
+    disk_kv_key_file: a file with a key of 32 bytes that encrypts the files (AES-256-GCM); "" =
+        none.
+    kv_moves: whether replicas send each other KV blocks, through 256 MiB of host memory (64 on the
+        CPU). docs/kv-tiers.md.
     snapshot_bytes: bytes for snapshots of recurrent states, beside those in slots that no request
-        has; 0 = a quarter of what KV gets otherwise.
-    images: "auto" takes images where the model sees them; "off" serves its text model alone.
-    image_cache_tokens: embeddings of images kept on the device, and so the most of one image. 0 =
-        16384 on CUDA, 4096 on the CPU.
+        has; 0 = a quarter of the memory that KV gets otherwise.
+    images: "auto" takes images if the model sees them; "off" serves its text model alone.
+    image_cache_tokens: image embeddings kept on the device, which also bounds the size of one
+        image. 0 = 16384 on CUDA, 4096 on the CPU.
     async_scheduling: launch step n+1 before the tokens of n are known to the host; None = on CUDA.
-    target_tpot_ms: the TPOT target: milliseconds between a request's tokens, missed in one step of
-        a hundred. Bounds running requests and prompt tokens beside them by measured steps; 0 = no
-        bound.
-    cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
+    target_tpot_ms: the TPOT target: milliseconds between a request's tokens, which one step in a
+        hundred may exceed. It bounds running requests and the prompt tokens beside them, by
+        measured step times; 0 = no bound.
+    cuda_graphs: capture whole steps as CUDA graphs (decodes, and mixed steps up to 2,048 tokens).
     graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples
         of 8 up to 256, then of 32.
     admission: which waiting requests may start: "optimistic" when their prompts fit, preempting if
-        memory runs out; the others never preempt. When: docs/strategies.md.
+        memory runs out; the others never preempt. When to use which: docs/strategies.md.
     batching: "mixed" puts requests of all adapters into one step; "split" serves one adapter at a
-        time. When: docs/strategies.md.
+        time. When to use which: docs/strategies.md.
     max_loras: adapters on the device at once; 0 = adapters are refused and cost nothing.
     max_lora_rank: the largest rank of one adapter, which each slot has room for.
     max_virtual_tokens: the most virtual tokens of one adapter (prompt tuning, p-tuning, prefix
         tuning); 0 = such adapters are refused and cost nothing.
     lora_host_bytes: host memory for adapters, those on the device included; 0 = the smaller of
         4 GiB and a quarter of the free memory.
-    lora_disk_bytes: bytes of the disk, for adapters that came from object stores; 0 = the smaller
-        of 16 GiB and a quarter of what is free.
+    lora_disk_bytes: bytes of disk for adapters that came from object stores; 0 = the smaller of 16
+        GiB and a quarter of the free space.
     lora_disk_folder: the folder of these adapters, an absolute path, shared by all engines of a
         user; "" = the machine's temporary folder.
     deterministic: a request's text and log-probabilities are the same bit by bit whatever else
         runs, and after a preemption; slower: docs/deterministic.md.
     logprobs_mode: log-probabilities of requests that name no mode: docs/rl.md#log-probabilities.
-    num_threads: CPU threads of the step, of each rank; 0 = the process's share of cores, divided
-        among the ranks, 2 on CUDA.
-    numa: "bind" gives each rank a node of the machine, or a share of one: its cores and its memory.
-        Needs device: cpu. "none" leaves both to the system. docs/parallel.md.
+    num_threads: CPU threads of each rank's step; 0 = the process's share of cores, divided among
+        the ranks, 2 on CUDA.
+    numa: "bind" gives each rank a NUMA node of the machine, or a share of one: its cores and its
+        memory. Needs device: cpu. "none" leaves both to the system. docs/parallel.md.
     tensor_parallel: ranks that divide heads, columns of matrices and the vocabulary: so many GPUs
         of one machine, or processes on its CPU. It has to divide the width of the MLPs, and the
-        attention heads if it is above the key heads. docs/parallel.md.
+        number of attention heads if it exceeds that of key heads. docs/parallel.md.
     expert_parallel: with tensor_parallel, each rank has some experts of a mixture whole, instead of
-        a part of each. None = where parts would be thin or cannot be divided. docs/parallel.md.
-    attention_data_parallel: with tensor_parallel, data-parallel attention: each rank has attention
-        whole, and keys and values of its own requests alone. num_blocks is then of each rank.
+        a part of each. None = only where parts would be thin or cannot be divided.
         docs/parallel.md.
+    attention_data_parallel: with tensor_parallel, data-parallel attention: each rank has attention
+        whole, and keys and values of its own requests alone. num_blocks then counts blocks of each
+        rank. docs/parallel.md.
     pipeline_parallel: stages that divide the layers, with their weights and KV: so many GPUs of one
         machine, or processes on its CPU, times tensor_parallel. docs/parallel.md.
     pipeline_nodes: nodes of a Ray cluster that the stages of pipeline_parallel are on, equally many
         on each. docs/parallel.md.
-    sleep_in_host_memory: the engine can sleep, with its weights in host memory and nothing of
-        weights and caches on the device. docs/several-models.md, docs/rl.md.
-    seed: decides the seeds of requests that give none, by their prompts: the same request then has
-        the same text from any router and replica. None = each draws one. Also of random weights,
-        where None is 0.
+    sleep_in_host_memory: the engine can sleep: its weights are then in host memory, and the device
+        holds neither weights nor caches. docs/several-models.md, docs/rl.md.
+    seed: gives each request without a seed one made of this seed and its prompt: the same request
+        then has the same text from any router and replica. None = each request draws a seed. It is
+        also the seed of random weights, where None is 0.
     gpu_capability: run what a GPU of this older compute capability would (7.5, 8.0, 8.6, 8.9, 9.0),
         without later features and within its shared memory. For tests and comparisons. None = the
         GPU's own.
     generation_config: "auto" takes what a request leaves out of temperature, top_p, top_k, min_p
         and repetition_penalty from the model's generation_config.json; "none" takes OpenAI's
-        defaults. A mapping such as {temperature: 0.6} goes before the file's values.
+        defaults. A mapping such as {temperature: 0.6} overrides the file's values.
     speculation: drafts of next tokens, which a step verifies together: fewer steps, the same text.
-        "auto" drafts what followed the same tokens before, where measured steps gain by it; "off"
-        never drafts. A mapping names a method: {method: lookup, tokens: 7}, {method: mtp}, {method:
-        eagle3, model: FOLDER}, or draft_model likewise. docs/speculation.md.
+        "auto" drafts what followed the same tokens before, where measured step times gain by it;
+        "off" never drafts. A mapping names a method: {method: lookup, tokens: 7}, {method: mtp},
+        {method: eagle3, model: FOLDER}, or draft_model likewise. docs/speculation.md.
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 
