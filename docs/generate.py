@@ -54,10 +54,9 @@ PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
 HEAD = """# Configuration
 
-One YAML file describes one served model, or [several](several-models.md). `manta serve manta.yaml`
-runs it, and `manta plan manta.yaml` says what it takes. A misspelt key, a wrong value or a missing
-model folder ends either command with exit code 2, before Ray or a model is touched. The error names
-the file, the line and the nearest right name.
+One YAML file describes one served model, or [several](several-models.md). A misspelt key, a wrong
+value or a missing model folder ends `manta serve` and `manta plan` with exit code 2, before Ray or
+a model is touched. The error names the file, the line and the nearest right name.
 
 ```yaml
 model: default            # a folder, a .gguf file, a hub name, or a small model out of a package
@@ -206,8 +205,8 @@ from GGUF files. [adding-a-model.md](adding-a-model.md) says how to add an archi
 
 - **GGUF files** are computed as llama.cpp does, which ignores the sliding windows of Mistral 7B
   0.1, Qwen 2 and StarCoder 2. Their tokenizers are SentencePiece's BPE, and byte-level BPE with the
-  splits in `deployments/checkpoints/gguf_tokenizer.py`. On the CPU matrices stay in the file's
-  blocks; on a GPU they stay so with `quantization: gguf` ([quantization.md](quantization.md)).
+  splits in `deployments/checkpoints/gguf_tokenizer.py`.
+  [`engine.quantization`](configuration.md#engine) says where their matrices stay quantised.
 - **`longrope`** (Phi 3 and 4 with long contexts) has two sets of factors, and all texts use the
   same one: the long set if `max_model_len` exceeds `original_max_position_embeddings`, else the
   short set. transformers takes the short set for each text up to that length.

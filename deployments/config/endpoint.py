@@ -145,8 +145,7 @@ class HttpConfig(Section):
         ge=0,
         le=600,
         description="Seconds without a token after which a stream sends its HTTP head, and then a "
-        "comment line each time, for proxies. A later failure has no status of its "
-        "own: docs/http.md. 0: never.",
+        "comment line each time, for proxies (docs/http.md). 0: never.",
     )
     store_bytes: int = Field(
         0,
@@ -490,6 +489,6 @@ class LimitsConfig(Section):
         30.0,
         ge=1,
         le=3600,
-        description="Seconds of one step after which its engine is replaced. An engine that "
-        "computes nothing is noticed after 8 s, one that sends no pulse after 3 s.",
+        description="Seconds of one step after which its engine is replaced. Engines that hang "
+        "are noticed earlier: docs/reliability.md.",
     )

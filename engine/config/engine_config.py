@@ -55,9 +55,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization_layers: formats of single matrices: pattern of names -> format, as in
         {"*.down_proj": int8, lm_head: none}; the first match holds.
     kv_dtype: the type of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3, compute
-        capability 8.9) and "int4" quantise them: about 1.9 times the tokens in the same memory,
-        int4 3.6 times. int4 loses the most accuracy, int8 the least. On the CPU attention is then
-        several times slower: docs/quantization.md.
+        capability 8.9) and "int4" quantise them, for more tokens in the same memory. int4 loses the
+        most accuracy, int8 the least. On the CPU attention is then much slower:
+        docs/quantization.md.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = as many as the model's
@@ -153,8 +153,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         defaults. A mapping such as {temperature: 0.6} overrides the file's values.
     speculation: drafts of next tokens, which a step verifies together: fewer steps, the same text.
         "auto" drafts what followed the same tokens before, where measured step times gain by it;
-        "off" never drafts. A mapping names a method: {method: lookup, tokens: 7}, {method: mtp},
-        {method: eagle3, model: FOLDER}, or draft_model likewise. docs/speculation.md.
+        "off" never drafts. A mapping names a method, such as {method: eagle3, model: FOLDER}:
+        docs/speculation.md.
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 
