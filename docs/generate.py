@@ -100,8 +100,9 @@ def render() -> str:
         "under `pools.<kind>.engine`.\n",
         _engine_table(),
         "## Formats of `engine.quantization`\n",
-        "These values quantise 16-bit weights while they are loaded. `manta convert` writes some "
-        "of them as checkpoints ([convert.md](convert.md#fewer-bits)).\n",
+        "These values quantise 16-bit weights while they are loaded; [quantization](quantization.md"
+        "#on-a-gpu) has their activations. `manta convert` writes some of these formats as "
+        "checkpoints ([convert.md](convert.md#fewer-bits)).\n",
         _formats_table(),
     ]
     return "\n".join(parts)

@@ -107,9 +107,8 @@ class HttpConfig(Section):
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")  # Serve's default
     proxy: Literal["auto", "haproxy", "serve"] = Field(
         "auto",
-        description="The proxy before the routers. haproxy costs about 12 us of CPU a streamed "
-        "chunk, serve (Ray Serve's own) about 300. auto: haproxy where its binary is "
-        "installed.",
+        description="The proxy before the routers. haproxy takes far less CPU time than serve, "
+        "Ray Serve's own. auto: haproxy where its binary is installed.",
     )
     max_stream_seconds: int = Field(
         3600,  # longer than any answer
@@ -334,8 +333,8 @@ class BatchConfig(Section):
         None,
         min_length=1,
         max_length=4096,
-        description="Folder of files and batches, which all routers see, on a file system with "
-        "locks. Default none: the routes are off.",
+        description="Folder of files and batches, which all routers see: docs/http.md. Default "
+        "none: no such routes.",
     )
     in_flight: int = Field(
         32,  # fills what others leave of a few replicas

@@ -128,11 +128,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     numa: "bind" gives each rank a NUMA node of the machine, or a share of one: its cores and its
         memory. Needs device: cpu. "none" leaves both to the system. docs/parallel.md.
     tensor_parallel: ranks that divide heads, columns of matrices and the vocabulary: so many GPUs
-        of one machine, or processes on its CPU. It has to divide the width of the MLPs, and the
-        number of attention heads if it exceeds that of key heads. docs/parallel.md.
+        of one machine, or processes on its CPU. docs/parallel.md.
     expert_parallel: with tensor_parallel, each rank has some experts of a mixture whole, instead of
-        a part of each. None = only where parts would be thin or cannot be divided.
-        docs/parallel.md.
+        a part of each. None = where that is better: docs/parallel.md.
     attention_data_parallel: with tensor_parallel, data-parallel attention: each rank has attention
         whole, and keys and values of its own requests alone. num_blocks then counts blocks of each
         rank. docs/parallel.md.

@@ -80,8 +80,7 @@ QUANT_FORMATS: dict[str, QuantFormat] = {
             devices=("cuda",),
             checkpoint="compressed-tensors",
             describe="weights in 8-bit floats (e4m3) with a scale an output. On Hopper activations "
-            "too, with a scale a token, in steps of 32 tokens and more; experts of mixtures in "
-            "steps of any size. Other GPUs take activations as they come",
+            "are rounded to 8 bits too",
         ),
         QuantFormat(
             "w8a8",
@@ -93,9 +92,8 @@ QUANT_FORMATS: dict[str, QuantFormat] = {
             needs="multiplies 8-bit integers",
             instead="int8, which quantises weights alone",
             checkpoint="compressed-tensors",
-            describe="`int8` with activations in 8 bits: on CUDA with a scale a token in steps of "
-            "32 tokens and more, which needs compute capability 8.0; on the CPU with a scale for "
-            "each 32 numbers",
+            describe="`int8` with activations rounded to 8 bits; on CUDA from compute capability "
+            "8.0 on",
         ),
         QuantFormat(
             "int4",
