@@ -54,9 +54,9 @@ PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
 HEAD = """# Configuration
 
-One YAML file describes one served model, or [several](several-models.md). A misspelt key, a wrong
-value or a missing model folder ends `manta serve` and `manta plan` with exit code 2, before Ray or
-a model is touched. The error names the file, the line and the nearest right name.
+One YAML file describes one served model, or [several](several-models.md). `manta serve` and `manta
+plan` refuse a misspelt key, a wrong value or a missing model folder before Ray or a model is
+touched, with exit code 2. The error names the file, the line and the nearest right name.
 
 ```yaml
 model: default            # a folder, a .gguf file, a hub name, or a small model out of a package

@@ -1,4 +1,4 @@
-"""A file of requests, answered when there is room: `python examples/batch.py [URL]`.
+"""A file of requests that the server answers when it has room: `python examples/batch.py [URL]`.
 
 The server's configuration needs `batch: {folder: /some/folder}`. Needs `pip install openai`."""
 

@@ -1,5 +1,6 @@
-"""A dataset's prompts answered by the served model, behind all other requests:
-`python examples/ray_data.py`, with the two variables that `manta serve` prints and `ray[data]`."""
+"""A dataset whose prompts the served model answers, after all other requests:
+`python examples/ray_data.py`. Needs the two environment variables that `manta serve` prints, and
+`pip install 'ray[data]'`."""
 
 import ray
 from ray.data.llm import ServeDeploymentProcessorConfig, build_processor

@@ -1,5 +1,5 @@
-"""The served model from another job of the same Ray cluster: `python examples/ray_job.py`, with the
-two variables that `manta serve` prints. Manta has to be installed where the job runs."""
+"""A job of the same Ray cluster that asks the served model: `python examples/ray_job.py`. Needs the
+two environment variables that `manta serve` prints, and Manta where the job runs."""
 
 import ray
 

@@ -1,6 +1,6 @@
 """A tiny GRPO loop on a CPU: `python examples/rollout.py [STEPS]`, with a random model of 0.1 MB.
 
-The engine writes the rollouts, the trainer changes the weights, and the engine takes them in place.
+The engine writes the rollouts, the trainer changes the weights, and the engine loads them in place.
 The reward is the share of even token ids, so it begins near 0.5 and rises.
 
 A scorer computes the trainer's log-probabilities by the engine's own kernels. In deterministic mode

@@ -1,12 +1,13 @@
-"""A GRPO loop whose rollouts come from a served fleet, on CPUs: `python examples/rollout_fleet.py
-[STEPS] [FOLDER]`, with the two variables that `manta serve` prints and `transformers`.
+"""A GRPO loop whose rollouts come from served replicas, on CPUs: `python examples/rollout_fleet.py
+[STEPS] [FOLDER]`. Needs `transformers` and the two environment variables that `manta serve` prints.
 
-FOLDER is the served model's; by default the default model's, which has to be served with
-`engine.quantization: none`, as trainers have no blocks of a .gguf file. The reward is
+FOLDER is the served model's folder, by default that of the default model. Serve that one with
+`engine.quantization: none`, as a trainer has no blocks of a .gguf file. The reward is
 the share of even token ids, so it begins near 0.5 and rises.
 
-After each step the weights go to a folder that all replicas read. Seeds are those of step and
-prompt, so with `engine.deterministic: true` two runs write the same rollouts, whatever dies."""
+After each step the trainer writes the weights to a folder that all replicas read. A request's seed
+follows from step and prompt. So with `engine.deterministic: true` two runs write the same rollouts,
+whichever replicas die."""
 
 import shutil
 import sys
