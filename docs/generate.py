@@ -179,7 +179,9 @@ def _formats_table() -> str:
     for quant in QUANT_FORMATS.values():
         devices = " and ".join(DEVICES[device] for device in quant.devices)
         size = quant.name.rpartition("-")[2]
-        meaning = quant.describe.replace(f"for {size} inputs", "for so many inputs")
+        meaning = quant.describe.replace(
+            f"for {size} inputs", "for as many inputs as the name says"
+        )
         columns = f"{devices} | {quant.checkpoint or '-'} | {meaning}"
         names.setdefault(columns, []).append(f"`{quant.name}`")
     lines = ["| `quantization` | devices | `convert` | what it is |", "| --- | --- | --- | --- |"]

@@ -127,15 +127,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         the ranks, 2 on CUDA.
     numa: "bind" gives each rank a NUMA node of the machine, or a share of one: its cores and its
         memory. Needs device: cpu. "none" leaves both to the system. docs/parallel.md.
-    tensor_parallel: ranks that divide heads, columns of matrices and the vocabulary: so many GPUs
-        of one machine, or processes on its CPU. docs/parallel.md.
+    tensor_parallel: ranks that divide heads, columns of matrices and the vocabulary. Each is a GPU
+        of one machine, or a process on its CPU: docs/parallel.md.
     expert_parallel: with tensor_parallel, each rank has some experts of a mixture whole, instead of
         a part of each. None = where that is better: docs/parallel.md.
     attention_data_parallel: with tensor_parallel, data-parallel attention: each rank has attention
         whole, and keys and values of its own requests alone. num_blocks then counts blocks of each
         rank. docs/parallel.md.
-    pipeline_parallel: stages that divide the layers, with their weights and KV: so many GPUs of one
-        machine, or processes on its CPU, times tensor_parallel. docs/parallel.md.
+    pipeline_parallel: stages that divide the layers, with their weights and KV. Each has
+        tensor_parallel GPUs of one machine, or processes on its CPU: docs/parallel.md.
     pipeline_nodes: nodes of a Ray cluster that the stages of pipeline_parallel are on, equally many
         on each. docs/parallel.md.
     sleep_in_host_memory: the engine can sleep: its weights are then in host memory, and the device
