@@ -21,7 +21,7 @@ from deployments.observe.otlp import (
     new_context,
     read_context,
 )
-from deployments.routing.decision import RoutingDecision
+from deployments.routing.decision import Reason, RoutingDecision
 from engine.messages import Delta
 
 # Number of traces of ended requests that a router keeps; the oldest are dropped first.
@@ -30,13 +30,14 @@ _EVENTS = 32  # number of last decisions, and of last moves, that a trace keeps
 
 logger = logging.getLogger("manta.router")
 
-_WHY = {
+_WHY: dict[Reason, str] = {
     "load": "the least expected wait",
     "prefix": "it has the beginning of the prompt in its cache",
     "adapter": "it has the adapter",
     "owner": "it shall be the one that has this prefix or adapter",
     "session": "its session is there",
     "spill": "the one that has the prefix or adapter is too busy",
+    "move": "it takes the beginning of the prompt from the one that has it, which is too busy",
     "only": "no other replica could take it",
 }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,9 @@ class RoutingRequest:
     batch_work: bool = False
 
 
+Reason = Literal["load", "prefix", "adapter", "owner", "spill", "move", "session", "only"]
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
     """The choice of a replica for a request.
@@ -43,7 +47,7 @@ class RoutingDecision:
     """
 
     replica: str
-    reason: str
+    reason: Reason
     seconds: float
     cached: int = 0
     loads_adapter: bool = False

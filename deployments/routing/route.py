@@ -33,7 +33,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.routing.decision import RoutingDecision, RoutingRequest
+from deployments.routing.decision import Reason, RoutingDecision, RoutingRequest
 from deployments.routing.fleet import (
     DECODE,
     FIXED,
@@ -135,7 +135,8 @@ def route(
     steps = _ADAPTER_TIE if request.adapter else _TIE[1]
     bound = lowest + _TIE[0] * abs(lowest) + steps * fleet.step[best]
     equal = (cost <= bound).nonzero()[0]
-    column, reason = -1, "session"
+    column = -1
+    reason: Reason = "session"
     if request.session:
         column = _pinned(request, fleet, cost, cached, now)
     if column < 0:
@@ -231,7 +232,7 @@ def _choose(
     cached: NDArray[np.float64] | None,
     low: NDArray[np.float64] | None,
     has: NDArray[np.bool_] | None,
-) -> tuple[int, str]:
+) -> tuple[int, Reason]:
     """Return one of the columns whose costs count as equal, and `RoutingDecision.reason`.
 
     cost, cached, low, has: by column the cost, cached prompt tokens, those to be loaded from host

@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -14,7 +14,7 @@ from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
 from deployments.router.request_trace import RequestTrace, RequestTraces
-from deployments.routing.decision import RoutingDecision
+from deployments.routing.decision import Reason, RoutingDecision
 from engine.messages import Delta
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.asgi import COMPLETION, Client, Reply
@@ -67,6 +67,15 @@ def test_a_request_is_told_step_by_step() -> None:
     assert body["route"][0]["expected_ms"] == 250.0 and body["route"][0]["why"]
     assert body["moves"] == [{"at_ms": 2000.0, "from": "gpu/1", "why": "lost: gone"}]
     json.dumps(body)
+
+
+def test_each_reason_of_a_decision_has_a_text() -> None:
+    """Bug: a request that pulls its prefix cannot be looked at, for want of a text."""
+    for reason in get_args(Reason):
+        request_trace = trace()
+        request_trace.sent(RoutingDecision("gpu/1", reason, 0.25), 101.0, 0)
+        (decision,) = request_trace.to_json("router-1", 102.0)["route"]
+        assert decision["reason"] == reason and len(decision["why"]) > 10
 
 
 def test_memory_is_bounded() -> None:
