@@ -102,7 +102,10 @@ def _pytest(extra: Sequence[str]) -> list[str]:
 
 
 def marked_parts(tests: Mapping[str, set[str]], extra: Sequence[str] = ()) -> list[CheckPart]:
-    """Return the parts of the collected tests, in the order in which they run."""
+    """Return the collected tests divided into parts, in the order in which the parts start.
+
+    tests: node id -> marks. extra: more arguments for pytest.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     for test, marks in tests.items():
         file, _, function = test.partition("::")

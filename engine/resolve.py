@@ -1,4 +1,5 @@
-"""Resolves a configuration: decides every "auto" and 0 once, before anything is loaded."""
+"""Resolves a configuration before anything is loaded: device, dtype, limits of a step, threads,
+speculation. Byte counts of 0 are decided later, by `engine.runner.memory`."""
 
 import logging
 import os

@@ -125,9 +125,14 @@ class _Weights:
 
 
 def _serve(pipe: Connection, folder: str, dtype: str, device: str, shared: bool) -> None:
-    """Execute the orders that are received from the pipe: (name, argument), one answer for each.
+    """Make a trainer's tensors, and carry out orders (name, argument) from the pipe until "end".
 
-    shared: whether tensors are in shared memory.
+    "make" writes the weights of a version; "share" returns the handles of the tensors; "join" opens
+    a sender to a port; "announce" and "send" use the newest sender. Each order but "end" is
+    answered by (error or "", result). ("", None) is sent first, once the tensors exist.
+
+    folder: a folder with config.json. dtype: name of torch's dtype.
+    shared: whether the tensors are in shared memory.
     """
     torch.set_num_threads(1)
     weights = _Weights(Path(folder), getattr(torch, dtype), device, shared)

@@ -160,7 +160,7 @@ async def load(
     await asyncio.gather(*tasks)
 
 
-# -- over real sockets
+# -- cases over real sockets, in several processes
 
 
 def _memory_mb() -> float:

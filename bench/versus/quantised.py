@@ -133,7 +133,10 @@ def with_format(model: Path, name: str, folder: Path) -> Path:
 
 
 def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
-    """Return (PLAIN or a format, side, engine options) in the order of a run. own: no vLLM."""
+    """Return what one run measures, in order: (PLAIN or a format, side, engine options) each.
+
+    own: whether vLLM is left out.
+    """
     sides: list[tuple[str, str, list[str]]] = [(PLAIN, "manta", [])]
     for name in formats:
         for side, change in (("manta", FORMATS[name].manta), ("vllm", FORMATS[name].vllm)):

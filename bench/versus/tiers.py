@@ -250,7 +250,13 @@ def run_side(side: str, args: argparse.Namespace) -> None:
 
 
 def rows_of(label: str, lines: Sequence[Line], ours: str) -> list[Line]:
-    """Compute a row of each workload for each other side, and of `copies` alone."""
+    """Return the result table's lines: for each workload, `ours` against each other side.
+
+    A workload that no other side has run gets a line without a ratio.
+
+    label: beginning of each case's name. lines: the sides' JSON lines. ours: the side that is
+    compared.
+    """
     results = {(x["side"], x["workload"]): float(x["result"]) for x in lines if "workload" in x}
     rows: list[Line] = []
     for name, unit in UNITS.items():

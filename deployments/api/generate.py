@@ -55,7 +55,11 @@ class DialectRequest(ABC):
         """
 
     async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:
-        """Check the conditions for a request that only this dialect has. Raises ApiError."""
+        """Check a request against conditions that other dialects do not have; here there are
+        none.
+
+        Raises ApiError.
+        """
         return
 
     async def settle(self, context: ApiContext, exchange: HttpExchange) -> None:

@@ -130,7 +130,10 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
 
 
 def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
-    """Deploy the application and wait until it answers. Raises ServeError and Ray's exceptions."""
+    """Deploy the application, unless the driver is stopping, and wait until it answers.
+
+    Raises ConfigError if replicas do not fit, ServeError, and Ray's exceptions.
+    """
     from deployments.app import deploy, serve_config
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

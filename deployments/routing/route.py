@@ -47,7 +47,8 @@ from deployments.routing.prefix_index import STRIDE
 # Maximum of output tokens in the cost: users notice the beginning, and the length is unknown.
 _OUTPUT_HORIZON = 64
 _OUTPUT_WEIGHT = 0.1  # weight of a second during output against a second before the first token
-_TIE = (0.05, 0.5)  # difference of equal costs: a share of the lowest cost, plus a number of steps
+# Costs count as equal up to this difference: a share of the lowest cost plus a number of steps.
+_TIE = (0.05, 0.5)
 # The number of steps with an adapter: larger, as each copy of an adapter takes a slot of another.
 _ADAPTER_TIE = 2.0
 _VICTIM = 2.0  # maximum cost of evicting another adapter, in adapter loads

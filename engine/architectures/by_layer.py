@@ -59,8 +59,11 @@ def rotary_layers(config: Reader, layers: int) -> list[bool]:
 
 
 def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] | None:
-    """Return config.json's list of values for each layer, of these types; None if it has no such
-    list."""
+    """Return the list under `key` in config.json, cut to one value of these types for each
+    layer.
+
+    Returns None if there is none. Raises ConfigError if it is shorter than `layers`.
+    """
     values = config.listed(key, *kinds)
     if values and len(values) < layers:
         raise config.error(key, f"has {len(values)} layers, the model {layers}")

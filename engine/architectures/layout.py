@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.int64]":
-    """Return the stored rows of `heads` heads of this size, whose rotary pairs are adjacent.
+    """Return, for each of our rows of `heads` heads of this size, its index in a checkpoint
+    whose rotary pairs are adjacent.
 
     Stored pairs are (0, 1), (2, 3) and so on; ours are (0, rotary / 2), (1, rotary / 2 + 1) ...
 

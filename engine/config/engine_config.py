@@ -1,6 +1,7 @@
 """EngineConfig: all settings of one engine replica, with unit, default and reason.
 
-It is frozen; `engine.resolve.resolve` decides every "auto" and 0 once.
+It is frozen. `engine.resolve.resolve` decides the "auto", None and 0 values that do not depend on
+loaded weights or free memory; the memory plan decides byte counts of 0.
 """
 
 from typing import Literal, get_type_hints

@@ -287,7 +287,8 @@ def _fp8(read: Reader) -> Rules:
 
 
 def _fbgemm(read: Reader) -> Rules:
-    """Read Meta's own FP8 files of Llama 3.1: a scale for each output, and for each token."""
+    """Return the rules of fbgemm_fp8, as in Meta's FP8 checkpoints of Llama 3.1: weights have a
+    scale for each output, activations one for each token."""
     plain = modules(*_names(read, "modules_to_not_convert"), _HEAD)
     return (plain, None), (_ALL, Scheme("fp8", 8, 0, 1, activations=8))
 

@@ -50,7 +50,7 @@ class Score:
 class Agreement:
     """The agreement of a model with another model on one text.
 
-    kl: the mean Kullback-Leibler divergence of this model from the other one, in nats a token.
+    kl: the mean of sum(p * log(p / q)), p of the other model and q of this one, in nats a token.
     same_token: the share of positions at which both models have the same most likely token.
     """
 

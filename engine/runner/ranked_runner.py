@@ -85,7 +85,7 @@ class RankedRefill:
     """The replacement of all ranks' weights: `WeightLoader` of `engine.scheduling.orders`."""
 
     def __init__(self, refill: Refill, ranks: Ranks, copies: RankedCopies | None = None) -> None:
-        """Set up the replacement.
+        """Set up the replacement of all ranks' weights.
 
         copies: the copies between the ranks and their host memory, if they have any.
         """

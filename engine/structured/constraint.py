@@ -117,9 +117,10 @@ class Constraint:
         return self.complete
 
     def after(self, token: int) -> "Constraint | None":
-        """Return the constraint after one more token; None if it is forbidden or ends the text.
+        """Return the constraint after one more token; None if the text then ends.
 
-        The constraint itself does not change, and shares no mutable state with the returned one.
+        None also if the grammar or the token lists forbid the token, or the grammar is too complex.
+        The thinking budget and min_tokens are not checked. The constraint itself does not change.
         """
         if self.ends_with(token) or not (self._limits is None or self._limits.allows(token)):
             return None

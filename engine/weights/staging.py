@@ -40,8 +40,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 class WeightStage:
     """A folder to which tensors are added; its creator has to call `discard`.
 
-    folder: the folder that has the tensors after `close`; see `wait_until_written`.
-    held: name -> tensor on the device `hold_on`, until the files are written after `release`.
+    folder: gets the tensors by `close`, held ones after `release` (`wait_until_written` waits).
+    held: name -> tensor on `hold_on`, until it is written; empty once the device had no room.
     """
 
     def __init__(self, num_bytes: int = 0, hold_on: torch.device | None = None) -> None:

@@ -98,7 +98,7 @@ class DecodePlan:
     # splits: `_merge_kernel` merges, in a launch of its own.
     last_merges: bool
     shape: DecodeLaunch
-    queries: int = 1  # the maximum number of entries of a run that are planned as one
+    queries: int = 1  # maximum of consecutive entries of one request that share splits
 
 
 @triton.jit

@@ -48,7 +48,11 @@ class AttentionShape:
 
 
 def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
-    """Return the IR of the kernel that rotates each token's heads and caches keys and values."""
+    """Return the IR, and the declaration, of the kernel that prepares attention.
+
+    It norms (if the shape has norms) and rotates queries and keys, and writes keys and values to
+    the cache. size: the number of floats in a vector register.
+    """
     writer = IRWriter(size)
     dim, half = shape.head_dim, shape.rotary_dim // 2
     names = (_QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _Q_NORM, _K_NORM)
@@ -202,7 +206,9 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
         def over_keys(  # type: ignore[no-untyped-def]
             cache: Value, carried: list[tuple[str, Value]], each, step: int = 1, two=None
         ) -> list[Value]:
-            """Call each(number, address, *carried) for all visible keys; return the carried values.
+            """Emit a loop over all visible keys, whose body each(number, address, *carried) emits.
+
+            Returns the carried values after the loop.
 
             number: index of the key, 0 for the first visible one.
             address: address of the key in the cache.

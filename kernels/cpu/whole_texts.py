@@ -17,7 +17,8 @@ _PLAIN = Numbers()
 
 
 class WholeTexts:
-    """The plan of a step of whole texts, which all its layers share."""
+    """The plan of bidirectional attention in a step whose requests are complete texts without a
+    KV cache; the step's layers share it."""
 
     def __init__(self, meta: AttentionMeta) -> None:
         starts = torch.tensor(meta.query_start_host or meta.query_start.tolist())

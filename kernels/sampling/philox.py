@@ -94,7 +94,8 @@ def exponential(v: F32) -> F32:
 
 
 def token_exponential(words: U64) -> F32:
-    """Return the difference of each token's exponential variable from its group's smallest.
+    """Return an Exp(1) variable for each token: what its variable has above its group's smallest,
+    unless the token itself has the smallest.
 
     words: Philox words of stream 0.
     """

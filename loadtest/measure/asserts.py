@@ -67,8 +67,10 @@ def check_syntax(text: str) -> str:
 
 
 def parse(text: str) -> list[Assertion]:
-    """Parse comma-separated assertions. Raises ValueError with the wrong part and the nearest
-    metric.
+    """Parse comma-separated assertions.
+
+    Raises ValueError that names the wrong part, or an unknown metric and the nearest known one, if
+    any.
     """
     results = []
     for part in text.split(","):

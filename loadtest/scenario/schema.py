@@ -66,7 +66,12 @@ class _Model(BaseModel):
 
 
 class Target(_Model):
-    """An OpenAI-compatible server. model: None for the first that /v1/models lists."""
+    """The OpenAI-compatible server, or servers, that get the load.
+
+    url: one address, or several to which requests go in turn.
+    model: None: the first that /v1/models lists.
+    gpus: the number of GPUs behind the addresses, for figures per GPU.
+    """
 
     url: str | list[str] = "http://127.0.0.1:8000"
     model: str | None = None

@@ -13,7 +13,7 @@ from deployments.api.fields.pooled import TEXTS, PoolingBody, PoolingOptions, Po
 from deployments.api.fields.schema import NOTHING, TEXT, either, list_of, one_of
 from deployments.api.fields.tools import TOOLS
 
-# Fields about how Ollama loads a model.
+# Fields about how Ollama keeps a model loaded and shortens long prompts.
 IGNORED = frozenset({"keep_alive", "truncate", "shift"})
 
 

@@ -120,8 +120,8 @@ class StreamReplay:
         if shown.phase == OPENED:
             choice.bring(tokens)
             return tokens
-        # All of its text was shown, but not the reason of its end: its last token, or a stop
-        # string.
+        # The client has all of the choice's text, but perhaps not its finish_reason. The choice
+        # has ended if these are all of its tokens, or if a stop string ends them.
         whole = len(past.token_ids) == shown.tokens and past.finish in ("stop", "length")
         if not (whole or self._stops(index, tokens)):
             return []

@@ -124,7 +124,8 @@ def write_tokenizer(path: Path, known: Format, target: Path) -> None:
 def _as_converted(
     declared: Mapping[str, Mapping[str, Any]], tokenizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the added_tokens_decoder of tokenizer_config.json with the flags of tokenizer.json.
+    """Return the added_tokens_decoder of tokenizer_config.json, with `normalized`, `single_word`
+    and `special` from tokenizer.json where it has the token.
 
     The models' Python classes use `special` for decoding only, and ignore `normalized` and
     `single_word`, so the declared flags may be wrong.

@@ -29,7 +29,12 @@ def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
 
 
 def _exaone4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return each layer's attention; beside windowed layers, full ones have no rotary embedding."""
+    """Return each layer's attention.
+
+    If the model has windowed layers, its full layers have no rotary embedding.
+
+    plain: attention by the fields that all models have.
+    """
     window = config.size_or_none("sliding_window")
     if window is None:
         return [plain] * layers

@@ -18,10 +18,10 @@ _LEAST_UNITS, _MOST_UNITS = 128, 768  # default limits of the embeddings of a fr
 
 
 def clip_token(config: Reader) -> int | None:
-    """Return the token at whose positions clips' embeddings stand; None if there are no clips.
+    """Return the id of the placeholder token of videos; None if the model takes no videos.
 
-    Without video_token_id it is that of transformers' classes. A model whose vocabulary ends before
-    this token takes no clips.
+    If config.json has no video_token_id, it is transformers' default. A model whose vocabulary does
+    not reach that id takes no videos.
     """
     text = config.inner("text_config") if config.get("text_config") else config
     token, vocabulary = config.count("video_token_id", 151656), text.get("vocab_size")

@@ -82,9 +82,10 @@ class DeviceSlots:
         return (True, slot.wanted, asked, slot.used)
 
     def give(self, slot: Slot, adapter: Adapter) -> None:
-        """Assign a slot without rows to the adapter.
+        """Assign the adapter a device slot that no request uses; the slot's former adapter loses
+        it.
 
-        The caller uploads it and marks the slot ready.
+        The caller uploads the adapter's weights and then sets slot.ready.
         """
         assert adapter.slot is None and not slot.pins
         if slot.adapter is not None:

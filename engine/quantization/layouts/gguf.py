@@ -90,7 +90,8 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(d: Tensor, by: Tensor) -> Tensor:
-    """Multiply float16 [n, blocks] by integers [n, blocks, groups]; return float32, flattened."""
+    """Return the products of float16 [n, blocks] and integers [n, blocks, groups]: float32
+    [n, blocks * groups]."""
     return _flat(d.float().unsqueeze(-1) * by.float())
 
 

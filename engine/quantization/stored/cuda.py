@@ -45,7 +45,11 @@ class StoredCuda(Stored):
             return packed.fill_all(_decoded(piece))
 
     def _kept(self, form: Format, width: int) -> Format:
-        """Return the packed format: 16-bit scales for grouped integers and MXFP4, else float32."""
+        """Return the format in which stored weights are packed.
+
+        Scales become float16 for integers in groups (not GGUF's), bfloat16 for MXFP4, and stay as
+        they are otherwise. width: the number of inputs.
+        """
         integers = self._quantized.method != "gguf" and form.code == "int" and not form.table
         if integers and form.group < width:
             return replace(form, scale=torch.float16)

@@ -41,7 +41,7 @@ logger = logging.getLogger("manta.engine")
 
 FIRST_OF_OTHERS = 1 << 20  # the lowest number of a slot that another process owns
 _QUEUE_BYTES = 8 << 30  # bytes of stores that may wait to be copied
-_PIECE = 32  # blocks between two events
+_PIECE = 32  # blocks of a copy to the host after which a CUDA event is recorded
 _PROBED = 64  # blocks whose loads are timed at the start
 _WORTH_TIMING = 1 << 22  # bytes; copies of fewer bytes take the time of a launch
 

@@ -133,7 +133,8 @@ class StepGraphs:
         ] = {}  # runs of these graphs, in models with recurrent states
         # The key is (entries, whether the step is mixed, how tokens are chosen).
         self._choices: dict[tuple[int, bool, How], _Choice] = {}
-        # The key is (decodes, whether a row may have several): a drafter's pass over the step.
+        # (number of decodes, whether a request may have several tokens) -> a function that launches
+        # the drafter's pass over such a step.
         self._reads: dict[tuple[int, bool], Callable[[], Tensor]] = {}
         self._hidden: Tensor  # [most, hidden_size]: output of the first graph, input of the second
         self._every: Tensor  # [tokens, hidden_size]: hidden states of all tokens, for a drafter
@@ -313,7 +314,10 @@ class StepGraphs:
         return self._seconds(lambda: self._launch_layers(size, adapters=False), whole=False)
 
     def _device_seconds(self, size: Size) -> float:
-        """Return the seconds that the step's graph takes, without attention to earlier tokens."""
+        """Return the device's seconds for the graph of this size.
+
+        All inputs are padding, so attention reads no earlier tokens.
+        """
         self._all_padding(size)
         return self._seconds(self._forwards[size, False].replay)
 

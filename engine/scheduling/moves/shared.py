@@ -142,7 +142,7 @@ class Borrowed:
         self._changed = threading.Condition(self._lock)
 
     def intact(self, slot: int) -> bool:
-        """Whether the slot still has what was announced."""
+        """Whether the source has not refilled the slot since it announced it to this pull."""
         return self.slots.fill_of(slot - self.slots.first) == self.fills.get(slot)
 
     def give_back(self, slot: int) -> None:

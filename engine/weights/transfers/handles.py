@@ -118,7 +118,8 @@ def _plain(argument: Any) -> Any:
 
 
 def from_plain(arguments: list[Any]) -> tuple[Any, ...]:
-    """Return a handle, in the form of `read_handles`, from the result of `plain_handle`."""
+    """Return a handle's arguments, as `rebuild_arguments` takes them, from `plain_handle`'s
+    result."""
     return tuple(tuple(item) if isinstance(item, list) else item for item in arguments)
 
 

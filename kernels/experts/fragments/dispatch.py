@@ -44,7 +44,10 @@ def _form_fits(weight: PackedWeight) -> bool:
 
 
 def in_fragments(x: Tensor, stack: PackedExperts) -> bool:
-    """Whether the stack's codes are in fragments."""
+    """Whether the experts' codes are stored in MMA operand order (`kernels.fragments`).
+
+    x: not used; all conditions of launches take it.
+    """
     return stack.gate_up.in_fragments
 
 
