@@ -191,11 +191,13 @@ def differing(
     *,
     deterministic: bool,
     adapters: Sequence[Path] = (),
+    running: Sequence[int] = RUNNING,
     cuts: Sequence[dict[str, Any]] = CUTS,
 ) -> list[str]:
     """Return the requests whose text or log-probabilities differ from those of all 256 together.
 
     adapters: taken in turns with none.
+    running: how many of them run together in the same engine, one after the other.
     cuts: what other engines do otherwise.
     """
     generator = torch.Generator().manual_seed(2)
@@ -225,7 +227,7 @@ def differing(
     texts = [o.token_ids for o in outputs(core, EXACT, everyone)]
     scores = [o.logprobs for o in outputs(core, GREEDY, everyone)]  # kernel by kernel
     differences = []
-    for count in RUNNING:
+    for count in running:
         chosen = torch.randperm(256, generator=generator)[:count].tolist()
         if [o.token_ids for o in outputs(core, EXACT, chosen)] != [texts[i] for i in chosen]:
             differences.append(f"text of {count}")
@@ -250,7 +252,14 @@ def test_deterministic_at_1_to_256_running(folder: Path, dtype: str) -> None:
     assert differing(folder, dtype, deterministic=True) == []
 
 
-def test_deterministic_with_adapters(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("running", "cuts"),
+    [(RUNNING, CUTS[:2]), ((), [*CUTS[2:], {"max_loras": 1}])],
+    ids=["running", "cuts"],  # two, since both together take 160 s
+)
+def test_deterministic_with_adapters(
+    folder: Path, tmp_path: Path, running: Sequence[int], cuts: list[dict[str, Any]]
+) -> None:
     """A sum that is split by the number of rows of its adapter, or a row without one that is
     computed in another way because its neighbours have some."""
     pytest.importorskip("peft")
@@ -264,8 +273,8 @@ def test_deterministic_with_adapters(folder: Path, tmp_path: Path) -> None:
         save_adapter(model, tmp_path / name, seed, r=rank)
         for seed, (name, rank) in enumerate(ranks.items())
     ]
-    cuts = [{"cuda_graphs": False}, {"max_num_batched_tokens": 300}, {"max_loras": 1}]
-    assert differing(folder, "bfloat16", deterministic=True, adapters=adapters, cuts=cuts) == []
+    chosen: dict[str, Any] = {"adapters": adapters, "running": running, "cuts": cuts}
+    assert differing(folder, "bfloat16", deterministic=True, **chosen) == []
 
 
 def test_without_the_flag_numbers_differ(folder: Path) -> None:
