@@ -6,6 +6,7 @@ last one whose AArch64 wheel on PyPI needs no CUDA; the other versions are those
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -74,8 +75,6 @@ def prepare() -> None:
 
 def run(arguments: Sequence[str], processor: str) -> subprocess.CompletedProcess[str]:
     """Run the emulated Python in the repository. processor: as `qemu-aarch64 -cpu` names it."""
-    system = FOLDER / "root"
-    python = system / "usr/bin/python3.11"
     environment = {
         **os.environ,
         "PYTHONPATH": f"{FOLDER / 'site'}:{ROOT}",
@@ -84,13 +83,26 @@ def run(arguments: Sequence[str], processor: str) -> subprocess.CompletedProcess
         "OMP_NUM_THREADS": "2",
     }
     return subprocess.run(
-        ["qemu-aarch64", "-cpu", processor, "-L", system, python, *arguments],
+        [_python(processor), *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
     )
+
+
+def _python(processor: str) -> Path:
+    """Write and return a script that runs the emulated Python.
+
+    It is also Python's own `sys.executable`, so that tests can start further processes.
+    """
+    system, script = FOLDER / "root", FOLDER / f"python-{processor}"
+    command = ["qemu-aarch64", "-cpu", processor, "-L", system, "-0", script]
+    words = shlex.join(map(str, [*command, system / "usr/bin/python3.11"]))
+    script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    script.chmod(0o755)
+    return script
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
