@@ -27,12 +27,14 @@ class KVSource(msgspec.Struct, array_like=True, frozen=True):
 
     secret: the source's secret, in hex.
     shared: whether blocks may come by shared memory, if both replicas are on one machine.
+    device: whether that may be the memory of the source's GPU, which the puller's GPU reads.
     """
 
     host: str
     port: int
     secret: str
     shared: bool = True
+    device: bool = True
 
 
 BATCH_PRIORITY = 16  # the priority of batch work: the lowest that a router's queue distinguishes
@@ -382,6 +384,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     # Of batch work: requests, running and waiting, and their prompt tokens not yet computed.
     batch_requests: int = 0
     batch_waiting_tokens: int = 0
+    device_moves: int = 0  # of `shared_moves`, those from the memory of the source's GPU
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

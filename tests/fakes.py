@@ -30,7 +30,8 @@ from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.memory.kv_growth import KVGrowth
 from engine.scheduling.memory.kv_shares import Holding
-from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
+from engine.scheduling.moves.block_moves import BlockMoves
+from engine.scheduling.moves.records import MovePlan
 from engine.speculation.computed import ON_DEVICE
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

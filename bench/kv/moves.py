@@ -11,8 +11,9 @@ token
 - `warm`: at the first engine again, which has all blocks in its prefix cache;
 - `moved`: at the second engine, which pulls the blocks from the first.
 
-Blocks of every other prompt are moved by shared memory, those of the others over TCP (`--way`: by
-one of these only). `rate` is the bytes moved divided by the seconds of the moves, GB/s. Rows
+Blocks are moved from the memory of the first engine's GPU, by host memory and over TCP in turns
+(`--way`: by one of these only). `rate` is the bytes moved divided by the seconds of the moves,
+GB/s. On the CPU there is no first way. Rows
 compare medians. The run ends with an error if blocks are moved by another transport, or if more
 than one block of the prompt is missing.
 """
@@ -36,7 +37,7 @@ from engine.process.client import EngineClient
 from engine.sampling_params import SamplingParams
 
 BLOCK = 16
-WAYS = ("shm", "tcp")
+WAYS = ("gpu", "shm", "tcp")
 
 
 class Replica:
@@ -125,10 +126,14 @@ async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
             line: Line = {"prompt": number, "way": way, "tokens": args.tokens}
             line["computed"] = await first.first_token(prompt)
             line["warm"] = await first.first_token(prompt)
-            named = msgspec.structs.replace(source, shared=way == "shm")
+            named = msgspec.structs.replace(source, shared=way != "tcp", device=way == "gpu")
             line["moved"] = await second.first_token(prompt, named)
             after = await second.stats()
-            if (after.shared_moves > before.shared_moves) != named.shared:
+            by = (
+                after.shared_moves - before.shared_moves,
+                after.device_moves - before.device_moves,
+            )
+            if by != (way != "tcp", way == "gpu"):
                 raise SystemExit(f"blocks did not go by {way}: see the engine's log")
             tokens = after.moved_tokens - before.moved_tokens
             if tokens < args.tokens - 2 * BLOCK:
@@ -145,8 +150,8 @@ async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
 
 
 def rows_of(name: str, lines: list[Line]) -> list[Line]:
-    """Compute rows <name>/<way>/<case> of the medians in milliseconds (less is better), and with
-    both transports a row <name>/shm-of-tcp in GB/s (more is better)."""
+    """Compute rows <name>/<way>/<case> of the medians in milliseconds (less is better), and rows
+    <name>/<way>-of-tcp of the rates in GB/s (more is better)."""
     by_way = {way: [line for line in lines if line["way"] == way] for way in WAYS}
     rows = [
         ratio_row(
@@ -159,9 +164,9 @@ def rows_of(name: str, lines: list[Line]) -> list[Line]:
         for case in ("warm", "computed")
         if by_way[way]
     ]
-    if all(by_way.values()):
-        rates = [median(line["rate"] for line in by_way[way]) for way in WAYS]
-        rows.append(ratio_row(f"{name}/shm-of-tcp", *rates, "GB/s"))
+    rates = {way: median(line["rate"] for line in ways) for way, ways in by_way.items() if ways}
+    for way in rates.keys() - {"tcp"} if "tcp" in rates else ():
+        rows.append(ratio_row(f"{name}/{way}-of-tcp", rates[way], rates["tcp"], "GB/s"))
     return rows
 
 
@@ -173,12 +178,12 @@ def main() -> None:
     parser.add_argument("--name", default="model", help="label of the cases")
     parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
     parser.add_argument("--prompts", type=int, default=10, help="by each way")
-    parser.add_argument("--way", choices=WAYS, help="of the blocks; default: both in turns")
+    parser.add_argument("--way", choices=WAYS, help="of the blocks; default: all in turns")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args()
-    args.ways = [args.way] if args.way else WAYS
+    args.ways = [args.way] if args.way else WAYS[args.device == "cpu" :]
     args.model = str(Path(args.model).resolve())
     args.vocabulary = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     raw = RawLines(args.out, "kv-moves")

@@ -356,6 +356,12 @@ REPLICA_METRICS = (
         lambda s: s.shared_moves,
     ),
     ReplicaMetric(
+        "kv_moves_device_total",
+        "counter",
+        "Pulls of KV blocks that came from the memory of another replica's GPU.",
+        lambda s: s.device_moves,
+    ),
+    ReplicaMetric(
         "kv_sent_bytes_total",
         "counter",
         "Bytes of KV blocks that other replicas pulled.",

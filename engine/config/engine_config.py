@@ -94,7 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disk_kv_key_file: a file with a key of 32 bytes that encrypts the files (AES-256-GCM); "" =
         none.
     kv_moves: whether replicas send each other KV blocks, through 256 MiB of host memory (64 on the
-        CPU). docs/kv-tiers.md.
+        CPU) and 1/128 of a GPU's memory. docs/kv-tiers.md.
     snapshot_bytes: bytes for snapshots of recurrent states, beside those in slots that no request
         has; 0 = a quarter of the memory that KV gets otherwise.
     images: "auto" takes images if the model sees them; "off" serves its text model alone.

@@ -4,6 +4,7 @@ import logging
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,14 +14,16 @@ from engine.errors import ConfigError
 from engine.factory.rank_part import RankPart
 from engine.runner.caches.block_file import SlotMemory, read_key
 from engine.runner.caches.disk_files import DiskFiles
-from engine.runner.caches.host_copies import HostSlots, host_copies
-from engine.runner.memory import available_host_memory
+from engine.runner.caches.host_copies import CudaCopies, HostSlots, host_copies
+from engine.runner.memory import available_host_memory, device_staging_bytes
 from engine.runner.ranked_runner import RankedRunner
 from engine.scheduling.core import CoreConfig
 from engine.scheduling.memory.host_plan import HostCopies, HostPlan
 from engine.scheduling.memory.host_tier import HostTier
-from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
+from engine.scheduling.moves.block_moves import BlockMoves
+from engine.scheduling.moves.records import MovePlan
 from engine.scheduling.moves.shared import OwnSlots, Sharing
+from kernels.exported_memory import ExportedMemory, OpenedMemory
 
 logger = logging.getLogger("manta.engine")
 
@@ -109,7 +112,8 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
     block_bytes = sum(cache.storage.nbytes // cache.num_blocks for cache in caches)
     size = _STAGED_CUDA if device.type == "cuda" else _STAGED_CPU
     slots = max(_LEAST_STAGED, min(config.num_blocks, size // block_bytes))
-    own = _shared_slots(2 * slots, block_bytes)
+    staged = _device_staging(device, block_bytes, config.num_blocks)
+    own = _shared_slots(2 * slots, block_bytes, staged)
     memory = None if own is None else torch.from_numpy(np.frombuffer(own.memory, np.uint8))
     try:
         copies = host_copies(caches, 2 * slots, 0, device, after_steps=True, memory=memory)
@@ -132,15 +136,53 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
         meaning.append(name)
     digest = blake2b("\0".join(meaning).encode(), digest_size=16).digest()
     num_bytes = copies.blocks.num_bytes
-    plan = MovePlan(slots, num_bytes, digest, num_bytes * len(config.kinds) / config.block_size)
+    token_bytes = num_bytes * len(config.kinds) / config.block_size
+    device_slots = 0 if own is None else own.device_count
+    plan = MovePlan(slots, num_bytes, digest, token_bytes, device_slots)
     blocks = copies.blocks
-    sharing = None if own is None else Sharing(own, blocks.attach, blocks.detach)
+    if staged is not None:
+        blocks.add_device(staged.memory)
+        if isinstance(copies, CudaCopies):
+            copies.warm_device(2 * slots)
+
+    def attach_device(handle: bytes, count: int) -> int:
+        return blocks.attach_device(OpenedMemory(handle, device), count)
+
+    sharing = None if own is None else Sharing(own, blocks.attach, attach_device, blocks.detach)
     return BlockMoves(plan, copies, [memoryview(slot.numpy()) for slot in blocks.slots], sharing)
 
 
-def _shared_slots(count: int, slot_bytes: int) -> OwnSlots | None:
+class _DeviceStaging(NamedTuple):
+    """Device memory for `num_slots` blocks on their way to other GPUs of the machine."""
+
+    memory: ExportedMemory
+    num_slots: int
+
+
+def _device_staging(
+    device: torch.device, block_bytes: int, num_blocks: int
+) -> _DeviceStaging | None:
+    """Return the device memory from which other GPUs read blocks; None if there is none."""
+    if device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    count = max(_LEAST_STAGED, min(num_blocks, device_staging_bytes(total) // block_bytes))
     try:
-        return OwnSlots(count, slot_bytes)
+        return _DeviceStaging(ExportedMemory(count * block_bytes, device), count)
+    except RuntimeError as error:
+        logger.warning("KV blocks go to other GPUs by host memory: %s", error)
+        return None
+
+
+def _shared_slots(count: int, slot_bytes: int, staged: _DeviceStaging | None) -> OwnSlots | None:
+    """Return the slots that others of the machine may map; None if the system has no such memory.
+
+    count: number of slots of host memory.
+    """
+    try:
+        if staged is None:
+            return OwnSlots(count, slot_bytes)
+        return OwnSlots(count, slot_bytes, staged.num_slots, staged.memory.handle)
     except OSError as error:
         logger.warning("KV blocks go to other replicas over TCP alone: no shared memory: %s", error)
         return None

@@ -161,6 +161,14 @@ def image_cache_shape(resolved: Resolved, model: Model) -> tuple[int, int]:
     return resolved.image_cache_tokens, model.config.hidden_size * (1 + vision.deepstack)
 
 
+def device_staging_bytes(total: int) -> int:
+    """Return the bytes of a GPU's memory that stage KV blocks for other GPUs, by `kv_moves`.
+
+    total: bytes of the memory.
+    """
+    return total // 128
+
+
 def plan_memory(
     resolved: Resolved,
     model: Model,
@@ -218,6 +226,8 @@ def plan_memory(
         if drafter is not None:
             bytes_of_drafts = graph_bytes(seqs, resolved.model.vocab_size)
             used.append(("graphs of drafts (reserved)", bytes_of_drafts))
+    if cuda and config.kv_moves:
+        used.append(("KV blocks for other GPUs", device_staging_bytes(total)))
     used = [(name, here * size) for name, size in used]
     used.insert(0, ("weights", sum(part.num_bytes for part in parts)))
     if drafter is not None:

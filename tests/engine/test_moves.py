@@ -2,18 +2,22 @@
 
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import pytest
 
+from deployments.plan.memory import Hardware, plan
 from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.messages import Answer, KVSource
 from engine.resolve import resolve
@@ -83,8 +87,96 @@ class Cores:
             core.check_integrity()
             (pool,) = core.scheduler.memory.pools
             assert pool.num_free == pool.num_blocks
-            assert sorted(moves._free) == list(range(moves.plan.slots))
+            slots, device_slots = moves.plan.slots, moves.plan.device_slots
+            assert sorted(moves._free) == list(range(slots))
+            assert sorted(moves._free_on_device) == list(range(2 * slots, 2 * slots + device_slots))
             assert moves._puller._free.qsize() == moves.plan.slots
+
+
+class FakeDevice:
+    """Device memory of a core on the CPU, which is host memory, and the same opened by others."""
+
+    exported: ClassVar[dict[bytes, "FakeDevice"]] = {}
+
+    def __init__(self, num_bytes: int) -> None:
+        self.pages = np.zeros(num_bytes, np.uint8)
+        self.address: int = self.pages.ctypes.data
+        self.handle = secrets.token_bytes(64)
+        self.exported[self.handle] = self
+        self.opened = 0
+
+    def close(self) -> None:
+        self.opened -= 1
+
+    @classmethod
+    def open(cls, handle: bytes, device: object) -> "FakeDevice":
+        memory = cls.exported[handle]
+        memory.opened += 1
+        return memory
+
+
+@pytest.fixture
+def device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each core four slots of device memory."""
+    from engine.factory import block_copies
+
+    def staging(device: object, block_bytes: int, num_blocks: int) -> Any:
+        return block_copies._DeviceStaging(FakeDevice(4 * block_bytes), 4)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FakeDevice, "exported", {})
+    monkeypatch.setattr(block_copies, "_device_staging", staging)
+    monkeypatch.setattr(block_copies, "OpenedMemory", FakeDevice.open)
+
+
+def test_blocks_come_from_device_memory(tmp_path: Path, device_memory: None) -> None:
+    """Bugs: fewer slots of device memory than blocks stop a move; a slot's number is taken for one
+    of host memory; the text is another one; the memory stays open after the engine's end."""
+    one, other, alone = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(3))
+    assert one._moves is not None and one._moves.plan.device_slots == 4
+    cores = Cores(one, other)
+    answer = cores.run(one, PROMPT)
+    assert cores.run(other, PROMPT, source=kv_source(one)) == answer
+    assert Cores(alone).run(alone, PROMPT) == answer
+    stats = other.stats()
+    assert (stats.moved_tokens, stats.shared_moves, stats.device_moves) == (60, 1, 1)
+    # another prompt by the same memory, and one by host memory beside it
+    texts = [[at % 190 for at in range(first, first + 60)] for first in (30, 77)]
+    for text in texts:
+        cores.run(one, text)
+    source = kv_source(one)
+    host = msgspec.structs.replace(source, device=False)
+    pulls = [(texts[0], source), (texts[1], host)]
+    numbers = [cores.begin(other, [*text, 1, 2], source=where) for text, where in pulls]
+    cores.until(lambda: all(n in cores.outputs and cores.outputs[n].finish for n in numbers))
+    stats = other.stats()
+    assert (stats.moved_tokens, stats.shared_moves, stats.device_moves) == (180, 3, 2)
+    cores.settle()
+    (memory,) = [memory for memory in FakeDevice.exported.values() if memory.opened]
+    assert memory.opened == 1
+    own = other._moves
+    assert own is not None and own._sharing is not None
+    (slots,) = [slots for slots in own._puller._sources.values() if slots and slots.on_device]
+    own._sharing.detach(slots.first)
+    assert memory.opened == 0
+
+
+def test_memory_of_a_gpu_out_of_reach(
+    tmp_path: Path, device_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a GPU that cannot read the other one's memory computes the prefix, or fails."""
+    from engine.factory import block_copies
+
+    def refuse(handle: bytes, device: object) -> None:
+        raise RuntimeError("peer access is not supported")
+
+    monkeypatch.setattr(block_copies, "OpenedMemory", refuse)
+    one, other = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(2))
+    cores = Cores(one, other)
+    answer = cores.run(one, PROMPT)
+    assert cores.run(other, PROMPT, source=kv_source(one)) == answer
+    stats = other.stats()
+    assert (stats.moved_tokens, stats.shared_moves, stats.device_moves) == (60, 1, 0)
+    cores.settle()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "tcp"])
@@ -308,13 +400,15 @@ def test_a_slot_that_was_taken_back_is_not_read(
     cores.settle()
 
 
-def _other_process(folder: Path, pipe: Connection, source: KVSource | None) -> None:
+def _other_process(
+    folder: Path, pipe: Connection, source: KVSource | None, device: str = "cpu"
+) -> None:
     """Serve the blocks of a prompt from four slots, or begin to pull them from `source` and stand
     still."""
     from engine.factory import block_copies
 
     block_copies._STAGED_CPU = 1
-    core = core_of(folder, PLAIN, **MOVES)
+    core = core_of(folder, PLAIN, **MOVES, device=device)
     cores = Cores(core)
     if source is None:
         cores.run(core, PROMPT)
@@ -386,6 +480,40 @@ def test_a_process_is_killed_while_the_other_reads_its_slots(
     assert set(Path("/dev/shm").glob("manta-kv*")) <= files
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", [True, False], ids=["device memory", "host memory"])
+def test_blocks_of_another_process_on_a_gpu(device: bool, tmp_path: Path) -> None:
+    """Bugs: a handle of device memory that another process cannot open; a copy that reads before
+    the source's has ended; memory that stays open after the source was killed."""
+    core = core_of(tmp_path, PLAIN, **MOVES, device="cuda")
+    alone = core_of(tmp_path, PLAIN, **MOVES, device="cuda")
+    expected = Cores(alone).run(alone, PROMPT)
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    arguments = (tmp_path, end, None, "cuda")
+    process = context.Process(target=_other_process, args=arguments, daemon=True)
+    process.start()
+    try:
+        assert pipe.poll(120)
+        source = msgspec.convert(pipe.recv(), KVSource)
+        cores = Cores(core)
+        source = msgspec.structs.replace(source, device=device)
+        assert cores.run(core, PROMPT, source=source) == expected
+        stats = core.stats()
+        assert (stats.moved_tokens, stats.shared_moves, stats.device_moves) == (60, 1, device)
+        process.kill()
+        process.join()
+        core.reset_prefix_cache()
+        assert cores.run(core, PROMPT, source=source) == expected
+        assert core.stats().failed_moves == 1
+        assert core._moves is not None and core._moves._sharing is not None
+        areas = core._moves.copies.blocks._areas  # type: ignore[attr-defined]
+        cores.until(lambda: len(areas) == 1)
+    finally:
+        process.kill()
+        process.join()
+
+
 def test_abort_during_a_move(tmp_path: Path) -> None:
     """Bug: the end of a request that waits for blocks is lost, or its blocks are."""
     one, other = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(2))
@@ -431,6 +559,18 @@ def test_new_weights_end_moves(tmp_path: Path) -> None:
     cores.until(lambda: number in cores.outputs and cores.outputs[number].finish)
     assert other.stats().moved_tokens == 0 and other.stats().prefix_hits == 0
     cores.settle()
+
+
+def test_the_plan_counts_device_memory(tmp_path: Path) -> None:
+    """Bug: memory that stages blocks for other GPUs is planned for the KV cache."""
+    config = config_of(tmp_path, PLAIN, kv_moves=True)
+    model = ModelConfig.from_folder(tmp_path)
+    gpu, cpu = Hardware.gpu("h100"), Hardware("here", "cpu", 64 << 30)
+    rows = dict(plan(model, config, gpu).memory.rows)
+    assert rows["KV blocks for other GPUs"] == gpu.memory // 128
+    assert "KV blocks for other GPUs" not in dict(plan(model, config, cpu).memory.rows)
+    without = config_of(tmp_path, PLAIN)
+    assert "KV blocks for other GPUs" not in dict(plan(model, without, gpu).memory.rows)
 
 
 def test_refusals_name_the_key(tmp_path: Path) -> None:

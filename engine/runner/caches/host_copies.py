@@ -1,5 +1,7 @@
 """CpuCopies and CudaCopies: slots of host memory for KV blocks, and how blocks get there and back.
 
+For other replicas of the machine, slots may also be memory of a GPU (`HostSlots.add_device`).
+
 A slot has the block's rows of every cache (the model's, and a drafter's) one after the other, so a
 copy is one call for each block and cache. The bytes of a block do not depend on what its layers
 keep: latents, quantised keys and windows are all copied alike. Snapshots of recurrent states have
@@ -19,6 +21,7 @@ The scheduler stores a block when no step in flight uses it, so that the copy wa
 the CPU copies are done when the call returns.
 """
 
+import ctypes
 import itertools
 import logging
 import time
@@ -26,8 +29,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -46,6 +51,24 @@ _PROBED = 64  # blocks whose loads are timed at the start
 _WORTH_TIMING = 1 << 22  # bytes; copies of fewer bytes take the time of a launch
 
 Pairs = Sequence[tuple[int, int]]
+
+
+class DeviceMemory(Protocol):
+    """Device memory of this process, or of another one that this process has opened."""
+
+    address: int
+
+    def close(self) -> None:
+        """Free or unmap the memory."""
+        ...
+
+
+class _Area(NamedTuple):
+    """The addresses of one process's slots: `num_host` of host memory, then device memory."""
+
+    num_host: int
+    host: int  # address
+    device: int = 0
 
 
 class HostSlots:
@@ -77,13 +100,12 @@ class HostSlots:
         self.memory = memory[:size]
         self.slots = self.memory.view(count, self.num_bytes)
         self._device = device
-        self._others: dict[int, Tensor] = {}  # first slot of attached memory -> slots
-        # first slot of own or attached memory -> its address
-        self._addresses = {0: self.memory.data_ptr()}
-        # first slot of attached memory -> finalizer that unpins the memory
+        # first slot of own or attached memory -> where it is
+        self._areas = {0: _Area(count, self.memory.data_ptr())}
+        # first slot of attached memory -> finalizer that unpins or closes the memory
         self._ends: dict[int, weakref.finalize[..., HostSlots]] = {}
         self._numbers = itertools.count(FIRST_OF_OTHERS, FIRST_OF_OTHERS)
-        self._unpin_at_end(self.memory)
+        self._at_end(unpin, self.memory, self._device)
 
     @classmethod
     def of_blocks(
@@ -111,34 +133,66 @@ class HostSlots:
         other = torch.from_numpy(np.frombuffer(memory, np.uint8))
         pin(other, self._device)
         first = next(self._numbers)
-        self._addresses[first] = other.data_ptr()
-        self._others[first] = other.view(-1, self.num_bytes)
-        self._ends[first] = self._unpin_at_end(other)
+        self._areas[first] = _Area(len(other) // self.num_bytes, other.data_ptr())
+        self._ends[first] = self._at_end(unpin, other, self._device)
         return first
 
-    def _unpin_at_end(self, memory: Tensor) -> "weakref.finalize[..., HostSlots]":
-        """Return a finalizer that unpins the memory when these slots are freed or it is called.
+    def add_device(self, memory: DeviceMemory) -> None:
+        """Add slots of this process's device memory, which others may open.
+
+        Their numbers follow those of host memory.
+        """
+        self._areas[0] = self._areas[0]._replace(device=memory.address)
+        self._at_end(memory.close)
+
+    def attach_device(self, memory: DeviceMemory, count: int) -> int:
+        """Add another process's slots of device memory, and return the number of the first one of
+        host memory, of which that process has `count` before them, and this one none.
+
+        Called from any thread.
+        """
+        first = next(self._numbers)
+        self._areas[first] = _Area(count, 0, memory.address)
+        self._ends[first] = self._at_end(memory.close)
+        return first
+
+    def _at_end(
+        self, function: Callable[..., None], *arguments: object
+    ) -> "weakref.finalize[..., HostSlots]":
+        """Return a finalizer that calls the function when these slots are freed or it is called.
 
         The end of the process does not run it.
         """
-        end = weakref.finalize(self, unpin, memory, self._device)
+        end = weakref.finalize(self, function, *arguments)
         end.atexit = False
         return end
 
     def detach(self, first: int) -> None:
         """Forget attached slots, which no copy uses."""
-        del self._others[first], self._addresses[first]
+        del self._areas[first]
         self._ends.pop(first)()
 
-    def slot(self, number: int) -> Tensor:
-        """Return the bytes of a slot, uint8 [num_bytes]."""
-        place = number % FIRST_OF_OTHERS
-        return self.slots[number] if number == place else self._others[number - place][place]
+    def on_device(self, pairs: Pairs) -> bool:
+        """Whether the slots of (item, slot) pairs are device memory; all of a copy are alike."""
+        if not pairs:
+            return False
+        slot = pairs[0][1]
+        place = slot % FIRST_OF_OTHERS
+        return place >= self._areas[slot - place].num_host
 
-    def address(self, number: int) -> int:
-        """Return the address of a slot."""
-        place = number % FIRST_OF_OTHERS
-        return self._addresses[number - place] + place * self.num_bytes
+    def slot(self, number: int) -> Tensor:
+        """Return the bytes of a slot of host memory, uint8 [num_bytes]."""
+        pages = (ctypes.c_uint8 * self.num_bytes).from_address(int(self.addresses([number])[0]))
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def addresses(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the addresses of slots of one memory, int64."""
+        place = numbers[0] % FIRST_OF_OTHERS
+        first = numbers[0] - place
+        num_host, address, device = self._areas[first]
+        if place >= num_host:
+            first, address = first + num_host, device
+        return address + (np.array(numbers, np.int64) - first) * self.num_bytes
 
 
 def _blocks_of(cache: KVCache) -> Callable[[], Tensor]:
@@ -306,7 +360,8 @@ class CudaCopies:
 
     def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
         slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
-        pieces = [(pairs[at : at + _PIECE], ()) for at in range(0, len(pairs), _PIECE)]
+        size = max(1, len(pairs)) if self.blocks.on_device(pairs) else _PIECE
+        pieces = [(pairs[at : at + size], ()) for at in range(0, len(pairs), size)]
         succeeded = True
         for piece, some in [*pieces, ((), states)]:
             if (piece or some) and succeeded:
@@ -315,7 +370,8 @@ class CudaCopies:
         return succeeded
 
     def _store(self, pairs: Pairs, states: Pairs) -> bool:
-        store = self._begin(0, pairs, states, self._store_stream)
+        store = self._new_copy(0, pairs, states)
+        store.began.record(self._store_stream)
         store.failed = not self._copy(pairs, states, self._store_stream, to_host=True)
         store.done.record(self._store_stream)
         self._stores.append(store)  # even after a failure, as some copies may be in flight
@@ -326,12 +382,9 @@ class CudaCopies:
         if self._after_steps:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         moved, states = _reversed(pairs), _reversed(states)
-        self._order(
-            stream,
-            _ends((block for block, _ in moved), (snapshot for snapshot, _ in states)),
-            _ends((slot for _, slot in moved), (slot for _, slot in states)),
-        )
-        load = self._begin(ticket, moved, states, stream)
+        load = self._new_copy(ticket, moved, states)
+        self._order(stream, load.items, load.slots)
+        load.began.record(stream)
         load.failed = bool(self._lost & load.slots) or not self._copy(
             moved, states, stream, to_host=False
         )
@@ -339,15 +392,12 @@ class CudaCopies:
         self._loads.append(load)
         return not load.failed
 
-    def _begin(self, ticket: int, pairs: Pairs, states: Pairs, stream: torch.cuda.Stream) -> _Copy:
-        """Begin a copy on a stream and return it. pairs, states: (item of the device, slot)."""
+    def _new_copy(self, ticket: int, pairs: Pairs, states: Pairs) -> _Copy:
+        """Return the record of a copy. pairs, states: (item of the device, slot)."""
         items = _ends((item for item, _ in pairs), (item for item, _ in states))
         slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
-        copy = _Copy(
-            ticket, items, slots, _size(self, pairs, states), _timing_event(), _timing_event()
-        )
-        copy.began.record(stream)
-        return copy
+        size = _size(self, pairs, states)
+        return _Copy(ticket, items, slots, size, _timing_event(), _timing_event())
 
     def finished(self) -> list[tuple[int, bool]]:
         done = []
@@ -385,6 +435,14 @@ class CudaCopies:
         wanted = _ends(slots, states)
         return all(store.slots.isdisjoint(wanted) for store in self._stores)
 
+    def warm_device(self, slot: int) -> None:
+        """Compile the copies of a slot of device memory, with a block that nothing uses yet."""
+        self.store([(0, slot)])
+        self.load(0, [(slot, 0)])
+        self.wait()
+        self.finished()
+        self._take_stored()
+
     def wait(self) -> None:
         self._store_stream.synchronize()
         self._load_stream.synchronize()
@@ -420,26 +478,35 @@ class CudaCopies:
     ) -> bool:
         """Enqueue copies between (item of the device, slot); return False after an error."""
         try:
-            _enqueue(self.blocks, pairs, stream.cuda_stream, to_host)
+            _enqueue(self.blocks, pairs, stream, to_host)
             if self.states is not None:
-                _enqueue(self.states, states, stream.cuda_stream, to_host)
+                _enqueue(self.states, states, stream, to_host)
         except Exception:
             logger.warning("KV blocks were not copied", exc_info=True)
             return False
         return True
 
 
-def _enqueue(slots: HostSlots, pairs: Pairs, stream: int, to_host: bool) -> None:
-    at, addresses = 0, [(item, slots.address(slot)) for item, slot in pairs]
+def _enqueue(slots: HostSlots, pairs: Pairs, stream: torch.cuda.Stream, to_host: bool) -> None:
+    if not pairs:
+        return
+    on_device, at = slots.on_device(pairs), 0
+    blocks = np.array([item for item, _ in pairs], np.int64)
+    places = slots.addresses([slot for _, slot in pairs])
     for part in slots.parts:
         items = part()
         (rows, _, width), first, pitch = items.shape, items.data_ptr(), items.stride(0)
-        if rows and to_host:
-            places = [(at + address, first + item * width) for item, address in addresses]
-            copy_rows(places, width, pitch, width, rows, stream)
+        ends = [first + blocks * width, at + places]
+        sizes = pitch, width, width, rows
+        if to_host:
+            ends, sizes = ends[::-1], (width, pitch, width, rows)
+        addresses = np.stack(ends, 1)
+        if rows and on_device:
+            from kernels.device_copies import copy_device_rows  # imports Triton
+
+            copy_device_rows(addresses, *sizes, stream)
         elif rows:
-            places = [(first + item * width, at + address) for item, address in addresses]
-            copy_rows(places, pitch, width, width, rows, stream)
+            copy_rows(addresses.tolist(), *sizes, stream.cuda_stream)
         at += rows * width
 
 

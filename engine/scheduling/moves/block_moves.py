@@ -6,7 +6,8 @@ waits outside the queue while threads pull the blocks (puller.py):
  source   prefix cache -> held -> slot of host memory -> socket
  puller   socket -> slot of host memory -> block -> prefix cache
 
-On one machine the puller reads the source's slots, and no byte goes through a socket (shared.py).
+On one machine the puller reads the source's slots, which may be memory of the source's GPU, and no
+byte goes through a socket (shared.py).
 Arrived blocks enter the prefix cache under their hashes, which contain model, adapter and salt. The
 request then starts as after any other hit. So a move that fails, comes late or brings a part is a
 miss: the rest is computed.
@@ -24,13 +25,13 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from engine.messages import Answer, KVSource
 from engine.scheduling.memory.block_manager import BlockManager
 from engine.scheduling.memory.host_plan import HostCopies
 from engine.scheduling.moves.puller import Pull, Puller, split
+from engine.scheduling.moves.records import Export, Import, Lease, MovePlan
 from engine.scheduling.moves.shared import PeerSlots, Sharing
 from engine.scheduling.moves.source import LEASE_SECONDS, Order, SourceServer
 from engine.scheduling.moves.wire import Offer, PeerError
@@ -42,59 +43,9 @@ KV_MOVES_OFF = "kv_moves_off"
 _MOST_PULLS = 16  # pulls at once; further requests compute their prompts
 _LEASED_SHARE = 4  # leased blocks are at most one in so many of the pool's
 _LOG_SECONDS = 5.0
-_PIECES = 8  # slots are copied in so many parts, so that both devices copy at once
-
-
-@dataclass(frozen=True, slots=True)
-class MovePlan:
-    """The sizes of the host memory that KV blocks pass on their way between replicas.
-
-    slots: slots of host memory for each direction, of block_bytes each.
-    compatibility: digest of everything but the weights' version that decides what blocks mean.
-    token_bytes: bytes of a token in all its blocks.
-    """
-
-    slots: int
-    block_bytes: int
-    compatibility: bytes
-    token_bytes: float = 0.0
-
-
-@dataclass(eq=False, slots=True)
-class _Export:
-    """A pull by another replica, which is answered once the steps in flight are done."""
-
-    order: Order
-    pool: BlockManager
-    step: int  # the last step that was scheduled before the pull
-    table: list[int]  # held blocks
-    entries: list[tuple[int, int, tuple[int, bytes]]]  # (index in the table, block, name)
-    hashes: list[bytes]
-    answered: bool = False
-    staged: int = 0  # entries that are staged or being staged
-    staging: int = 0  # entries whose copies are in flight
-    dropped: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Import:
-    """The step loop's record of a pull: the blocks that have arrived."""
-
-    pull: Pull
-    pool: BlockManager
-    table: list[tuple[int, int]] = field(default_factory=list)  # (index, adopted block)
-    loads: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
-    ended: bool = False  # its threads have ended
-    error: str = ""
-
-
-@dataclass(slots=True)
-class _Lease:
-    """The blocks of a request that has left, held for an expected pull."""
-
-    pool: BlockManager
-    blocks: list[int]
-    until: float
+# Slots are copied in so many parts, so that both devices copy at once. The copies of device memory
+# take less time than the calls that begin them.
+_PIECES, _DEVICE_PIECES = 8, 2
 
 
 class BlockMoves:
@@ -139,13 +90,17 @@ class BlockMoves:
             self._post_gone,
         )
         self._gone: list[PeerSlots] = []
-        self._free = list(range(plan.slots))  # slots to send from
-        self._exports: dict[Order, _Export] = {}
-        self._stages: deque[list[tuple[_Export, int, int]]] = deque()  # (export, entry, slot)
-        self._imports: dict[int, _Import] = {}  # request id -> import
-        self._came: list[tuple[_Import, int, int]] = []  # arrived: (import, index, slot)
-        self._loads: dict[int, _Import] = {}  # ticket of a load -> import
-        self._leases: dict[bytes, _Lease] = {}  # last hash of a request -> lease
+        # slots to send from
+        self._free = list(range(plan.slots))
+        first = 2 * plan.slots
+        self._free_on_device = list(range(first, first + plan.device_slots))
+        self._exports: dict[Order, Export] = {}
+        self._stages: deque[list[tuple[Export, int, int]]] = deque()  # (export, entry, slot)
+        self._imports: dict[int, Import] = {}  # request id -> import
+        # arrived: (import, [(index, slot)])
+        self._came: list[tuple[Import, Sequence[tuple[int, int]]]] = []
+        self._loads: dict[int, Import] = {}  # ticket of a load -> import
+        self._leases: dict[bytes, Lease] = {}  # last hash of a request -> lease
         self._pulled: list[int] = []
         self._answers: list[Answer] = []
         self._tickets = 0
@@ -153,7 +108,7 @@ class BlockMoves:
         self._step = 0
         self._weights = b""
         self._logged = 0.0
-        self.pulls = self.failed_pulls = self.shared_pulls = 0
+        self.pulls = self.failed_pulls = self.shared_pulls = self.device_pulls = 0
         self.pulled_tokens = self.pulled_bytes = self.sent_bytes = 0
         self.pull_seconds = 0.0
 
@@ -166,14 +121,14 @@ class BlockMoves:
     def _post_order(self, order: Order) -> None:
         self._post(lambda: self._take_order(order))
 
-    def _post_sent(self, order: Order, slot: int) -> None:
-        self._post(lambda: self._note_sent(order, slot))
+    def _post_sent(self, order: Order, slots: Sequence[int]) -> None:
+        self._post(lambda: self._note_sent(order, slots))
 
     def _post_lost(self, order: Order) -> None:
         self._post(lambda: self._drop_order(order))
 
-    def _post_arrived(self, pull: Pull, index: int, slot: int) -> None:
-        self._post(lambda: self._take_block(pull, index, slot))
+    def _post_arrived(self, pull: Pull, blocks: Sequence[tuple[int, int]]) -> None:
+        self._post(lambda: self._take_blocks(pull, blocks))
 
     def _post_ended(self, pull: Pull, error: str) -> None:
         self._post(lambda: self._end_pull(pull, error))
@@ -272,7 +227,7 @@ class BlockMoves:
         self._end_lease(hashes[-1])
         pool.share(blocks)
         until = time.monotonic() + min(seconds, LEASE_SECONDS)
-        self._leases[hashes[-1]] = _Lease(pool, blocks, until)
+        self._leases[hashes[-1]] = Lease(pool, blocks, until)
 
     def _end_lease(self, last: bytes) -> None:
         lease = self._leases.pop(last, None)
@@ -317,14 +272,14 @@ class BlockMoves:
             return
         held = [block for _, block, _ in entries]
         pool.share(held)
-        self._exports[order] = _Export(order, pool, self._step, held, entries, hashes)
+        self._exports[order] = Export(order, pool, self._step, held, entries, hashes)
 
     def _refuse(self, order: Order, why: str) -> None:
         self._server.forget(order)
         order.ended.set()
         order.answer.put(Offer(why))
 
-    def _answer(self, export: _Export) -> None:
+    def _answer(self, export: Export) -> None:
         """Send the offer of an export, whose keys are computed by now.
 
         If a block has left the prefix cache meanwhile, the export ends instead.
@@ -340,21 +295,34 @@ class BlockMoves:
 
     def _stage(self) -> None:
         """Begin to copy blocks of exports to free slots."""
-        stage: list[tuple[_Export, int, int]] = []
+        size = -(-self.plan.slots // _PIECES)
+        self._stage_in(self._free, size, on_device=False)
+        size = -(-self.plan.device_slots // _DEVICE_PIECES)
+        self._stage_in(self._free_on_device, size, on_device=True)
+
+    def _stage_in(self, free: list[int], size: int, *, on_device: bool) -> None:
+        """Begin to copy blocks to free slots, in parts of `size` blocks."""
+        stage: list[tuple[Export, int, int]] = []
         for export in self._exports.values():
-            while export.answered and self._free and export.staged < len(export.entries):
-                stage.append((export, export.staged, self._free.pop()))
+            if not export.answered or export.order.on_device != on_device:
+                continue
+            while free and export.staged < len(export.entries):
+                stage.append((export, export.staged, free.pop()))
                 export.staged += 1
                 export.staging += 1
-        size = -(-self.plan.slots // _PIECES)
-        for at in range(0, len(stage), size):
+        for at in range(0, len(stage), max(1, size)):
             self._stage_piece(stage[at : at + size])
-        self._finish_stages()
+            self._finish_stages()
 
-    def _stage_piece(self, stage: list[tuple[_Export, int, int]]) -> None:
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        """Free the slots of an order, which are all of one memory."""
+        if slots:
+            on_device = slots[0] >= 2 * self.plan.slots
+            (self._free_on_device if on_device else self._free).extend(slots)
+
+    def _stage_piece(self, stage: list[tuple[Export, int, int]]) -> None:
         if self._sharing is not None:
-            for _, _, slot in stage:
-                self._sharing.own.begin_fill(slot)
+            self._sharing.own.begin_fill(slot for _, _, slot in stage)
         pairs = [(export.entries[entry][1], slot) for export, entry, slot in stage]
         if self.copies.store(pairs):
             self._stages.append(stage)
@@ -362,36 +330,40 @@ class BlockMoves:
         self.copies.wait()
         for export, _, slot in stage:
             export.staging -= 1
-            self._free.append(slot)
+            self._free_slots([slot])
         for export in {id(e): e for e, _, _ in stage}.values():
             self._drop_order(export.order)
 
     def _finish_stages(self) -> None:
         """Hand staged blocks to the threads that send them."""
-        stored: list[tuple[_Export, int, int]] = []
+        stored: list[tuple[Export, int, int]] = []
         while self._stages and self.copies.stored([slot for _, _, slot in self._stages[0]]):
             stored += self._stages.popleft()
         if not stored:
             return
+        batches: dict[tuple[Order, int], list[tuple[int, int]]] = {}  # by stripe
         for export, entry, slot in stored:
             export.staging -= 1
             if export.dropped:
-                self._free.append(slot)
+                self._free_slots([slot])
                 self._release(export)
                 continue
-            queues = export.order.staged
-            queues[entry % len(queues)].put((export.entries[entry][0], slot))
-            if entry >= len(export.entries) - len(queues):  # the last one of its stripe
-                queues[entry % len(queues)].put(None)
+            stripe = entry % len(export.order.staged)
+            batches.setdefault((export.order, stripe), []).append((entry, slot))
+        for (order, stripe), batch in batches.items():
+            entries = self._exports[order].entries
+            order.staged[stripe].put([(entries[entry][0], slot) for entry, slot in batch])
+            if batch[-1][0] >= len(entries) - len(order.staged):  # the last one of its stripe
+                order.staged[stripe].put(None)
         for export in self._exports.values():
             if export.staged == len(export.entries) and not export.staging:
-                for stripe in export.order.staged[len(export.entries) :]:
-                    stripe.put(None)  # there are fewer blocks than stripes
+                for batches_of_stripe in export.order.staged[len(export.entries) :]:
+                    batches_of_stripe.put(None)  # there are fewer blocks than stripes
 
-    def _note_sent(self, order: Order, slot: int) -> None:
-        self._free.append(slot)
-        order.num_sent += 1
-        self.sent_bytes += self.plan.block_bytes
+    def _note_sent(self, order: Order, slots: Sequence[int]) -> None:
+        self._free_slots(slots)
+        order.num_sent += len(slots)
+        self.sent_bytes += len(slots) * self.plan.block_bytes
         export = self._exports.get(order)
         if export is not None and order.num_sent >= len(export.entries):
             for digest in export.hashes:
@@ -409,14 +381,14 @@ class BlockMoves:
             order.answer.put(Offer("the source gave up its blocks"))
         for stripe in order.staged:
             while not stripe.empty():
-                block = stripe.get()
-                if block is not None:
-                    self._free.append(block[1])
+                batch = stripe.get()
+                if batch is not None:
+                    self._free_slots([slot for _, slot in batch])
             stripe.put(None)
         order.ended.set()
         self._release(export)
 
-    def _release(self, export: _Export) -> None:
+    def _release(self, export: Export) -> None:
         """Free the blocks of an export that has ended, once no copy reads them."""
         if not export.staging and export.table:
             table, export.table = export.table, []
@@ -443,7 +415,7 @@ class BlockMoves:
             pool.num_groups,
             self.plan.block_bytes,
         )
-        self._imports[request.id] = _Import(pull, pool)
+        self._imports[request.id] = Import(pull, pool)
         self.pulls += 1
         self._puller.begin(pull)
         return True
@@ -454,27 +426,26 @@ class BlockMoves:
         if imported is not None:
             imported.pull.cancelled = True
 
-    def _import_of(self, pull: Pull) -> _Import | None:
+    def _import_of(self, pull: Pull) -> Import | None:
         imported = self._imports.get(pull.request)
         return imported if imported is not None and imported.pull is pull else None
 
-    def _take_block(self, pull: Pull, index: int, slot: int) -> None:
+    def _take_blocks(self, pull: Pull, blocks: Sequence[tuple[int, int]]) -> None:
         imported = self._import_of(pull)
         if imported is None or pull.cancelled:
-            self._puller.give_back(slot, pull)
+            self._puller.give_back([slot for _, slot in blocks], pull)
             return
-        self._came.append((imported, index, slot))
+        self._came.append((imported, blocks))
 
     def _load_blocks(self) -> None:
         """Begin to copy blocks that have arrived to blocks of the device."""
         came, self._came = self._came, []
-        for imported in {id(i): i for i, _, _ in came}.values():
+        for imported in {id(i): i for i, _ in came}.values():
             pool = imported.pool
-            blocks = [(index, slot) for i, index, slot in came if i is imported]
+            blocks = [block for i, batch in came if i is imported for block in batch]
             if imported.pull.cancelled or pool.num_free < len(blocks):
                 imported.pull.cancelled = True  # no memory: the running requests come first
-                for _, slot in blocks:
-                    self._puller.give_back(slot, imported.pull)
+                self._puller.give_back([slot for _, slot in blocks], imported.pull)
                 continue
             targets = pool.allocate(len(blocks))
             load = [(i, slot, block) for (i, slot), block in zip(blocks, targets, strict=True)]
@@ -487,15 +458,17 @@ class BlockMoves:
         for ticket, succeeded in self.copies.finished():
             imported = self._loads.pop(ticket)
             pull, pool = imported.pull, imported.pool
-            for index, slot, block in imported.loads.pop(ticket):
-                if pull.borrowed is not None and not pull.borrowed.intact(slot):
-                    pull.cancelled = True
-                    imported.error = "the source took back a slot that was being read"
-                self._puller.give_back(slot, pull)
-                if succeeded and not pull.cancelled:
+            load = imported.loads.pop(ticket)
+            slots = [slot for _, slot, _ in load]
+            if pull.borrowed is not None and not pull.borrowed.intact(slots):
+                pull.cancelled = True
+                imported.error = "the source took back a slot that was being read"
+            self._puller.give_back(slots, pull)
+            if succeeded and not pull.cancelled:
+                for index, _, block in load:
                     group, digest = index % pull.groups, pull.hashes[index // pull.groups]
                     pool.adopt(block, (group, digest))
-                imported.table.append((index, block))
+            imported.table += [(index, block) for index, _, block in load]
             if not succeeded:
                 pull.cancelled = True
                 imported.error = "blocks were not copied to the device"
@@ -506,7 +479,7 @@ class BlockMoves:
             imported.ended = True
             imported.error = imported.error or error
 
-    def _finish_import(self, number: int, imported: _Import) -> None:
+    def _finish_import(self, number: int, imported: Import) -> None:
         """Release a pull's blocks, which stay in the prefix cache; its request goes on."""
         del self._imports[number]
         pull = imported.pull
@@ -517,6 +490,7 @@ class BlockMoves:
             self.pulled_tokens += len(positions) * imported.pool.block_size
             self.pull_seconds += time.monotonic() - pull.began
             self.shared_pulls += pull.borrowed is not None
+            self.device_pulls += pull.borrowed is not None and pull.borrowed.slots.on_device
         if imported.error:
             self.failed_pulls += 1
             if time.monotonic() >= self._logged + _LOG_SECONDS:
@@ -585,6 +559,7 @@ class BlockMoves:
             "moved_bytes": self.pulled_bytes,
             "move_seconds": self.pull_seconds,
             "shared_moves": self.shared_pulls,
+            "device_moves": self.device_pulls,
             "failed_moves": self.failed_pulls,
             "sent_kv_bytes": self.sent_bytes,
         }

@@ -71,8 +71,8 @@ class Puller:
     """The threads of an engine that receive KV blocks from other replicas.
 
     memory: the bytes of each slot.
-    arrived: called from any thread with a pull, an index in its table, and the slot that has the
-        block. The callee gives the slot back (`give_back`).
+    arrived: called from any thread with a pull and blocks: for each the index in the pull's table,
+        and the slot that has it. The callee gives the slots back (`give_back`).
     ended: called from any thread when a pull's threads have ended, with the error or "".
     sharing: reads the slots of other engines of this machine; None: all blocks come over TCP.
     gone: called from any thread with the slots of an engine that has ended.
@@ -82,7 +82,7 @@ class Puller:
         self,
         memory: Sequence[memoryview],
         slots: Sequence[int],
-        arrived: Callable[[Pull, int, int], None],
+        arrived: Callable[[Pull, Sequence[tuple[int, int]]], None],
         ended: Callable[[Pull, str], None],
         sharing: Sharing | None = None,
         gone: Callable[[PeerSlots], None] = lambda slots: None,
@@ -100,12 +100,13 @@ class Puller:
         """Start the thread that asks a source for the blocks of a pull."""
         threading.Thread(target=self._run, args=(pull,), name="kv-pull", daemon=True).start()
 
-    def give_back(self, slot: int, pull: Pull) -> None:
-        """Free the slot in host memory that received a block of a pull."""
-        if pull.borrowed is None:
+    def give_back(self, slots: Sequence[int], pull: Pull) -> None:
+        """Free the slots that have received blocks of a pull."""
+        if pull.borrowed is not None:
+            pull.borrowed.give_back(slots)
+            return
+        for slot in slots:
             self._free.put(slot)
-        else:
-            pull.borrowed.give_back(slot)
 
     def _run(self, pull: Pull) -> None:
         error = ""
@@ -128,10 +129,11 @@ class Puller:
         others: list[threading.Thread] = []
         try:
             slots = self._slots_of(pull.source, peer)
-            proof = b"" if slots is None else peer.memory_proof(b"puller", slots.key)
-            peer.send_message(
-                Ask(pull.compatibility, b"".join(pull.hashes), pull.near, stripes, proof)
-            )
+            proof, on_device = b"", False
+            if slots is not None:
+                proof, on_device = peer.memory_proof(b"puller", slots.key), slots.on_device
+            hashes = b"".join(pull.hashes)
+            peer.send_message(Ask(pull.compatibility, hashes, pull.near, stripes, proof, on_device))
             offer = peer.receive_message()
             if not isinstance(offer, Offer):
                 raise PeerError("no offer")
@@ -190,6 +192,15 @@ class Puller:
         except (OSError, ValueError) as error:
             logger.info("KV blocks from %s come over TCP: %s", name, error)
             return None
+        if source.device and place.device_count:
+            try:
+                slots.first = sharing.attach_device(place.handle, place.count)
+            except RuntimeError as error:
+                logger.info("KV blocks from %s do not come from its GPU: %s", name, error)
+            else:
+                slots.on_device = True
+                logger.info("KV blocks from %s come from the memory of its GPU", name)
+                return slots
         try:
             slots.first = sharing.attach(slots.memory)
         except RuntimeError as error:
@@ -229,11 +240,13 @@ class Puller:
             announced = peer.receive_announced(len(wanted))
             if not announced:
                 raise PeerError("the source gave up its blocks")
+            blocks = []
             for index, slot, fill in announced:
-                if index != wanted.popleft() or not slot < slots.count:
+                if index != wanted.popleft() or not slots.lends(slot):
                     raise PeerError(f"block {index} in slot {slot}")
                 borrowed.fills[slots.first + slot] = fill
-                self._arrived(pull, index, slots.first + slot)
+                blocks.append((index, slots.first + slot))
+            self._arrived(pull, blocks)
 
     def _join(self, pull: Pull, offer: Offer, stripe: int, stripes: int, errors: list[str]) -> None:
         try:
@@ -284,7 +297,7 @@ class Puller:
             except BaseException:
                 self._free.put(slot)
                 raise
-            self._arrived(pull, index, slot)
+            self._arrived(pull, [(index, slot)])
 
 
 def split(hashes: bytes) -> list[bytes]:

@@ -45,8 +45,9 @@ class Order:
     """A pull by another replica, which the step loop answers and whose blocks it stages.
 
     proof: `Offer.proof`, if the puller reads the slots itself, over one connection.
+    on_device: whether it reads slots of device memory.
     answer: gets the offer, once.
-    staged: for each stripe, the blocks to send in order; None ends a stripe.
+    staged: for each stripe, the blocks to send in order, in batches; None ends a stripe.
     num_sent: blocks sent so far.
     ended: set when no block is left to send.
     """
@@ -54,9 +55,10 @@ class Order:
     ask: Ask
     deadline: float
     proof: bytes = b""
+    on_device: bool = False
     ticket: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     answer: "queue.SimpleQueue[Offer]" = field(default_factory=queue.SimpleQueue)
-    staged: "list[queue.SimpleQueue[Staged | None]]" = field(default_factory=list)
+    staged: "list[queue.SimpleQueue[list[Staged] | None]]" = field(default_factory=list)
     joined: set[int] = field(default_factory=set)
     num_sent: int = 0
     ended: threading.Event = field(default_factory=threading.Event)
@@ -73,7 +75,7 @@ class SourceServer:
 
     memory: the bytes of each staging slot.
     ordered: called from any thread with a new order.
-    sent: called from any thread when a slot's bytes are not needed any more.
+    sent: called from any thread when the bytes of slots are not needed any more.
     lost: called from any thread when a stripe of an order cannot be sent.
     shared: the slots, if other processes can map them.
     """
@@ -82,13 +84,14 @@ class SourceServer:
         self,
         memory: Sequence[memoryview],
         ordered: Callable[[Order], None],
-        sent: Callable[[Order, int], None],
+        sent: Callable[[Order, Sequence[int]], None],
         lost: Callable[[Order], None],
         shared: OwnSlots | None = None,
     ) -> None:
         self.secret = secrets.token_bytes(32)
         self.port = 0
         self._memory, self._shared = memory, shared
+        self._has_device_slots = shared is not None and shared.device_count > 0
         self._ordered, self._sent, self._lost = ordered, sent, lost
         self._orders: dict[bytes, Order] = {}
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
@@ -145,7 +148,9 @@ class SourceServer:
         if not 1 <= ask.stripes <= MAX_STRIPES:
             raise PeerError(f"{ask.stripes} stripes")
         peer.deadline = time.monotonic() + LEASE_SECONDS
-        order = Order(ask, peer.deadline, self._check_proof(peer, ask))
+        proof = self._check_proof(peer, ask)
+        on_device = bool(proof) and ask.on_device and self._has_device_slots
+        order = Order(ask, peer.deadline, proof, on_device)
         self._orders[order.ticket] = order
         self._ordered(order)
         try:
@@ -187,18 +192,17 @@ class SourceServer:
         try:
             more = True
             while more:
-                filled = []
-                block = staged.get(timeout=max(0.0, order.deadline - time.monotonic()))
-                while block is not None:
-                    index, slot = block
-                    lent.add(slot)
-                    filled.append((index, slot, shared.fill_of(slot)))
+                blocks: list[Staged] = []
+                batch = staged.get(timeout=max(0.0, order.deadline - time.monotonic()))
+                while batch is not None:
+                    blocks += batch
                     if staged.empty():
                         break
-                    block = staged.get()
-                more = block is not None
-                if filled:
-                    peer.announce(filled)
+                    batch = staged.get()
+                more = batch is not None
+                if blocks:
+                    lent.update(slot for _, slot in blocks)
+                    peer.announce([(index, slot, shared.fill_of(slot)) for index, slot in blocks])
             peer.announce(())
         except (PeerError, queue.Empty) as error:
             self._lost(order)
@@ -206,19 +210,19 @@ class SourceServer:
             raise PeerError(str(error) or "the lease has expired") from None
         finally:
             reader.join()  # the puller closes the connection when it has given all back
-            for slot in lent:  # the fill's number tells a puller that lives that it has lost them
-                self._sent(order, slot)
+            # the fill's number tells a puller that lives that it has lost them
+            self._sent(order, list(lent))
 
     def _take_back(self, peer: Peer, order: Order, lent: set[int]) -> None:
         try:
             while True:
                 if not peer.readable(LENT_SECONDS):
                     raise PeerError("it does not read")
-                slot = peer.receive_number()
-                if slot not in lent:
-                    raise PeerError(f"slot {slot} was not lent")
-                lent.remove(slot)
-                self._sent(order, slot)
+                slots = peer.receive_numbers()
+                if not lent.issuperset(slots) or len(set(slots)) < len(slots):
+                    raise PeerError(f"slots {slots} were not lent")
+                lent.difference_update(slots)
+                self._sent(order, slots)
         except PeerError as error:
             logger.debug("a puller of KV blocks reads no more: %s", error)
             self._lost(order)  # no effect if all blocks were read
@@ -230,19 +234,23 @@ class SourceServer:
         order.joined.add(stripe)
         peer.deadline = order.deadline
         staged = order.staged[stripe]
+        unsent: list[int] = []
         try:
             while True:
                 seconds = max(0.0, order.deadline - time.monotonic())
-                block = staged.get(timeout=seconds)
-                if block is None:
+                batch = staged.get(timeout=seconds)
+                if batch is None:
                     peer.send_number(LAST)
                     return
-                index, slot = block
-                try:
+                unsent += [slot for _, slot in batch]
+                for index, slot in batch:
                     peer.send_number(index)
                     peer.send(self._memory[slot])
-                finally:
-                    self._sent(order, slot)
+                    unsent.remove(slot)
+                    self._sent(order, [slot])
         except (PeerError, queue.Empty) as error:
             self._lost(order)
             raise PeerError(str(error) or "the lease has expired") from None
+        finally:
+            if unsent:
+                self._sent(order, unsent)

@@ -13,7 +13,8 @@ A stripe is every n-th block of the offer, where n is the number of connections.
 time limits for each read and write, and for the whole pull. Whatever is wrong ends the connection.
 The puller then has fewer blocks, which costs computing and nothing else.
 
-On one machine the bytes stay in the source's slots, from which the puller's device copies them:
+On one machine the bytes stay in the source's slots, of device or host memory, from which the
+puller's device copies them:
 
  puller   Locate
  source   Place
@@ -44,6 +45,7 @@ _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _MAX_FRAME = 16 << 20  # bytes; 16 hashes of a block fill 256
 _ANNOUNCED = struct.Struct("<III")
+_NUMBERS_BYTES = 1 << 14
 
 
 class PeerError(Exception):
@@ -59,12 +61,16 @@ class Place(msgspec.Struct, array_like=True, tag="place"):
 
     pid, file: numbers of the source's process and of its open file; 0: it shares none.
     count, slot_bytes: number and size of the slots.
+    device_count, handle: number of the slots of device memory, which follow those of host memory,
+        and what opens them; 0 and empty: it has none.
     """
 
     pid: int = 0
     file: int = 0
     count: int = 0
     slot_bytes: int = 0
+    device_count: int = 0
+    handle: bytes = b""
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
@@ -75,6 +81,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     near: leading blocks that the puller has.
     stripes: number of connections.
     proof: `Peer.memory_proof` of a puller that has mapped the source's slots; else empty.
+    on_device: whether that puller reads the slots of device memory, not those of host memory.
     """
 
     compatibility: bytes
@@ -82,6 +89,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     near: int
     stripes: int
     proof: bytes = b""
+    on_device: bool = False
 
 
 class Join(msgspec.Struct, array_like=True, tag="join"):
@@ -184,6 +192,18 @@ class Peer:
     def receive_number(self) -> int:
         number: int = NUMBER.unpack(self.receive(NUMBER.size))[0]
         return number
+
+    def receive_numbers(self) -> list[int]:
+        """Return the numbers that have come, at least one. Raises PeerError."""
+        self._limit()
+        try:
+            data = self.sock.recv(_NUMBERS_BYTES)
+        except OSError as error:
+            raise PeerError(f"receiving failed: {error}") from error
+        if not data:
+            raise PeerError("the peer closed the connection")
+        data += self.receive(-len(data) % NUMBER.size)
+        return [number for (number,) in NUMBER.iter_unpack(data)]
 
     def announce(self, filled: Sequence[tuple[int, int, int]]) -> None:
         """Send (index, slot, number of the fill) of blocks; none ends the announcements."""

@@ -5,13 +5,15 @@ import queue
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.messages import KVSource
 from engine.scheduling.memory.host_plan import HostPlan
-from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
+from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.moves.puller import Pull
+from engine.scheduling.moves.records import MovePlan
 from engine.scheduling.moves.source import Order
 from engine.scheduling.moves.wire import Ask, Offer
 from tests.engine.scheduling.driver import Driver
@@ -30,8 +32,8 @@ class FakePuller:
     def begin(self, pull: Pull) -> None:
         self.begun.append(pull)
 
-    def give_back(self, slot: int, pull: Pull) -> None:
-        self.free.append(slot)
+    def give_back(self, slots: Sequence[int], pull: Pull) -> None:
+        self.free.extend(slots)
 
 
 @dataclass(eq=False)
@@ -43,7 +45,17 @@ class Connection:
     order: Order | None = None
     offer: Offer | None = None
     open: list[int] = field(default_factory=lambda: list(range(_STRIPES)))
+    batches: list[deque[tuple[int, int]]] = field(
+        default_factory=lambda: [deque() for _ in range(_STRIPES)]
+    )
     received: int = 0
+
+    def drop(self, source: BlockMoves) -> None:
+        """End the order at its source, as a thread that sends does when its puller is lost."""
+        if self.order is not None:
+            source._post_lost(self.order)
+            for batch in self.batches:
+                source._post_sent(self.order, [slot for _, slot in batch])
 
 
 class MovingPair:
@@ -93,8 +105,7 @@ class MovingPair:
         """Break the oldest connection."""
         if self.connections:
             connection = self.connections.popleft()
-            if connection.order is not None:
-                self.moves(1 - connection.puller)._post_lost(connection.order)
+            connection.drop(self.moves(1 - connection.puller))
             self.moves(connection.puller)._post_ended(connection.pull, "cut")
 
     def _deliver(self, connection: Connection) -> str | None:
@@ -113,23 +124,26 @@ class MovingPair:
                 return None
             return connection.offer.refusal or None
         if pull.cancelled:
-            source._post_lost(order)
+            connection.drop(source)
             return "cancelled"
         for stripe in list(connection.open):
             free = self.pullers[connection.puller].free
-            if order.staged[stripe].empty() or not free:
+            batch = connection.batches[stripe]
+            if not batch and not order.staged[stripe].empty():
+                staged = order.staged[stripe].get_nowait()
+                if staged is None:
+                    connection.open.remove(stripe)
+                    continue
+                batch.extend(staged)
+            if not (batch and free):
                 continue
-            block = order.staged[stripe].get_nowait()
-            if block is None:
-                connection.open.remove(stripe)
-                continue
-            index, slot = block
+            index, slot = batch.popleft()
             place = free.popleft()
             assert isinstance(source.copies, FakeCopies) and isinstance(target.copies, FakeCopies)
             target.copies._host[place] = source.copies._host[slot].copy()
             target.copies._owners[place] = source.copies._owners[slot]
-            source._post_sent(order, slot)
-            target._post_arrived(pull, index, place)
+            source._post_sent(order, [slot])
+            target._post_arrived(pull, [(index, place)])
             connection.received += 1
         if connection.open:
             return None

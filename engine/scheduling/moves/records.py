@@ -1,0 +1,61 @@
+"""MovePlan, Export, Import, Lease: the sizes of moves of KV blocks, and the step loop's records."""
+
+from dataclasses import dataclass, field
+
+from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.moves.puller import Pull
+from engine.scheduling.moves.source import Order
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlan:
+    """The sizes of the memory that KV blocks pass on their way between replicas.
+
+    slots: slots of host memory for each direction, of block_bytes each.
+    device_slots: slots of device memory to send from, whose numbers follow those of host memory.
+    compatibility: digest of everything but the weights' version that decides what blocks mean.
+    token_bytes: bytes of a token in all its blocks.
+    """
+
+    slots: int
+    block_bytes: int
+    compatibility: bytes
+    token_bytes: float = 0.0
+    device_slots: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Export:
+    """A pull by another replica, which is answered once the steps in flight are done."""
+
+    order: Order
+    pool: BlockManager
+    step: int  # the last step that was scheduled before the pull
+    table: list[int]  # held blocks
+    entries: list[tuple[int, int, tuple[int, bytes]]]  # (index in the table, block, name)
+    hashes: list[bytes]
+    answered: bool = False
+    staged: int = 0  # entries that are staged or being staged
+    staging: int = 0  # entries whose copies are in flight
+    dropped: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Import:
+    """The step loop's record of a pull: the blocks that have arrived."""
+
+    pull: Pull
+    pool: BlockManager
+    table: list[tuple[int, int]] = field(default_factory=list)  # (index, adopted block)
+    loads: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    ended: bool = False  # its threads have ended
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Lease:
+    """The blocks of a request that has left, held for an expected pull."""
+
+    pool: BlockManager
+    blocks: list[int]
+    until: float
