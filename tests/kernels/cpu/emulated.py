@@ -27,7 +27,7 @@ iniconfig packaging pygments hypothesis sortedcontainers msgspec pyyaml safetens
 pytest-timeout pillow
 """
 _TORCH = "torch==2.10.0"
-_TIMEOUT_S = 1500
+_TIMEOUT_S = 3000
 
 
 class Unavailable(Exception):

@@ -109,7 +109,7 @@ PROCESSORS = {
 
 @pytest.mark.nightly
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_emulated(name: str) -> None:
     """The tests of generated kernels on an emulated processor.
