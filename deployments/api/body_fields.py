@@ -1,8 +1,8 @@
 """The bounds of request fields, and the typed reading of a JSON object's fields, which
 deployments/api/fields/ lists.
 
-A field is used, or named in x-ignored-fields, or refused. Only `cache_control` inside a block is
-dropped unnamed: it is a hint for the prefix cache, which needs none.
+A field is used, or named in x-ignored-fields, or refused. `cache_control` is named once, however
+many blocks have it: it is a hint for the prefix cache, which needs none.
 """
 
 import itertools
@@ -117,6 +117,7 @@ LIMITS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "n_indent": ((0,), "use structured_outputs"),
     "grammar_lazy": ((False,), "use tools"),
 }
+_HINT = "cache_control"
 _MAX_NAMED = 16  # names in the header x-ignored-fields
 _HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]/~$]")
 
@@ -177,6 +178,15 @@ def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
         for name in itertools.islice(names, _MAX_NAMED + 1)
     ]
     return safe_names if len(safe_names) <= _MAX_NAMED else [*safe_names[: _MAX_NAMED - 1], "..."]
+
+
+def name_hint(sent: Any, ignored: list[str]) -> None:
+    """Add `cache_control` to the ignored fields if a block or tool has it and none before had.
+
+    sent: the block or tool as the client wrote it
+    """
+    if isinstance(sent, dict) and sent.get(_HINT) is not None and _HINT not in ignored:
+        ignored.append(_HINT)
 
 
 def kept_tokens(cut: int | None, limit: int) -> int | None:

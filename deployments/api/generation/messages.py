@@ -15,6 +15,7 @@ from deployments.api.body_fields import (
     MAX_PARTS,
     ROLES,
     name_fields,
+    name_hint,
 )
 from deployments.api.fields import chat
 from deployments.api.generation.request import ChatMessage, Content, ImagePart, ToolCall
@@ -40,8 +41,7 @@ _INNER_NAMES = {
 
 @functools.cache
 def _part_names(part: type[msgspec.Struct]) -> frozenset[str]:
-    """Return the keys that a part may have, the prefix cache's hint `cache_control` included: it
-    is dropped without being named."""
+    """Return the keys that a part may have. `cache_control` is named without the part's path."""
     return frozenset({"type", "cache_control", *part.__struct_fields__})
 
 
@@ -173,6 +173,7 @@ class ChatBuilder:
         inside: the text before each key
         """
         self._name_others(sent, _part_names(type(part)), inside)
+        name_hint(sent, self._ignored)
         for name, known in _INNER_NAMES.items():
             if isinstance(inner := sent.get(name), dict):
                 self._name_others(inner, known, f"{inside}{name}.")

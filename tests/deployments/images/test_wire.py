@@ -490,6 +490,7 @@ def test_keys_without_effect_are_told(server: Server) -> None:
     assert reply.status == 200
     assert (reply.header("x-ignored-fields") or "").split(", ") == [
         "messages[0].content[0].foo",
+        "cache_control",
         "messages[0].content[1].uuid",
         "messages[0].content[1].image_url.min_pixels",
         "messages[0].content[2].file.a?b",

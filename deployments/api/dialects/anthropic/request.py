@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from deployments.api.body_fields import name_hint
 from deployments.api.fields import anthropic
 from deployments.api.fields.chat import AnthropicImage, OtherMedia, TextPart
 from deployments.api.generation.call import template_options
@@ -107,6 +108,7 @@ def _tools(fields: anthropic.Messages, ignored: list[str]) -> RequestedTools | N
     tools: list[RequestedTool] = []
     for i, tool in enumerate(fields.tools or ()):
         where = f"tools[{i}]"
+        name_hint(tool.sent, ignored)
         if (called := tool.known) is None:
             if len(ignored) < _MOST_NAMED:
                 ignored.append(where)
@@ -170,6 +172,7 @@ class _Reader:
         texts = []
         for i, block in enumerate(content):
             here = f"{place}[{i}]"
+            name_hint(block.sent, self._ignored)
             match block.known:
                 case anthropic.TextBlock(text):
                     texts.append(text)
@@ -207,6 +210,7 @@ class _Reader:
             self._builder.add_message(role, place, "")
         for i, block in enumerate(blocks):
             here = f"{place}[{i}]"
+            name_hint(block.sent, self._ignored)
             match block.known:
                 case None:
                     self._leave_out(here)
@@ -261,6 +265,7 @@ class _Reader:
         content: Content = ()
         for i, block in enumerate(result):
             here = f"{place}[{i}]"
+            name_hint(block.sent, self._ignored)
             match block.known:
                 case anthropic.TextBlock(text):
                     content = _with_text(content, text)

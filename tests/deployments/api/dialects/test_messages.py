@@ -227,6 +227,33 @@ def test_history_and_count() -> None:
     )
 
 
+HINT = {"cache_control": {"type": "ephemeral"}}
+TOLD = {"type": "text", "text": "sunny", **HINT}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": [TOLD, TOLD]}], **HINT},
+        {"messages": [{"role": "system", "content": [TOLD]}, *USER]},
+        {"system": SYSTEM},
+        {"tools": [{**TOOLS[0], **HINT}]},
+        {"messages": [*HISTORY[:2], {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": "9", **HINT}]}]},
+        {"messages": [*HISTORY[:2], {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": [TOLD]}]}]},
+    ],
+)  # fmt: skip
+def test_a_hint_inside_of_blocks_is_named(fields: dict[str, Any]) -> None:
+    """Bug: a `cache_control` of a block, of `system` or of a tool was dropped without a word."""
+    reply = asyncio.run(
+        client_of(backend_with(TEMPLATES["hermes"])).post("/v1/messages", {**BODY, **fields})
+    )
+    assert reply.status == 200, reply.body
+    ignored = (reply.header("x-ignored-fields") or "").split(", ")
+    assert ignored.count("cache_control") == 1
+
+
 def test_an_answer_that_is_begun_goes_on() -> None:
     """A new turn after the beginning that the client gave."""
     backend = backend_with(TEMPLATES["hermes"])
