@@ -212,6 +212,7 @@ def _routers(
             body_bytes=config.limits.body_bytes,
             images=config.images.limits(),
             choices=config.limits.choices,
+            max_tokens=config.limits.max_tokens,
             strict=http.strict,
             cors_origins=tuple(http.cors_origins),
             keepalive_seconds=http.keepalive_seconds,

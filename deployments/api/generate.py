@@ -114,7 +114,7 @@ async def generate(
         if call.card.parent is not None:
             call.common.adapter = await context.pin(call.card.id, place.deadline)
             call.card = backend.models().get(call.card.id, call.card)
-        check_limits(call, options.max_choices)
+        check_limits(call, options.max_choices, options.max_tokens)
         if call.output is not None and call.output.needs_grammar(request.constraint):
             grammar, unused = await output_grammar_of(call.output, request.constraint, call.card)
             call.change_params(structured=grammar, thinking=call.output.thinking_budget)

@@ -150,6 +150,8 @@ class ApiOptions:
     body_timeout_s: seconds in which the body of a request must have arrived.
     max_prompts: maximum prompts of a completions request; each becomes n requests to the engines.
     max_choices: maximum number of choices of all prompts of a request together.
+    max_tokens: most tokens of an answer, and the default of requests that set none; None: what the
+        context leaves.
     max_in_flight: generation requests at once; more are answered 503 with Retry-After. Bounds the
         router's memory: waiting requests hold their tokens and a connection each.
     share_by: the tenants among which waiting requests take turns: "api_key", "user" (the field)
@@ -186,6 +188,7 @@ class ApiOptions:
     body_timeout_s: float = 30.0
     max_prompts: int = 32
     max_choices: int = 256
+    max_tokens: int | None = None
     max_in_flight: int = 4096
     share_by: str = "api_key"
     deadline_s: float | None = None

@@ -448,7 +448,7 @@ class LimitsConfig(Section):
         gt=0,
         le=7 * 86400,
         description="Seconds that a request without a deadline of its own (x-deadline-seconds) "
-        "may take; then 408 deadline_exceeded. Default: any time.",
+        "may take; then 408 deadline_exceeded.",
     )
     age_seconds: float = Field(
         5.0,
@@ -460,14 +460,20 @@ class LimitsConfig(Section):
         4 * 2**20,
         ge=1024,
         le=2**30,
-        description="Most bytes of a request body. 4 MiB: more than a million characters of "
-        "prompt.",
+        description="Most bytes of a request body.",
     )
     choices: int = Field(
         256,
         ge=1,
         le=4096,
-        description="Most choices of one request: its prompts times `n`, which is at most 128.",
+        description="Most choices of one request: its prompts times `n`.",
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="Most tokens of an answer, also where a request sets none; 400 for one that "
+        "asks for more. Default none.",
     )
     drain_seconds: float = Field(
         60.0,

@@ -74,7 +74,8 @@ class RouterSettings:
     change_models: functions that change the models of an application.
     in_flight: maximum of requests at once.
     body_bytes: maximum size of a request's body. choices: maximum of its prompts, and of `n`.
-    strict, share_by, share_prefixes, cors_origins, store_bytes, images, page: see ApiOptions.
+    max_tokens, strict, share_by, share_prefixes, cors_origins, store_bytes, images, page: see
+        ApiOptions.
     stream_seconds: seconds that a request may go on after its model was changed or removed.
     usage_file: path of the usage file; "": none; see UsageConfig.
     batches, grpc: settings; None if they are not served.
@@ -87,6 +88,7 @@ class RouterSettings:
     in_flight: int
     body_bytes: int
     choices: int
+    max_tokens: int | None
     strict: bool
     share_by: str
     deadline_seconds: float | None
@@ -175,6 +177,7 @@ class Router:
             max_body_bytes=settings.body_bytes,
             max_prompts=settings.choices,
             max_choices=settings.choices,
+            max_tokens=settings.max_tokens,
             max_in_flight=settings.in_flight,
             share_by=settings.share_by,
             deadline_s=settings.deadline_seconds,

@@ -19,7 +19,7 @@ from deployments.api.generate import DialectRequest, answers
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatRequest
-from deployments.api.generation.sampling import take_sampling
+from deployments.api.generation.sampling import check_length, take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange, request_id
@@ -89,8 +89,13 @@ class LiteqwenRequest(DialectRequest):
         )
 
     async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:
-        """Check that the request's id is not in use. Raises ApiError 409 duplicate_request_id."""
+        """Check that the request's id is not in use, and how long a reply it asks for.
+
+        Raises ApiError 400, 409 duplicate_request_id.
+        """
         assert self._body is not None
+        if (asked := self._kwargs.max_new_tokens) is not None:
+            check_length(asked, context.options.max_tokens, "gen_kwargs.max_new_tokens")
         if self._body.request_id is None:
             return
         request_name = exchange.request_id = _checked_id(self._body.request_id)
@@ -122,6 +127,8 @@ class LiteqwenRequest(DialectRequest):
             ends.append(most)
         if (most := kwargs.max_length) is not None:
             ends.append(most - len(prompt))
+        if (most := call.common.params.max_tokens) is not None:  # the operator's
+            ends.append(most)
         if min(ends) < 1:
             whole = limit if room < 1 else kwargs.max_length or limit
             raise context_too_long(whole, len(call.prompts[0]), param="query", where="query")

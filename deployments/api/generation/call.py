@@ -19,6 +19,7 @@ from deployments.api.generation.request import (
     TemplateOptions,
     TextRequest,
 )
+from deployments.api.generation.sampling import check_length, limited
 from deployments.api.http.errors import invalid, shown
 from deployments.api.http.json_body import in_thread
 from deployments.api.options import ApiOptions
@@ -370,12 +371,16 @@ def _fill_prompts(call: GenerationCall, request: TextRequest) -> None:
             raise invalid("prompt must not be empty: this model has no BOS token", "prompt")
 
 
-def check_limits(call: GenerationCall, most_choices: int) -> None:
-    """Check the numbers of choices, of tokens in the context, and of prompt log-probabilities.
+def check_limits(call: GenerationCall, most_choices: int, most_tokens: int | None) -> None:
+    """Check the numbers of choices, of tokens in the context and in the answer, and of prompt
+    log-probabilities.
+
+    most_tokens: the most tokens of an answer, which becomes the call's limit if it has none; None:
+        what the context leaves
 
     Called once `call.card` is the adapter's, whose virtual tokens leave less room. Raises
     InvalidRequest context_length_exceeded, about the prompt if it alone is too long; ApiError 400
-    too_many_choices, or for too many log-probabilities of the prompt.
+    too_many_choices, or for too many tokens or log-probabilities of the prompt.
     """
     params = call.common.params
     count = len(call.prompts) * params.n
@@ -387,6 +392,7 @@ def check_limits(call: GenerationCall, most_choices: int) -> None:
             "too_many_choices",
         )
     limit, wanted = call.card.max_model_len, params.max_tokens
+    check_length(wanted, most_tokens)
     for ids in call.prompts:
         if len(ids) + (wanted or 1) > limit:
             fits = len(ids) < limit and wanted is not None
@@ -394,6 +400,7 @@ def check_limits(call: GenerationCall, most_choices: int) -> None:
             param = call.request.own_name("max_tokens") if fits else where
             images = 0 if call.images is None else call.images.tokens
             raise context_too_long(limit, len(ids), wanted, param=param, where=where, images=images)
+    call.common.params = limited(params, most_tokens, limit - max(map(len, call.prompts)))
     if params.prompt_logprobs is not None and scored_entries(call) > MAX_SCORED:
         top = params.prompt_logprobs
         raise invalid(

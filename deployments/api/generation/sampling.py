@@ -109,6 +109,30 @@ def take_sampling(
     return RequestedSampling(values, words, single)
 
 
+def check_length(tokens: int | None, most: int | None, name: str = "max_tokens") -> None:
+    """Raise ApiError 400 if a request asks for a longer answer than the operator allows.
+
+    tokens: what it asks for; None: nothing
+    most: `limits.max_tokens`; None: any length
+    name: the request's field
+    """
+    if most is not None and tokens is not None and tokens > most:
+        raise invalid(f"{name} is {tokens}, and at most {most} here (limits.max_tokens)", name)
+
+
+def limited(params: SamplingParams, most: int | None, room: int) -> SamplingParams:
+    """Return params with the operator's limit of an answer's length where they have none.
+
+    most: `limits.max_tokens`; None: the context is the only limit
+    room: the tokens that the prompt leaves of the context
+
+    Raises InvalidRequest if min_tokens exceeds the limit.
+    """
+    if most is None or params.max_tokens is not None:
+        return params
+    return msgspec.structs.replace(params, max_tokens=min(most, room))
+
+
 def agreed(name: str, value: int | None, other: str, same: int) -> int:
     """Return `same`, the value of the field `other`, which is another name for the field `name`.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from deployments.api.body_fields import take_token_ids
 from deployments.api.context import ApiContext
-from deployments.api.generation.sampling import take_sampling
+from deployments.api.generation.sampling import check_length, limited, take_sampling
 from deployments.api.generation.tenancy import QueueFields, engine_request, queue_place
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
@@ -71,10 +71,14 @@ async def roll_out(
             raise invalid(
                 "sampling_params.stop needs text; use stop_token_ids", "sampling_params.stop"
             )
+        most, theirs = context.options.max_tokens, isinstance(body, TheirRollout)
+        name = "sampling_params.max_new_tokens" if theirs else "sampling_params.max_tokens"
+        check_length(params.max_tokens, most, name)
         if len(ids) + (params.max_tokens or 1) > card.max_model_len:
             raise context_too_long(
                 card.max_model_len, len(ids), params.max_tokens, param="token_ids"
             )
+        params = limited(params, most, card.max_model_len - len(ids))
         context.charge(exchange, [ids])
         seed = params.seed_for(ids, card.seed)
         adapter = None if card.parent is None else await context.pin(card.id, place.deadline)

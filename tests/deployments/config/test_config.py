@@ -116,6 +116,15 @@ def test_a_replica_on_several_nodes_is_one_placement_group(tmp_path):
     assert "2 nodes cannot have equally many of pipeline_parallel 3 stages" in fault
 
 
+def test_the_longest_answer_reaches_the_routers():
+    """Bug: a key that is read and never told to those who would obey it."""
+    from deployments.app import build_routers
+
+    for limits, most in (({}, None), ({"max_tokens": 7}, 7)):
+        bound = build_routers({"limits": limits})._bound_deployment
+        assert bound.init_args[0].max_tokens == most
+
+
 def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
     """One error a try; a misspelt key that is silently ignored."""
     fault = faults(

@@ -149,7 +149,8 @@ class OpenAICompletion(OpenAIDialect):
                 raise wrong_type("logprobs", "an integer")
             if not 0 <= logprobs <= MAX_LOGPROBS:
                 raise invalid(f"logprobs must be between 0 and {MAX_LOGPROBS}", "logprobs")
-        common = _common(fields, body, DEFAULT_TOKENS, logprobs)
+        default = min(DEFAULT_TOKENS, context.options.max_tokens or DEFAULT_TOKENS)
+        common = _common(fields, body, default, logprobs)
         prompt, suffix = fields.prompt, fields.suffix
         prompts: tuple[str, ...] | tuple[list[int], ...] = ()
         gaps: tuple[Gap, ...] = ()
