@@ -3,10 +3,14 @@
 python -m pytest -m gpu tests
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,6 +19,7 @@ from tests.parity.engine_driver import Output, add_adapter, engine, run
 
 pytestmark = pytest.mark.gpu
 
+ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 24
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -54,9 +59,13 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in lengths]
 
 
+ON_CUDA: dict[str, Any] = {
+    "device": "cuda", "graph_sizes": (1, 2, 4, 8, 16), "prefix_caching": False,
+}  # fmt: skip
+
+
 def cuda_engine(folder: Path, **fields: Any) -> Any:
-    defaults = {"device": "cuda", "graph_sizes": (1, 2, 4, 8, 16), "prefix_caching": False}
-    return engine(folder, **{**defaults, **fields})
+    return engine(folder, **{**ON_CUDA, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +77,92 @@ def test_tokens_and_logprobs_equal_transformers(
     folder: Path, prompts: list[list[int]], whole: list[Output]
 ) -> None:
     """A kernel that is right in the interpreter and wrong on the device."""
+    answers = [(each.token_ids, [item.logprob for item in each.logprobs]) for each in whole]
+    assert_equal_to_transformers(folder, prompts, answers)
+
+
+def assert_equal_to_transformers(
+    folder: Path, prompts: list[list[int]], answers: Sequence[tuple[list[int], list[float]]]
+) -> None:
+    """Assert that each token is transformers' choice, with its log-probability.
+
+    answers: the tokens and log-probabilities of each prompt.
+    """
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-    for prompt, output in zip(prompts, whole, strict=True):
-        ids = torch.tensor([prompt + output.token_ids], device="cuda")
+    for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + tokens], device="cuda")
         with torch.inference_mode():
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
         theirs = torch.log_softmax(logits.double(), dim=-1)
-        assert theirs.argmax(-1).tolist() == output.token_ids
-        ours = torch.tensor([item.logprob for item in output.logprobs], dtype=torch.float64)
-        chosen = theirs.cpu().gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        assert theirs.argmax(-1).tolist() == tokens
+        ours = torch.tensor(logprobs, dtype=torch.float64)
+        chosen = theirs.cpu().gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert (ours - chosen).abs().max() < 1e-3
+
+
+# Kernels are of one compute capability in a process, so an engine that acts as another GPU has its
+# own. It answers in float32, then runs in bfloat16, whose kernels differ more between GPUs.
+ACTING = """
+import json, re, sys
+from pathlib import Path
+import msgspec
+from triton import knobs
+from engine.sampling_params import SamplingParams
+from tests.parity.engine_driver import engine, run
+
+HOPPERS = re.compile(r"wgmma|cp\\.async\\.bulk|tensormap|griddepcontrol|tcgen05")
+hoppers, launched = set(), set()
+
+def note(*, src, metadata_group, **_):
+    (ptx,) = (path for name, path in metadata_group.items() if name.endswith(".ptx"))
+    launched.add(src.name)
+    hoppers.update(f"{src.name}: {word}" for word in HOPPERS.findall(Path(ptx).read_text()))
+
+knobs.compilation.listener = note
+folder, fields, prompts, params = json.load(sys.stdin)
+params = msgspec.convert(params, SamplingParams)
+outputs = run(engine(Path(folder), **fields), prompts, params)
+half = run(engine(Path(folder), **fields, dtype="bfloat16"), prompts, params)
+assert not [output.error for output in outputs + half if output.error]
+answers = [(each.token_ids, [item.logprob for item in each.logprobs]) for each in outputs]
+print(json.dumps([answers, sorted(launched), sorted(hoppers)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with heads of 128, for which Hopper has kernels of its own."""
+    import transformers
+
+    path = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    config: Any = transformers.LlamaConfig(**SIZES, head_dim=128, tie_word_embeddings=False)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("capability", [None, 8.0, 8.9])
+def test_a_gpu_acts_as_an_older_one(
+    wide_heads: Path, prompts: list[list[int]], capability: float | None
+) -> None:
+    """Bugs: kernels for an older GPU that are wrong, or that do not load, on the device; a switch
+    that leaves some kernels at Hopper's instructions. None: without the switch some have them."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU that is newer than those it acts as")
+    fields = {**ON_CUDA, "gpu_capability": capability}
+    asked = [str(wide_heads), fields, prompts, msgspec.to_builtins(GREEDY)]
+    done = subprocess.run(
+        [sys.executable, "-c", ACTING], input=json.dumps(asked), cwd=ROOT,
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers, launched, hoppers = json.loads(done.stdout.splitlines()[-1])
+    assert len(launched) > 5
+    assert bool(hoppers) == (capability is None), hoppers
+    assert_equal_to_transformers(wide_heads, prompts, answers)
 
 
 @pytest.mark.parametrize(
