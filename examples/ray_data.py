@@ -20,12 +20,13 @@ processor = build_processor(
     preprocess=lambda row: {
         "method": "chat",
         "request_kwargs": {
-            "messages": [{"role": "user", "content": f"What is {row['id']} + {row['id']}?"}],
+            "messages": [{"role": "user", "content": f"What is {row['number']} + {row['number']}?"}],
             "max_tokens": 16,
         },
     },
+    # The answer's fields, such as "id", overwrite columns of the same name.
     postprocess=lambda row: {
-        "id": row["id"],
+        "number": row["number"],
         "answer": row["choices"][0]["message"]["content"],
     },
     # Replicas may have reserved all cores, and these tasks only send. A dataset from files is read
@@ -34,7 +35,7 @@ processor = build_processor(
     postprocess_map_kwargs={"num_cpus": 0},
 )
 processor.get_stage_by_name("ServeDeploymentStage").map_batches_kwargs["num_cpus"] = 0
-questions = ray.data.from_items([{"id": number} for number in range(100)])
+questions = ray.data.from_items([{"number": number} for number in range(100)])
 rows = processor(questions).take_all()
 failed = [row for row in rows if row["__inference_error__"]]
 print(f"{len(rows) - len(failed)} answers, {len(failed)} errors; the last: {rows[-1]}")

@@ -99,7 +99,7 @@ def test_a_program_runs_engines_of_its_own(job: Job, tmp_path: Path) -> None:
 
 def test_the_serve_stage(job: Job) -> None:
     """Methods that the stage does not find, a batch that overflows the queue and ends the job, one
-    bad row that ends it."""
+    bad row that ends it, or rows whose key is lost."""
     output = job.run(
         """
         import ray
@@ -114,7 +114,7 @@ def test_the_serve_stage(job: Job) -> None:
         )
 
         def body(row):
-            n = row["id"]
+            n = row["key"]
             if n % 2:
                 kwargs = {"model": "tiny", "prompt": f"row {n}", "max_tokens": 4}
                 kwargs["temperature"] = 9.0 if n == 7 else 1.0
@@ -128,14 +128,16 @@ def test_the_serve_stage(job: Job) -> None:
         def text(row):
             choice = row["choices"][0]
             answer = choice["text"] if "text" in choice else choice["message"]["content"]
-            return {"id": row["id"], "text": answer}
+            return {"key": row["key"], "text": answer}
 
         processor = build_processor(config, preprocess=body, postprocess=text)
-        rows = processor(ray.data.range(64)).take_all()
-        bad = [row["id"] for row in rows if row["__inference_error__"]]
+        questions = ray.data.from_items([{"key": n} for n in range(64)])
+        rows = processor(questions).take_all()
+        assert sorted(row["key"] for row in rows) == [*range(64)]
+        bad = [row["key"] for row in rows if row["__inference_error__"]]
         print("rows", len(rows), "bad", bad)
-        by_id = {row["id"]: row["__inference_error__"] for row in rows}  # in any order
-        assert "temperature" in by_id[7]
+        by_key = {row["key"]: row["__inference_error__"] for row in rows}  # in any order
+        assert "temperature" in by_key[7]
         """,
     )
     assert "rows 64 bad [7]" in output
