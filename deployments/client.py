@@ -28,7 +28,7 @@ from deployments.api.body_fields import check_names
 from deployments.api.fields.generation import CHAT, COMPLETION
 from deployments.api.http.errors import ApiError
 from deployments.resumable_stream import ResumableStream
-from deployments.trainer_calls import AsyncTrainerCalls, Order, TrainerCalls
+from deployments.trainer_calls import AsyncTrainerCalls, Order, TrainerCalls, UpdateRefused
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
 from engine.library.prompts import as_list, is_token_id
 from engine.messages import RoutedExperts
@@ -159,8 +159,7 @@ class Client(_Connected, TrainerCalls):
             answer = self._method("control").remote(*self._control(order)).result()
         except RayError as error:
             _lost(error)
-        _check(answer)
-        return order.read(answer)
+        return _result(order, answer)
 
     @classmethod
     def connect(cls, app_name: str = "manta") -> "Client":
@@ -220,8 +219,7 @@ class AsyncClient(_Connected, AsyncTrainerCalls):
             answer = await self._method("control").remote(*self._control(order))
         except RayError as error:
             _lost(error)
-        _check(answer)
-        return order.read(answer)
+        return _result(order, answer)
 
     @classmethod
     async def connect(cls, app_name: str = "manta") -> "AsyncClient":
@@ -427,6 +425,17 @@ def _chunks(item: dict[str, Any]) -> Iterator[Chunk]:
             _tuple(choice, "token_ids"),
             _tuple(choice, "token_logprobs"),
         )
+
+
+def _result(order: Order[T], answer: dict[str, Any]) -> T:
+    """Return the result of an order, or raise the exception for its answer."""
+    try:
+        _check(answer)
+    except InvalidRequest as error:
+        if order.updates:
+            raise UpdateRefused(error.message, param=error.param, code=error.code) from None
+        raise
+    return order.read(answer)
 
 
 def _check(answer: dict[str, Any]) -> None:

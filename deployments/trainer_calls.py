@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlencode
 
+from engine.errors import InvalidRequest, UpdateFailed
+
 T = TypeVar("T")
 Answer = dict[str, Any]
 
@@ -44,6 +46,10 @@ class FleetWeights:
     weights_dropped: bool = False
 
 
+class UpdateRefused(UpdateFailed, InvalidRequest):
+    """The error of an update that the router or a replica refused; the old weights serve on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Order(Generic[T]):
     """An HTTP call that carries out one order of a trainer.
@@ -51,12 +57,14 @@ class Order(Generic[T]):
     path: the route. body: the JSON body; None: the call is a GET.
     query: (name, value) of the query's fields, besides the model.
     read: returns the order's result, given the JSON of the route's answer.
+    updates: whether the order is part of an update, whose refusal is an UpdateRefused.
     """
 
     path: str
     read: Callable[[Answer], T]
     body: Mapping[str, Any] | None
     query: Sequence[tuple[str, str]] = ()
+    updates: bool = False
 
     def query_for(self, model: str) -> str:
         """Return the URL's query, with the name of the model; "": the only model, not named."""
@@ -74,21 +82,23 @@ def _version(answer: Answer) -> str:
 
 def _update_weights(folder: str, version: str) -> Order[str]:
     body = {"model_path": str(folder), **({"weight_version": version} if version else {})}
-    return Order("/update_weights_from_disk", _version, body)
+    return Order("/update_weights_from_disk", _version, body, updates=True)
 
 
 def _take_weights(update_info: Mapping[str, Any], version: str) -> Order[str]:
     named = {"weight_version": version} if version else {}
-    return Order("/update_weights", _version, {"update_info": update_info, **named})
+    body = {"update_info": update_info, **named}
+    return Order("/update_weights", _version, body, updates=True)
 
 
 def _finish(version: str) -> Order[str]:
     body = {"weight_version": version} if version else {}
-    return Order("/finish_weight_update", _version, body)
+    return Order("/finish_weight_update", _version, body, updates=True)
 
 
 def _init(init_info: Mapping[str, Any]) -> Order[None]:
-    return Order("/init_weight_transfer_engine", _nothing, {"init_info": init_info})
+    body = {"init_info": init_info}
+    return Order("/init_weight_transfer_engine", _nothing, body, updates=True)
 
 
 def _pause(mode: str, clear_cache: bool) -> Order[None]:
@@ -128,7 +138,7 @@ def _read_world_size(answer: Answer) -> int:
     return size
 
 
-_START: Order[None] = Order("/start_weight_update", _nothing, {})
+_START: Order[None] = Order("/start_weight_update", _nothing, {}, updates=True)
 _RESUME: Order[None] = Order("/resume", _nothing, {})
 _ABORT: Order[None] = Order("/abort_requests", _nothing, {})
 _RESET: Order[None] = Order("/reset_prefix_cache", _nothing, {})
@@ -137,7 +147,10 @@ _WORLD_SIZE = Order("/get_world_size", _read_world_size, None)
 
 
 class TrainerCalls:
-    """The orders of a trainer to all replicas of a model. All methods raise MantaError."""
+    """The orders of a trainer to all replicas of a model. All methods raise MantaError.
+
+    Those of an update raise UpdateFailed where it is refused; the old weights then serve on.
+    """
 
     def _carry_out(self, order: Order[T]) -> T:
         raise NotImplementedError

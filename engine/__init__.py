@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Overloaded,
         RequestFailed,
         RequestReleased,
+        UpdateFailed,
     )
     from engine.library.async_engine import AsyncEngine
     from engine.library.handle import RequestHandle
@@ -53,6 +54,7 @@ __all__ = [
     "Scorer",
     "SharedWeights",
     "Tokenizer",
+    "UpdateFailed",
     "WeightSender",
 ]
 

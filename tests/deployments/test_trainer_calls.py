@@ -9,11 +9,12 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.client import AsyncClient, Client, _check
+from deployments.client import AsyncClient, Client, _result
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.serve import handle_call
 from deployments.router.training import RouterTraining
 from deployments.trainer_calls import AsyncTrainerCalls, Order, TrainerCalls
+from engine import UpdateFailed
 from engine.errors import InvalidRequest
 from tests.deployments.router.fleet import Fleet
 
@@ -21,7 +22,8 @@ INFO = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
 
 
 def test_every_call_reaches_its_route(tmp_path: Path) -> None:
-    """A method asks for a route that is not there, or loses a field on the way."""
+    """A method asks for a route that is not there, or loses a field on the way. A failed update is
+    an error of requests alone, which the loop that catches UpdateFailed does not catch."""
 
     async def body(fleet: Fleet) -> None:
         front = ModelsBackend("router")
@@ -31,8 +33,7 @@ def test_every_call_reaches_its_route(tmp_path: Path) -> None:
         class Trainer(AsyncClient):
             async def _carry_out(self, order: Order[Any]) -> Any:
                 answer = await handle_call.control(app, *self._control(order))
-                _check(answer)
-                return order.read(answer)
+                return _result(order, answer)
 
         trainer = Trainer("manta", "m")
         for query in ("mode=keep", {"mode": "keep", "clear_cache": "false"}):
@@ -66,12 +67,20 @@ def test_every_call_reaches_its_route(tmp_path: Path) -> None:
         for wrong in (
             trainer.pause("later"),
             trainer.sleep(tags=["cache"]),
-            trainer.update_weights(str(tmp_path / "none")),
-            trainer.take_weights(INFO, "three"),
             Trainer("manta", "other").resume(),
         ):
-            with pytest.raises(InvalidRequest):
+            with pytest.raises(InvalidRequest) as refused:
                 await wrong
+            assert not isinstance(refused.value, UpdateFailed)
+        for wrong in (
+            trainer.update_weights(str(tmp_path / "none")),
+            trainer.take_weights(INFO, "three"),
+            trainer.finish_weight_update(),
+        ):
+            with pytest.raises(UpdateFailed) as failed:
+                await wrong
+            assert isinstance(failed.value, InvalidRequest), "what callers caught before"
+        assert (await trainer.weights()).version == "three"
 
     async def main() -> None:
         async with Fleet(2) as fleet:

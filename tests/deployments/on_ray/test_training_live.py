@@ -95,5 +95,5 @@ def test_by_client(served: Cluster, tmp_path: Path) -> None:
     client.resume()
     until(lambda: not client.weights().paused)
     assert client.world_size() == 2
-    with pytest.raises(InvalidRequest, match="no such folder"):
+    with pytest.raises(UpdateFailed, match="no such folder"):
         client.update_weights(str(tmp_path / "none"))
