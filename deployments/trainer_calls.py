@@ -4,6 +4,7 @@ Each method calls a route of docs/rl.md, with its fields and errors. An order is
 router is lost meanwhile, EngineDead (code router_lost) is raised, and `weights` returns the state.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,6 +14,7 @@ from engine.errors import InvalidRequest, UpdateFailed
 
 T = TypeVar("T")
 Answer = dict[str, Any]
+WeightsSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,17 @@ def _version(answer: Answer) -> str:
     return version
 
 
-def _update_weights(folder: str, version: str) -> Order[str]:
-    body = {"model_path": str(folder), **({"weight_version": version} if version else {})}
+def _update_weights(source: WeightsSource, version: str) -> Order[str]:
+    if isinstance(source, Mapping):
+        return _take_weights(source, version)
+    if not isinstance(source, (str, os.PathLike)):
+        raise UpdateRefused(
+            "weights for replicas are a folder, or a message such as SharedWeights(tensors)."
+            f"update_info, which take_weights takes too, not {type(source).__name__}",
+            param="source",
+            code="invalid_type",
+        )
+    body = {"model_path": os.fspath(source), **({"weight_version": version} if version else {})}
     return Order("/update_weights_from_disk", _version, body, updates=True)
 
 
@@ -155,9 +166,13 @@ class TrainerCalls:
     def _carry_out(self, order: Order[T]) -> T:
         raise NotImplementedError
 
-    def update_weights(self, folder: str, version: str = "") -> str:
-        """Replace the weights by a checkpoint that all nodes can read; return their version."""
-        return self._carry_out(_update_weights(folder, version))
+    def update_weights(self, source: WeightsSource, version: str = "") -> str:
+        """Replace the weights, and return the version of the new ones.
+
+        source: the folder of a checkpoint that all nodes can read, or the argument of
+            `take_weights`.
+        """
+        return self._carry_out(_update_weights(source, version))
 
     def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """Make all replicas join a trainer's process group.
@@ -226,8 +241,8 @@ class AsyncTrainerCalls:
     async def _carry_out(self, order: Order[T]) -> T:
         raise NotImplementedError
 
-    async def update_weights(self, folder: str, version: str = "") -> str:
-        return await self._carry_out(_update_weights(folder, version))
+    async def update_weights(self, source: WeightsSource, version: str = "") -> str:
+        return await self._carry_out(_update_weights(source, version))
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         await self._carry_out(_init(init_info))

@@ -23,7 +23,8 @@ INFO = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
 
 def test_every_call_reaches_its_route(tmp_path: Path) -> None:
     """A method asks for a route that is not there, or loses a field on the way. A failed update is
-    an error of requests alone, which the loop that catches UpdateFailed does not catch."""
+    an error of requests alone, which the loop that catches UpdateFailed does not catch, or tensors
+    in shared memory are taken for a folder's name."""
 
     async def body(fleet: Fleet) -> None:
         front = ModelsBackend("router")
@@ -49,9 +50,10 @@ def test_every_call_reaches_its_route(tmp_path: Path) -> None:
         assert await trainer.take_weights(INFO) == ""
         assert await trainer.finish_weight_update("two") == "two"
         assert await trainer.take_weights(INFO, "three") == "three"
+        assert await trainer.update_weights(INFO, "four") == "four"
         await trainer.pause()
         state = await trainer.weights()
-        assert (state.version, state.paused, state.asleep) == ("three", True, False)
+        assert (state.version, state.paused, state.asleep) == ("four", True, False)
         await trainer.resume()
         await trainer.sleep(2, ["kv_cache", "weights"], mode="keep")
         state = await trainer.weights()
@@ -74,13 +76,14 @@ def test_every_call_reaches_its_route(tmp_path: Path) -> None:
             assert not isinstance(refused.value, UpdateFailed)
         for wrong in (
             trainer.update_weights(str(tmp_path / "none")),
-            trainer.take_weights(INFO, "three"),
+            trainer.take_weights(INFO, "four"),
+            trainer.update_weights([("a", 1)]),  # type: ignore[arg-type]
             trainer.finish_weight_update(),
         ):
             with pytest.raises(UpdateFailed) as failed:
                 await wrong
             assert isinstance(failed.value, InvalidRequest), "what callers caught before"
-        assert (await trainer.weights()).version == "three"
+        assert (await trainer.weights()).version == "four"
 
     async def main() -> None:
         async with Fleet(2) as fleet:
