@@ -15,6 +15,8 @@ This module has no Ray and no HTTP: replicas come through `set_replicas`, reques
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -49,6 +51,10 @@ from deployments.router.weights_record import WeightsStore
 from engine.errors import MantaError, Overloaded
 from engine.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("manta.router")
+
+PAUSED_SECONDS = 20.0  # seconds that a request waits in a trainer's pause until a log line says so
+
 
 class Dispatcher:
     """The backend of one model with any number of replicas.
@@ -82,6 +88,8 @@ class Dispatcher:
         base = "" if identity is None else identity.weights
         self.weights = FleetWeights(self.replicas, base, weights_store)
         self.weights.on_deep_sleep = self._await_all_weights
+        self.weights.on_pause = self._watch_pause
+        self._pause_watch: asyncio.TimerHandle | None = None
         self.requests = RequestsInFlight(name, metrics)
         # requests whose timers fail them if no update brings weights after a sleep dropped them
         self._weightless: WeakSet[InflightRequest] = WeakSet()
@@ -181,6 +189,37 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         inflight.timers.append(loop.call_later(self._wait_seconds, refuse))
 
+    def _watch_pause(self) -> None:
+        """Log once if a request waits long for the end of the pause that now begins."""
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+
+        def look() -> None:
+            self._pause_watch = None
+            if not self.weights.paused:
+                return
+            # In a pause of this mode requests that came before it run to their ends.
+            since = began if self.weights.pause_mode == "wait" else 0.0
+            late = time.monotonic() - PAUSED_SECONDS
+            waiting = sum(since <= inflight.arrived <= late for inflight in self.requests)
+            if not waiting:
+                self._pause_watch = loop.call_later(PAUSED_SECONDS, look)
+                return
+            logger.warning(
+                "%s: %d requests have waited for %.0f s or longer, as a trainer has paused the "
+                "replicas; %s ends the pause",
+                self.cards.base.id,
+                waiting,
+                PAUSED_SECONDS,
+                self.weights.ended_by,
+            )
+
+        self._end_pause_watch()
+        self._pause_watch = loop.call_later(PAUSED_SECONDS, look)
+
+    def _end_pause_watch(self) -> None:
+        if self._pause_watch is not None:
+            self._pause_watch.cancel()
+
     async def recall(
         self,
         model: str,
@@ -271,6 +310,7 @@ class Dispatcher:
         self.waking.close()
         self.adapters.close()
         self.weights.close()
+        self._end_pause_watch()
         self._events.close()
         self.requests.fail_all(reason)
         self.replicas.close()

@@ -52,8 +52,10 @@ class FleetWeights:
     base: identity of the weights in the model's folder; "": unknown.
     version: the recorded version of the weights.
     paused, asleep: whether the record has a pause, and whether it has a sleep of any part.
+    pause_mode: mode of the pause; "": no pause.
     slept_deeply: whether the last sleep was of level 2, which drops weights.
     on_deep_sleep: called without arguments when this router learns of a sleep of level 2.
+    on_pause: called without arguments when this router learns of a pause.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class FleetWeights:
         self._store = weights_store or LocalWeightsStore()
         self._record = WeightsRecord(base=base)
         self.version, self.paused, self.asleep = self._record.version, False, False
+        self.pause_mode = ""
         self.slept_deeply = False
         self.on_deep_sleep: Callable[[], None] = lambda: None
+        self.on_pause: Callable[[], None] = lambda: None
         self._bringing: dict[ReplicaClient, asyncio.Task[None]] = {}
         # Monotonic seconds since which no replica has the record's weights.
         self._lost_since: float | None = None
@@ -88,12 +92,24 @@ class FleetWeights:
             self._take_record(record)
 
     def _take_record(self, record: WeightsRecord) -> None:
+        begins = bool(record.paused) and not self.paused
         self._record = record
         self.version, self.paused = record.version, bool(record.paused)
+        self.pause_mode = record.paused
         self.asleep = bool(record.asleep) or record.dozes
         self.slept_deeply = record.level > 1
         if record.asleep and self.slept_deeply:
             self.on_deep_sleep()
+        if begins:
+            self.on_pause()
+
+    @property
+    def ended_by(self) -> str:
+        """The routes that end the pause, as a log names them."""
+        record = self._record
+        if record.dozes:
+            return "POST /wake_up"
+        return "POST /wake_up and /resume" if record.asleep else "POST /resume"
 
     async def _write(self, **fields: Any) -> None:
         """Change fields of the record for all routers. Raises Overloaded if the store is

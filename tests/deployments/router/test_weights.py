@@ -3,6 +3,7 @@
 import asyncio
 from base64 import b64decode
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -12,7 +13,7 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.router import weights
+from deployments.router import dispatcher, weights
 from deployments.router.inflight import InflightRequest
 from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.models.models_backend import ModelsBackend
@@ -697,6 +698,43 @@ def test_engines_that_cannot_sleep_go_on() -> None:
         assert fleet.dispatcher.weights.paused and asleep(fleet) == {False}
         await fleet.dispatcher.weights.wake(())
         assert not fleet.dispatcher.weights.paused
+
+    run(body)
+
+
+def test_a_long_wait_for_a_trainer_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests wait for a trainer that has forgotten its pause, and nothing says for what; or a
+    line comes for each of them, or for those that a pause lets run."""
+    monkeypatch.setattr(dispatcher, "PAUSED_SECONDS", 0.1)
+
+    def lines() -> list[str]:
+        return [text for text in caplog.messages if "a trainer has paused" in text]
+
+    async def body(fleet: Fleet) -> None:
+        weights = fleet.dispatcher.weights
+        for order, ends, way in (
+            (partial(weights.pause, "keep"), weights.resume, "POST /resume"),
+            (partial(weights.sleep, 1, (), "keep"), partial(weights.wake, ()), "POST /wake_up"),
+        ):
+            caplog.clear()
+            await order()
+            await asyncio.sleep(0.25)
+            assert not lines(), "nobody waits"
+            tasks = [asyncio.create_task(read(fleet.generate(max_tokens=5))) for _ in range(3)]
+            await until(lambda: bool(lines()))
+            await asyncio.sleep(0.3)
+            assert len(lines()) == 1 and f"{way} ends the pause" in lines()[0]
+            assert "m: 3 requests" in lines()[0]
+            await ends()
+            await asyncio.gather(*tasks)
+        caplog.clear()
+        running = await streams(fleet, 2, LONG)
+        pausing = asyncio.create_task(weights.pause("wait"))
+        await asyncio.gather(*(task for _, task in running), pausing)
+        assert not lines()
+        await weights.resume()
 
     run(body)
 
