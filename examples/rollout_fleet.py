@@ -59,7 +59,11 @@ def main(
                     n=choices,
                     max_tokens=length,
                     seed=step * len(prompts) + number,
+                    # All of the policy's distribution, which generation_config.json may narrow.
                     temperature=1.0,
+                    top_p=1.0,
+                    top_k=0,
+                    repetition_penalty=1.0,
                     ignore_eos=True,
                     return_token_ids=True,
                 )
