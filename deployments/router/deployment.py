@@ -289,14 +289,18 @@ class Router:
         path: str,
         query: str | Mapping[str, Any] = "",
         body: dict[str, Any] | str | bytes | None = None,
+        method: str = "",
     ) -> dict[str, Any]:
-        """Answer a call of a trainer (docs/rl.md) with the JSON that its HTTP route would return.
+        """Answer a call of any HTTP route with the JSON that it would return.
+
+        A response that is no JSON is returned as {"text": ...}.
 
         path: the route.
         query: the URL's query, such as "mode=keep" or {"mode": "keep"}.
-        body: a JSON object, or its text; None for a GET.
+        body: a JSON object, or its text; None for a request without a body.
+        method: the HTTP method; "": POST, or GET without a body.
         """
-        return await handle_call.control(self._trusted, path, query, body)
+        return await handle_call.control(self._trusted, path, query, body, method)
 
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a request's body with the model's name, if only one model is served."""

@@ -49,15 +49,19 @@ async def control(
     path: str,
     query: str | Mapping[str, Any],
     body: dict[str, Any] | str | bytes | None,
+    method: str = "",
 ) -> dict[str, Any]:
     """Send a request to a route, and return the JSON of the response; a failure as in `call`.
 
+    A response that is no JSON is returned as {"text": ...}.
+
     query: the URL's query, or its fields; a list repeats its field.
-    body: a JSON object, or its text; None for a GET.
+    body: a JSON object, or its text; None for a request without a body.
+    method: the HTTP method; "": POST, or GET without a body.
     """
     if not isinstance(query, str):
         query = urlencode(query, doseq=True)
-    exchange = AsgiCall(app, path, body, query=query)
+    exchange = AsgiCall(app, path, body, query=query, method=method)
     try:
         await exchange.started.wait()
         parts = [part async for part in exchange.parts()]
@@ -181,7 +185,8 @@ def _scope(
 class AsgiCall:
     """A request to an ASGI app that runs in its own task and queues the parts of the response.
 
-    body: a JSON object, or its text; None for a GET.
+    body: a JSON object, or its text; None for a request without a body.
+    method: the HTTP method; "": POST, or GET without a body.
     started: set once the response has started, after which `status` and `headers` are known.
     """
 
@@ -192,6 +197,7 @@ class AsgiCall:
         body: dict[str, Any] | str | bytes | None,
         headers: Sequence[tuple[bytes, bytes]] = (),
         query: str = "",
+        method: str = "",
     ) -> None:
         text = json.dumps(body) if isinstance(body, dict) else body or b""
         payload = text.encode() if isinstance(text, str) else text
@@ -205,7 +211,7 @@ class AsgiCall:
             {"type": "http.request", "body": payload, "more_body": False}
         ]
         self._gone = asyncio.Event()
-        method = "GET" if body is None else "POST"
+        method = method or ("GET" if body is None else "POST")
         scope = _scope(path, payload, headers, method, query)
         self._task = asyncio.create_task(self._run(app, scope))
 
@@ -255,7 +261,11 @@ class AsgiCall:
                     yield chunk
 
     def answer(self, body: bytes) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(body) if body else {}
+        answer: dict[str, Any] = {}
+        kind = self.headers.get(b"content-type", b"application/json")
+        if body:
+            is_json = kind.startswith(b"application/json")
+            answer = json.loads(body) if is_json else {"text": body.decode("utf-8", "replace")}
         if self.status != 200:
             answer["status"] = self.status
             if b"retry-after" in self.headers:
