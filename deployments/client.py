@@ -3,6 +3,7 @@
   client = Client.connect()                      # ray.init(address=...) first
   print(client.chat([{"role": "user", "content": "Hello"}], max_tokens=20).text)
   for chunk in client.stream("Once upon", max_tokens=20): print(chunk.text, end="")
+  client.embed(["the sea", "the land"]).vectors   # of an embedding model
   client.update_weights("/checkpoints/step-1", "step 1")  # and a trainer's other orders
 
 Fields are those of the HTTP API. The HTTP API's errors are raised as exceptions of `engine.errors`.
@@ -11,10 +12,9 @@ Unknown fields are always refused. A job without Manta installed uses
 """
 
 import asyncio
-import operator
 import time
 from base64 import b64decode
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,13 +24,12 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from deployments.api.body_fields import check_names
 from deployments.api.fields.generation import CHAT, COMPLETION
-from deployments.api.http.errors import ApiError
+from deployments.model_calls import AsyncModelCalls, Messages, ModelCalls, checked, prompt_field
 from deployments.resumable_stream import ResumableStream
-from deployments.trainer_calls import AsyncTrainerCalls, Order, TrainerCalls, UpdateRefused
+from deployments.route_call import RouteCall, UpdateRefused
+from deployments.trainer_calls import AsyncTrainerCalls, TrainerCalls
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
-from engine.library.prompts import as_list, is_token_id
 from engine.messages import RoutedExperts
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 T = TypeVar("T")
-Messages = Sequence[Mapping[str, Any]]
 # A text, token ids (also as an array of NumPy, torch or DLPack), or the messages of a chat.
 Prompt = str | Sequence[int] | Messages
 
@@ -145,21 +143,17 @@ class _Connected:
             self._handle = _find(self._app_name)
         return self._handle.options(method_name=name, stream=stream)
 
-    def _control(self, order: Order[Any]) -> tuple[str, str, dict[str, Any] | None]:
-        """Return the arguments of the router's method `control`: path, query and body."""
-        body = None if order.body is None else dict(order.body)
-        return order.path, order.query_for(self.model), body
 
-
-class Client(_Connected, TrainerCalls):
+class Client(_Connected, TrainerCalls, ModelCalls):
     """A synchronous client. It may be passed to other processes of the cluster."""
 
-    def _carry_out(self, order: Order[T]) -> T:
-        try:
-            answer = self._method("control").remote(*self._control(order)).result()
-        except RayError as error:
-            _lost(error)
-        return _result(order, answer)
+    def _carry_out(self, call: RouteCall[T]) -> T:
+        arguments, again = call.arguments(self.model), _RouterRetry()
+        while True:
+            try:
+                return _result(call, self._method("control").remote(*arguments).result())
+            except RayError as error:
+                time.sleep(again.pause(error) if call.repeats else _lost(error))
 
     @classmethod
     def connect(cls, app_name: str = "manta") -> "Client":
@@ -211,15 +205,16 @@ class Client(_Connected, TrainerCalls):
             time.sleep(pause)
 
 
-class AsyncClient(_Connected, AsyncTrainerCalls):
+class AsyncClient(_Connected, AsyncTrainerCalls, AsyncModelCalls):
     """An asyncio client, with the methods of Client as coroutines."""
 
-    async def _carry_out(self, order: Order[T]) -> T:
-        try:
-            answer = await self._method("control").remote(*self._control(order))
-        except RayError as error:
-            _lost(error)
-        return _result(order, answer)
+    async def _carry_out(self, call: RouteCall[T]) -> T:
+        arguments, again = call.arguments(self.model), _RouterRetry()
+        while True:
+            try:
+                return _result(call, await self._method("control").remote(*arguments))
+            except RayError as error:
+                await asyncio.sleep(again.pause(error) if call.repeats else _lost(error))
 
     @classmethod
     async def connect(cls, app_name: str = "manta") -> "AsyncClient":
@@ -337,29 +332,8 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
     fields: further fields of the HTTP API.
     Raises InvalidRequest, also for unknown fields: a handle call has no header to name them in.
     """
-    prompt = as_list(prompt)
-    if isinstance(prompt, str):
-        prompt_field: dict[str, Any] = {"prompt": prompt}
-    elif not isinstance(prompt, Sequence):
-        raise InvalidRequest("a prompt is a text, token ids or messages", param="prompt")
-    elif prompt and isinstance(prompt[0], Mapping):
-        prompt_field = {"messages": list(prompt)}
-    else:
-        prompt_field = {
-            "prompt": [item if isinstance(item, int) else _plain(item) for item in prompt]
-        }
-    body = {**({"model": model} if model else {}), **prompt_field, **fields}
-    try:
-        check_names(body, (CHAT if "messages" in body else COMPLETION).known, strict=True)
-    except ApiError as error:
-        raise InvalidRequest(error.message, param=error.param, code=error.code) from None
-    return body
-
-
-def _plain(item: Any) -> Any:
-    """Return a token id of NumPy or torch as an int, an array as a list, and other values
-    unchanged."""
-    return operator.index(item) if is_token_id(item) else as_list(item)
+    body = {**({"model": model} if model else {}), **prompt_field(prompt, "prompt"), **fields}
+    return checked(body, (CHAT if "messages" in body else COMPLETION).known)
 
 
 def _completion(answer: dict[str, Any]) -> Completion:
@@ -427,15 +401,15 @@ def _chunks(item: dict[str, Any]) -> Iterator[Chunk]:
         )
 
 
-def _result(order: Order[T], answer: dict[str, Any]) -> T:
-    """Return the result of an order, or raise the exception for its answer."""
+def _result(call: RouteCall[T], answer: dict[str, Any]) -> T:
+    """Return the result of a call, or raise the exception for its answer."""
     try:
         _check(answer)
     except InvalidRequest as error:
-        if order.updates:
+        if call.updates:
             raise UpdateRefused(error.message, param=error.param, code=error.code) from None
         raise
-    return order.read(answer)
+    return call.read(answer)
 
 
 def _check(answer: dict[str, Any]) -> None:

@@ -5,15 +5,13 @@ router is lost meanwhile, EngineDead (code router_lost) is raised, and `weights`
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-from urllib.parse import urlencode
+from typing import Any, TypeVar
 
-from engine.errors import InvalidRequest, UpdateFailed
+from deployments.route_call import Answer, RouteCall, UpdateRefused
 
 T = TypeVar("T")
-Answer = dict[str, Any]
 WeightsSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -48,33 +46,8 @@ class FleetWeights:
     weights_dropped: bool = False
 
 
-class UpdateRefused(UpdateFailed, InvalidRequest):
-    """The error of an update that the router or a replica refused; the old weights serve on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order(Generic[T]):
-    """An HTTP call that carries out one order of a trainer.
-
-    path: the route. body: the JSON body; None: the call is a GET.
-    query: (name, value) of the query's fields, besides the model.
-    read: returns the order's result, given the JSON of the route's answer.
-    updates: whether the order is part of an update, whose refusal is an UpdateRefused.
-    """
-
-    path: str
-    read: Callable[[Answer], T]
-    body: Mapping[str, Any] | None
-    query: Sequence[tuple[str, str]] = ()
-    updates: bool = False
-
-    def query_for(self, model: str) -> str:
-        """Return the URL's query, with the name of the model; "": the only model, not named."""
-        return urlencode([*([("model", model)] if model else []), *self.query])
-
-
 def _nothing(answer: Answer) -> None:
-    """Return None, as `Order.read` of an order without a result."""
+    """Return None, as `RouteCall.read` of an order without a result."""
 
 
 def _version(answer: Answer) -> str:
@@ -82,7 +55,7 @@ def _version(answer: Answer) -> str:
     return version
 
 
-def _update_weights(source: WeightsSource, version: str) -> Order[str]:
+def _update_weights(source: WeightsSource, version: str) -> RouteCall[str]:
     if isinstance(source, Mapping):
         return _take_weights(source, version)
     if not isinstance(source, (str, os.PathLike)):
@@ -93,36 +66,36 @@ def _update_weights(source: WeightsSource, version: str) -> Order[str]:
             code="invalid_type",
         )
     body = {"model_path": os.fspath(source), **({"weight_version": version} if version else {})}
-    return Order("/update_weights_from_disk", _version, body, updates=True)
+    return RouteCall("/update_weights_from_disk", _version, body, updates=True)
 
 
-def _take_weights(update_info: Mapping[str, Any], version: str) -> Order[str]:
+def _take_weights(update_info: Mapping[str, Any], version: str) -> RouteCall[str]:
     named = {"weight_version": version} if version else {}
     body = {"update_info": update_info, **named}
-    return Order("/update_weights", _version, body, updates=True)
+    return RouteCall("/update_weights", _version, body, updates=True)
 
 
-def _finish(version: str) -> Order[str]:
+def _finish(version: str) -> RouteCall[str]:
     body = {"weight_version": version} if version else {}
-    return Order("/finish_weight_update", _version, body, updates=True)
+    return RouteCall("/finish_weight_update", _version, body, updates=True)
 
 
-def _init(init_info: Mapping[str, Any]) -> Order[None]:
+def _init(init_info: Mapping[str, Any]) -> RouteCall[None]:
     body = {"init_info": init_info}
-    return Order("/init_weight_transfer_engine", _nothing, body, updates=True)
+    return RouteCall("/init_weight_transfer_engine", _nothing, body, updates=True)
 
 
-def _pause(mode: str, clear_cache: bool) -> Order[None]:
+def _pause(mode: str, clear_cache: bool) -> RouteCall[None]:
     query = [("mode", mode), ("clear_cache", str(clear_cache).lower())]
-    return Order("/pause", _nothing, {}, query)
+    return RouteCall("/pause", _nothing, {}, query)
 
 
-def _sleep(level: int, tags: Sequence[str], mode: str) -> Order[None]:
-    return Order("/sleep", _nothing, {}, [("level", str(level)), ("mode", mode), *_tags(tags)])
+def _sleep(level: int, tags: Sequence[str], mode: str) -> RouteCall[None]:
+    return RouteCall("/sleep", _nothing, {}, [("level", str(level)), ("mode", mode), *_tags(tags)])
 
 
-def _wake(tags: Sequence[str]) -> Order[None]:
-    return Order("/wake_up", _nothing, {}, _tags(tags))
+def _wake(tags: Sequence[str]) -> RouteCall[None]:
+    return RouteCall("/wake_up", _nothing, {}, _tags(tags))
 
 
 def _tags(tags: Sequence[str]) -> list[tuple[str, str]]:
@@ -149,12 +122,12 @@ def _read_world_size(answer: Answer) -> int:
     return size
 
 
-_START: Order[None] = Order("/start_weight_update", _nothing, {}, updates=True)
-_RESUME: Order[None] = Order("/resume", _nothing, {})
-_ABORT: Order[None] = Order("/abort_requests", _nothing, {})
-_RESET: Order[None] = Order("/reset_prefix_cache", _nothing, {})
-_WEIGHTS = Order("/weight_info", _read_weights, None)
-_WORLD_SIZE = Order("/get_world_size", _read_world_size, None)
+_START: RouteCall[None] = RouteCall("/start_weight_update", _nothing, {}, updates=True)
+_RESUME: RouteCall[None] = RouteCall("/resume", _nothing, {})
+_ABORT: RouteCall[None] = RouteCall("/abort_requests", _nothing, {})
+_RESET: RouteCall[None] = RouteCall("/reset_prefix_cache", _nothing, {})
+_WEIGHTS = RouteCall("/weight_info", _read_weights, None)
+_WORLD_SIZE = RouteCall("/get_world_size", _read_world_size, None)
 
 
 class TrainerCalls:
@@ -163,7 +136,7 @@ class TrainerCalls:
     Those of an update raise UpdateFailed where it is refused; the old weights then serve on.
     """
 
-    def _carry_out(self, order: Order[T]) -> T:
+    def _carry_out(self, call: RouteCall[T]) -> T:
         raise NotImplementedError
 
     def update_weights(self, source: WeightsSource, version: str = "") -> str:
@@ -238,7 +211,7 @@ class TrainerCalls:
 class AsyncTrainerCalls:
     """The methods of `TrainerCalls` as coroutines."""
 
-    async def _carry_out(self, order: Order[T]) -> T:
+    async def _carry_out(self, call: RouteCall[T]) -> T:
         raise NotImplementedError
 
     async def update_weights(self, source: WeightsSource, version: str = "") -> str:

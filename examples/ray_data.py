@@ -20,7 +20,9 @@ processor = build_processor(
     preprocess=lambda row: {
         "method": "chat",
         "request_kwargs": {
-            "messages": [{"role": "user", "content": f"What is {row['number']} + {row['number']}?"}],
+            "messages": [
+                {"role": "user", "content": f"What is {row['number']} + {row['number']}?"}
+            ],
             "max_tokens": 16,
         },
     },

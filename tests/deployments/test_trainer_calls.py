@@ -10,10 +10,11 @@ import pytest
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.client import AsyncClient, Client, _result
+from deployments.route_call import RouteCall
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.serve import handle_call
 from deployments.router.training import RouterTraining
-from deployments.trainer_calls import AsyncTrainerCalls, Order, TrainerCalls
+from deployments.trainer_calls import AsyncTrainerCalls, TrainerCalls
 from engine import UpdateFailed
 from engine.errors import InvalidRequest
 from tests.deployments.router.fleet import Fleet
@@ -32,9 +33,9 @@ def test_every_call_reaches_its_route(tmp_path: Path) -> None:
         app = build_asgi(front, ApiOptions(training=RouterTraining(front)))
 
         class Trainer(AsyncClient):
-            async def _carry_out(self, order: Order[Any]) -> Any:
-                answer = await handle_call.control(app, *self._control(order))
-                return _result(order, answer)
+            async def _carry_out(self, call: RouteCall[Any]) -> Any:
+                answer = await handle_call.control(app, *call.arguments(self.model))
+                return _result(call, answer)
 
         trainer = Trainer("manta", "m")
         for query in ("mode=keep", {"mode": "keep", "clear_cache": "false"}):

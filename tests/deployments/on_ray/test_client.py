@@ -71,6 +71,8 @@ def test_the_typed_client(job):
             # Fake engines score no prompts.
             assert set(rollouts.prompt_logprobs) == {None}
         assert client.generate("the words", max_tokens=3).raw["object"] == "text_completion"
+        assert len(client.tokenize("the words").ids) > 1 and client.adapters() == ()
+        assert client.detokenize([40, 41, 42]).startswith(client.detokenize([40]))
         assert client.generate("the words", max_tokens=3, user="me").text  # known, without effect
 
         for prompt, fields, param in (
