@@ -472,6 +472,7 @@ class FakeCore:
             self.abort([*self._requests, *self._pause.later])
 
     def resume(self) -> None:
+        self._timer.skip()
         for message in self._pause.end():
             self.add_request(message)
 

@@ -419,11 +419,15 @@ class EngineCore:
 
     def pause(self, mode: str, ticket: int) -> None:
         """Hold new requests back until `resume`; see `Pause.begin` and `answers`."""
+        if self._pause.frozen:
+            self._timer.skip()  # as "wait" lets requests go on
         if self._pause.begin(mode, ticket):
             self.abort([*self.scheduler.requests, *self._preparing, *self._pause.later])
 
     def resume(self) -> None:
         """End the pause; held requests are queued in their order."""
+        if self._pause.frozen:
+            self._timer.skip()
         for message in self._pause.end():
             self.add_request(message)
 
@@ -464,7 +468,9 @@ class EngineCore:
         """
         self._sleep.end([WEIGHTS])
         recompute = self._updates.recomputes
-        if not self._updates.replace():
+        replaced = self._updates.replace()
+        self._timer.skip()
+        if not replaced:
             return
         self._sleep.replaced()
         self._transfers.in_place(self._updates.folder)

@@ -34,6 +34,10 @@ class StepTimer:
             since = now
         self.since = since if more else 0.0
 
+    def skip(self) -> None:
+        """Leave the time up to the next step's start out of `total`, as no step could run."""
+        self.since = 0.0
+
     def since_last(self, micro_batch: int, began: float) -> float:
         """Return the seconds that the micro-batch has waited for the result that has arrived now.
 

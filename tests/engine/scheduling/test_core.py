@@ -3,6 +3,7 @@
 import gc
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 
 from deployments.observe.replica_metrics import REPLICA_METRICS
 from engine.batch import Batch, StepResult
-from engine.messages import EngineRequest
+from engine.messages import EngineRequest, UpdateWeights
 from engine.scheduling.core import EngineCore
 from engine.scheduling.pacing.chunking import PromptPace
 from engine.scheduling.pacing.step_timer import StepTimer
@@ -402,6 +403,58 @@ def test_seconds_without_work_are_not_busy(monkeypatch: pytest.MonkeyPatch) -> N
     now = 101.0
     busy.stepped(100.0, result=True, more=True)
     assert busy.total == 6.0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_seconds_in_which_no_step_may_run_are_not_busy(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the five minutes of a trainer's pause, or of an update, were seconds of the next step. A
+    router took the replica for a slow one, and refused requests."""
+    clock = [100.0]
+    for module in ("core", "pacing.step_timer"):
+        name = f"engine.scheduling.{module}.time"
+        monkeypatch.setattr(name, SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    class SlowWeights:
+        def holds(self, folder: str) -> bool:
+            return True
+
+        def check(self, folder: str) -> None:
+            pass
+
+        def load(self, folder: str) -> None:
+            clock[0] += 300.0
+
+    config = make_config(async_scheduling=ahead)
+    runner = FakeRunner(config)
+    core = EngineCore(config, runner, weights=SlowWeights())
+    checked = threading.Event()
+    core.on_loaded(checked.set)
+    launch = runner.launch
+
+    def slow(batch: Batch) -> Any:
+        clock[0] += 0.5
+        return launch(batch)
+
+    monkeypatch.setattr(runner, "launch", slow)
+    core.add_request(make_request(1, max_tokens=12, ignore_eos=True))
+    for _ in range(4):
+        core.step()
+    for go_on in (core.resume, lambda: core.pause("wait", 2)):
+        core.pause("keep", 1)
+        while core.has_work():
+            core.step()
+        clock[0] += 300.0
+        go_on()
+        core.step()
+    core.update_weights(UpdateWeights(2, "folder", "1"))
+    assert checked.wait(5.0)
+    while core.has_work():
+        core.step()
+    stats = core.stats()
+    assert stats.weight_updates == 1 and stats.output_tokens == 12
+    assert stats.busy_seconds == pytest.approx(0.5 * stats.step, abs=1.0)
 
 
 def test_has_work_until_the_last_result_is_in() -> None:
