@@ -91,7 +91,7 @@ class ReplicaEvents:
                 if delta.adapter_us > 0:
                     self._replicas.fleet.adapter_loaded(delta.adapter_us / 1e6)
                 elif not choice.begun and choice.inflight.request.priority < BATCH_PRIORITY:
-                    state.measure_first(now - choice.inflight.placed)
+                    state.measure_first(choice.inflight.placed, now)
             if delta.finish:
                 client.forget(choice)
                 if delta.finish == "error" and delta.error.startswith("draining"):

@@ -108,6 +108,8 @@ class ReplicaState:
         self._unbegun: dict[int, str] = {}  # this router's choices without a token -> adapter
         # Fading mean of the seconds from sending a choice to its first token.
         self.first_seconds = 0.0
+        # Time of the last frame by which the engine was, or had been, kept from running requests.
+        self._held_at = -math.inf
         self._open = False  # whether the connection is open and Serve has not removed the replica
         self._sharing = 0  # number of routers that will soon be connected to a new replica
         self._opened = 0.0
@@ -213,9 +215,16 @@ class ReplicaState:
             self._touch()
         self.settle((choice,))
 
-    def measure_first(self, seconds: float) -> None:
-        """Add a measurement to the mean time from sending a choice to its first token."""
-        self.first_seconds += _FIRST * (seconds - self.first_seconds)
+    def measure_first(self, sent: float, now: float) -> None:
+        """Add a measurement to the mean time from sending a choice to its first token.
+
+        A choice that has waited for the end of a pause, a sleep or an update is not measured: its
+        wait says nothing of the engine's speed.
+
+        sent, now: seconds of the clock that `opened` uses.
+        """
+        if sent > self._held_at:
+            self.first_seconds += _FIRST * (now - sent - self.first_seconds)
 
     def unbook(self, choice: int) -> None:
         """Forget a choice that ended, moved or was aborted. Idempotent."""
@@ -240,6 +249,8 @@ class ReplicaState:
         self.seen = now
         self.steps.observe_frame(stats)
         last, self.stats = self.stats, stats
+        if _held(last) or _held(stats) or _holds(last) != _holds(stats):
+            self._held_at = now
         self.available = self._open and not stats.draining and not self.kept_out
         if now > self._opened + _ALL_HERE:
             self._sharing = 0
@@ -374,3 +385,13 @@ class ReplicaState:
             return math.inf
         # A router that sends little now can have an equal share with the others at least.
         return rate * max(part, 1 / max(1, self.stats.routers))
+
+
+def _held(stats: EngineStats) -> bool:
+    """Whether an engine keeps requests from running: it is paused, asleep or without weights."""
+    return stats.paused or stats.asleep or stats.weights_dropped
+
+
+def _holds(stats: EngineStats) -> tuple[int, int]:
+    """Return the numbers of sleeps and updates that have ended since the engine's start."""
+    return stats.wakes, stats.weight_updates

@@ -170,7 +170,7 @@ def run(
         for request in replica.step(now):
             assert request.router is not None
             request.router.state.begun(request.id)
-            request.router.state.measure_first(now - request.sent)
+            request.router.state.measure_first(request.sent, now)
         for request in before:
             if request.ended == now:
                 assert request.router is not None

@@ -19,6 +19,7 @@ from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
 from deployments.router.models.model_cards import ModelCards
 from deployments.router.models.model_settings import DispatchLimits
+from deployments.router.replica_events import ReplicaEvents
 from deployments.router.replica_losses import ReplicaLosses
 from deployments.router.replicas.replica_client import ReplicaEndpoint
 from deployments.router.replicas.replicas import Replicas
@@ -27,7 +28,7 @@ from deployments.routing.fleet import Fleet
 from deployments.routing.step_cost import StepCost
 from deployments.transport.channel import Submit
 from engine.errors import MantaError, Overloaded
-from engine.messages import Abort, EngineStats, Failed
+from engine.messages import Abort, Delta, EngineStats, Failed, StepFrame
 from engine.sampling_params import SamplingParams
 
 CARD = ModelCard("m", 4096, 1000, (2,), 0)
@@ -99,6 +100,30 @@ class Parts:
         self.displaced = self.assignment.displaced
         self.losses = ReplicaLosses(1, self.all_inflight, self.assignment, self.metrics)
         self.publish(**published)
+
+    def queue_and_events(self) -> tuple[RequestQueue, ReplicaEvents]:
+        waking = Waking()
+        queue = RequestQueue(
+            DispatchLimits(),
+            self.fleet,
+            self.all_inflight,
+            self.cards,
+            self.assignment,
+            waking,
+            Random(1),
+        )
+        events = ReplicaEvents(
+            self.replicas,
+            self.cards,
+            SimpleNamespace(),  # type: ignore[arg-type]
+            self.assignment,
+            self.losses,
+            queue,
+            waking,
+            self.metrics,
+            SimpleNamespace(lacks=lambda stats: False),  # type: ignore[arg-type]
+        )
+        return queue, events
 
     def publish(self, **published: Any) -> None:
         self.replicas.replace(published, SimpleNamespace())  # type: ignore[arg-type]
@@ -226,15 +251,7 @@ async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_
     wait in an engine whose whole batch went on for a minute."""
     parts = Parts(a=published())
     state = parts.replicas["a"].state
-    queue = RequestQueue(
-        DispatchLimits(),
-        parts.fleet,
-        parts.all_inflight,
-        parts.cards,
-        parts.assignment,
-        Waking(),
-        Random(1),
-    )
+    queue, _ = parts.queue_and_events()
     queue.admit("a key")  # a row is free
     running = [parts.inflight() for _ in range(8)]
     for inflight in running:
@@ -249,6 +266,44 @@ async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_
     assert refused.value.retry_after == 60.0
     with pytest.raises(Overloaded):
         queue.check(running[0].request)
+
+
+@pytest.mark.parametrize("hold", [{"paused": True}, {"asleep": True}, {"weights_dropped": True}])
+async def test_what_waited_for_the_end_of_a_pause_makes_no_replica_slow(hold, monkeypatch):
+    """Eight requests that came in a trainer's pause of five minutes: by the time to their first
+    tokens the engine was too slow for all who came next, and nearly all of these were refused."""
+    clock = [100.0]
+    monkeypatch.setattr("deployments.router.assignment.time.monotonic", lambda: clock[0])
+    parts = Parts(a=published())
+    queue, events = parts.queue_and_events()
+    client = parts.replicas["a"]
+
+    def frame(deltas: list[Delta], **more: Any) -> None:
+        rows = {"rows": 8, "running": 8, "waiting": 1, "routers": 1}
+        stats = EngineStats(**(rows | more))
+        client.state.observe(stats, (), clock[0])
+        events.frame(client, StepFrame(stats, deltas), clock[0])
+
+    for second in range(5):
+        clock[0] += 1.0
+        work = {"busy_seconds": 1.0 * second, "output_tokens": 800 * second}
+        frame([], step=100 * second, **work)
+    frame([], step=400, **work, **hold)
+    held = [parts.inflight() for _ in range(8)]
+    for inflight in held:
+        parts.assignment.assign(inflight.choices)
+    clock[0] += 300.0
+    first = [Delta(inflight.choices[0].id, [7], cached=0) for inflight in held]
+    frame(first, step=401, **work)
+    assert client.state.first_seconds == 0
+    clock[0] += 1.0
+    for _ in range(32):
+        inflight = parts.inflight()
+        queue.enter(inflight, queue.check(inflight.request))
+    clock[0] += 1.0
+    later = [id for id, choice in client.choices.items() if choice.inflight not in held]
+    frame([Delta(later[0], [7], cached=0)], step=402, **work)
+    assert client.state.first_seconds == pytest.approx(0.1), "it waited for the engine alone"
 
 
 async def test_requests_are_found_by_id_and_owner_and_told_of_when_they_have_ended():
