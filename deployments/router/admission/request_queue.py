@@ -260,7 +260,11 @@ class RequestQueue:
         queue: FairQueue[InflightRequest] | None = None,
     ) -> None:
         now, queue = time.monotonic(), queue or self._queue
-        refusal = queue.refusal(key, priority, work, now, self._capacity_at(now), deadline)
+        capacity = self._capacity_at(now)
+        if queue is self._batch_queue:
+            # Batch work is not measured, and its first tokens may be late.
+            capacity = replace(capacity, first_seconds=0.0)
+        refusal = queue.refusal(key, priority, work, now, capacity, deadline)
         if refusal is None:
             return
         if refusal.code == "deadline_exceeded":

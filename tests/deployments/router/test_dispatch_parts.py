@@ -28,7 +28,7 @@ from deployments.routing.fleet import Fleet
 from deployments.routing.step_cost import StepCost
 from deployments.transport.channel import Submit
 from engine.errors import MantaError, Overloaded
-from engine.messages import Abort, Delta, EngineStats, Failed, StepFrame
+from engine.messages import BATCH_PRIORITY, Abort, Delta, EngineStats, Failed, StepFrame
 from engine.sampling_params import SamplingParams
 
 CARD = ModelCard("m", 4096, 1000, (2,), 0)
@@ -268,6 +268,10 @@ async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_
         queue.check(running[0].request)
 
 
+def full(**more: Any) -> EngineStats:
+    return EngineStats(**({"rows": 8, "running": 8, "waiting": 1, "routers": 1} | more))
+
+
 @pytest.mark.parametrize("hold", [{"paused": True}, {"asleep": True}, {"weights_dropped": True}])
 async def test_what_waited_for_the_end_of_a_pause_makes_no_replica_slow(hold, monkeypatch):
     """Eight requests that came in a trainer's pause of five minutes: by the time to their first
@@ -279,8 +283,7 @@ async def test_what_waited_for_the_end_of_a_pause_makes_no_replica_slow(hold, mo
     client = parts.replicas["a"]
 
     def frame(deltas: list[Delta], **more: Any) -> None:
-        rows = {"rows": 8, "running": 8, "waiting": 1, "routers": 1}
-        stats = EngineStats(**(rows | more))
+        stats = full(**more)
         client.state.observe(stats, (), clock[0])
         events.frame(client, StepFrame(stats, deltas), clock[0])
 
@@ -304,6 +307,26 @@ async def test_what_waited_for_the_end_of_a_pause_makes_no_replica_slow(hold, mo
     later = [id for id, choice in client.choices.items() if choice.inflight not in held]
     frame([Delta(later[0], [7], cached=0)], step=402, **work)
     assert client.state.first_seconds == pytest.approx(0.1), "it waited for the engine alone"
+
+
+async def test_slow_first_tokens_of_others_keep_no_rows_of_a_dataset_out():
+    """After an hour of slow first tokens a dataset of its own, whose first tokens nobody measures,
+    was let in one row at a time until the end."""
+    parts = Parts(a=published())
+    queue, _ = parts.queue_and_events()
+    state = parts.replicas["a"].state
+    for second in range(5):
+        work = {"busy_seconds": 1.0 * second, "output_tokens": 800 * second}
+        state.observe(full(step=100 * second, **work), (), 100.0 + second)
+    state.first_seconds = 60.0
+    for _ in range(16):
+        row = parts.inflight(priority=BATCH_PRIORITY)
+        queue.enter(row, queue.check(row.request))
+    assert queue.choices == 16
+    with pytest.raises(Overloaded, match="too much work"):
+        for _ in range(16):
+            other = parts.inflight()
+            queue.enter(other, queue.check(other.request))
 
 
 async def test_requests_are_found_by_id_and_owner_and_told_of_when_they_have_ended():
