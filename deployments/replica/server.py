@@ -272,10 +272,11 @@ class ReplicaServer:
         stats.routers = len(self._routers)
         if self._rows is not None:
             stats.images_not_received = self._rows.failures
-        self.stats = stats
-        # An idle engine sends no further frame, and a router that missed this one would see load
-        # until the next heartbeat.
+        last, self.stats = self.stats, stats
+        # A router that missed this frame would see the earlier state until the next heartbeat: an
+        # idle or paused engine sends no further frame.
         idle = not stats.running and not stats.waiting
+        for_all = idle or _by_orders(stats) != _by_orders(last)
         routers = self._routers
         for router in routers.values() if frame.gone or frame.lowered else ():
             if len(router.gone) < _MAX_PREFIX_BYTES * 8:
@@ -298,7 +299,7 @@ class ReplicaServer:
                     mine.append(delta)
                     if delta.finish:
                         router.live.discard(id)
-            if mine or idle or router.since_sent(now) > pause:
+            if mine or for_all or router.since_sent(now) > pause:
                 router.send_frame(stats, mine)
             return
         by_router: dict[int, list[Delta]] = {}
@@ -315,7 +316,7 @@ class ReplicaServer:
                 owner.live.discard(id)
         for index, router in list(routers.items()):
             deltas = by_router.get(index)
-            if deltas or idle or router.since_sent(now) > pause:
+            if deltas or for_all or router.since_sent(now) > pause:
                 router.send_frame(stats, deltas or [])
 
     def on_death(self, error: MantaError) -> None:
@@ -540,3 +541,8 @@ def _given_back(id: int) -> Delta:
     id: id of the request at its router.
     """
     return Delta(id, [], "error", error="draining: this replica is about to end")
+
+
+def _by_orders(stats: EngineStats) -> tuple[object, ...]:
+    """Return the stats that orders of trainers change."""
+    return stats.paused, stats.asleep, stats.weights_dropped, stats.weights_version

@@ -229,13 +229,14 @@ class EngineLoop:
             if self._refused:
                 deltas = self._refused + deltas
                 self._refused = []
-            for answer in core.answers():
-                self._send(answer)
+            answers = core.answers()
             if stepped or asked or deltas:
                 taken, self._taken = self._taken, []
                 gone, lowered = core.take_evicted()
                 frame = StepFrame(core.stats(), deltas, b"", self._ticket, taken, gone, lowered)
                 self._send(frame)
+            for answer in answers:  # after the frame that shows what the order has done
+                self._send(answer)
 
     def pulse(self) -> Pulse:
         """Return a heartbeat that says what the loop does; called from another thread."""

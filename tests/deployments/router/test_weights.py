@@ -14,11 +14,13 @@ import pytest
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.router import dispatcher, weights
+from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
 from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.training import RouterTraining
 from deployments.router.weights_record import LocalWeightsStore
+from deployments.transport.channel import ChannelLimits
 from engine.errors import Overloaded, UpdateFailed
 from engine.messages import EngineStats
 from tests.deployments.api.asgi import Client, Reply
@@ -623,6 +625,36 @@ def test_a_pause_with_its_mode_in_the_body() -> None:
         assert (await post(client, "/resume")).status == 200
         for _, task in running:
             assert all(len(ids) == LONG for ids in (await task).values())
+
+    run(body)
+
+
+def test_an_order_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: with requests that a pause keeps, /weight_info told for half a second of a fleet that is
+    paused and of replicas that are not: their frame was held back, and no step followed it."""
+    slow = ChannelLimits(heartbeat=10.0, timeout=50.0)
+    monkeypatch.setattr("tests.deployments.router.fleet.FAST", slow)
+
+    async def body(fleet: Fleet) -> None:
+        client, second = front_of(fleet), fleet.new_router()
+        second.set_replicas(fleet.published())
+        await until(lambda: len(second.state().replicas) == 2)
+
+        def states(router: Dispatcher) -> set[tuple[bool, bool]]:
+            return {(stats.paused, stats.asleep) for stats in router.state().replicas.values()}
+
+        running = await streams(fleet, 2, LONG)
+        for path, query, wanted in (
+            ("/pause", b"mode=keep", (True, False)),
+            ("/sleep", b"level=1", (True, True)),
+            ("/wake_up", b"", (True, False)),
+            ("/resume", b"", (False, False)),
+        ):
+            assert (await post(client, path, query=query)).status == 200, path
+            await until(lambda w=wanted: states(fleet.dispatcher) == states(second) == {w})
+        for _, task in running:
+            assert all(len(ids) == LONG for ids in (await task).values())
+        second.close()
 
     run(body)
 

@@ -19,6 +19,7 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead, MantaError
 from engine.messages import (
     Abort,
+    Answer,
     Control,
     Delta,
     EngineRequest,
@@ -215,6 +216,17 @@ def test_one_frame_a_step_and_a_check_when_idle(loop: Loop) -> None:
     loop.send(Control("stats"))
     assert wait_until(lambda: len(loop.sent) > len(steps), 1)
     assert loop.checks == checks  # nothing ran: it stayed idle
+
+
+def test_an_order_s_frame_comes_before_its_answer(loop: Loop) -> None:
+    """Bug: who has the answer to a pause reads in the stats that nothing is paused."""
+    loop.send(request(1))
+    assert wait_until(lambda: len(loop.deltas()) > 3, 1)
+    loop.send(Control("pause", 7, "keep"))
+    assert wait_until(lambda: any(isinstance(message, Answer) for message in loop.sent), 1)
+    place = next(i for i, message in enumerate(loop.sent) if isinstance(message, Answer))
+    before = [message for message in loop.sent[:place] if isinstance(message, StepFrame)]
+    assert before[-1].stats.paused and before[-1].ticket == 7
 
 
 def test_an_idle_core_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
