@@ -68,6 +68,8 @@ DEFAULT_MODEL = _PackagedModel(
     # Its authors' values; the output is poor at temperature 1.
     sampling={"temperature": 0.2, "top_p": 0.9},
 )
+# config.json of the default model with blocks, as `write_outline` writes it.
+_DEFAULT_OUTLINE = Path(__file__).with_name("default_model") / "config.json"
 
 
 def resolve_model(
@@ -176,9 +178,13 @@ def _with_tokenizer(folder: Path, models: Path, progress: Progress | None) -> Pa
 def outlined(spec: str, progress: Progress | None = None, cache: Path | None = None) -> Path | None:
     """Return config.json of a GGUF file's model with blocks, without a conversion of its weights.
 
+    That of the default model is a file of this package, so that its file need not be downloaded.
+
     spec: a value of `model:`.
     Returns None if it is not a GGUF file. Raises ConfigError.
     """
+    if spec == "default":
+        return _DEFAULT_OUTLINE
     path = gguf_of(spec)
     if path is None:
         return None

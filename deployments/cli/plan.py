@@ -83,10 +83,7 @@ def _config_file(config: MantaConfig, file: Path | None) -> Path:
     file = file or outlined(config.model) or (alone if alone.is_file() else None)
     if file is None:
         with model_progress() as progress:
-            # Weights are not needed, and GGUF files are converted faster if blocks are kept.
-            folder = resolve_model(
-                config.model, config.revision, progress, weights=False, blocks=True
-            )
+            folder = resolve_model(config.model, config.revision, progress, weights=False)
         file = folder / "config.json"
     return file
 

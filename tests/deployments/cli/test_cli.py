@@ -23,6 +23,7 @@ from unittest import mock
 
 import pytest
 
+from deployments.checkpoints import resolve
 from deployments.cli import chat, doctor, main, ports, serve
 from deployments.cli.main import cli
 from deployments.cli.plan import run as run_plan
@@ -425,6 +426,27 @@ def test_plan_command(here: Callable[..., tuple[int, str, str]], default_model: 
     assert "0.31 GiB  bfloat16" in stdout
     assert "of 8,192 tokens" in stdout
     assert "replicas per node" in stdout
+
+
+def test_plan_of_the_default_model_fetches_nothing(
+    here: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: its file of 93 MB was downloaded for a form of the model that `manta serve` does not use
+    with `quantization: none`, and again for the start."""
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(resolve, "installed_default", lambda: None)
+
+    def fetch(requirement: str, folder: Path) -> Path:
+        raise AssertionError(f"{requirement} is fetched")
+
+    monkeypatch.setattr(resolve, "fetch_package", fetch)
+    file = tmp_path / "manta.yaml"
+    for quantization, weights in (("none", "0.31 GiB  bfloat16"), ("gguf", "gguf Q4_1, Q8_0")):
+        file.write_text(f"engine: {{quantization: {quantization}}}\n")
+        code, stdout, stderr = here("plan", str(file), "--gpu", "cpu", "--memory", "8")
+        assert code == 0, stderr
+        assert weights in stdout
+    assert not (tmp_path / "cache").exists()
 
 
 def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,10 @@
 """ModelFacts: a checkpoint's size, family and precision, from the headers of its files."""
 
+import json
 from pathlib import Path
 
 from deployments.checkpoints.facts import read_facts
-from deployments.checkpoints.resolve import resolve_model
+from deployments.checkpoints.resolve import outlined, resolve_model
 from engine.config.model_config import ModelConfig
 
 PARAMETERS = 134_515_008  # of SmolLM2-135M
@@ -20,6 +21,10 @@ def test_of_a_model_in_blocks_and_in_16_bits(default_model: Path) -> None:
     blocks = read_facts(folder, ModelConfig.from_folder(folder))
     assert (blocks.quantization, blocks.format) == ("Q4_1", "gguf")
     assert blocks.parameters() == PARAMETERS and blocks.size_bytes < plain.size_bytes / 2
+    outline = outlined("default")
+    assert outline is not None
+    # To be copied from this folder when conversions change.
+    assert json.loads(outline.read_text()) == json.loads((folder / "config.json").read_text())
 
 
 def test_without_weights(default_model: Path, tmp_path: Path) -> None:
