@@ -182,6 +182,8 @@ class HostSlots:
 
     def slot(self, number: int) -> Tensor:
         """Return the bytes of a slot of host memory, uint8 [num_bytes]."""
+        if not self.num_bytes:  # on a stage whose layers keep nothing
+            return torch.empty(0, dtype=torch.uint8)
         pages = (ctypes.c_uint8 * self.num_bytes).from_address(int(self.addresses([number])[0]))
         return torch.frombuffer(pages, dtype=torch.uint8)
 

@@ -45,6 +45,7 @@ ALLOWED = {
     ),
     ("engine/runner/caches/host_copies.py", "CudaCopies.__init__"): _START,
     ("engine/runner/caches/host_copies.py", "CudaCopies.wait"): "falling asleep, and in tests",
+    ("engine/runner/caches/host_copies.py", "_enqueue"): "a numpy table of addresses",
     ("engine/runner/caches/sleep_memory.py", "CudaSleepMemory._finish_work"): (
         "falling asleep, awaking"
     ),
