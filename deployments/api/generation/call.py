@@ -392,7 +392,8 @@ def check_limits(call: GenerationCall, most_choices: int, most_tokens: int | Non
             "too_many_choices",
         )
     limit, wanted = call.card.max_model_len, params.max_tokens
-    check_length(wanted, most_tokens)
+    if most_tokens is not None:
+        check_length(wanted, most_tokens)
     for ids in call.prompts:
         if len(ids) + (wanted or 1) > limit:
             fits = len(ids) < limit and wanted is not None
@@ -400,7 +401,8 @@ def check_limits(call: GenerationCall, most_choices: int, most_tokens: int | Non
             param = call.request.own_name("max_tokens") if fits else where
             images = 0 if call.images is None else call.images.tokens
             raise context_too_long(limit, len(ids), wanted, param=param, where=where, images=images)
-    call.common.params = limited(params, most_tokens, limit - max(map(len, call.prompts)))
+    if most_tokens is not None:
+        call.common.params = limited(params, most_tokens, limit - max(map(len, call.prompts)))
     if params.prompt_logprobs is not None and scored_entries(call) > MAX_SCORED:
         top = params.prompt_logprobs
         raise invalid(
