@@ -165,8 +165,9 @@ def rows_of(name: str, lines: list[Line]) -> list[Line]:
         if by_way[way]
     ]
     rates = {way: median(line["rate"] for line in ways) for way, ways in by_way.items() if ways}
-    for way in rates.keys() - {"tcp"} if "tcp" in rates else ():
-        rows.append(ratio_row(f"{name}/{way}-of-tcp", rates[way], rates["tcp"], "GB/s"))
+    for way in WAYS[:-1]:
+        if way in rates and "tcp" in rates:
+            rows.append(ratio_row(f"{name}/{way}-of-tcp", rates[way], rates["tcp"], "GB/s"))
     return rows
 
 

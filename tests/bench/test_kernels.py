@@ -65,6 +65,7 @@ def once(calls: Calls) -> float:
 
 
 _SUMS = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel"}
+_COPIES = {"_copy_rows_kernel"}
 # Of one kind of GPU, where the cases of latents and of prompts launch them.
 _HOPPER = {"_latent_specialized_kernel", "_prefill_specialized_kernel"}
 
@@ -92,8 +93,9 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         names.update(launched)
         launched.clear()
     assert seen.keys() == cases.keys()
-    # Sums of ranks are timed by bench.kernels.sums, as they need others.
-    wanted = every_kernel(kernels) - every_kernel(kernels.experts) - _SUMS - _HOPPER
+    # Sums of ranks are timed by bench.kernels.sums, as they need others, and copies of moved blocks
+    # by bench.kv.moves.
+    wanted = every_kernel(kernels) - every_kernel(kernels.experts) - _SUMS - _COPIES - _HOPPER
     assert names == wanted, "a kernel that nothing times"
     targets = {case: row["target"] for case, row in seen.items() if "target" in row}
     assert targets == {

@@ -24,7 +24,11 @@ def test_blocks_move_between_two_engines(tmp_path: Path, monkeypatch: pytest.Mon
     (table,) = out.glob("kv-moves-*.json")
     rows = json.loads(table.read_text())["rows"]
     assert [row["case"] for row in rows] == [
-        *(f"model/{way}/moved-of-{case}" for way in moves.WAYS for case in ("warm", "computed")),
+        *(
+            f"model/{way}/moved-of-{case}"
+            for way in ("shm", "tcp")
+            for case in ("warm", "computed")
+        ),
         "model/shm-of-tcp",
     ]
     (raw,) = out.glob("kv-moves-*.jsonl")
@@ -42,3 +46,6 @@ def test_rows_compare_medians() -> None:
     assert [row["ratio"] for row in moves.rows_of("m", lines)] == [2.0, 0.1]
     lines += [line | {"way": "shm", "moved": 30.0, "rate": rate} for rate in (0.1, 3.0, 3.0)]
     assert [row["ratio"] for row in moves.rows_of("m", lines)] == [3.0, 0.15, 2.0, 0.1, 3.0]
+    lines += [line | {"way": "gpu", "moved": 15.0, "rate": 6.0}]
+    cases = {row["case"]: row["ratio"] for row in moves.rows_of("m", lines)}
+    assert cases["m/gpu/moved-of-warm"] == 1.5 and cases["m/gpu-of-tcp"] == 6.0

@@ -15,7 +15,7 @@ from tests.kernels.launches.experts import (
 )
 from tests.kernels.launches.gemm import layers, packed, plain
 from tests.kernels.launches.lora import adapters
-from tests.kernels.launches.ranks import peers
+from tests.kernels.launches.ranks import moved_blocks, peers
 from tests.kernels.launches.recurrent import (
     convolution,
     delta,
@@ -32,6 +32,6 @@ PARTS: dict[str, Callable[[str], None]] = {
         *(layers, packed, plain, attention, quantized_attention, latent),
         *(sampling, assembly, adapters),
         *(experts, experts_in_fewer_bits, experts_in_floats, experts_in_fragments),
-        *(delta, kimi, mamba, mamba_1, convolution, peers),
+        *(delta, kimi, mamba, mamba_1, convolution, peers, moved_blocks),
     )
 }

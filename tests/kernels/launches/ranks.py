@@ -1,6 +1,9 @@
-"""Launches of all-reduces over peers' memory."""
+"""Launches of all-reduces over peers' memory, and of copies of blocks from it."""
+
+import numpy as np
 
 from kernels.all_reduce import PeerMemory
+from kernels.device_copies import copy_device_rows
 from tests.kernels.launches.sizes import EPS, MODELS, bf16, int32, int64
 
 
@@ -20,3 +23,10 @@ def peers(model: str) -> None:
         many = bf16(256, hidden)  # several rows at once
         rank.norm_one_shot(many, bf16(256, hidden), bf16(hidden), EPS)
         rank.gather(int64(rows), 1)
+
+
+def moved_blocks(_: str) -> None:
+    """Launch copies of blocks with rows of vectors of 16 bytes, and of words of four."""
+    for width in (1 << 15, 36):
+        addresses = np.array([[256, 512], [1024, 2048]], np.int64) * width
+        copy_device_rows(addresses, width, 8 * width, width, 64, None)
