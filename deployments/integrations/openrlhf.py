@@ -153,14 +153,9 @@ class RolloutActor:
         """Join the trainer's process group. Raises UpdateFailed."""
         if use_ray:
             raise UpdateFailed("vllm.sync_with_ray: not supported; the trainer's NCCL group is")
-        await self._engine.init_weight_transfer(
-            {
-                "master_address": master_address,
-                "master_port": master_port,
-                "rank_offset": rank_offset,
-                "world_size": world_size,
-            }
-        )
+        group: dict[str, Any] = {"master_address": master_address, "master_port": master_port}
+        group |= {"rank_offset": rank_offset, "world_size": world_size}
+        await self._engine.init_weight_transfer(group)
 
     async def update_weight(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], empty_cache: bool = False

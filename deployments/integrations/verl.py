@@ -17,7 +17,8 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from deployments.environment import worker_rank
-from deployments.integrations.verl_server import Bucket, RolloutServer
+from deployments.integrations.bucket import Bucket
+from deployments.integrations.verl_server import RolloutServer
 from engine.errors import ConfigError, UpdateFailed
 
 NAME = "manta"

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deployments.integrations.verl_server import Bucket, RolloutServer, read_sampling
+from deployments.integrations.bucket import Bucket
+from deployments.integrations.verl_server import RolloutServer, read_sampling
 from engine.errors import ConfigError, InvalidRequest, UpdateFailed
 from engine.text.token_ids import missing_ids
 from tests.deployments.on_ray.serve_cluster import tiny_model
