@@ -99,20 +99,20 @@ def both(name: str, *arguments: Any, model: str = MODEL, **fields: Any) -> Any:
 def test_vectors(handle: Handle, backend: FakeBackend) -> None:
     """Vectors of other texts, or rounded ones; ids of arrays that are no JSON."""
     texts = ["the sea", "the land"]
-    found = both("embed", texts)
-    assert (found.model, len(found.vectors)) == (MODEL, 2)
+    embeddings = both("embed", texts)
+    assert (embeddings.model, len(embeddings.vectors)) == (MODEL, 2)
     ids = [request.token_ids for request in backend.requests[:2]]
-    assert found.prompt_tokens == sum(map(len, ids))
-    for vector, request in zip(found.vectors, backend.requests, strict=False):
+    assert embeddings.prompt_tokens == sum(map(len, ids))
+    for vector, request in zip(embeddings.vectors, backend.requests, strict=False):
         assert vector.dtype == np.float32
         assert (vector == as_array(vector_of(request))).all()
     for same in (ids, [np.array(part) for part in ids], [torch.tensor(part) for part in ids]):
         again = both("embed", same).vectors
-        assert all((a == b).all() for a, b in zip(again, found.vectors, strict=True))
+        assert all((a == b).all() for a, b in zip(again, embeddings.vectors, strict=True))
     (single,) = both("embed", "the sea").vectors
-    assert (single == found.vectors[0]).all()
+    assert (single == embeddings.vectors[0]).all()
     (named,) = both("embed", "the sea", prompt_name="query", dimensions=4).vectors
-    assert named.shape == (4,) and not (named == found.vectors[0][:4]).all()
+    assert named.shape == (4,) and not (named == embeddings.vectors[0][:4]).all()
     assert len(both("embed", CHAT).vectors) == 1
     with pytest.raises(InvalidRequest, match="maximum context length"):
         both("embed", "the sea " * 99)
@@ -122,15 +122,15 @@ def test_vectors(handle: Handle, backend: FakeBackend) -> None:
 def test_rankings(handle: Handle) -> None:
     """Indices of the sorted list instead of the caller's; texts beside others' scores."""
     documents = ["the answer is 1", {"text": "the answer is 2"}, "the answer is 3"]
-    found = both("rerank", "the sea", documents)
-    assert found.prompt_tokens > 0 and found.model == MODEL
-    scores = [ranked.score for ranked in found.documents]
+    ranking = both("rerank", "the sea", documents)
+    assert ranking.prompt_tokens > 0 and ranking.model == MODEL
+    scores = [ranked.score for ranked in ranking.documents]
     assert scores == sorted(scores, reverse=True)
-    assert sorted(ranked.index for ranked in found.documents) == [0, 1, 2]
-    for ranked in found.documents:
+    assert sorted(ranked.index for ranked in ranking.documents) == [0, 1, 2]
+    for ranked in ranking.documents:
         assert ranked.text == f"the answer is {ranked.index + 1}"
     best = both("rerank", "the sea", documents, top_n=1, return_documents=False)
-    assert [ranked.index for ranked in best.documents] == [found.documents[0].index]
+    assert [ranked.index for ranked in best.documents] == [ranking.documents[0].index]
     assert best.documents[0].text is None
     with pytest.raises(InvalidRequest, match="list of texts"):
         both("rerank", "the sea", "the answer")

@@ -77,7 +77,7 @@ def test_tokens_and_logprobs_equal_transformers(
     folder: Path, prompts: list[list[int]], whole: list[Output]
 ) -> None:
     """A kernel that is right in the interpreter and wrong on the device."""
-    answers = [(each.token_ids, [item.logprob for item in each.logprobs]) for each in whole]
+    answers = [(choice.token_ids, [item.logprob for item in choice.logprobs]) for choice in whole]
     assert_equal_to_transformers(folder, prompts, answers)
 
 
@@ -126,7 +126,7 @@ params = msgspec.convert(params, SamplingParams)
 outputs = run(engine(Path(folder), **fields), prompts, params)
 half = run(engine(Path(folder), **fields, dtype="bfloat16"), prompts, params)
 assert not [output.error for output in outputs + half if output.error]
-answers = [(each.token_ids, [item.logprob for item in each.logprobs]) for each in outputs]
+answers = [(choice.token_ids, [item.logprob for item in choice.logprobs]) for choice in outputs]
 print(json.dumps([answers, sorted(launched), sorted(hoppers)]))
 """
 
