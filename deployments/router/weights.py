@@ -52,7 +52,6 @@ class FleetWeights:
     base: identity of the weights in the model's folder; "": unknown.
     version: the recorded version of the weights.
     paused, asleep: whether the record has a pause, and whether it has a sleep of any part.
-    pause_mode: mode of the pause; "": no pause.
     slept_deeply: whether the last sleep was of level 2, which drops weights.
     on_deep_sleep: called without arguments when this router learns of a sleep of level 2.
     on_pause: called without arguments when this router learns of a pause.
@@ -66,7 +65,6 @@ class FleetWeights:
         self._store = weights_store or LocalWeightsStore()
         self._record = WeightsRecord(base=base)
         self.version, self.paused, self.asleep = self._record.version, False, False
-        self.pause_mode = ""
         self.slept_deeply = False
         self.on_deep_sleep: Callable[[], None] = lambda: None
         self.on_pause: Callable[[], None] = lambda: None
@@ -95,13 +93,17 @@ class FleetWeights:
         begins = bool(record.paused) and not self.paused
         self._record = record
         self.version, self.paused = record.version, bool(record.paused)
-        self.pause_mode = record.paused
         self.asleep = bool(record.asleep) or record.dozes
         self.slept_deeply = record.level > 1
         if record.asleep and self.slept_deeply:
             self.on_deep_sleep()
         if begins:
             self.on_pause()
+
+    @property
+    def pause_mode(self) -> str:
+        """The mode of the pause; "": there is none."""
+        return self._record.paused
 
     @property
     def ended_by(self) -> str:
