@@ -146,8 +146,10 @@ class HostSlots:
         self._at_end(memory.close)
 
     def attach_device(self, memory: DeviceMemory, count: int) -> int:
-        """Add another process's slots of device memory, and return the number of the first one of
-        host memory, of which that process has `count` before them, and this one none.
+        """Add another process's slots of device memory; return the number from which this process
+        counts that process's slots.
+
+        count: number of that process's slots of host memory, which come first and are not read.
 
         Called from any thread.
         """
@@ -176,9 +178,8 @@ class HostSlots:
         """Whether the slots of (item, slot) pairs are device memory; all of a copy are alike."""
         if not pairs:
             return False
-        slot = pairs[0][1]
-        place = slot % FIRST_OF_OTHERS
-        return place >= self._areas[slot - place].num_host
+        place, area = self._place_of(pairs[0][1])
+        return place >= area.num_host
 
     def slot(self, number: int) -> Tensor:
         """Return the bytes of a slot of host memory, uint8 [num_bytes]."""
@@ -189,12 +190,16 @@ class HostSlots:
 
     def addresses(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the addresses of slots of one memory, int64."""
-        place = numbers[0] % FIRST_OF_OTHERS
+        place, (num_host, address, device) = self._place_of(numbers[0])
         first = numbers[0] - place
-        num_host, address, device = self._areas[first]
         if place >= num_host:
             first, address = first + num_host, device
         return address + (np.array(numbers, np.int64) - first) * self.num_bytes
+
+    def _place_of(self, number: int) -> tuple[int, _Area]:
+        """Return a slot's index among those of its process, and where these are."""
+        place = number % FIRST_OF_OTHERS
+        return place, self._areas[number - place]
 
 
 def _blocks_of(cache: KVCache) -> Callable[[], Tensor]:
