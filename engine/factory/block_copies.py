@@ -140,7 +140,7 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
     device_slots = 0 if own is None else own.device_count
     plan = MovePlan(slots, num_bytes, digest, token_bytes, device_slots)
     blocks = copies.blocks
-    if staged is not None:
+    if staged is not None and own is not None:
         blocks.add_device(staged.memory)
         if isinstance(copies, CudaCopies):
             copies.warm_device(2 * slots)
@@ -185,4 +185,6 @@ def _shared_slots(count: int, slot_bytes: int, staged: _DeviceStaging | None) ->
         return OwnSlots(count, slot_bytes, staged.num_slots, staged.memory.handle)
     except OSError as error:
         logger.warning("KV blocks go to other replicas over TCP alone: no shared memory: %s", error)
+        if staged is not None:  # nobody would get to know of it
+            staged.memory.close()
         return None
