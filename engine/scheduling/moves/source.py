@@ -91,7 +91,6 @@ class SourceServer:
         self.secret = secrets.token_bytes(32)
         self.port = 0
         self._memory, self._shared = memory, shared
-        self._has_device_slots = shared is not None and shared.device_count > 0
         self._ordered, self._sent, self._lost = ordered, sent, lost
         self._orders: dict[bytes, Order] = {}
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
@@ -149,7 +148,8 @@ class SourceServer:
             raise PeerError(f"{ask.stripes} stripes")
         peer.deadline = time.monotonic() + LEASE_SECONDS
         proof = self._check_proof(peer, ask)
-        on_device = bool(proof) and ask.on_device and self._has_device_slots
+        has_device_slots = self._shared is not None and self._shared.device_count > 0
+        on_device = bool(proof) and ask.on_device and has_device_slots
         order = Order(ask, peer.deadline, proof, on_device)
         self._orders[order.ticket] = order
         self._ordered(order)
