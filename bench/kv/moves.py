@@ -12,10 +12,9 @@ token
 - `moved`: at the second engine, which pulls the blocks from the first.
 
 Blocks are moved from the memory of the first engine's GPU, by host memory and over TCP in turns
-(`--way`: by one of these only). `rate` is the bytes moved divided by the seconds of the moves,
-GB/s. On the CPU there is no first way. Rows
-compare medians. The run ends with an error if blocks are moved by another transport, or if more
-than one block of the prompt is missing.
+(`--way`: by one of these only; the CPU lacks the first). `rate` is the bytes moved divided by the
+seconds of the moves, GB/s. Rows compare medians. The run ends with an error if blocks are moved by
+another transport, or if more than one block of the prompt is missing.
 """
 
 import argparse
