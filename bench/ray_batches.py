@@ -8,10 +8,12 @@ Rows have prompts and answers of mixed lengths. `offline` has all rows in one `L
 Rates are output tokens/s between the ends of the first and the last tenth of the rows, so that
 starts and ends do not count; `whole_s` has all of it. `ours` is the stage, `peer` offline.
 
-`beside` sends interactive requests one after the other to the same application, in turns for
---seconds without and --seconds with a dataset in work. It reports the 99th percentile of the time
-to first token. `idle` has the output tokens/s of all requests with both, against the tokens/s of
-the dataset alone.
+`beside` sends interactive requests to the same application, in turns for --seconds without and
+--seconds with a dataset in work, at each of --loads. A load is a share of the requests/s that the
+application answers with all slots in use, and arrivals are Poisson; load 0 has one request after
+the other. `p99` is of the time to first token. `idle` has the dataset's output tokens/s beside the
+requests, against the idle share (1 - load) of those that it has alone; with load 0 it has the
+tokens/s of both against the dataset alone.
 """
 
 import argparse
@@ -23,6 +25,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +160,47 @@ def serve_processor(batch_size: int, concurrency: int) -> Any:
     return processor
 
 
-async def interactive(seconds: float, vocab: int) -> list[float]:
-    """Return the seconds to the first token of requests, one after the other."""
-    client = await AsyncClient.connect()
-    draw, firsts, end = random.Random(1), [], time.monotonic() + seconds
-    while time.monotonic() < end:
-        ids = [draw.randrange(3, vocab) for _ in range(32)]
-        began = time.perf_counter()
-        first = 0.0
+@dataclass(frozen=True)
+class Interactive:
+    """Interactive requests: tokens of a prompt and of an answer, and the model's vocabulary."""
+
+    prompt: int
+    output: int
+    vocab: int
+
+    async def _first(self, client: AsyncClient, draw: random.Random) -> float:
+        """Send a request; return the seconds to its first token."""
+        ids = [draw.randrange(3, self.vocab) for _ in range(self.prompt)]
+        began, first = time.perf_counter(), 0.0
         async for _ in client.stream(
-            ids, max_tokens=8, temperature=0.0, ignore_eos=True, return_token_ids=True
+            ids, max_tokens=self.output, temperature=0.0, ignore_eos=True, return_token_ids=True
         ):
             first = first or time.perf_counter() - began
-        firsts.append(first)
-    return firsts
+        return first
+
+    async def in_turn(self, seconds: float, streams: int = 1) -> list[float]:
+        """Return the seconds to first tokens of `streams` users who each send one after the
+        other."""
+        client, draw = await AsyncClient.connect(), random.Random(1)
+        firsts, end = [], time.monotonic() + seconds
+
+        async def user() -> None:
+            while time.monotonic() < end:
+                firsts.append(await self._first(client, draw))
+
+        await asyncio.gather(*(user() for _ in range(streams)))
+        return firsts
+
+    async def arriving(self, seconds: float, rate: float) -> list[float]:
+        """Return the seconds to first tokens of Poisson arrivals, `rate` a second."""
+        client, draw = await AsyncClient.connect(), random.Random(1)
+        requests, end = [], time.monotonic() + seconds
+        at = time.monotonic() + draw.expovariate(rate)
+        while at < end:
+            await asyncio.sleep(max(0.0, at - time.monotonic()))
+            requests.append(asyncio.create_task(self._first(client, draw)))
+            at += draw.expovariate(rate)
+        return await asyncio.gather(*requests)
 
 
 def _output_tokens(pool: str) -> int:
@@ -180,50 +211,94 @@ def _output_tokens(pool: str) -> int:
 
 def beside(
     rows: list[Row],
-    vocab: int,
+    requests: Interactive,
     pool: str,
+    loads: Sequence[float],
+    slots: int,
     seconds: float,
     turns: int,
     batch_size: int,
     concurrency: int,
 ) -> list[Line]:
-    """Return a result line for each turn of each phase: tokens/s, and seconds to first tokens."""
+    """Return a result line for each turn of each phase: tokens/s, and seconds to first tokens.
+
+    slots: requests that the engine runs at once.
+    """
     lines: list[Line] = []
     stop = threading.Event()
 
     def dataset() -> None:
-        number = 0
+        draw = random.Random(2)
         while not stop.is_set():
             # other prompts each time, so that none is in the prefix cache
-            part = [{**row, "ids": [3 + (row["ids"][0] + number) % (vocab - 3), *row["ids"][1:]]}
-                    for row in rows]  # fmt: skip
-            serve_processor(batch_size, concurrency)(ray.data.from_items(part)).take_all()
-            number += 1
+            part = [{**row, "ids": draw.sample(row["ids"], len(row["ids"]))} for row in rows]
+            answered = serve_processor(batch_size, concurrency)(ray.data.from_items(part))
+            for _ in answered.iter_rows():
+                if stop.is_set():
+                    break
 
-    def phase(name: str, work: Callable[[], list[float]]) -> None:
+    def phase(name: str, work: Callable[[], list[float]], load: float) -> None:
         began, before = time.monotonic(), _output_tokens(pool)
         firsts = work()
-        tokens = (_output_tokens(pool) - before) / (time.monotonic() - began)
-        lines.append({"phase": name, "tok_s": tokens, "first_s": firsts})
+        whole = time.monotonic() - began
+        tokens = (_output_tokens(pool) - before) / whole
+        lines.append({"phase": name, "load": load, "tok_s": tokens, "first_s": firsts})
+        if name == "both":
+            lines[-1]["dataset_tok_s"] = tokens - requests.output * len(firsts) / whole
+
+    def send(load: float) -> list[float]:
+        if not load:
+            return asyncio.run(requests.in_turn(seconds))
+        return asyncio.run(requests.arriving(seconds, load * full))
 
     def wait() -> list[float]:
         time.sleep(seconds)
         return []
 
-    asyncio.run(interactive(min(3.0, seconds), vocab))
+    asyncio.run(requests.in_turn(min(3.0, seconds), slots))
+    began = time.monotonic()
+    full = len(asyncio.run(requests.in_turn(seconds, slots))) / (time.monotonic() - began)
     for _ in range(turns):
-        phase("interactive", lambda: asyncio.run(interactive(seconds, vocab)))
+        for load in loads:
+            phase("interactive", partial(send, load), load)
         stop.clear()
         thread = threading.Thread(target=dataset)
         thread.start()
         before = _output_tokens(pool)
         while _output_tokens(pool) < before + 50:
             time.sleep(0.2)
-        phase("dataset", wait)
-        phase("both", lambda: asyncio.run(interactive(seconds, vocab)))
+        phase("dataset", wait, 0.0)
+        for load in loads:
+            phase("both", partial(send, load), load)
         stop.set()
         thread.join()
     return lines
+
+
+def _mean(lines: list[Line], key: str) -> float:
+    return sum(line[key] for line in lines) / len(lines)
+
+
+def beside_rows(lines: list[Line]) -> list[Line]:
+    """Return the rows of `beside`, two for each load."""
+    rows = []
+    alone = _mean([line for line in lines if line["phase"] == "dataset"], "tok_s")
+    for load in sorted({line["load"] for line in lines}):
+        of = {
+            name: [line for line in lines if (line["phase"], line["load"]) == (name, load)]
+            for name in ("interactive", "both")
+        }
+        p99 = {
+            name: round(sample_at([value for line in some for value in line["first_s"]], 0.99), 4)
+            for name, some in of.items()
+        }
+        case = f"beside/{load:.0%}" if load else "beside/one"
+        count = {"requests": sum(len(line["first_s"]) for line in of["both"])}
+        rows.append(ratio_row(f"{case}/p99", p99["both"], p99["interactive"], "s") | count)
+        used = _mean(of["both"], "dataset_tok_s" if load else "tok_s")
+        idle = (1 - load) * alone
+        rows.append(ratio_row(f"{case}/idle", round(used, 1), round(idle, 1), "tok/s"))
+    return rows
 
 
 def table(lines: list[Line]) -> list[Line]:
@@ -237,20 +312,7 @@ def table(lines: list[Line]) -> list[Line]:
     ]
     phases = [line for line in lines if line["case"] == "beside"]
     if phases:
-        firsts: dict[str, list[float]] = {
-            name: [value for line in phases if line["phase"] == name for value in line["first_s"]]
-            for name in ("interactive", "both")
-        }
-        rates = {
-            name: sum(line["tok_s"] for line in phases if line["phase"] == name)
-            for name in ("dataset", "both")
-        }
-        p99 = {name: round(sample_at(values, 0.99), 4) for name, values in firsts.items()}
-        count = {"requests": len(firsts["both"])}
-        rows.append(ratio_row("beside/p99", p99["both"], p99["interactive"], "s") | count)
-        rows.append(
-            ratio_row("beside/idle", round(rates["both"], 1), round(rates["dataset"], 1), "tok/s")
-        )
+        rows += beside_rows(phases)
     return rows
 
 
@@ -284,6 +346,17 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of a phase of `beside`")
     parser.add_argument("--turns", type=int, default=2, help="of `beside`")
+    parser.add_argument(
+        "--loads", type=float, nargs="+", default=[0.0, 0.3, 0.6], help="of `beside`"
+    )
+    parser.add_argument(
+        "--request",
+        type=int,
+        nargs=2,
+        default=[32, 8],
+        metavar=("PROMPT", "OUTPUT"),
+        help="tokens of an interactive request",
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the engine")
     parser.add_argument("--out", type=Path, help="folder for the result files")
     args = parser.parse_args(arguments)
@@ -324,9 +397,10 @@ def main(arguments: list[str] | None = None) -> None:
                 processor = serve_processor(args.batch_size, concurrency)
                 keep("serve-stage", _processed(processor, rows))
             if "beside" in args.cases:
-                few = rows[: 8 * args.batch_size]
+                requests = Interactive(*args.request, vocab)
+                slots, turns = fields["max_num_seqs"], (args.seconds, args.turns)
                 sizes = args.batch_size, concurrency
-                for line in beside(few, vocab, pool, args.seconds, args.turns, *sizes):
+                for line in beside(rows, requests, pool, args.loads, slots, *turns, *sizes):
                     keep("beside", line)
             serve.delete("manta")
     table_rows = table(lines)
@@ -338,6 +412,7 @@ def main(arguments: list[str] | None = None) -> None:
             "peers": {"offline": "LLM", "alone": "beside"},
             "batch_size": args.batch_size,
             "concurrency": concurrency,
+            "request": args.request,
         }
         write(args.out, "ray-batches", config_of, table_rows, lines)
 

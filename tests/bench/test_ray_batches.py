@@ -9,6 +9,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("pandas")
 
 from bench import ray_batches
+from bench.report.result_file import Line
 from tests.deployments.on_ray.serve_cluster import tiny_model
 
 
@@ -32,12 +33,26 @@ def test_the_table() -> None:
     lines = [
         {"case": "offline", "tok_s": 100.0, "whole_s": 1.0, "rows": 10},
         {"case": "serve-stage", "tok_s": 95.0, "whole_s": 2.0, "rows": 10},
-        {"case": "beside", "phase": "interactive", "tok_s": 5.0, "first_s": [0.1] * 99 + [0.2]},
-        {"case": "beside", "phase": "dataset", "tok_s": 100.0, "first_s": []},
-        {"case": "beside", "phase": "both", "tok_s": 90.0, "first_s": [0.1] * 99 + [0.3]},
+        beside("interactive", 0.0, 5.0, 0.2),
+        beside("interactive", 0.3, 30.0, 0.2),
+        beside("dataset", 0.0, 100.0),
+        beside("both", 0.0, 90.0, 0.3),
+        {**beside("both", 0.3, 95.0, 0.21), "dataset_tok_s": 63.0},
     ]
     ratios = {row["case"]: row["ratio"] for row in ray_batches.table(lines)}
-    assert ratios == {"serve-stage": 0.95, "beside/p99": 1.5, "beside/idle": 0.9}
+    assert ratios == {
+        "serve-stage": 0.95,
+        "beside/one/p99": 1.5,
+        "beside/one/idle": 0.9,
+        "beside/30%/p99": 1.05,
+        "beside/30%/idle": 0.9,
+    }
+
+
+def beside(phase: str, load: float, rate: float, slowest: float | None = None) -> Line:
+    """Return a line of `beside`, whose slowest first token is `slowest` seconds; None = none."""
+    firsts = [] if slowest is None else [0.1] * 99 + [slowest]
+    return {"case": "beside", "phase": phase, "load": load, "tok_s": rate, "first_s": firsts}
 
 
 @pytest.mark.serve
@@ -47,13 +62,15 @@ def test_all_cases(tmp_path: Path) -> None:
     """A case that Ray Data's next version, or a row's columns, have broken."""
     folder = tiny_model(tmp_path / "tiny", positions=1024)
     ray_batches.main([
-        "--model", str(folder), "--rows", "80", "--seconds", "2", "--turns", "1", "--longest", "64",
-        "--batch-size", "8", "--out", str(tmp_path / "out"), "--set", "device=cpu", "num_threads=1",
+        "--model", str(folder), "--rows", "800", "--seconds", "2", "--turns", "1",
+        "--longest", "64", "--loads", "0", "0.3", "--batch-size", "32",
+        "--out", str(tmp_path / "out"), "--set", "device=cpu", "num_threads=1",
         "load_format=dummy", "dtype=float32", "num_blocks=400",
     ])  # fmt: skip
     (table,) = (tmp_path / "out").glob("*.json")
     rows = json.loads(table.read_text())["rows"]
     assert [row["case"] for row in rows] == [
-        "engine-stage", "serve-stage", "beside/p99", "beside/idle",
+        "engine-stage", "serve-stage", "beside/one/p99", "beside/one/idle",
+        "beside/30%/p99", "beside/30%/idle",
     ]  # fmt: skip
     assert all(row["ours"] > 0 for row in rows)
