@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 class Footprint(NamedTuple):
     """The KV-cache memory of one request.
 
-    now: tokens whose keys it holds, or will hold once its known tokens are computed.
-    final: tokens whose keys it holds at its maximum length.
-    held: blocks in its block table.
-    shared: blocks among the held ones that other requests use too: they take no free block.
+    now: tokens whose KV the request holds, or will hold once its known tokens are computed.
+    final: tokens whose KV the request holds at its maximum length.
+    held: number of blocks in the request's block table.
+    shared: number of held blocks that other requests use too; they need no free block.
     """
 
     now: int
@@ -50,14 +50,14 @@ class Footprint(NamedTuple):
 
 @dataclass(slots=True)
 class KVMemory:
-    """The memory of a pool, as an admission strategy sees it.
+    """The state of a KV block pool from which an admission strategy decides.
 
     `running()` includes ended requests whose blocks are not released yet.
 
-    uncomputed: known tokens of running requests that have no keys yet.
-    budget: tokens of a step that are left for uncomputed tokens.
-    cuts: further steps for uncomputed tokens, because chunks end where snapshots are taken.
-    lag: steps from a request's last step until its blocks are free, less 1.
+    uncomputed: known tokens of running requests whose KV is not computed yet.
+    budget: number of uncomputed tokens that the current step can still take.
+    cuts: number of extra steps for uncomputed tokens, as chunks end where snapshots are taken.
+    lag: steps between a request's last step and the step in which its blocks can be reused.
     regions: whether a request takes one region for its whole length; `free` is the largest gap.
     """
 
@@ -67,7 +67,7 @@ class KVMemory:
     # footprints of all running requests; slow, so called only if needed
     footprints: Callable[[], list[Footprint]]
     kinds: Sequence[KVKind] = (Full(),)
-    promised: int = 0  # blocks that known tokens of running requests still need
+    promised: int = 0  # blocks not allocated yet that the known tokens of running requests need
     num_running: int = 0
     uncomputed: int = 0
     snapshots: "SnapshotPlan | None" = None
@@ -96,7 +96,8 @@ class KVMemory:
 class Fits(Protocol):
     """An admission strategy: returns whether a request with the footprint `new` may start.
 
-    It is called only after `fits_now` has returned True, and is ignored while no request runs.
+    A strategy is called only after `fits_now` has returned True, and its answer is ignored while no
+    request runs.
     """
 
     def __call__(self, memory: KVMemory, new: Footprint, /) -> bool: ...
@@ -106,7 +107,7 @@ class Joins(Protocol):
     """A strategy that decides whether a waiting request may join the batch of running requests.
 
     running: running requests by id.
-    queue: the queue, which still has the request.
+    queue: the waiting requests, of which the first is the one to decide about.
     """
 
     def __call__(
@@ -144,14 +145,15 @@ def sum_of_lengths(memory: KVMemory, new: Footprint) -> bool:
 
 def peak(memory: KVMemory, new: Footprint) -> bool:
     requests = [*memory.running(), new]
-    # While prompts are computed in chunks, their requests do not decode and end up to `delay` steps
-    # later. So they may overlap with requests that would have ended before.
+    # While prompts are computed in chunks, their requests do not decode, so they end up to `delay`
+    # steps later. They may then overlap with requests that would otherwise run after them.
     uncomputed = memory.uncomputed + new.now
     delay = steps_until_computed(uncomputed, memory.budget) + memory.cuts
     if memory.snapshots is not None:
         delay += memory.snapshots.cuts(new.now)
     # A table ends inside a block, so that each request may hold block_size - 1 tokens more than it
-    # has. Kinds that keep all tokens grow with each token; the others count with their final size.
+    # has. KV groups that keep all tokens grow with each token; groups with a window count with
+    # their final size.
     size = memory.block_size
     grow = [kind for kind in memory.kinds if kind.whole and kind.by_position]
     other_kinds = [kind for kind in memory.kinds if kind not in grow]

@@ -5,9 +5,9 @@ One call of `step`, one batch ahead (async_scheduling):
  schedule n + 1 -> launch n + 1 -> wait for n -> update with n -> deltas of n
 
 so that the device has the next step before the host has seen the last result. Otherwise a step is
-scheduled, launched, waited for and updated at once. In a pipeline there is also a step of each
-micro-batch in flight, and the oldest is waited for. A step with drafts is waited for at once, and
-launched when no other is in flight.
+scheduled, launched, waited for and updated in one call. In a pipeline each micro-batch has a step
+in flight, and the call waits for the oldest. A step with drafts is waited for at once, and launched
+when no other is in flight.
 A grammar needs a token before it can tell what may follow. So if a constrained request has its last
 token in flight, the step's forward pass is launched without its sampling:
 
@@ -18,7 +18,7 @@ Masks are then computed on other threads while the device computes layers and lo
 that masks depend on are known, masks are computed while the forward pass is launched.
 
 If a step raises, the poison requests fail and the engine goes on: failures/. If the device
-has no memory for a step, no request fails: its tokens are computed again in smaller steps.
+has no memory for a step, no request fails: the step's tokens are computed again in smaller steps.
 """
 
 import logging
@@ -121,18 +121,20 @@ class EngineCore:
         self.scheduler = Scheduler(config, self._adapters, free_blocks, speculation, tier, moves)
         self._moves = moves
         self._growth = growth
-        self._unserved: list[Answer] = []  # refusals of `serve_kv`, if moves are None
+        # answers that refuse `serve_kv`, in an engine without moves
+        self._unserved: list[Answer] = []
         self.draining = False
         self._sleep = EngineSleep(memory)
         self._pause = Pause()
         self._updates = WeightUpdates(weights)
         self._transfers = WeightTransfers(receiver)
-        self._model_key = config.model_key  # the key of the weights at the start
+        # the prefix cache's key for the weights of the engine's start
+        self._model_key = config.model_key
         self.on_device = False  # whether a step waits for the device; read by another thread
         self._runner = runner
         self._depth = config.depth
         self._pending: deque[PendingResult] = deque()
-        self._outbox: list[Delta] = []  # deltas that arose between steps
+        self._outbox: list[Delta] = []  # deltas of requests that ended between two steps
         self._grammars = grammars or Grammars(_NO_GRAMMARS)
         self._preparation = RequestPreparation(
             self.scheduler, self._adapters, self._grammars, moves, self._outbox
@@ -146,7 +148,7 @@ class EngineCore:
 
     @property
     def config(self) -> CoreConfig:
-        """The settings, with what shortages of memory and new weights have changed."""
+        """The current settings, as changed by shortages of memory and by new weights."""
         return self.scheduler.config
 
     def add_request(self, message: EngineRequest) -> None:
@@ -203,7 +205,7 @@ class EngineCore:
         return max(newest.began, self._timer.since) + seconds - time.perf_counter()
 
     def step(self) -> list[Delta]:
-        """Run one round of the loop and return its deltas.
+        """Run one round of the step loop; return the new tokens and ends of requests as deltas.
 
         With async_scheduling the first round after an idle time only launches a step, and returns
         no deltas.
@@ -285,9 +287,9 @@ class EngineCore:
         return deltas
 
     def _launch_drafts(self, deltas: list[Delta]) -> None:
-        """Launch the step after one with drafts, before that step's deltas are published.
+        """Launch the next step before the deltas of the last step, which had drafts, are published.
 
-        The device would be idle meanwhile, or compute drafts of a model and nothing else.
+        Otherwise the device would be idle while deltas are published, or only compute model drafts.
 
         deltas: gets the last deltas of requests whose grammar allows no token.
         """
@@ -300,7 +302,7 @@ class EngineCore:
             self._recovery.retry(self._runner, *self._blame.take_failure())
 
     def _launch(self, batch: Batch | None, deltas: list[Delta]) -> None:
-        """Launch the sampling that has waited for masks, then the batch.
+        """Launch the sampling of the last step if its masks were pending, then launch the batch.
 
         deltas: gets the last deltas of requests whose grammar allows no token.
         """
@@ -338,7 +340,7 @@ class EngineCore:
 
     def _begin_masks(self, launched: LaunchedStep) -> None:
         """Begin the masks of the newest step, for which the next call of `step` waits."""
-        pending = self._pending.pop()  # if masks fail, nobody may wait for this step
+        pending = self._pending.pop()  # after an error nothing may wait for this step
         self._masks_begun = launched, self._step_grammars.begin(_constraints(launched))
         self._pending.append(pending)
 
@@ -350,7 +352,7 @@ class EngineCore:
         finish: waits for the masks, and returns (masks, error messages by row of the masks).
         """
         self._masks_begun = None
-        pending = self._pending.pop()  # if masks fail, nobody may wait for this step
+        pending = self._pending.pop()  # after an error nothing may wait for this step
         masks, errors = finish()
         pending.sample(masks)
         self._pending.append(pending)

@@ -13,26 +13,26 @@ from engine.scheduling.memory.snapshots import SnapshotPlan
 class CoreConfig:
     """The resolved settings of an engine core.
 
-    max_num_seqs: device rows.
+    max_num_seqs: maximum number of running requests, each in one row of the device tables.
     max_num_batched_tokens: the maximum number of tokens in a step.
     max_model_len: the maximum of a request's tokens, prompt and output; the core lowers it to what
         num_blocks can hold.
     num_blocks, block_size: blocks of the KV cache, and tokens of a block.
     kv_ranks: ranks that each have num_blocks blocks, for different requests.
     async_scheduling: launch a micro-batch's next step before the tokens of its last one are known.
-    micro_batches: the number of groups of requests, each in steps of its own; equal to that of
-        pipeline stages, which compute steps of different micro-batches at the same time.
+    micro_batches: number of groups into which requests are divided, equal to the number of pipeline
+        stages. Each step computes one group, and stages compute different groups at the same time.
     target_tpot: the TPOT target in seconds, for the pace of steps; 0 = none.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
-    kinds: which tokens each group of layers keeps; the order is that of a request's block tables.
+    kinds: for each KV group, which tokens keep their KV; a request's block tables have this order.
     snapshots: the plan for snapshots of recurrent states; None = no layer is recurrent.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
     pooling: how texts become embeddings; None = requests for embeddings are refused.
     generates: whether the model generates text; False = all other requests are refused.
     whole_texts: whether a text must be computed in a single step.
     images: how the model takes images; None = requests with images are refused.
-    no_routes: why requests for the experts of their tokens are refused; "" = they are not.
-    encodes_ahead: whether a step with decodes encodes images beside it, for later steps.
+    no_routes: why requests that ask for the chosen experts are refused; "" = they are accepted.
+    encodes_ahead: whether a step with decodes also encodes images for later steps, in parallel.
     """
 
     max_num_seqs: int

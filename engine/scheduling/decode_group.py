@@ -1,20 +1,22 @@
 """DecodeGroup: the requests that get exactly one token in each of the group's steps.
 
-Usually there is one group, and every step of the engine is a step of it. A pipeline has a group
+Usually there is one group, and every step of the engine is one of its steps. A pipeline has a group
 (micro-batch) for each stage, and each step of the engine is a step of one of them (`next_group`). A
 thousand requests must cost the host well under a millisecond a step, so that nothing here is
-written for each request in each step. The group is five parallel lists from which batches are
-copied. Positions are a constant plus the number of the group's step. Rare events are looked up by
-the step at which they happen:
+written for each request in each step. The group consists of five parallel lists, from which each
+step's batch is copied. Positions are a constant plus the number of the group's step. Rare events
+are looked up by the step at which they happen:
 
  start of a request at step t      base + t
- it needs a new block at           t = positions * block_size - base        -> _block_due[t]
- it samples its last token at      t = limit - 2 - base                     -> _last_sample[t]
+ the request needs a block at               t = positions * block_size - base        ->
+ _block_due[t]
+ its last token is sampled at          t = limit - 2 - base                     -> _last_sample[t]
 
 With drafts, positions of a request also grow by the accepted draft tokens (`advance`). The events
-of the next step are then found by a scan over all members, and the tables of events are rebuilt in
-the first step before which no member has advanced.
-A request that cannot run in a step has to leave (see `Scheduler`), and may join again later.
+of the next step are then found by a scan over all members, and the tables of events are rebuilt
+before the first step since which no member has accepted drafts.
+A request that cannot run in a step must leave the group (see `Scheduler`), and may join again
+later.
 """
 
 from collections.abc import Collection, Sequence
@@ -37,7 +39,8 @@ class DecodeGroup:
         self.micro_batch = micro_batch
         self.step_index = self.last_step = 0
         self._block_size = block_size
-        self._num_groups = num_groups  # KV groups: blocks of a table for each block_size tokens
+        # number of KV groups, each of which adds one block to a table for each block_size tokens
+        self._num_groups = num_groups
         self.requests: list[Request] = []
         self.rows: list[int] = []
         self.bases: list[int] = []
@@ -48,8 +51,8 @@ class DecodeGroup:
         # due within block_size steps. Last samples may be far ahead, so `leave` removes theirs.
         self._block_due: dict[int, list[Request]] = {}
         self._last_sample: dict[int, dict[Request, None]] = {}
-        # Whether members have advanced since the last step, and whether the two tables above are
-        # empty because of that.
+        # _advanced: whether members have accepted drafts since the last step. _scattered: whether
+        # the two tables above are empty because members did.
         self._advanced = self._scattered = False
 
     def __len__(self) -> int:
@@ -57,7 +60,7 @@ class DecodeGroup:
 
     @property
     def context(self) -> int:
-        """The number of tokens whose keys the next step reads, over all members."""
+        """The number of tokens whose KV the next step reads, over all members."""
         return self._sum_of_bases + (self.step_index + 2) * len(self.requests)
 
     def take_step(self, step: int) -> None:
@@ -117,7 +120,7 @@ class DecodeGroup:
     def block_due(self, step_index: int) -> list[Request]:
         """Return the members that need a new block for their token of this step.
 
-        Call once a step.
+        Call this once a step.
         """
         size, groups = self._block_size, self._num_groups
         if self._advanced:
@@ -145,7 +148,7 @@ class DecodeGroup:
         self._expect_block(request)
 
     def last_samples(self) -> list[Request]:
-        """Return the members whose last token this step samples. Call once a step."""
+        """Return the members whose last token this step samples. Call this once a step."""
         index = self.step_index
         if self._scattered:
             return [r for r in self.requests if r.limit - 2 - r.base == index]
@@ -170,7 +173,7 @@ def next_group(groups: Sequence[DecodeGroup], busy: Collection[int]) -> DecodeGr
     If all free groups are empty, an empty group is returned. Members beyond a group's equal share
     move to the smallest group, so that all stages have equal work.
 
-    busy: micro-batches that may not have the step; at least one is free.
+    busy: numbers of the micro-batches that cannot run in the step; at least one is free.
     """
     free = [group for group in groups if group.micro_batch not in busy]
     group_due = min(free, key=lambda group: (not group, group.last_step))

@@ -1,9 +1,9 @@
-"""RequestPhases: the requests of an engine, which phase each is in, and the changes between phases.
+"""RequestPhases: the requests of an engine, and the phase of each.
 
-A request waits in the queue, for its adapter, or for blocks from the host. With a row it computes
-known tokens, or decodes, or finishes its last step. scheduler.py decides about steps.
-request_memory.py has the rows and blocks, which are released when the last launched step that uses
-them is done.
+A request without a row waits in the queue, for its adapter, or for blocks from the host. A request
+with a row computes known tokens, decodes, or finishes its last step. scheduler.py decides which
+requests a step computes. request_memory.py has the rows and blocks, which are released when the
+last launched step that uses them is done.
 """
 
 import logging
@@ -70,7 +70,8 @@ class RequestPhases:
         self.queue = WaitingQueue()
         self.num_constrained = 0  # number of requests with a grammar
         self.num_batch = 0  # number of requests that are batch work
-        self.shared_step = -math.inf  # the last step before a request ended that was not batch work
+        # the newest step's number when a request that is not batch work last ended
+        self.shared_step = -math.inf
         self.computing: list[Request] = []  # requests in phase COMPUTING
         self.decode_groups = [
             DecodeGroup(config.block_size, len(config.kinds), micro_batch)
@@ -90,7 +91,7 @@ class RequestPhases:
             self.drafts = StepDrafts(speculation, self.config, self.memory, self.counters)
 
     def add_request(self, request: Request) -> None:
-        """Queue a new request that is able to run and has a new id."""
+        """Queue a new, validated request; its id must be unused."""
         assert request.id not in self.requests
         assert len(request.token_ids) <= request.limit
         if not self.requests:
@@ -125,7 +126,7 @@ class RequestPhases:
         return deltas
 
     def fail(self, requests: Iterable[Request], error: str) -> list[Delta]:
-        """End the requests, unless they have ended already; return their error deltas.
+        """End requests with an error, unless they have already ended; return their last deltas.
 
         error: "code: message".
         """
@@ -157,7 +158,7 @@ class RequestPhases:
 
     @property
     def loading(self) -> bool:
-        """Whether loads from the host are in flight, whose end `take_arrived` notices."""
+        """Whether loads from the host are in flight; `take_arrived` collects finished ones."""
         return self.tier is not None and self.tier.num_loads > 0
 
     def requeue(self, *, trusted: bool) -> None:
@@ -165,7 +166,7 @@ class RequestPhases:
 
         The caller must drop the results of these steps.
 
-        trusted: whether computed blocks stay in the prefix cache.
+        trusted: whether computed KV is valid, so that its blocks stay in the prefix cache.
         """
         touched = [request for launched in self.in_flight for request in launched.requests]
         self.in_flight.clear()
@@ -196,7 +197,7 @@ class RequestPhases:
     def shrink(self, num_blocks: int) -> None:
         """Replace the KV cache by num_blocks empty blocks.
 
-        Legal when no request runs and no copy of the host tier is in flight.
+        Call this only when no request runs and no copy of the host tier is in flight.
         """
         if self.tier is not None:
             for request in self.tier.abandon():
@@ -207,7 +208,7 @@ class RequestPhases:
         self.config = replace(self.config, num_blocks=num_blocks)
 
     def grow(self, growth: KVGrowth) -> None:
-        """Grow or shrink the only block pool by demand; try waiting requests again if it grew."""
+        """Grow or shrink the only block pool by demand; if it grew, waiting requests may start."""
         memory, queue = self.memory, self.queue
         # Whether the first request waits for blocks, and not for a row or for the next step.
         blocked = memory.has_row and not queue.retry
@@ -237,7 +238,8 @@ class RequestPhases:
         for request in self.requests.values():
             request.set_model_key(model_key)
             request.hashes = []
-            request.cacheable = False  # some of its blocks are of old weights, until a preemption
+            # until a preemption, some of its blocks have KV of the old weights
+            request.cacheable = False
 
     # ---- internal changes of phase -------------------------------------------------------------
 
@@ -322,19 +324,21 @@ class RequestPhases:
         return self.queue.num_tokens + computing + in_flight
 
     def interactive_tokens(self) -> int:
-        """Return how many prompt tokens of requests other than batch work are to be computed."""
+        """Return the number of uncomputed prompt tokens of requests that are not batch work."""
         tokens = sum(r.remaining for r in self.computing if not r.batch_work)
         for request in self.queue.waiting:
-            if request.batch_work:  # requests behind it are batch work, too
+            # the queue is sorted, so the requests after it are batch work too
+            if request.batch_work:
                 break
             tokens += request.queued_tokens
         return tokens
 
     def batch_victims(self, free: int) -> list[Request]:
-        """Return the running batch work to preempt for waiting requests that are not, the last in
-        the order of service first.
+        """Return the running batch work to preempt for other waiting requests.
 
-        free: rows for which no batch work has to be preempted.
+        The last in the order of service comes first.
+
+        free: number of free rows, for which no batch work has to be preempted.
         """
         wanted = bisect_left(self.queue.waiting, True, key=lambda r: r.batch_work) - free
         if wanted <= 0:
@@ -344,7 +348,7 @@ class RequestPhases:
         return nlargest(wanted, movable, key=lambda r: r.order)
 
     def batch_waiting_tokens(self) -> int:
-        """Return the known tokens of batch work that are not in any step yet."""
+        """Return the number of known tokens of batch work that are not in any step yet."""
         queued = sum(request.queued_tokens for request in self.queue.waiting if request.batch_work)
         computing = (r.remaining for r in self.computing if r.batch_work and r.remaining > 1)
         return queued + sum(computing)

@@ -1,6 +1,7 @@
-"""RequestPreparation: prepares new requests until they are queued.
+"""RequestPreparation: prepares new requests before they are queued.
 
-Requests are checked. Then a grammar may have to be compiled, or blocks pulled from another replica.
+It checks each request. Then a grammar may have to be compiled, or blocks pulled from another
+replica.
 """
 
 from engine.errors import MantaError
@@ -15,10 +16,9 @@ from engine.structured.token_limits import TokenLimits
 
 
 class RequestPreparation:
-    """The checks of new requests, and the waiting for grammars and blocks before they are queued.
+    """The requests that wait for a grammar or for another replica's blocks before they are queued.
 
-    preparing: id -> request whose grammar is being compiled, or whose blocks come from another
-        replica.
+    preparing: id -> waiting request.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class RequestPreparation:
         self._moves, self._outbox = moves, outbox
 
     def add(self, message: EngineRequest, *, pulls: bool) -> None:
-        """Check a request, and queue it now or later; one that cannot run gets an error delta.
+        """Check a request, and queue it now or later; a request that cannot run gets an error
+        delta.
 
-        pulls: whether blocks of other replicas may be written now.
+        pulls: whether blocks may be pulled from other replicas now.
         """
         try:
             if message.id in self._scheduler.requests or message.id in self.preparing:
@@ -65,8 +66,10 @@ class RequestPreparation:
         self._constrain(request)
 
     def _pull(self, request: Request, source: KVSource) -> bool:
-        """Begin to pull a request's prefix from another replica, if that can be used; return
-        whether the request waits for it."""
+        """Begin to pull a request's prefix from another replica; return whether the request waits.
+
+        Nothing is pulled if the request cannot share blocks.
+        """
         moves, scheduler = self._moves, self._scheduler
         if moves is None or not scheduler.shares(request):
             return False
@@ -75,16 +78,17 @@ class RequestPreparation:
         return moves.pull(request, source, pool, pool.hash_prefix(request, count))
 
     def take_moves(self, moves: BlockMoves) -> None:
-        """Poll the moves, and queue the requests whose blocks have come or failed to come."""
+        """Poll the moves, and queue the requests whose pulls have ended, with or without
+        success."""
         scheduler = self._scheduler
         (pool,) = scheduler.memory.pools
         for id in moves.poll(pool, scheduler.step, scheduler.done_step):
             request = self.preparing.pop(id, None)
-            if request is not None:  # it was not aborted meanwhile
+            if request is not None:  # None if it was aborted meanwhile
                 self._constrain(request)
 
     def _constrain(self, request: Request) -> None:
-        """Queue a request; one with a grammar only when the grammar is compiled."""
+        """Queue a request, or begin to compile its grammar first."""
         params, output = request.params, request.token_ids[request.num_prompt :]
         vocab_size = self._scheduler.config.vocab_size
         limits: TokenLimits | None = None

@@ -21,7 +21,7 @@ class WaitingQueue:
         self.waiting_for_blocks: list[Request] = []  # requests that wait for loads
         self.num_tokens = 0
         self.retry = True  # whether memory or rows may now suffice for the first request
-        self.only: Container[Request] | None = None  # if given, only these requests may start
+        self.only: Container[Request] | None = None  # the only requests that may start; None = all
 
     def __len__(self) -> int:
         blocked = len(self.waiting_for_blocks) + sum(map(len, self.waiting_for_adapter.values()))

@@ -1,7 +1,8 @@
 """Request: the scheduler's state of one choice of a request.
 
-Progress is arithmetic. The host knows token_ids. num_computed tokens have their keys computed or
-launched. num_tokens counts the known tokens and the token that a launched step samples:
+A request's progress is given by three counts. The host knows the tokens in token_ids. The KV of
+num_computed tokens is computed, or a launched step computes it. num_tokens counts the known tokens
+and the token that a launched step samples:
 
  token_ids     [ prompt ............ | output ... ]
  num_computed  ------------------------------------^      (decoding: num_tokens - 1)
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
 
 
 class RequestPhase(enum.Enum):
-    """The list of the scheduler that a request is in; independent of prefill and decode."""
+    """The phase of a request, which is the list of the scheduler that has it."""
 
     WAITING = enum.auto()  # no row and no blocks: new or preempted
     WAITING_FOR_ADAPTER = enum.auto()  # like WAITING, but its adapter is not on the device
     WAITING_FOR_BLOCKS = enum.auto()  # like WAITING, while its prefix is loaded from the host
-    COMPUTING = enum.auto()  # has a row; computes its prompt, or lacks a block to decode
+    COMPUTING = enum.auto()  # has a row, and computes its prompt or lacks a block to decode
     DECODING = enum.auto()  # in a decode group: one token in each of its steps
     FINISHING = enum.auto()  # its last step is launched; it ends when the result arrives
     ENDED = enum.auto()
@@ -125,11 +126,11 @@ class Request:
         # set before the request is queued, if it has a grammar
         self.constraint: Constraint | None = None
         self.adapter = adapter
-        self.adapter_slot = -1  # slot of its adapter while it has a row
+        self.adapter_slot = -1  # device slot of its adapter while it has a row
         self.adapter_us = 0  # microseconds that it has waited for its adapter
         # Virtual tokens of the adapter come before the prompt, with ids outside the vocabulary.
-        # They count everywhere except in what is reported to the caller. num_prefix: the virtual
-        # tokens whose keys are copied.
+        # They are included in all counts except those that the caller gets. num_prefix: the number
+        # of virtual tokens whose KV is copied from the adapter.
         self.num_virtual = 0 if adapter is None else adapter.info.virtual_tokens
         self.num_prefix = self.num_virtual if adapter is not None and adapter.is_prefix else 0
         if self.num_virtual:
@@ -139,7 +140,7 @@ class Request:
         self.images: Sequence[Image] = message.images
         if self.images:
             self.images = [_own(image, self.num_virtual, self.cache_salt) for image in self.images]
-        self.next_image = 0  # the first image with a token beyond num_computed
+        self.next_image = 0  # index of the first image with a token beyond num_computed
         self.set_model_key(config.model_key)
         # The maximum number of the request's tokens, prompt and output.
         self.limit = config.max_model_len
@@ -154,28 +155,33 @@ class Request:
         self.row = -1
         self.kv_rank = 0  # the rank that has its blocks, while it has a row
         self.blocks: list[int] = []  # its block table, as block_manager.py describes
-        # prefix hashes of its leading full blocks, computed when needed
+        # prefix hashes of its leading full blocks, computed on demand
         self.hashes: list[bytes] = []
-        self.num_registered = 0  # leading blocks that are registered in the prefix cache
+        self.num_registered = 0  # number of leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
         self.fetched = False  # whether blocks were loaded for it since it was queued
         self.read_from_disk = False  # whether these blocks were read from disk before
         self.keep_seconds = message.keep_seconds
         self.prefix_hashes = message.prefix_hashes
-        self.num_reused = 0  # leading blocks that the host tier stores at the request's end
-        self.marks: Marks | None = None  # while it has a row, if layers are recurrent
+        # number of leading blocks that the host tier stores when the request leaves
+        self.num_reused = 0
+        # positions for snapshots while it has a row, in models with recurrent layers
+        self.marks: Marks | None = None
         self.group_index = -1  # index in the decode group
         self.base = 0  # while decoding: num_computed = base + the next step_index of its group
         self.micro_batch = 0  # the number of its decode group
-        self.last_step = 0  # the last step that uses its row and blocks (while not decoding)
-        self.queued_tokens = 0  # known tokens when it was queued
+        self.last_step = 0  # the last step that uses its row and blocks; not updated while decoding
+        self.queued_tokens = 0  # number of known tokens when it was queued
         self.arrived = time.monotonic_ns()
         self.queued_us = -1  # microseconds from arrival to its first step
-        self.num_cached = -1  # prompt tokens found in the prefix cache; -1 = never started
+        # number of prompt tokens found in the prefix cache; -1 = never started
+        self.num_cached = -1
         self.prediction: Sequence[int] = message.prediction
-        # whether steps may draft for it; no drafts with routed experts, as drafts' experts are lost
+        # whether steps may verify drafts for it; never if routed experts are returned, as those of
+        # drafts are not recorded
         self.speculates = message.speculate and not params.return_routed_experts
-        self.drafts: RequestDrafts | None = None  # once a step has asked for its drafts
+        # its drafts' source and record; None until a step asks for drafts
+        self.drafts: RequestDrafts | None = None
         self.delivered = False  # whether its first delta was returned
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
@@ -201,7 +207,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """The number of known tokens plus the pending one. Not valid while decoding."""
+        """The number of known tokens plus the pending one; not valid while decoding."""
         return max(len(self.token_ids), self.num_computed + 1)
 
     @property
@@ -216,7 +222,7 @@ class Request:
         """Return the request's memory at a step of its decode group, and at its maximum length.
 
         step_index: the number of the step, counted by the group.
-        held: blocks in the request's table.
+        held: number of blocks in the request's table.
         Legal while the request has a row.
         """
         if self.phase is RequestPhase.DECODING:
@@ -226,7 +232,7 @@ class Request:
         return Footprint(now, max(now, self.limit - 1), held)
 
     def new_row(self) -> NewRow:
-        """Return the data of the request's row on the device. Legal while it has a row."""
+        """Return the data of the request's row on the device; the request must have a row."""
         new = NewRow(
             self.row,
             self.token_ids.copy(),
@@ -266,15 +272,16 @@ class Request:
             self.prompt_logprobs.extend(items[known - start - 1 :])
 
     def deliver_routes(self, delta: Delta) -> None:
-        """Set `delta.routed` to the experts chosen for all tokens but the last, if asked for.
+        """Set `delta.routed` to the experts chosen for all tokens but the last, if the request asks
+        for them.
 
-        Call it once the request has ended, with its last delta.
+        Call this once the request has ended, with its last delta.
         """
         if self.routes is not None:
             delta.routed = self.routes.answer(self.num_virtual, len(self.token_ids) - 1)
 
     def deliver_first(self, delta: Delta) -> None:
-        """Set the fields of `delta` that only a request's first delta has, if it is the first."""
+        """Set the fields that only a request's first delta has, if `delta` is the first."""
         if not self.delivered:
             self.delivered = True
             delta.cached = self.num_cached
@@ -288,8 +295,8 @@ class Request:
 def _own(image: Image, num_virtual: int, cache_salt: str) -> Image:
     """Return an image moved behind virtual tokens, whose digest includes the request's salt.
 
-    num_virtual: tokens that were put before the prompt.
-    cache_salt: only requests of one salt share embeddings.
+    num_virtual: number of virtual tokens before the prompt.
+    cache_salt: the request's salt; only requests with the same salt share embeddings.
     """
     digest = image.digest
     if cache_salt:

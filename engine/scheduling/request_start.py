@@ -17,7 +17,7 @@ class Start(NamedTuple):
 
     kv_rank: the rank of the pool.
     cached: the block table of the request's cached prefix in the pool.
-    num_resident: cached positions, including positions whose recurrent state has no snapshot.
+    num_resident: number of cached positions, including positions after the last snapshot.
     footprint: the memory that the request takes.
     """
 
@@ -37,8 +37,9 @@ def find_start(
 ) -> Start | None:
     """Return how a waiting request can start now; None if no pool has room for it.
 
-    Of several pools the best has the fewest blocks in use, plus blocks that this request would have
-    to compute. So a request starts where its prefix is cached, unless that rank has much more work.
+    Of several pools, the one is chosen with the smallest sum of blocks in use and blocks that this
+    request would have to compute. So a request starts where its prefix is cached, unless that rank
+    has much more work.
 
     hashes: hashes of the blocks of the prefix that may be shared.
     memories: the memory of each pool.

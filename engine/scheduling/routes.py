@@ -1,4 +1,4 @@
-"""RequestRoutes: the experts that each layer has chosen for each token of a request."""
+"""RequestRoutes: the experts that each MoE layer has chosen for each token of a request."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from engine.messages import RoutedExperts
 class RequestRoutes:
     """The chosen experts of a request's tokens, by position.
 
-    Experts of a token that is computed again (preemption, refused draft) replace the earlier ones.
+    If a token is computed again (preemption, rejected draft), its experts replace the earlier ones.
     """
 
     def __init__(self) -> None:

@@ -1,21 +1,21 @@
-"""Scheduler: decides what each request computes in the next step, and which row and blocks it has.
+"""Scheduler: decides which tokens of which requests the next step computes, and assigns blocks.
 
 phases.py has the requests and their phases. request_memory.py assigns rows and blocks. step.py has
-code about a single step, such as reading its result, and drafts/ has its drafts. queue.py
-has the order of waiting requests, and request_start.py chooses the pool where one starts.
+code about a single step, such as reading its result, and drafts/ has its drafts. queue.py has the
+order of waiting requests, and request_start.py chooses the pool where a request starts.
 The timeline, one batch ahead (`EngineCore.step`); otherwise `schedule` comes after `update`:
 
  schedule n+1 | launch n+1 | wait n | update n | schedule n+2 | launch n+2 | wait n+1 | ...
 
 So `schedule` does not know the tokens of the step in flight, only that each sampling entry will
-have one. Three rules follow. A result for a request that has ended is dropped. Rows and blocks are
+have one. Three rules follow. Results of requests that have ended are dropped. Rows and blocks are
 released when the last launched step that uses them is done. A preempted request waits until its
 last result has arrived.
 A request with drafts may get more than one token, so its next step waits for the result, and
 `schedule` returns None meanwhile.
-In a pipeline, `schedule` takes a micro-batch that is in none of the newest steps, of which there
-are one fewer than micro-batches. The last tokens of its requests have then returned to the first
-stage, or will have when the step is computed. The rules are the same.
+In a pipeline with n micro-batches, `schedule` takes one that is in none of the newest n - 1 steps.
+The last tokens of its requests have then returned to the first stage, or will have when the step is
+computed. The rules are the same.
 The token budget of a step is spent in this order:
 1. requests that decode;
 2. running requests that lack a block or still compute their prompt, in the order of service;
@@ -59,7 +59,7 @@ from engine.scheduling.step import LaunchedStep, StepBuilder
 
 
 class Scheduler(RequestPhases):
-    """The scheduler: it chooses each step's tokens. The module docstring has the order of calls."""
+    """The scheduler, which builds each step's batch and applies its result; see the module."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Scheduler(RequestPhases):
     ) -> None:
         super().__init__(config, adapters, free_blocks, speculation, tier, moves)
         self.decoding = self.decode_groups[0]  # the group of the step that is being scheduled
-        self.lacks_blocks = False  # whether a request that is no batch work waits for blocks
-        # the maximum number of tokens in a step; the core may lower it
+        self.lacks_blocks = False  # whether a request that is not batch work waits for blocks
+        # the maximum number of tokens in a step, which the core may lower
         self.token_limit = config.max_num_batched_tokens
         # the pace limits prompt tokens, from step times that the core reports
         target = config.target_tpot
@@ -116,7 +116,7 @@ class Scheduler(RequestPhases):
             builder.prompt_limit = self._prompt_limit(builder)
             self._schedule_prompts(builder)
             if builder.batch_tokens == 0 and builder.empty(self.decoding):
-                builder.batch_tokens = 1  # nothing else can run
+                builder.batch_tokens = 1  # batch work runs, as nothing else can
                 self._schedule_prompts(builder)
         if drafts is not None and not self.in_flight and self.queue.only is None:
             num_chunks = len(builder.sampling) + len(builder.prefill_only)
@@ -174,7 +174,8 @@ class Scheduler(RequestPhases):
         self.lacks_blocks = False
         for victim in self.batch_victims(free):
             self._preempt(victim, builder)
-        if not self.in_flight:  # rows of victims are free at once, and their last tokens known
+        # without steps in flight, victims' rows are free at once and their last tokens are known
+        if not self.in_flight:
             builder.preempted = False
         decodes = [request for request in self.decoding.requests if request.batch_work]
         paused = sum(r.batch_work and r.remaining == 1 for r in self.computing)
@@ -194,13 +195,13 @@ class Scheduler(RequestPhases):
         and then waiting ones."""
         for request in sorted(self.computing, key=lambda r: (r.remaining > 1, r.order)):
             if request.phase is not RequestPhase.COMPUTING:
-                continue  # preempted for an earlier request
+                continue  # the request was preempted for an earlier one
             self._schedule_chunk(request, builder)
         if self.queue.waiting and not builder.preempted:
             self._admit(builder)
 
     def _schedule_chunk(self, request: Request, builder: StepBuilder) -> None:
-        """Schedule the request's next tokens, within budget and blocks; perhaps none."""
+        """Add the request's next tokens to the step, as many as budget and blocks allow."""
         budget = self._budget(builder)
         if request.batch_work:
             decodes = request.remaining == 1
@@ -208,7 +209,7 @@ class Scheduler(RequestPhases):
         if self.config.whole_texts:
             if request.remaining > budget and builder.chunk_tokens:
                 return
-            # a text cannot be split, so it runs alone even if steps were made smaller
+            # a text that cannot be split runs alone, even beyond a lowered token limit
             budget = request.remaining
         scored = request.prompt_logprobs is not None and not request.delivered
         if scored and self.decoding:
@@ -228,9 +229,10 @@ class Scheduler(RequestPhases):
     def _prompt_limit(self, builder: StepBuilder) -> int:
         """Return the maximum number of prompt tokens that this step may compute.
 
-        If no request decodes they may fill the whole budget.
+        If no request decodes, prompt tokens may fill the whole budget.
         """
-        # With several steps in flight, several stages compute parts of a prompt at once.
+        # In a pipeline, prompts are split even without decodes, so that stages compute chunks at
+        # the same time.
         if not self.decoding and len(self.decode_groups) == 1:
             return self.pace.limit(self.token_limit, 0, 0)
         free = self.rows - len(self.running)
@@ -252,8 +254,8 @@ class Scheduler(RequestPhases):
     ) -> int:
         """Allocate blocks for a chunk with images, and let the step encode them.
 
-        Returns the tokens of the chunk. They exceed `budget` if it begins in an image that must not
-        be cut and whose rest exceeds it.
+        Returns the number of tokens of the chunk. It exceeds `budget` if the chunk begins inside an
+        image that must not be split and whose remaining tokens exceed the budget.
         """
         length = images.whole(request, min(request.remaining, budget))
         if self.config.encodes_ahead and self.decoding and self.queue.only is None:
@@ -275,7 +277,7 @@ class Scheduler(RequestPhases):
     ) -> int:
         """Allocate blocks for up to `budget` tokens; return how many tokens have blocks now.
 
-        least: fewer tokens are of no use; the result is 0 then.
+        least: the minimum useful number of tokens; if fewer have blocks, the result is 0.
         """
         size, manager = self.config.block_size, self.memory.pool(request)
         length = min(request.remaining, budget)
@@ -293,12 +295,12 @@ class Scheduler(RequestPhases):
         return length
 
     def _make_room(self, request: Request, needed: int, builder: StepBuilder) -> None:
-        """Preempt requests of the same pool until `needed` blocks are free for the request.
+        """Preempt other requests of the pool until `needed` blocks are, or soon become, free.
 
-        The last request in the order of service is preempted first. Blocks may be free already, or
-        become free when steps are done. No request is preempted for a later one: the last request
-        waits for its block. A chunk that is already in this step is never a victim, as chunks are
-        scheduled in order.
+        The last request in the order of service is preempted first. Blocks that become free when
+        steps in flight are done count too. No request is preempted for a later one: the last
+        request waits for its block. A chunk that is already in this step is never a victim, as
+        chunks are scheduled in order.
         """
         pool, rank = self.memory.pool(request), request.kv_rank
         while pool.num_free < needed:
@@ -314,7 +316,7 @@ class Scheduler(RequestPhases):
             self._preempt(victim, builder)
 
     def _preempt(self, victim: Request, builder: StepBuilder) -> None:
-        """Take the victim's row and blocks, remove it from this step, and queue it again."""
+        """Release the victim's row and blocks, remove it from this step, and queue it again."""
         self.counters.preemptions += 1
         builder.preempted = True
         builder.batch.new_blocks = [new for new in builder.batch.new_blocks if new[0] != victim.row]
@@ -327,7 +329,7 @@ class Scheduler(RequestPhases):
         while self.memory.has_row and self._budget(builder) > 0 and (request := queue.first()):
             if len(self.running) + len(queue.waiting_for_blocks) >= rows:
                 return
-            if request.last_step > self.done_step:  # its token in flight is not known yet
+            if request.last_step > self.done_step:  # its last token is still in flight
                 assert len(self.decode_groups) > 1
                 return
             if not queue.retry and self.running:
@@ -335,7 +337,7 @@ class Scheduler(RequestPhases):
             if request.batch_work and min(builder.batch_tokens, builder.batch_decodes) <= 0:
                 return
             if not self._joins(request, self.running, queue):
-                queue.retry = False  # until a request has ended
+                queue.retry = False  # not tried again until a request has ended
                 return
             if request.adapter is not None and not self._has_adapter(request.adapter, request):
                 continue
@@ -353,7 +355,7 @@ class Scheduler(RequestPhases):
                 return
             self._schedule_chunk(request, builder)
             if memories[0].regions:
-                memories = []  # the gaps have changed
+                memories = []  # computed again, as the gaps between regions have changed
 
     def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
         """Return whether the adapter is on the device.
@@ -371,8 +373,10 @@ class Scheduler(RequestPhases):
         return False
 
     def _fetch(self, tier: HostTier, request: Request, memories: list[KVMemory]) -> bool:
-        """Begin to load a request's prefix from the host or its disk, if loading is faster than
-        computing; return whether the request now waits for its blocks.
+        """Begin to load a request's prefix from host memory or disk; return whether the request
+        waits.
+
+        Nothing is loaded if computing the prefix is faster.
 
         memories: the memory of each pool.
         """
@@ -461,8 +465,7 @@ class Scheduler(RequestPhases):
         return True
 
     def _copy_prefix(self, request: Request, builder: StepBuilder) -> None:
-        """Allocate blocks for keys of the adapter's prefix that are not cached, and copy the
-        keys."""
+        """Copy the adapter's precomputed prefix KV into new blocks, as far as it is not cached."""
         start, stop, pool = request.num_computed, request.num_prefix, self.memory.pool(request)
         assert pool.num_groups == 1 and pool.whole, "such adapters are refused"
         blocks = self.memory.extend_to(request, stop)
@@ -473,7 +476,7 @@ class Scheduler(RequestPhases):
         pool.hash_blocks(request, stop)
 
     def _memories(self) -> list[KVMemory]:
-        """Return each pool as admission strategies see it at this point of the step."""
+        """Return the state of each pool for admission strategies, at this point of the step."""
         budget = max(1, self.token_limit - len(self.running))
         return [
             self.memory.seen(rank, self.computing, self._step_index, budget, self._lag)
@@ -504,7 +507,7 @@ class Scheduler(RequestPhases):
         self.memory.pool(request).hash_blocks(request, request.num_computed + length)
 
     def _build(self, builder: StepBuilder) -> Batch:
-        """Complete and return the batch, and set every request's phase for the next step."""
+        """Complete and return the batch, and set the phase of each of its requests."""
         group = self.decoding
         launched = builder.build(group)
         if self.memory.snapshots is not None:

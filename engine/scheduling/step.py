@@ -1,4 +1,4 @@
-"""StepBuilder, LaunchedStep, StepOutcome: a step while it is built, launched and done.
+"""StepBuilder, LaunchedStep, StepOutcome: a step that is being built, is launched, or is done.
 
 State that outlasts a step belongs to the scheduler. Add lines to `build` and `accept` with care:
 they run for every request in every step.
@@ -38,11 +38,11 @@ _Item = TypeVar("_Item")
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The outcome of a step. The scheduler then ends requests, first those that failed."""
+    """The outcome of a step, by which the scheduler ends requests, failed ones first."""
 
     deltas: list[Delta]
-    num_tokens: int  # sampled tokens that are in deltas
-    failed: list[Request]  # requests whose cached keys may be wrong
+    num_tokens: int  # number of sampled tokens in `deltas`
+    failed: list[Request]  # requests that failed, whose cached KV may be wrong
     ended: list[Request]  # other requests whose last delta is in `deltas`
 
 
@@ -51,8 +51,8 @@ class LaunchedStep:
     """A launched step, kept until its result has arrived.
 
     An entry is one sequence of the step: a decode, a draft token, or a prompt's chunk. Lists are in
-    batch order: sampling entries first. Drafts, which come after the other decodes, have no element
-    in lists and no index.
+    batch order: sampling entries first. Entries of drafts, which come after the other decodes in
+    the batch, have no element in these lists and no index.
     """
 
     step: int
@@ -64,15 +64,15 @@ class LaunchedStep:
     finishing: list[int]  # indices of entries whose request ends now, whatever is sampled
     micro_batch: int = 0  # number of the decode group
     began: float = 0.0  # time.perf_counter() at the launch
-    decodes: int = 0  # decode entries, entries of drafts included
+    decodes: int = 0  # number of decode entries, including those of drafts
     verifications: Verifications | None = None
-    context: int = 0  # tokens whose keys the decodes read
+    context: int = 0  # number of tokens whose KV the decodes read
     num_drafts: int = 0
     proposed: Sequence[Request] = ()  # requests for which the step computes drafts, in batch order
     proposed_counts: Sequence[int] = ()  # number of new drafts of each
-    prompt_tokens: int = 0  # tokens of its chunks
-    num_images: int = 0  # images that it encodes
-    ahead_tokens: int = 0  # embeddings that it encodes for later steps
+    prompt_tokens: int = 0  # number of prompt tokens of its chunks
+    num_images: int = 0  # number of images that it encodes
+    ahead_tokens: int = 0  # number of embeddings that it encodes for later steps
     ahead: Sequence[Request] = ()  # the requests that need these embeddings
     some_ended: bool = False  # whether a request has ended since the launch
     constrained: Sequence[int] = ()  # indices of entries that sample under a grammar
@@ -82,7 +82,7 @@ class LaunchedStep:
     awaits_masks: bool = False  # whether some constrained entries had an unknown last token
 
     def forbid_after(self, place: int) -> None:
-        """Refuse a draft and those after it, as the draft's constraint lets no token follow.
+        """Reject a draft and those after it, as the constraint after the draft allows no token.
 
         place: the index of that constraint in `later`.
         """
@@ -92,12 +92,14 @@ class LaunchedStep:
         most[index] = min(most.get(index, before), before)
 
     def accept(self, result: StepResult, end_tokens: set[int]) -> StepOutcome:
-        """Append the token of each request that has not ended, and find the requests that end.
+        """Append the sampled token to each request that has not ended, and find requests that end
+        now.
 
-        Legal once.
+        Call this once.
 
-        end_tokens: end tokens of all requests. Only if one of them was sampled, the request is
-            asked whether the token ends it.
+        end_tokens: end tokens of all requests, for a quick test: `Request.stops_at` is called only
+            if
+            one of them was sampled.
         """
         assert result.step == self.step
         drafted: _DraftResult | None = None
@@ -105,7 +107,7 @@ class LaunchedStep:
             result, drafted = self._split(result)
         tokens, requests = result.tokens, self.requests
         assert len(tokens) == len(self.ids)
-        dropped: list[int] = []  # indices of entries whose requests ended before
+        dropped: list[int] = []  # indices of entries whose requests ended after the launch
         if self.some_ended:
             dropped = [i for i, r in enumerate(requests) if r.phase is RequestPhase.ENDED]
         failed = {i: why for i, why in result.errors.items() if i not in dropped}
@@ -181,7 +183,7 @@ class LaunchedStep:
         )
 
     def _split(self, result: StepResult) -> tuple[StepResult, "_DraftResult"]:
-        """Return a result without the draft entries, and the result of the draft entries."""
+        """Return the results of other entries and of draft entries, separately."""
         first, stop = self.decodes - self.num_drafts, self.decodes
 
         def without(items: Mapping[int, _Item]) -> Mapping[int, _Item]:
@@ -226,7 +228,7 @@ class LaunchedStep:
         or fail are added to `over`, and to `ended` or `failed`.
 
         tokens: the sampled tokens of entries that are not drafts.
-        over: entries whose requests have ended or failed.
+        over: indices of entries whose requests have ended or failed.
         """
         verifications = self.verifications
         assert verifications is not None
@@ -308,11 +310,12 @@ class LaunchedStep:
     def _complete(
         self, tokens: list[int], dropped: list[int], failed: dict[int, str]
     ) -> dict[int, int | None]:
-        """Advance the grammars by the sampled tokens; return {entry that ends: end token}.
+        """Advance grammars by the sampled tokens; return entry -> end token of requests that end.
 
         The end token is None if only an end token could follow.
 
-        dropped: entries whose requests ended before. failed: entry -> error; gets refused tokens.
+        dropped: indices of entries whose requests ended after the launch.
+        failed: entry -> error; tokens that a grammar rejects are added.
         """
         ended: dict[int, int | None] = {}
         for entry in self.constrained:
@@ -330,7 +333,7 @@ class LaunchedStep:
 
 @dataclass(slots=True)
 class _DraftResult:
-    """The samples at a step's drafts. The keys of the maps are indices of `tokens`."""
+    """The samples at a step's draft entries; the maps' keys are indices of `tokens`."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
@@ -338,7 +341,7 @@ class _DraftResult:
 
 
 def _advance(constraint: "Constraint", token: int) -> tuple[bool, int | None]:
-    """Advance a grammar by a sampled token; return whether the text ends, and its end token.
+    """Advance a grammar by a sampled token; return (whether the text ends, its end token).
 
     The end token is None if only an end token could follow. Raises ValueError as `accept_token`.
     """
@@ -359,14 +362,14 @@ class SchedulerCounters:
     finished: int = 0
     out_of_memory: int = 0
     snapshots_taken: int = 0
-    drafts: int = 0  # decodes with drafts
+    drafts: int = 0  # number of decodes with drafts
     draft_tokens: int = 0
     accepted_by_position: list[int] = field(
         default_factory=list
-    )  # accepted draft tokens, by position in the draft
+    )  # number of accepted draft tokens, by position in the draft
 
     def count_drafts(self, verifications: Verifications) -> None:
-        """Add a step's drafts to the counters: drafts, draft tokens, accepted ones by position."""
+        """Add a step's numbers of drafts, draft tokens and accepted tokens to the counters."""
         lengths, counts = verifications.lengths, self.accepted_by_position
         self.drafts += len(lengths)
         self.draft_tokens += sum(lengths)
@@ -378,7 +381,7 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """The collector of a step's entries while it is scheduled; `build` makes the batch."""
+    """A step's entries while it is being scheduled; `build` turns them into a batch."""
 
     batch: Batch
     verifications: Verifications | None = None
@@ -386,29 +389,28 @@ class StepBuilder:
     # `sampling`), and the number of drafts of each.
     proposals: tuple[Sequence[int], Sequence[int]] = ((), ())
     joined: list[Request] = field(default_factory=list)  # requests that joined the decode group
-    # (request, length) of each sampling chunk
+    # (request, length) of each chunk that ends its request's known tokens, so that it samples
     sampling: list[tuple[Request, int]] = field(default_factory=list)
     # Chunks that do not reach the end of their request's known tokens, so that they do not sample.
     prefill_only: list[tuple[Request, int]] = field(default_factory=list)
-    prompt_limit: int = 0  # maximum number of prompt tokens in its chunks
+    prompt_limit: int = 0  # maximum number of prompt tokens in the step's chunks
     chunk_tokens: int = 0
-    batch_decodes: int = 1 << 62  # further decodes of batch work
-    batch_tokens: int = 1 << 62  # further prompt tokens of batch work
-    own_tokens: int = 0  # prompt tokens of requests that are not batch work
-    scored_tokens: int = 0  # prompt tokens of the chunks that need log-probabilities
+    batch_decodes: int = 1 << 62  # how many more decodes of batch work the step may have
+    batch_tokens: int = 1 << 62  # how many more prompt tokens of batch work the step may have
+    own_tokens: int = 0  # number of prompt tokens of requests that are not batch work
+    scored_tokens: int = 0  # number of prompt tokens of the chunks that need log-probabilities
     preempted: bool = False
-    # Rank -> number of blocks, among those that will be released, that a request already waits for.
+    # Rank -> number of blocks that will be released and that a request already waits for.
     owed: Counter[int] = field(default_factory=Counter)
 
     def empty(self, group: DecodeGroup) -> bool:
-        """Whether neither the decode group nor a prompt has anything in the step."""
+        """Whether the step has neither decodes nor chunks."""
         return not (group.requests or self.sampling or self.prefill_only)
 
     def build(self, group: DecodeGroup) -> LaunchedStep:
-        """Complete the batch, and return the step as launched; no request changes.
+        """Complete the batch and return the step, which the group counts; requests are not changed.
 
-        The batch has a token of each decode, then drafts, then chunks. The step counts as one of
-        the decode group.
+        The batch has a token for each decode, then drafts, then chunks.
         """
         batch, step = self.batch, self.batch.step
         context = group.context
@@ -461,13 +463,13 @@ class StepBuilder:
         )
 
     def _add_drafts(self, verifications: Verifications) -> int:
-        """Add a decode for each draft; return the number of tokens whose keys these read."""
+        """Add a decode entry for each draft; return the number of tokens whose KV these read."""
         batch = self.batch
         entries, lengths = verifications.entries, np.asarray(verifications.lengths)
         rows = [batch.rows[entry] for entry in entries]
         firsts = [batch.starts[entry] + 1 for entry in entries]
         batch.drafts = list(zip(rows, firsts, verifications.drafts, strict=True))
-        # positions of each request's drafts follow each other
+        # consecutive positions for each request's drafts, without a loop over requests
         skips = np.asarray(firsts) + lengths - lengths.cumsum()
         positions = skips.repeat(lengths)
         positions += np.arange(len(positions))
@@ -479,7 +481,7 @@ class StepBuilder:
     def _add_proposals(self, decodes: int, indices: Sequence[int], counts: Sequence[int]) -> None:
         """Set `Batch.proposals`, the table of drafts to compute, once all entries are added.
 
-        decodes: number of decodes of the group, without drafts.
+        decodes: number of the group's decodes, not counting drafts.
         indices, counts: see `proposals`.
         """
         batch, verifications, first = self.batch, self.verifications, self.batch.num_decodes
@@ -501,6 +503,6 @@ class StepBuilder:
             if verifications.synthetic is not None:
                 table[SYNTHETIC, entries] = np.minimum(verifications.synthetic, lengths)
         if len(indices) < table.shape[1]:
-            table = table.take(indices, axis=1)  # lines stay contiguous
+            table = table.take(indices, axis=1)  # `take` keeps the table's rows contiguous
         table[COUNT] = counts
         batch.proposals = table

@@ -1,4 +1,4 @@
-"""Runner, PendingResult: what the step loop asks of the device."""
+"""Runner, PendingResult: the interface between the step loop and the device."""
 
 from typing import Protocol
 
@@ -19,10 +19,10 @@ class PendingResult(Protocol):
         ...
 
     def conclude(self) -> None:
-        """Launch the rest of the step, in a pipeline.
+        """Launch the step's remaining work in a pipeline, as the next launched step may need its
+        tokens.
 
-        If the device allows, the call does not wait for the step. The next launched step may need
-        the tokens. Raises as `wait`.
+        If the device allows, the call does not wait for the step. Raises as `wait`.
         """
         ...
 
@@ -38,17 +38,19 @@ class Runner(Protocol):
     """
 
     def launch(self, batch: Batch) -> PendingResult:
-        """Start a step, which needs nothing from `batch` after the return. Raises OutOfMemory.
+        """Launch a step; the caller may change `batch` afterwards. Raises OutOfMemory.
 
-        Of `batch.dropped_images` the runner may have lost some, as in a failure or a sleep.
+        `batch.dropped_images` may include images that the runner has lost in a failure or a sleep.
         """
         ...
 
     def recover(self) -> bool:
-        """Drop the embeddings of images and prepare for the next step, after one has raised and
-        with none in flight; False: device lost."""
+        """Drop image embeddings and prepare for the next step, after a step has raised.
+
+        Returns False if the device is lost. No step may be in flight.
+        """
         ...
 
     def shrink(self, num_blocks: int) -> None:
-        """Keep the memory of num_blocks KV blocks and free the rest. All keys are lost."""
+        """Keep the memory of num_blocks KV blocks and free the rest; all KV is lost."""
         ...

@@ -1,15 +1,14 @@
 """Speculation: chooses the drafts that a step verifies, and learns which were accepted.
 
-engine/speculation/ proposes tokens and lengths. This file asks it for the requests of a step, and
+engine/speculation/ proposes tokens and lengths. This file calls it for the requests of a step, and
 `LaunchedStep.accept` keeps the drafts that equal what was sampled. A request with drafts must have
 no token in flight. So `Scheduler.schedule` lets the device become idle first, and one step runs at
 a time while any request has drafts.
 
 Drafts of a model are computed on the device at the end of a step (`Batch.proposals`), and are
 verified in the next step. That step is launched while drafts are computed, as the host needs only
-their number: it reads the tokens with the next result. The step that computes drafts pays for them.
-So whether a draft is worth its row is decided before it is computed, and all computed drafts are
-verified.
+their number: the host reads the tokens with the next result. Computing a draft already costs time,
+so whether it is worth that is decided before, and all computed drafts are verified.
 """
 
 import logging
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("manta.engine")
 
-_READ = 8_192  # tokens that drafters may read in a step, so that no step waits for them: 2 ms
-_FEW = 16  # unread tokens of a request that do not count against `_READ`
+_READ = 8_192  # maximum number of tokens that drafters read in a step, which takes the host 2 ms
+_FEW = 16  # number of unread tokens of a request up to which they do not count against `_READ`
 _ON_DEVICE = [[ON_DEVICE] * count for count in range(MAX_TOKENS + 1)]  # index: number of drafts
 
 
@@ -67,12 +66,13 @@ class Speculation:
         """
         self.computes = isinstance(drafter, ComputedDrafter)  # whether steps compute drafts
         self.awaited: Request | None = None
-        self._awaited_length = 0  # drafts that were worth waiting for
+        self._awaited_length = 0  # number of drafts of `awaited` that were worth waiting for
         self._drafter = drafter
         self._lengths = lengths
         self._acceptance = acceptance
         self._lookup = lookup
-        self._looked = 0  # checks for repeats while drafts rested; picks the request to check
+        # number of checks for repeated text while drafts are paused; selects the request to check
+        self._looked = 0
         self._unread = _READ  # tokens that drafters may still read in this step
         # request -> (index in `_read()`, number) of the drafts that the last step computed for it.
         self._computed: dict[Request, tuple[int, int]] = {}
@@ -107,7 +107,7 @@ class Speculation:
         return self.computes and self._lengths.dormant
 
     def peek(self, requests: Sequence[Request], *, constrained: bool = False) -> None:
-        """Set `awaited` to the first request whose drafts go beyond the token in flight.
+        """Set `awaited` to the first request with drafts for tokens after its token in flight.
 
         constrained: whether some of them may have grammars or lists of tokens.
         """
@@ -148,7 +148,7 @@ class Speculation:
         if self.computes:
             self._add_computed(chosen, requests, computed)
         else:
-            asks = awaited is not None or self._begin_step(requests) > 0  # else begun by `peek`
+            asks = awaited is not None or self._begin_step(requests) > 0  # otherwise `peek` did
             if not asks and not constrained:
                 return chosen
             self._add_proposed(chosen, requests, awaited, asks, constrained)
@@ -227,8 +227,8 @@ class Speculation:
         lengths = self._lengths
         if not self.computes or not requests or not (most := lengths.begin_step(len(requests))):
             return [], []
-        # the test of `_may_draft`, inlined for speed; a text gets the next token, the drafts, and
-        # one more token
+        # the test of `_may_draft`, inlined for speed; a request gets this step's token, the next
+        # step's drafts and one more token
         indices = [
             at
             for at, (request, last) in enumerate(zip(requests, lasts, strict=True))
@@ -246,9 +246,10 @@ class Speculation:
     def receive(
         self, requests: Sequence[Request], counts: Sequence[int], read: Callable[[], Any]
     ) -> None:
-        """Store the drafts that a step computes for requests, whose texts have the step's tokens.
+        """Store the drafts that the last step computes, after its tokens were appended to the
+        requests.
 
-        The drafts are valid in the next step alone, as they continue these texts.
+        The drafts are valid only in the next step, as they continue the requests' current tokens.
 
         counts: the number of drafts of each request.
         read: waits for the drafts and returns them, [requests, drafts] in the same order.
@@ -262,7 +263,8 @@ class Speculation:
             self._lengths.wake()
 
     def observe(self, verifications: Verifications) -> None:
-        """Learn acceptance rates from a step's drafts, by which later lengths are chosen."""
+        """Update the acceptance rates, from which later draft lengths are chosen, with a step's
+        drafts."""
         forced, accepted = verifications.forced, verifications.accepted
         for at in forced:
             self._lengths.observe_forced(accepted[at])
@@ -299,7 +301,7 @@ class Speculation:
     def _begin_step(self, requests: Sequence[Request]) -> int:
         """Begin a step; return the maximum number of drafts of a request in it.
 
-        While drafts rest, one request is checked for repeated text now and then.
+        While drafts are paused, one request is checked for repeated text now and then.
         """
         most = self._lengths.begin_step(len(requests))
         if most:
@@ -319,7 +321,7 @@ class Speculation:
     def _propose(self, request: Request, ahead: int = 0) -> list[int]:
         """Return the drafter's drafts for a request, up to the length that the controller allows.
 
-        ahead: the number of tokens in flight, which the first drafts guess.
+        ahead: the number of tokens in flight, which the first drafts predict.
         """
         room = _room(request)
         if not self._may_draft(request, room - ahead):
@@ -340,7 +342,7 @@ class Speculation:
 
     def _may_draft(self, request: Request, room: int = 1) -> bool:
         """Whether a request may have drafts; `room` is the maximum number of them."""
-        # Models draft without masks, and drafts accepted by chance are in no grammar.
+        # Draft models sample without masks, and synthetic acceptance ignores grammars.
         free = request.constraint is None or not (self.computes or self._acceptance)
         return request.speculates and free and room > 0
 
@@ -372,8 +374,8 @@ class Speculation:
 
 
 def _room(request: Request) -> int:
-    """Return the maximum number of a request's drafts: a step adds the accepted drafts and one more
-    token, within the request's limit."""
+    """Return the maximum number of drafts of a request, whose limit must also hold one more
+    token."""
     return request.limit - len(request.token_ids) - 1
 
 

@@ -1,7 +1,7 @@
 """StepDrafts: adds drafts and their blocks to a step that is scheduled, and applies its result.
 
 speculation.py chooses drafts. This module adds those for which rows, tokens and blocks suffice, and
-advances requests by the accepted drafts.
+applies the accepted drafts to their requests.
 """
 
 from collections.abc import Sequence
@@ -133,10 +133,11 @@ class StepDrafts:
         builder: StepBuilder,
         group: DecodeGroup,
     ) -> list[int]:
-        """Allocate free blocks for further tokens of requests; return the tokens with blocks.
+        """Allocate free blocks for draft tokens; return for how many tokens each request has
+        blocks.
 
-        firsts: by request, the position of the first of these tokens.
-        lengths: by request, the wanted number of tokens; the result is likewise, none above it.
+        firsts: the position of each request's first draft token.
+        lengths: the wanted number of draft tokens of each request, which bounds the result.
         """
         groups, size, memory = len(self._config.kinds), self._config.block_size, self._memory
         short = [
@@ -179,7 +180,7 @@ class StepDrafts:
     def _places(
         self, request: Request, tokens: int, builder: StepBuilder, group: DecodeGroup
     ) -> int:
-        """Extend a request's table to `tokens` tokens by free blocks; return its tokens then.
+        """Extend a request's table towards `tokens` tokens; return for how many it has blocks now.
 
         Each running request keeps a free block.
         """
@@ -197,13 +198,13 @@ class StepDrafts:
         return places + count * size
 
     def launched(self, step: LaunchedStep, batch: Batch) -> None:
-        """Complete a step's batch just before the launch; set `verifying`."""
+        """Add `settled` to a step's batch just before the launch, and set `verifying`."""
         batch.dormant = self.speculation.dormant
         batch.settled, self._settled = self._settled, []
         self.verifying = step.num_drafts > 0 or bool(step.proposed)
 
     def update(self, step: LaunchedStep, result: StepResult, groups: Sequence[DecodeGroup]) -> None:
-        """Apply the drafts' part of a step's result, whose tokens the requests have already.
+        """Apply a step's result to drafts, after its tokens were appended to the requests.
 
         groups: the decode groups of the scheduler, by micro-batch.
         """

@@ -1,7 +1,7 @@
 """Verifications: the drafts that a step verifies, as lists with an element for each decode.
 
-Hundreds of requests have drafts in a step, so numpy does the work that all of them need. A loop in
-Python only appends the tokens of requests that accept some.
+Hundreds of requests have drafts in a step, so numpy does the work that all requests need. Only
+requests with accepted drafts are handled in a Python loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Verifications:
     forced: indices of requests whose drafts a grammar forces.
     most: index of a request -> its maximum number of accepted drafts, as later masks are invalid.
     accepted: the numbers of drafts that equal the sampled tokens, once the step is done.
-    gained: tokens that each text got beyond the decode's own; fewer than `accepted` if it ended.
+    gained: number of draft tokens appended to each request; below `accepted` if the request ended.
     """
 
     requests: list[Request] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """FailureBisection: the search for the poison request of a step that has raised.
 
-All requests go back to the queue. The requests of the failed step run again in halves, one group at
-a time and no other request with it. A failing half is split again, until one request fails alone:
+All requests go back to the queue. The requests of the failed step are divided into two groups, and
+each group runs alone. A group that fails is split again, until one request fails alone:
 
  8 raised      1 2 3 4 | 5 6 7 8      ->  5 6 | 7 8   ->  7 | 8
                ok        raised           ok    raised    ok  poison

@@ -6,11 +6,12 @@ bisection.py decides about the requests of a failed step.
 from types import TracebackType
 
 _SHRINK_AFTER = 3  # consecutive steps without memory until the KV cache shrinks by an eighth
-_PATIENCE = 64  # good steps until larger steps are tried again; doubled each further time
+# number of successful steps until larger steps are tried again; doubled after each new shortage
+_PATIENCE = 64
 
 
 class StepBlame:
-    """A context manager that catches what a block of the step loop raises: `with blame(index):
+    """A context manager that catches exceptions in a part of the step loop: `with blame(index):
     ...`.
 
     The exception is suppressed and becomes `failure`, replacing an earlier one. A broken invariant
@@ -48,22 +49,22 @@ class StepBlame:
         return True
 
     def take_failure(self) -> tuple[Exception, int]:
-        """Return the failure and the index of the step to blame, and reset both."""
+        """Return the failure and the index of the step to blame, and clear the failure."""
         failure, self.failure = self.failure, None
         assert failure is not None, "no step has failed"
         return failure, self._blamed
 
 
 class MemoryShortages:
-    """The counts that decide when steps that had no memory may be larger again.
+    """The counts of memory shortages, which decide when smaller steps may be larger again.
 
-    in_a_row: shortages since a step succeeded.
+    in_a_row: number of shortages since the last successful step.
     """
 
     def __init__(self) -> None:
         self.in_a_row = 0
         self._good_steps = 0
-        self._patience = _PATIENCE // 2  # doubled by the first shortage
+        self._patience = _PATIENCE // 2  # halved here, as the first shortage doubles it
 
     @property
     def persists(self) -> bool:

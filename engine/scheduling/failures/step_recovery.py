@@ -1,4 +1,4 @@
-"""StepRecovery: what becomes of the requests of a step that has raised.
+"""StepRecovery: runs the requests of a failed step again, in smaller steps or in groups.
 
 step_failure.py says which step is to blame, and bisection.py which requests run together.
 """
@@ -111,7 +111,7 @@ class StepRecovery:
         Raises `failure` if the device is lost.
         """
         logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
-        failure.with_traceback(None)  # the frames of its traceback hold tensors
+        failure.with_traceback(None)  # the traceback's frames would keep tensors alive
         self._drop_pending()
         if not runner.recover():
             raise failure
@@ -128,7 +128,8 @@ class StepRecovery:
     def _drop_pending(self) -> None:
         """Wait for the launched steps and discard their results."""
         for pending in self._pending:
-            with contextlib.suppress(Exception):  # a launched step's inputs may be wrong already
+            # a later step's inputs depend on the failed one, so that it may raise too
+            with contextlib.suppress(Exception):
                 pending.wait()
         self._pending.clear()
 

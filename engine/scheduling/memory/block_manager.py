@@ -25,7 +25,7 @@ from engine.scheduling.request import Request
 
 
 class FreeBlocks(Protocol):
-    """A container of free blocks, which are all blocks at first. len() is their exact number."""
+    """A container of a pool's free blocks, all blocks at first; len() is their number."""
 
     def __len__(self) -> int: ...
 
@@ -53,7 +53,8 @@ class FreeList(list[int]):
 
 
 class LowestFirst(list[int]):
-    """A heap of free blocks, the lowest taken first, so that the last blocks become free."""
+    """A heap of free blocks that gives the lowest number first, so that the last blocks stay
+    free."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(range(num_blocks))
@@ -96,10 +97,11 @@ class BlockManager:
         self.block_size = block_size
         self.kinds = kinds
         self.num_groups = len(kinds)
-        self.whole = all(kind.whole for kind in kinds)  # whether running requests free no blocks
+        # whether all KV groups keep all tokens, so that no running request frees a block
+        self.whole = all(kind.whole for kind in kinds)
         self._by_position = [kind.by_position for kind in kinds]
         self._growing = sum(self._by_position)
-        # number of groups with a single block for each request
+        # number of groups in which a request has a single block, such as recurrent states
         self._fixed = len(kinds) - self._growing
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # hash of each registered block
@@ -230,8 +232,8 @@ class BlockManager:
     def drop_behind(self, request: Request, position: int) -> None:
         """Free the blocks that no token of the request from `position` on reads.
 
-        Legal while a launched step still reads a block. The next request that takes the block
-        writes it in a later step, and the device runs steps in order.
+        A launched step may still read the block: the next request that takes the block writes it in
+        a later step, and the device runs steps in order.
         """
         table, groups = request.blocks, self.num_groups
         dropped = []
@@ -264,13 +266,13 @@ class BlockManager:
     ) -> list[int]:
         """Return the block table of the longest resident prefix from which a request can continue.
 
-        Changes nothing: follow with `share`.
+        This changes no counts: call `share` to use the blocks.
 
         elsewhere: for each group, hash -> slot of blocks that are in other memory. They count as
             resident, and slot n is entry num_blocks + n of the table.
         """
         count = len(hashes)
-        tables: list[list[int]] = []  # one for each group
+        tables: list[list[int]] = []  # the positions' blocks of each group
         for group, (kind, resident) in enumerate(zip(self.kinds, self._resident, strict=True)):
             blocks = []
             for digest in hashes[:count]:
@@ -289,23 +291,23 @@ class BlockManager:
             : count * self.num_groups
         ]
 
-    def _resumable(self, found: list[list[int]], count: int) -> int:
+    def _resumable(self, tables: list[list[int]], count: int) -> int:
         """Return the maximum number of positions, up to count, after which each group has the
         blocks that it reads.
 
-        found: by group, the block of each position; blocks that the group does not read become -1.
+        tables: by group, the block of each position; entries that a group does not read become -1.
         """
         size, best = self.block_size, 0
         runs = [0] * self.num_groups  # number of consecutive resident blocks
         for end in range(1, count + 1):
-            for group, blocks in enumerate(found):
+            for group, blocks in enumerate(tables):
                 runs[group] = runs[group] + 1 if blocks[end - 1] >= 0 else 0
             if all(
                 run >= end - kind.behind(end * size, size)
                 for run, kind in zip(runs, self.kinds, strict=True)
             ):
                 best = end
-        for kind, blocks in zip(self.kinds, found, strict=True):
+        for kind, blocks in zip(self.kinds, tables, strict=True):
             behind = min(kind.behind(best * size, size), len(blocks))
             blocks[:behind] = [-1] * behind
         return best
@@ -316,7 +318,7 @@ class BlockManager:
         return None if digest is None else (self._group_of[block], digest)
 
     def adopt(self, block: int, name: tuple[int, bytes]) -> None:
-        """Register a block whose keys came from elsewhere, unless another one has its name.
+        """Register a block whose KV was loaded from another memory, unless its name is registered.
 
         name: the group and hash of the block.
         """
@@ -344,7 +346,7 @@ class BlockManager:
             self._refs[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Release each block of a request's table, which may be shared with other requests.
+        """Decrement the reference count of each block in a request's table.
 
         Blocks with a hash stay matchable until they are evicted. The tail is evicted before the
         head, because a head without its tail is still a prefix.
@@ -378,8 +380,8 @@ class BlockManager:
     def hash_blocks(self, request: Request, num_computed: int) -> None:
         """Register the request's full blocks below num_computed tokens in the prefix cache.
 
-        Legal when the step that computes them is scheduled. A request that matches them runs in
-        that step or later, and within a step all keys of a layer are written before any is read.
+        The step that computes them need only be scheduled. A request that matches them runs in that
+        step or later, and within a step all keys of a layer are written before any is read.
         """
         count = min(num_computed, len(request.token_ids)) // self.block_size
         if count <= request.num_registered or not request.cacheable:

@@ -5,9 +5,9 @@
  host     slot without a name <- read by threads <- a waiting request begins with its tokens
 
 A read only fills the host tier. Its request is then queued again, and loads the blocks from there
-(host_tier.py). So a file that is gone, short or damaged is a miss.
+(host_tier.py). So a missing, short or damaged file is a cache miss.
 
-A read is worth it if it and the load that follows take less time than computing the tokens, by the
+A prefix is read if the read and the following load take less time than computing the tokens, by the
 rates of the last reads. A request waits for a bounded time, as a disk may hang. A slot does not
 change while it is written or read.
 """
@@ -26,9 +26,9 @@ from engine.scheduling.request import Request
 if TYPE_CHECKING:
     from engine.scheduling.memory.host_tier import HostTier
 
-STATES = -1  # the group number of snapshots in keys
-_LEAST_WAIT = 1.0  # seconds that a request waits for a read at least
-_WAIT_FACTOR = 4.0  # factor of the expected time of a read, for which a request waits in addition
+STATES = -1  # the group number in the keys of recurrent states' snapshots
+_LEAST_WAIT = 1.0  # minimum timeout, in seconds, of a request that waits for a read
+_WAIT_FACTOR = 4.0  # the timeout also has this multiple of the read's expected time
 
 Key = tuple[int, bytes]  # group, hash
 
@@ -38,7 +38,8 @@ class BlockFiles(Protocol):
 
     @property
     def read_rate(self) -> float:
-        """The bytes a second of the last reads, or measured at the start; 0 = unknown."""
+        """The read rate in bytes a second, of the last reads or measured at the start; 0 =
+        unknown."""
         ...
 
     def has(self, key: Key) -> bool:
@@ -61,26 +62,31 @@ class BlockFiles(Protocol):
         ...
 
     def write(self, key: Key, slot: int, rank: int = 0) -> None:
-        """Queue the write of a slot, which does not change until `written` names it.
+        """Queue the write of a slot, which must not change until `written` returns it.
 
         rank: the block's index in its prefix; of equally old files the highest is evicted first.
         """
         ...
 
     def written(self) -> list[tuple[Key, int]]:
-        """Return (key, slot) of writes that no longer read their slot, each once."""
+        """Return (key, slot) of each write that has finished with its slot since the last call."""
         ...
 
     def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:
-        """Begin to read files into slots, in the order of a prefix."""
+        """Begin to read files into host slots.
+
+        ticket: number of the read, which `finished` returns.
+        entries: (key of a file, slot to read it into) pairs, a prefix's head first.
+        """
         ...
 
     def finished(self) -> list[tuple[int, frozenset[Key]]]:
-        """Return (ticket, keys that could not be read) of reads that have ended, each once."""
+        """Return (ticket, keys that could not be read) of each read that ended since the last
+        call."""
         ...
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Begin to delete the files of some blocks, which `has` no longer finds from now on."""
+        """Begin to delete the files of some blocks; `has` returns False for them from now on."""
         ...
 
     def clear(self) -> None:
@@ -96,7 +102,7 @@ class BlockFiles(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is queued, for a bounded time; no method is called afterwards."""
+        """Finish the queued writes, for a bounded time; no method is called afterwards."""
         ...
 
 
@@ -136,7 +142,8 @@ class DiskTier:
     def __init__(self, host: "HostTier", files: BlockFiles) -> None:
         self.files = files
         self._host = host
-        self._to_write: deque[list[tuple[Key, int]]] = deque()  # stores still being copied
+        # blocks to write, by store, whose copies to the host are still running
+        self._to_write: deque[list[tuple[Key, int]]] = deque()
         self._reads: dict[int, _Read] = {}  # ticket -> read
         self._coming: dict[Key, int] = {}  # key in a read in flight -> its ticket
         self.writing: dict[Key, int] = {}  # key -> slot
@@ -160,7 +167,7 @@ class DiskTier:
     # ---- writes --------------------------------------------------------------------------------
 
     def stored(self, entries: Sequence[tuple[Key, int]]) -> None:
-        """Queue entries that are being copied to the host, to write them to files later.
+        """Queue blocks for writing to files, while they are still being copied to the host.
 
         entries: (key, slot) each, a prefix's tail before its head.
         """
@@ -170,7 +177,7 @@ class DiskTier:
             self._to_write.append(absent)
 
     def poll(self) -> None:
-        """Queue writes of slots that were copied, and free or name the slots of finished jobs."""
+        """Queue writes of slots whose copies are done, and collect finished writes and reads."""
         while self._to_write and self._host.copied(self._to_write[0]):
             entries = self._to_write.popleft()
             pinned = self._host.num_slots // 4 - len(self.writing)
@@ -200,8 +207,9 @@ class DiskTier:
         hashes: Sequence[bytes],
         snapshots: Snapshots | None,
     ) -> bool:
-        """Begin to read the request's prefix, if it reaches further on disk than in memory and
-        reading is faster than computing; return whether the request waits for that.
+        """Begin to read more of the request's prefix from disk; return whether the request waits.
+
+        Nothing is read if memory has as much of the prefix, or if computing it is faster.
 
         hashes: the hashes of the blocks that the request can share.
         """
@@ -248,8 +256,12 @@ class DiskTier:
     def _reach(
         self, pool: BlockManager, hashes: Sequence[bytes], snapshots: Snapshots | None
     ) -> tuple[int, list[int], list[Key]]:
-        """Return (number of elements of a prefix's table that are in memory, the table including
-        blocks on disk, the key of the snapshot to read, if any)."""
+        """Return how far a prefix reaches in memory and on disk.
+
+        The result is (number of leading entries of the table in memory, the table including blocks
+        on
+        disk, [key of the snapshot to read] if one is needed).
+        """
         host, groups = self._host, pool.num_groups
         either = [
             _Either(slots, self.files.hashes(group), host.num_slots)
@@ -282,7 +294,7 @@ class DiskTier:
     # ---- dropping blocks -----------------------------------------------------------------------
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """Delete the files of these hashes, because their keys may be wrong."""
+        """Delete the files of these hashes, because their KV may be wrong."""
         groups = (STATES, *range(len(self._host.slots)))
         keys = [(group, digest) for digest in digests for group in groups]
         for key in keys:

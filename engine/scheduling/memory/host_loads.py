@@ -11,14 +11,14 @@ from engine.scheduling.memory.snapshots import Snapshots
 
 @dataclass(slots=True)
 class Loadable:
-    """A prefix that reaches further on the host than on the device.
+    """A prefix of which the host has more blocks than the device.
 
     held: the blocks of the prefix on the device.
     missing: (index in the table, name, slot) of each block to load.
-    state: the block whose snapshot has to be loaded; b"" = none.
-    awaited: tickets of loads in flight that bring further parts of the prefix.
-    num_tokens: tokens that the device lacks.
-    num_blocks: device blocks of the whole prefix.
+    state: the hash of the block whose recurrent state has to be loaded; b"" = none.
+    awaited: tickets of loads in flight that load other parts of the prefix.
+    num_tokens: number of the prefix's tokens whose KV the device lacks.
+    num_blocks: number of device blocks that the whole prefix takes.
     """
 
     held: list[tuple[int, int]] = field(default_factory=list)  # (index in the table, block)
@@ -37,12 +37,12 @@ class Load:
     table: list[int]  # device blocks that the load holds, in the order of a table
     entries: list[tuple[Name, int, int]]  # (name, slot, block)
     num_tokens: int
-    # If the load brings a snapshot:
+    # The next three are set if the load includes a snapshot.
     state: bytes = b""
     state_slot: int = -1  # on the host
     snapshot: int = -1  # the device slot reserved for the state
     snapshots: Snapshots | None = None
-    stale: bool = False  # whether the loaded keys must not be used
+    stale: bool = False  # whether the loaded KV must not be used
 
 
 @dataclass(slots=True)
@@ -51,7 +51,8 @@ class Waiting:
 
     tickets: set[int]
     began: float
-    until: float = inf  # when it starts without the blocks; finite where it waits for a disk
+    # monotonic seconds at which it starts without the blocks; finite if it waits for a disk
+    until: float = inf
     num_blocks: int = 0  # device blocks of the prefix that is being loaded
 
 

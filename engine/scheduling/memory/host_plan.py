@@ -1,4 +1,5 @@
-"""HostPlan, HostCopies: the size of the host tier, and the copies from and to its slots."""
+"""HostPlan, HostCopies: the size of the host tier, and the copies between its slots and the
+device."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ Pairs = Sequence[tuple[int, int]]
 class HostPlan:
     """The size and policy of the host tier.
 
-    blocks: slots, of block_bytes each.
-    least_tokens: the fewest tokens that are loaded; fewer are computed.
+    blocks: number of slots, of block_bytes each.
+    least_tokens: prefixes of fewer tokens are computed instead of loaded.
     everything: whether blocks are stored at their first use.
-    states, state_bytes: slots for snapshots of a recurrent model, and the size of one.
+    states, state_bytes: number and size of the slots for snapshots of recurrent states.
     """
 
     blocks: int
@@ -31,45 +32,50 @@ class HostCopies(Protocol):
 
     @property
     def load_rate(self) -> float:
-        """The bytes a second of the last loads, or measured at the start; 0 = unknown."""
+        """The rate of the last loads in bytes a second, or as measured at the start; 0 =
+        unknown."""
         ...
 
     @property
     def store_seconds(self) -> float:
-        """The seconds of copies to the host, since the start."""
+        """The total seconds of copies to the host since the start."""
         ...
 
     @property
     def load_seconds(self) -> float:
-        """The seconds of copies from the host, since the start."""
+        """The total seconds of copies from the host since the start."""
         ...
 
     def room(self) -> int:
-        """Return how many further blocks `store` takes now without a queue that grows too long."""
+        """Return how many more blocks `store` accepts now; the bound keeps its queue short."""
         ...
 
     def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
-        """Begin to copy blocks to slots, (block, slot); return False if that failed.
+        """Begin to copy device blocks to host slots; return False if that failed.
 
-        All steps that write the blocks are done. Later steps and loads that write them wait for the
+        All steps that write the blocks must be done. Later steps and loads that write them wait for
+        the
         copies.
 
-        states: (slot of a snapshot, slot for it on the host), likewise.
+        pairs: (block, slot) pairs.
+        states: (device slot of a snapshot, host slot) pairs.
         """
         ...
 
     def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
-        """Begin to copy slots to blocks, (slot, block), after all stores to these slots.
+        """Begin to copy host slots to device blocks, after all stores to these slots.
 
-        Returns False if that failed, which `finished` tells too. No step in flight writes the
-        blocks, and none reads them before the copies are done.
+        Returns False if that failed, which `finished` then reports too. No step in flight may write
+        the blocks, and no step may read them before the copies are done.
 
-        states: (slot on the host, slot of a snapshot), which steps in flight may still read.
+        pairs: (slot, block) pairs.
+        states: (host slot, device slot of a snapshot) pairs; steps in flight may still read the
+            latter.
         """
         ...
 
     def finished(self) -> list[tuple[int, bool]]:
-        """Return (ticket, whether it succeeded) of loads that are done, each once."""
+        """Return (ticket, whether it succeeded) of each load that ended since the last call."""
         ...
 
     def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:

@@ -1,7 +1,7 @@
 """HostTier: the KV blocks that are kept in host memory, and the loads that bring them back.
 
-A block goes to the host when a request that used it has left, and comes back when a waiting request
-begins with its tokens:
+A block is copied to the host when a request that used it has left, and is loaded when a waiting
+request begins with the block's tokens:
 
  device   in use -> evictable -> evicted            taken -> in the prefix cache -> in use
                \\  copied while evictable            /  while its request waits outside the batch
@@ -13,12 +13,11 @@ for the same load.
 
 Which blocks are worth their copies is decided in worth.py.
 
-Of a recurrent model the snapshots of states (snapshots.py) are stored and loaded with their blocks,
-in slots of their own.
+With recurrent layers, snapshots of their states (snapshots.py) are stored and loaded with the
+blocks, in separate slots.
 
-The slots of equal hashes hold equal keys; hashes contain model, adapter
-and salt (prefix_hash.py). The least recently used slot is taken first, and never one that is being
-read.
+Slots of equal hashes hold equal KV, as hashes depend on model, adapter and salt (prefix_hash.py).
+The least recently used slot is taken first, and never one that is being read.
 """
 
 import time
@@ -71,11 +70,12 @@ class HostTier:
         self.filling: set[int] = set()
         self.filling_states: set[int] = set()
         self.disk = None if files is None else DiskTier(self, files)
-        self.on_drop: Callable[[bytes], None] = lambda digest: None  # a block has left host memory
+        # called with the hash of each block that has left host memory
+        self.on_drop: Callable[[bytes], None] = lambda digest: None
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Set all counts to zero, but for the disk tier's."""
+        """Set all counts to zero, except those of the disk tier."""
         self.stored_bytes = self.loaded_bytes = self.loaded_tokens = 0
         self.dropped = self.evictions = self.failed_loads = 0
         self.wait_seconds = 0.0
@@ -99,15 +99,16 @@ class HostTier:
 
     @property
     def num_loads(self) -> int:
-        """The number of loads and disk jobs in flight, whose ends `take_arrived` collects."""
+        """The number of loads and disk transfers in flight; `take_arrived` collects finished
+        ones."""
         return len(self._loads) + (0 if self.disk is None else self.disk.num_pending)
 
     def tables(self, pool: BlockManager) -> list[list[int]]:
-        """Return the blocks that each load in flight holds."""
+        """Return the pool's blocks that each load in flight holds."""
         return [load.table for load in self._loads.values() if load.pool is pool]
 
     def num_coming(self) -> int:
-        """Return how many blocks become free when the loads in flight are done."""
+        """Return how many device blocks become evictable when the loads in flight are done."""
         return sum(load.pool.num_exclusive(load.table) for load in self._loads.values())
 
     def loading(self) -> list[tuple[Request, int]]:
@@ -127,7 +128,7 @@ class HostTier:
     ) -> None:
         """Store a request's blocks and snapshots, if they are worth it and not on the host yet.
 
-        blocks: in the order of its table; no step in flight uses them.
+        blocks: the request's block table; no step in flight uses these blocks.
         worth: the hashes of the blocks that are worth a copy, from `Worth.leave`.
         done_step: the last step that is done.
         """
@@ -174,9 +175,9 @@ class HostTier:
     def _take_states(
         self, snapshots: Snapshots, worth: Sequence[bytes], done_step: int
     ) -> list[tuple[bytes, int]]:
-        """Give slots to the snapshots of these blocks that are not on the host.
+        """Assign host slots to the snapshots of blocks that are not on the host yet.
 
-        Returns (hash, slot of the snapshot) of each. The longest prefix is dropped last.
+        Returns (hash, device slot of the snapshot) of each. The longest prefix is evicted last.
         """
         due: dict[bytes, int] = {}
         for digest in worth:
@@ -222,7 +223,8 @@ class HostTier:
         )
 
     def _take_slot(self) -> int:
-        """Return a slot without a name, of the least recently used block if need be; -1 = none."""
+        """Return a free slot, after evicting the least recently used block if necessary; -1 =
+        none."""
         if self._free:
             return self._free.pop()
         if self.disk is not None:
@@ -364,7 +366,7 @@ class HostTier:
         for name, slot, block in load.entries:
             del self._coming[name]
             self._reading.discard(slot)
-            if self._names[slot] is None:  # it was dropped while it was read
+            if self._names[slot] is None:  # the block was dropped while it was read
                 if slot not in self._busy(0):
                     self._free.append(slot)
             elif not succeeded:
@@ -375,7 +377,8 @@ class HostTier:
         if load.snapshots is not None:
             del self._coming_states[load.state]
             self._reading_states.discard(load.state_slot)
-            if self.states.get(load.state) != load.state_slot:  # it was dropped meanwhile
+            # the state was dropped during the load
+            if self.states.get(load.state) != load.state_slot:
                 if load.state_slot not in self._busy(STATES):
                     self._free_states.append(load.state_slot)
             elif not succeeded:
@@ -399,7 +402,7 @@ class HostTier:
         """Forget a request that has ended while it waited for its blocks to be loaded."""
         del self._waiting[request]
 
-    # ---- what the disk tier asks for -----------------------------------------------------------
+    # ---- methods for the disk tier -------------------------------------------------------------
 
     @property
     def num_slots(self) -> int:
@@ -416,7 +419,10 @@ class HostTier:
         return (self.states if group == STATES else self.slots[group]).get(digest, -1)
 
     def copied(self, entries: Sequence[tuple[Name, int]]) -> bool:
-        """Whether the copies to the slots of (name, slot) are done."""
+        """Whether the copies to all these slots are done.
+
+        entries: (name, slot) pairs.
+        """
         blocks = [slot for name, slot in entries if name[0] != STATES]
         return self.copies.stored(blocks, [slot for name, slot in entries if name[0] == STATES])
 
@@ -432,8 +438,8 @@ class HostTier:
         return self._tickets
 
     def reserve(self, names: Sequence[Name]) -> list[int] | None:
-        """Return slots to read blocks and snapshots into; None, and no change, if there are too
-        few."""
+        """Reserve a slot for each block and snapshot to read; None, and no change, if too few are
+        free."""
         slots: list[int] = []
         for name in names:
             slot = self._take_slot() if name[0] != STATES else self._take_state()
@@ -451,7 +457,8 @@ class HostTier:
         return self._free_states.pop() if self._free_states else -1
 
     def fill(self, name: Name, slot: int, *, usable: bool) -> None:
-        """Name a slot after what was read into it, or give it back if that is not usable."""
+        """Register a block that was read into a slot, or free the slot if the data is not
+        usable."""
         group, digest = name
         usable = usable and self.slot_of(name) < 0
         if group == STATES:
@@ -479,14 +486,18 @@ class HostTier:
             self._free.append(slot)
 
     def wait_for(self, request: Request, tickets: set[int], until: float) -> None:
-        """Let a request wait for reads, at most until `until`, in monotonic seconds."""
+        """Make a request wait for reads.
+
+        tickets: the numbers of the reads.
+        until: monotonic seconds at which the request stops waiting.
+        """
         self._waiting[request] = Waiting(tickets, time.monotonic(), until)
 
     # ---- the disk tier -------------------------------------------------------------------------
 
     @property
     def shared(self) -> bool:
-        """Whether other engines, and later ones, can read what is stored."""
+        """Whether other engines, and this one after a restart, can read the stored blocks."""
         return self.disk is not None
 
     def delete_files(self) -> None:
@@ -500,7 +511,7 @@ class HostTier:
             self.disk.files.renew()
 
     def close(self) -> None:
-        """Write what is queued for the disk; no method is called afterwards."""
+        """Finish the queued writes to disk; no method is called afterwards."""
         if self.disk is not None:
             self.copies.wait()
             self.disk.poll()
@@ -509,7 +520,7 @@ class HostTier:
     # ---- dropping blocks -----------------------------------------------------------------------
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Drop the blocks of these hashes, because their keys may be wrong."""
+        """Drop the blocks of these hashes, because their KV may be wrong."""
         hashes = list(hashes)
         if self.disk is not None:
             self.disk.forget(hashes)
@@ -535,7 +546,8 @@ class HostTier:
         self.worth.forget_uses()
 
     def abandon(self) -> list[Request]:
-        """Forget the loads in flight, whose pools are replaced; return the requests that waited.
+        """Forget the loads in flight, as the device's pools are replaced; return the waiting
+        requests.
 
         Legal when no copy is in flight.
         """
@@ -569,7 +581,7 @@ class HostTier:
     def check_integrity(self, waiting: Collection[Request]) -> None:
         """Assert the invariants.
 
-        waiting: the requests that the queue has set aside until their blocks have come.
+        waiting: the queue's requests that wait for blocks.
         """
         assert self._waiting.keys() == set(waiting), "a request waits for nothing, or for ever"
         named = {slot for slot, name in enumerate(self._names) if name is not None}

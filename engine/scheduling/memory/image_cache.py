@@ -1,4 +1,4 @@
-"""ImageCache: the images whose embeddings the runner has, and what a step encodes and drops.
+"""ImageCache: the images whose embeddings the runner has, and those that a step encodes and drops.
 
 The runner encodes an image as a whole and keeps its embeddings by the image's digest. A step
 computes image tokens from embeddings that an earlier step or this one has encoded. So a chunk ends
@@ -8,8 +8,9 @@ before an image that this step cannot encode:
  step n           ------------------------|            encodes A; B exceeds what a step may encode
  step n + 1                               |-----------  encodes B
 
-Where a device encodes beside steps, a step with decodes hands its encodes out ahead. Its chunk ends
-before the images, and the next step has their tokens, so that no stream waits for a tower:
+Where a device can encode in parallel to steps, a step with decodes encodes images for the next
+step. Its chunk ends before the images, and the next step has their tokens, so that no stream waits
+for the vision encoder:
 
  step n           decodes | text                       encodes A beside, for step n + 1
  step n + 1       decodes | image A | text             encodes B beside
@@ -22,8 +23,8 @@ requests are scheduled in the order of service, the first one always proceeds.
 
 Pixels are kept once for each digest, until the last request with the image ends: a request that is
 preempted computes its prompt again. Embeddings that came with a request, from an encoder pool, are
-kept for one step: it takes them in the place of pixels. Later steps encode the pixels, and so does
-the first one where the kept embeddings would exceed what the runner holds.
+used once, by the first step that needs them, instead of the pixels. Later steps encode the pixels.
+So does the first step if the received embeddings exceed the runner's capacity.
 """
 
 from collections import Counter, OrderedDict
@@ -41,14 +42,14 @@ from engine.scheduling.request import Request
 class ImageCache:
     """The account of the runner's embeddings, and the pixels of all requests.
 
-    num_tokens: the embeddings that the runner has after the step that is being scheduled.
+    num_tokens: the number of embeddings in the runner after the step that is being scheduled.
     used: digests of the images whose embeddings that step uses or encodes.
-    dropped: digests of embeddings that this step drops. If `used` and `dropped` are empty, the step
-        needs no `build`.
-    encoded, encoded_tokens, encode_seconds, hits: since the start, images encoded, their
-        embeddings, the time that this took, and images that were computed from embeddings that the
-        runner had.
-    received: since the start, images whose embeddings came with a request.
+    dropped: digests of embeddings that this step drops. If `used` and `dropped` are empty, `build`
+        need not be called for the step.
+    encoded, encoded_tokens, encode_seconds: number of encoded images since the start, of their
+        embeddings, and the seconds that this took.
+    hits: number of images since the start whose embeddings the runner already had.
+    received: number of images since the start whose embeddings came with a request.
     """
 
     def __init__(self, plan: ImagePlan) -> None:
@@ -56,18 +57,22 @@ class ImageCache:
         self.num_tokens = 0
         self.encoded = self.encoded_tokens = self.hits = self.received = 0
         self.encode_seconds = 0.0
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # digest -> size, oldest first
+        # digest -> number of embeddings, least recently used first
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._pixels: dict[bytes, bytes] = {}
-        self._came: dict[bytes, Image] = {}  # digest -> image with embeddings that no step took
-        self._came_tokens = 0  # embeddings of the images in _came
-        self._holders: Counter[bytes] = Counter()  # digest -> requests that have the image
-        self._needed: Counter[bytes] = Counter()  # digest -> requests that will use its embeddings
-        # digest -> the request for which it was encoded ahead, until the request uses it
+        # digest -> image with received embeddings that no step has used
+        self._came: dict[bytes, Image] = {}
+        self._came_tokens = 0  # number of embeddings of the images in _came
+        # digest -> number of requests that have the image
+        self._holders: Counter[bytes] = Counter()
+        # digest -> number of requests that will use its embeddings
+        self._needed: Counter[bytes] = Counter()
+        # digest -> id of the request for which it was encoded ahead, until the request uses it
         self._claims: dict[bytes, int] = {}
         # Of the step that is being scheduled:
         self.used: set[bytes] = set()
         self._used_tokens = 0
-        self._step_tokens = 0  # embeddings that it encodes
+        self._step_tokens = 0  # number of embeddings that it encodes
         self._images: list[Image] = []  # images that it encodes for its own tokens
         # digest -> image that it encodes for later steps, and the request that needs it
         self._ahead: dict[bytes, tuple[Image, Request]] = {}
@@ -76,7 +81,7 @@ class ImageCache:
     # ---- requests ------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Take over the pixels and embeddings of a new request, whose images then have neither."""
+        """Move the pixels and embeddings of a new request's images into this cache."""
         for image in request.images:
             self._pixels.setdefault(image.digest, image.pixels)
             self._take_rows(image)
@@ -100,7 +105,7 @@ class ImageCache:
         return image
 
     def computed(self, request: Request) -> None:
-        """Release the embeddings of images that num_computed of the request has passed."""
+        """Release the embeddings of images all of whose tokens the request has computed."""
         images, index = request.images, request.next_image
         while index < len(images) and _end(images[index]) <= request.num_computed:
             self._release(self._needed, images[index].digest)
@@ -125,7 +130,7 @@ class ImageCache:
 
     @staticmethod
     def _release(counts: Counter[bytes], digest: bytes) -> bool:
-        """Count one request fewer for an image; return whether it was the last.
+        """Decrement an image's count of requests; return whether it reached zero.
 
         The entry of an image without requests is deleted.
         """
@@ -140,9 +145,10 @@ class ImageCache:
     def reach(self, request: Request, length: int, step_tokens: int) -> int:
         """Return how many of the request's next `length` tokens this step can compute.
 
-        Changes nothing: follow with `use`.
+        This changes nothing: call `use` to add the chunk.
 
-        step_tokens: the maximum number of embeddings that a step encodes beyond its first image.
+        step_tokens: the maximum number of embeddings that a step encodes, unless its first image is
+            larger.
         """
         start = request.num_computed
         planned: set[bytes] = set()
@@ -176,9 +182,9 @@ class ImageCache:
         return length
 
     def use(self, request: Request, length: int) -> None:
-        """Add a chunk to the step: encode what it needs and the runner does not have.
+        """Add a chunk to the step, which encodes the chunk's images that the runner does not have.
 
-        length: tokens of the chunk, at most those that `reach` returned.
+        length: number of tokens of the chunk, at most the result of `reach`.
         """
         start = request.num_computed
         missing = []
@@ -200,11 +206,11 @@ class ImageCache:
             self._images.append(self._encoded(image))
 
     def hand_out(self, request: Request, length: int, most: int, step_tokens: int) -> int:
-        """Let this step encode those of a request's images whose tokens later steps compute.
+        """Let this step encode images ahead, whose tokens a later step computes.
 
-        Returns how many of the next `length` tokens lie before such images.
+        Returns how many of the request's next `length` tokens lie before such images.
 
-        most: the tokens that this step and the next may compute of the request.
+        most: the maximum number of tokens that this step and the next compute of the request.
         step_tokens: see `reach`.
         """
         start = request.num_computed
@@ -221,7 +227,7 @@ class ImageCache:
         return length
 
     def _encoded(self, image: Image) -> Image:
-        """Make room in the cache for an image that this step encodes or gathers.
+        """Make room for an image's embeddings, which this step encodes or has received.
 
         Returns the image with its embeddings if they came with the request, else with its pixels.
         """
@@ -235,7 +241,7 @@ class ImageCache:
         return replace(image, pixels=self._pixels[image.digest])
 
     def _between(self, request: Request, start: int, stop: int) -> Iterator[Image]:
-        """Yield the images with tokens in [start, stop); earlier tokens are computed already."""
+        """Yield the request's images with tokens in [start, stop), from `next_image` on."""
         for index in range(request.next_image, len(request.images)):
             image = request.images[index]
             if max(image.start, start) >= stop:
@@ -264,7 +270,7 @@ class ImageCache:
         self._claims.pop(digest, None)
 
     def build(self, batch: Batch) -> list[Request]:
-        """Set the batch's images to encode and to drop; begin the account of the next step.
+        """Set the batch's images to encode and to drop, and reset the state of the step.
 
         Returns the requests for which the step encodes ahead.
         """
@@ -281,7 +287,7 @@ class ImageCache:
         return requests
 
     def cancel(self) -> None:
-        """Drop the account of the step, as nothing can run in it; begin that of the next one."""
+        """Undo what was planned for the step, as no request can run in it."""
         for digest in self._ahead:
             self._forget(digest)
         self._begin()

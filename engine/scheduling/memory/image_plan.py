@@ -16,13 +16,13 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class ImagePlan:
     """The tokens that stand for images in prompts, and the limits of an engine's images.
 
-    token_ids: the tokens that stand for an embedding in a prompt: of images, then of clips.
-    cache_tokens: the maximum of embeddings that the runner has at once, without dropped ones.
-    largest: the maximum of embeddings of an image; larger images are refused. A step encodes at
-        most this number or its token budget, whichever is larger.
+    token_ids: the placeholder token ids in prompts: of images, then of videos.
+    cache_tokens: the maximum number of embeddings that the runner has at once.
+    largest: the maximum number of embeddings of an image; larger images are refused. A step encodes
+        at most this number or its token budget, whichever is larger.
     bidirectional: whether tokens of an image see each other, so that no step computes a part of
         an image.
-    row_size: elements of an embedding, levels that are added after the first layers included.
+    row_size: elements of an embedding, including features that are added after the first layers.
     """
 
     token_ids: tuple[int, ...]
@@ -45,7 +45,8 @@ class ImagePlan:
 
         cache_tokens: the setting `engine.image_cache_tokens`, resolved.
         step_tokens: the maximum number of tokens in a step.
-        rows: the maximum of requests that run at once; each may decode beside an image.
+        rows: the maximum number of running requests, each of which may decode in the step of an
+            image.
         whole: tokens of the largest image, if tokens of an image see each other; 0 = they do not.
         row_size: elements of an embedding.
         Raises ConfigError if an image has no room in a step or in the cache.
@@ -77,7 +78,7 @@ def check_images(message: EngineRequest, plan: ImagePlan | None) -> None:
     if plan is None or message.verbatim:
         return
     prompt, most = message.token_ids, message.num_prompt_tokens
-    if len(prompt) > most:  # the output may have these tokens
+    if len(prompt) > most:  # outputs may contain the placeholder tokens
         prompt = prompt[:most]
     for kind, token_id in zip(("image", "clip"), plan.token_ids, strict=False):
         own = [image.size for image in message.images if prompt[image.start] == token_id]
@@ -117,7 +118,7 @@ def _check_each(message: EngineRequest, plan: ImagePlan | None) -> None:
 
 
 def _problem(image: Image, message: EngineRequest, plan: ImagePlan, end: int) -> str:
-    """Return the fault of an image as a text; "" = none.
+    """Return why the engine cannot compute an image; "" = it can.
 
     end: the position where the previous image ends.
     """

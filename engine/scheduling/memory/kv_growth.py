@@ -1,15 +1,15 @@
 """KVGrowth: decides when an engine's pool of KV blocks grows and shrinks, while it serves.
 
-Blocks are added when requests lack some. They are also added when few are left without evicting a
-prefix, from memory that no engine lacks. They are given back when another engine of the device
-lacks memory: the last blocks that no request uses, at most down to `least`.
+Blocks are added when requests lack some. They are also added before that, when few blocks are left
+without evicting a prefix and no engine lacks the memory. When another engine of the device lacks
+memory, the last blocks that no request uses are removed, down to `least` blocks.
 
 Pages are mapped and unmapped on a thread. The step loop only publishes the new number of blocks:
 
  step loop   needs blocks | steps ............... | publish
  thread      ............ | claim | map | zero    |
 
-Unmapping waits for the steps that were launched before, on the thread, too.
+The thread also unmaps pages, after it has waited for the steps that were launched before.
 """
 
 import logging
@@ -30,10 +30,10 @@ from engine.scheduling.request import Request
 logger = logging.getLogger("manta.engine")
 
 GIB = 1 << 30
-_TICK = 0.05  # seconds between two looks at the other engines' shares
-_IDLE_TICK = 0.5  # seconds between such looks in an engine that runs no steps
-_LOOK_AHEAD = 2  # blocks that each running request soon needs, by which growth is early
-_WAITING = 32  # waiting requests whose blocks count as lacking
+_TICK = 0.05  # seconds between two polls of the other engines' shares
+_IDLE_TICK = 0.5  # the same in an engine that runs no steps
+_LOOK_AHEAD = 2  # number of spare blocks for each running request below which the pool grows
+_WAITING = 32  # maximum number of waiting requests whose blocks count as lacking
 _AGAIN = 0.05  # seconds until memory is asked for again
 _WAKE_SECONDS = 30.0  # longest wait for other engines' memory after a sleep
 
@@ -73,9 +73,9 @@ class KVGrowth:
     share: this engine's share of the device's memory.
     least: number of blocks that are never removed.
     growths, shrinks: numbers of times that blocks were added and removed.
-    pause_seconds: the time that the step loop spent for that.
+    pause_seconds: the seconds that the step loop spent on adding and removing blocks.
     longest_pause: the longest of these times.
-    room: number of blocks that could be added now, as last seen.
+    room: number of blocks that could be added, as of the last poll of the shares.
     """
 
     def __init__(self, pages: Pages, share: KVShare, least: int) -> None:
@@ -89,11 +89,11 @@ class KVGrowth:
         self._step = max(1, pages.rounded(pages.rounded(1) + 1) - pages.rounded(1))
         self._block_bytes = max(1, pages.num_bytes(pages.most) // pages.most)
         self._busy = False  # whether a job runs or its result is not published
-        self._done = -1  # number of blocks that have pages, as a job found it; -1 = no result
-        self._again = 0.0  # when memory may be asked for again
+        self._done = -1  # number of mapped blocks, the result of the last job; -1 = no new result
+        self._again = 0.0  # monotonic seconds from which memory may be requested again
         # bytes that this engine's requests use and lack, and that other engines ask for
         self._used = self._short = self._asked = 0
-        self._look = False  # whether `poll` has to look at `_asked`
+        self._look = False  # whether `poll` has to handle `_asked`
         self._polled = time.monotonic()
         self._asleep = self._closed = self._failed = False
         self._after_sleep = least  # number of blocks to map after a sleep
@@ -110,7 +110,7 @@ class KVGrowth:
     # ---- in the step loop ----------------------------------------------------------------------
 
     def growable(self, pool: BlockManager) -> int:
-        """Return how many blocks could be added now, as last seen."""
+        """Return how many blocks could be added, as of the last poll of the shares."""
         return 0 if self._asleep else max(0, min(self.room, self._limit - pool.num_blocks))
 
     def has_news(self) -> bool:
@@ -118,8 +118,9 @@ class KVGrowth:
         return self._done >= 0 or self._look
 
     def poll(self, pool: BlockManager, demand: Demand) -> bool:
-        """Publish blocks that have pages now, and begin what is needed next; return whether there
-        are more blocks.
+        """Publish newly mapped blocks, and begin the next growth or shrinking if one is needed.
+
+        Returns whether the pool has more blocks than before.
         """
         began = time.perf_counter()
         self._polled, self._look = time.monotonic(), False
@@ -178,7 +179,7 @@ class KVGrowth:
         unmap = None
         if self.pages.num_bytes(reached) < self.pages.num_bytes(before):
             unmap = self.pages.retract(reached)
-        if unmap is None:  # no page becomes free, or copies from these blocks are in flight
+        if unmap is None:  # unmapping would free no page, or copies from these blocks are in flight
             pool.grow(before)
             return False
         self.shrinks += 1
@@ -197,9 +198,9 @@ class KVGrowth:
         self._publish(pool)
 
     def withdraw_all(self, pool: BlockManager) -> None:
-        """Give back all blocks but the least.
+        """Remove all blocks but the `least` first ones.
 
-        Legal when no request has any, and no step is in flight.
+        Call this only when no request has blocks, and no step is in flight.
         """
         self.settle(pool)
         self.lower(pool, self.least)
@@ -218,8 +219,11 @@ class KVGrowth:
         pool.grow(self._unmap(reached, unmap))
 
     def shrink_for_steps(self, pool: BlockManager) -> bool:
-        """Give steps an eighth of the blocks' memory, for good; return whether there are fewer
-        blocks. Legal when no request has any."""
+        """Free an eighth of the blocks' memory for steps, permanently; return whether that was
+        possible.
+
+        Call this only when no request has blocks.
+        """
         self.settle(pool)
         before = pool.num_blocks
         self._limit = max(self.least, before * 7 // 8)
@@ -228,7 +232,7 @@ class KVGrowth:
         return pool.num_blocks < before
 
     def sleep(self, parts: Collection[str]) -> None:
-        """Leave the memory of the parts to the other engines. Legal after `withdraw_all`."""
+        """Release the memory of sleeping parts to other engines. Call this after `withdraw_all`."""
         if CACHES in parts:
             self._asleep = True
             self.pages.give_all()
@@ -237,7 +241,7 @@ class KVGrowth:
         self.share.report(used=self.share.own.mapped, short=0)
 
     def make_room(self, parts: Collection[str]) -> None:
-        """Wait for the other engines to make room for parts that wake. Raises EngineDead."""
+        """Wait until other engines have freed memory for parts that wake. Raises EngineDead."""
         self.share.sleeping &= WEIGHTS not in parts
         size = self.pages.num_bytes(self._after_sleep) if CACHES in parts else 0
         if not self.share.wait_for(size, _WAKE_SECONDS):
@@ -315,9 +319,10 @@ class KVGrowth:
                 return
 
     def _grow(self, now: int, wanted: int, *, ask: bool) -> int:
-        """Claim and map memory for `wanted` blocks, or fewer; return their number.
+        """Claim and map memory for up to `wanted` blocks; return the number of mapped blocks.
 
-        now: the mapped blocks. ask: whether to ask other engines for memory that is lacking.
+        now: the number of blocks mapped before.
+        ask: whether to ask other engines for memory that is lacking.
         """
         pages, have = self.pages, self.pages.num_bytes(now)
         size = pages.num_bytes(wanted) - have
@@ -345,7 +350,7 @@ class KVGrowth:
         return min(self._limit, self.pages.rounded(reached))
 
     def tick(self) -> None:
-        """Publish what this engine uses and lacks in its share, and read what the others lack."""
+        """Publish the memory that this engine uses and lacks, and read how much the others lack."""
         share = self.share
         if self._asleep:
             return
@@ -356,14 +361,15 @@ class KVGrowth:
         self._asked = share.asked()
         lacking = sum(other.short for other in share.others())
         self.room = max(0, share.room() - lacking) // self._block_bytes
-        # Without steps, what the requests of this engine use is not known yet.
+        # An engine without steps has to run `poll` first, to learn how much its requests use.
         if self._asked or (idle and lacking):
             self._look = True
             self.wake()
 
 
 class GrowingMemory:
-    """The memory of an engine whose blocks grow (`engine.scheduling.orders.sleeping.Sleeper`)."""
+    """A `Sleeper` for engines with a growing KV pool: it also frees and claims the pool's
+    memory."""
 
     def __init__(self, memory: Sleeper, growth: KVGrowth) -> None:
         self._memory = memory

@@ -1,11 +1,11 @@
-"""KVShare: an engine's share of the KV memory that several engines of a device divide up.
+"""KVShare: an engine's share of the KV memory that several engines on a device divide.
 
-A folder in shared memory has a file for each engine: what it keeps at least, what it has claimed
-and mapped, what its requests use, and what they lack. Its owner alone writes it, and holds a lock
-on it that the system frees when the process ends, however it ends. So the share of a dead engine
-is free at once, and its file is deleted by the next engine that looks.
+A folder in shared memory has a file for each engine, with the numbers of bytes in `Holding`. Only
+its engine writes a file, and holds a lock on it that the system frees when the process ends in any
+way. So the share of a dead engine is free at once, and the next engine that reads the folder
+deletes the file.
 
-Claims are made under one more lock, so that two engines never take the same bytes.
+Another lock protects claims, so that two engines never claim the same bytes.
 """
 
 import contextlib
@@ -27,12 +27,13 @@ _AGAIN = 0.05  # seconds between two attempts to claim
 class Holding:
     """The bytes of KV memory that one engine holds, which are the record in its file.
 
-    least: the engine never gives this away; 0 while it sleeps.
-    claimed: what the engine has, or is about to map.
-    mapped: what the engine has.
-    used: what its requests use.
-    short: what its requests lack.
-    kept: what the engine needs beside blocks and has not taken yet, such as the memory of steps.
+    least: the bytes that the engine never gives away; 0 while it sleeps.
+    claimed: the bytes that the engine has mapped or is about to map.
+    mapped: the bytes that the engine has mapped.
+    used: the bytes that its requests use.
+    short: the bytes that its requests lack.
+    kept: the bytes that the engine needs for other things than blocks, such as activations, and has
+        not allocated yet.
     """
 
     least: int = 0
@@ -69,10 +70,10 @@ class KVShare:
     """This engine's share of the device's KV memory, and its view of the other engines' shares.
 
     total: the bytes that all engines of the folder have together.
-    free: returns the bytes of the device that nothing has taken.
+    free: returns the number of free bytes of the device.
     kept: returns `Holding.kept` of this engine.
     own: this engine's holding; `report` writes it.
-    sleeping: whether the engine needs nothing beside blocks now, as its weights sleep.
+    sleeping: whether the engine needs memory for nothing but blocks, as its weights are freed.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class KVShare:
         os.pwrite(self._file, _RECORD.pack(*astuple(self.own)), 0)
 
     def report(self, *, used: int, short: int) -> None:
-        """Tell the other engines what this one uses and lacks."""
+        """Publish the bytes that this engine's requests use and lack."""
         own, reserved = self.own, 0 if self.sleeping else self._kept()
         if (used, short, reserved) != (own.used, own.short, own.kept):
             own.used, own.short, own.kept = used, short, reserved
@@ -138,10 +139,10 @@ class KVShare:
         return max(0, self._room(self.others()))
 
     def _room(self, others: list[Holding]) -> int:
-        """Return the bytes that this engine could claim; negative if others have to give some."""
+        """Return the bytes that this engine could claim; negative if others hold too much."""
         promised = sum(max(0, holding.claimed - holding.mapped) for holding in (*others, self.own))
         promised += sum(holding.kept for holding in (*others, self.own))
-        # What another engine keeps at least but has not claimed yet is promised to it.
+        # The part of another engine's `least` that it has not claimed yet is reserved for it.
         promised += sum(other.taken - other.claimed for other in others)
         bounded = self.total - sum(other.taken for other in others) - self.own.claimed
         return min(bounded, self._free() - promised)
@@ -169,9 +170,10 @@ class KVShare:
         return fits
 
     def wait_for(self, size: int, seconds: float) -> bool:
-        """Claim memory that the other engines may have to give; return whether it was claimed.
+        """Claim memory, waiting for other engines to free some; return whether it was claimed.
 
-        The other engines also leave what this one needs beside blocks (`Holding.kept`).
+        The other engines also free what this one needs for other things than blocks
+        (`Holding.kept`).
 
         size: bytes of blocks; either all of them are claimed or none.
         seconds: the longest wait.
@@ -187,7 +189,7 @@ class KVShare:
         return True
 
     def settle(self, mapped: int, *, least: int | None = None) -> None:
-        """Write into the engine's file that it has mapped `mapped` bytes, and claims no more.
+        """Record in the engine's file that it has `mapped` bytes mapped and no further claims.
 
         least: the bytes that it keeps from now on; None = as before.
         """
@@ -197,9 +199,9 @@ class KVShare:
         self._write()
 
     def asked(self) -> int:
-        """Return the bytes that this engine should give, for engines that lack memory.
+        """Return how many bytes this engine should free for engines that lack memory.
 
-        Free memory is used first, and each engine gives in proportion to what it can spare.
+        Free memory is used first, and each engine frees bytes in proportion to its `Holding.spare`.
         """
         others = self.others()
         short = sum(other.short for other in others)

@@ -9,8 +9,8 @@ tokens. So a block is found only with the same images at the same places.
 
 A hash has 128 bits, over little-endian int32 bytes. Without the key a client cannot search for a
 collision. The engine stores its blocks by these hashes. Two requests share blocks only if model,
-adapter and salt are equal. Routers choose a replica by shorter hashes, which these functions make
-too, but which are not compared with the engine's (`deployments.routing.prefix_index`).
+adapter and salt are equal. Routers choose a replica by shorter hashes, which these functions also
+compute. Those are never compared with the engine's (`deployments.routing.prefix_index`).
 """
 
 from bisect import bisect_right

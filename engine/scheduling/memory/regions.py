@@ -1,8 +1,8 @@
 """Regions: free blocks as gaps between regions of consecutive blocks, each taken by first fit.
 
 OpenPPL and liteqwen keep KV memory like this: a request has one region from its start to its end,
-as long as it may ever become. Attention then needs no block table. But nobody else can use the rest
-of a region, and gaps may be too small while enough blocks are free.
+as long as it may ever become. Attention then needs no block table. But no other request can use the
+unused rest of a region, and gaps may be too small although enough blocks are free in all.
 """
 
 from bisect import bisect_left
@@ -26,7 +26,8 @@ class Regions:
 
     @property
     def largest(self) -> int:
-        """The blocks of the largest gap, which is the longest region that can be taken."""
+        """The number of blocks of the largest gap, which is the longest region that can be
+        taken."""
         return max((end - begin for begin, end in self._gaps), default=0)
 
     def take_blocks(self, count: int) -> list[int]:
@@ -41,7 +42,7 @@ class Regions:
         raise AssertionError(f"no gap has {count} blocks, the largest has {self.largest}")
 
     def append(self, block: int) -> None:
-        """Give a block back, which joins the gaps beside it."""
+        """Free a block, and merge it with adjacent gaps."""
         index = bisect_left(self._gaps, (block, block))
         begin, end = block, block + 1
         first, last = index, index

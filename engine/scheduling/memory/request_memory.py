@@ -17,8 +17,10 @@ from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_start import Start
 
-_MOST_GONE = 1 << 15  # bytes of hashes of evicted prefixes for a frame; further ones are dropped
-_MOST_NAMES = 1 << 18  # names of prefixes, which files below the host tier may outlive
+# maximum bytes of evicted prefixes' hashes in a frame; further hashes are dropped
+_MOST_GONE = 1 << 15
+# maximum number of remembered prefix names; files of the disk tier may outlive them
+_MOST_NAMES = 1 << 18
 
 
 @dataclass(slots=True)
@@ -39,8 +41,8 @@ class RequestMemory:
     pools: the block pool of each KV rank; block ids start from 0 in each.
     running: id -> request that has a row.
     tier: the blocks in host memory; None = blocks that leave the device are lost.
-    moves: the blocks that go to other replicas and come from them; None = none do.
-    reserved_blocks: blocks of all running requests at their maximum lengths.
+    moves: sends blocks to other replicas and receives them; None = no blocks are moved.
+    reserved_blocks: total blocks of all running requests at their maximum lengths.
     """
 
     def __init__(
@@ -129,8 +131,12 @@ class RequestMemory:
             del self._routed[next(iter(self._routed))]
 
     def take_evicted(self) -> tuple[bytes, bytes]:
-        """Return and clear (joined names of prefixes that have left all caches since the last call,
-        names of those that are in a tier below the device now)."""
+        """Return and clear the names of evicted prefixes, as two joined byte strings.
+
+        The first has the prefixes that left all caches since the last call, the second those that
+        are
+        now only in host memory or on disk.
+        """
         evicted = bytes(self._gone), bytes(self._lowered)
         self._gone.clear()
         self._lowered.clear()
@@ -181,9 +187,9 @@ class RequestMemory:
         self.reserved_blocks += self.most_blocks(request)
 
     def extend_to(self, request: Request, tokens: int) -> list[int]:
-        """Allocate blocks for the keys of the request's first `tokens` tokens; enough must be free.
+        """Allocate blocks for the KV of the request's first `tokens` tokens; enough must be free.
 
-        Returns the new blocks; of a request with a region, the blocks that it has already.
+        Returns the new blocks; for a request with a region, the blocks that it already has.
         """
         pool = self.pool(request)
         if pool.regions is not None:
@@ -207,7 +213,7 @@ class RequestMemory:
             tier.store(pool, pool.held(request), worth, self.snapshots, done_step)
 
     def release(self, request: Request) -> None:
-        """Take row and blocks from a request that ended or is preempted.
+        """Release the row and blocks of a request that ended or is preempted.
 
         Its blocks are hashed for the prefix cache first. `give_back` frees them when the request's
         last step is done.
@@ -252,7 +258,7 @@ class RequestMemory:
         return freed
 
     def discard_cached(self, request: Request) -> None:
-        """Remove a request's blocks from the prefix cache, because its keys may be wrong."""
+        """Remove a request's blocks from the prefix cache, because their KV may be wrong."""
         request.cacheable = False
         for pool in self.pools:  # the request may have run in another pool before
             pool.forget(request.hashes)
@@ -273,7 +279,8 @@ class RequestMemory:
     # ---- state ---------------------------------------------------------------------------------
 
     def most_blocks(self, request: Request) -> int:
-        """Return the request's blocks at maximum length; the last token's key is not computed."""
+        """Return the request's number of blocks at maximum length, where the last token has no
+        KV."""
         return self.pool(request).blocks_for(max(request.num_prompt, request.limit - 1))
 
     def coming(self, rank: int, chunks: Sequence[tuple[Request, int]]) -> int:
@@ -349,7 +356,9 @@ class RequestMemory:
             for r in computing
             if r.kv_rank == rank
         )
-        if self.tier is not None:  # a load is of no use if its request then finds no memory
+        # blocks reserved for loads are not free: a loaded prefix is useless if its request then has
+        # no room
+        if self.tier is not None:
             for request, num_blocks in self.tier.loading():
                 memory.num_running += 1
                 needed = memory.blocks(len(request.token_ids))

@@ -13,8 +13,8 @@ all groups of layers with keys have their blocks. Snapshots are taken at these b
                                  the prefix, such as a system prompt
  every `every` tokens            of a long prompt
 
-No two are within `gap` tokens: computing so few tokens again is faster than copying a state. Chunks
-of a prompt end where a snapshot is taken, which adds a step.
+No two are within `gap` tokens: computing so few tokens again is faster than copying a state. A
+chunk of a prompt ends where a snapshot is taken, which adds a step.
 
 A snapshot has its own memory, or lies in a row that no request has: there are as many rows as
 requests that may ever run, and a state is as large as the keys of thousands of tokens. A request
@@ -42,7 +42,7 @@ WORTH = 512
 class SnapshotPlan:
     """The settings that decide at which positions recurrent states are copied to snapshots.
 
-    slots: snapshots with their own memory; 0 = no prefix is ever found.
+    slots: number of snapshots with separate memory; 0 = no request reuses a prefix.
     every, gap, worth: numbers of tokens, see the module.
     """
 
@@ -63,10 +63,10 @@ class SnapshotPlan:
     ) -> "SnapshotPlan":
         """Return the plan of a model.
 
-        `every` is the number of tokens whose keys take as much memory as a snapshot, but at least
+        `every` is the number of tokens whose KV takes as much memory as a snapshot, but at least
         step_tokens, so that no full step is split.
 
-        form: the format of keys.
+        form: the format of the KV cache.
         step_tokens: the maximum number of tokens in a step.
         """
         token = sum(num_bytes for _, num_bytes in groups.token_bytes(form).values())
@@ -97,7 +97,7 @@ class Marks:
     """The positions, in tokens, that decide where a running request's snapshots are taken."""
 
     last: int = 0  # position of the newest snapshot that it has taken or started from
-    border: int = -1  # where its chunk will end, for a snapshot there
+    border: int = -1  # position where its chunk ends for a snapshot; -1 = none
     branch: int = 0  # end of its cached blocks when it started, which may lack a snapshot
     rolling: bytes = b""  # hash of the newest snapshot of its output
 
@@ -129,7 +129,8 @@ class Snapshots:
         self._free = list(range(first + plan.slots - 1, first - 1, -1))
         self._free_rows = free_rows
         self._steps: dict[bytes, int] = {}  # hash -> the step that takes the snapshot
-        self._rolling: set[bytes] = set()  # hashes that the request which took them will replace
+        # hashes of snapshots of running outputs, each replaced by its request's next one
+        self._rolling: set[bytes] = set()
         self._to_save: dict[int, int] = {}  # slot -> row, copied at the beginning of the next step
         self._to_resume: set[int] = set()  # slots that the next step copies to rows
         self._reserved: set[int] = set()  # slots with their own memory, for states from the host
@@ -151,7 +152,7 @@ class Snapshots:
     # ---- taking snapshots ----------------------------------------------------------------------
 
     def advance(self, request: Computed, step: int) -> int:
-        """Order a snapshot of a request outside the decode group, if one is due at its position.
+        """Schedule a snapshot of a request outside the decode group, if one is due at its position.
 
         Returns how many tokens the request's chunk may have, up to the next snapshot. The chunk
         runs in this step or a later one.
@@ -176,7 +177,7 @@ class Snapshots:
         return remaining if marks.border < 0 else marks.border - at
 
     def decoded(self, request: Computed, position: int, step: int) -> None:
-        """Order a snapshot of a decoding request's state, if one is due at `position`.
+        """Schedule a snapshot of a decoding request's state, if one is due at `position`.
 
         The step computes the request's token at that position.
         """
@@ -246,7 +247,7 @@ class Snapshots:
 
         The oldest snapshot is evicted if no slot is free. Returns -1 if all are in use.
 
-        The slot is not a row, and the step that is being scheduled does not use it.
+        The slot has separate memory, and the step that is being scheduled does not use it.
         """
         busy = self._to_save.keys() | self._to_resume
         slot = next((slot for slot in reversed(self._free) if slot not in busy), -1)
@@ -263,8 +264,12 @@ class Snapshots:
         return slot
 
     def adopt(self, slot: int, digest: bytes) -> None:
-        """Give a reserved slot the name of a block, or free it if the name is b"", the block has
-        left the cache or has a snapshot."""
+        """Register a loaded state in its reserved slot as a block's snapshot.
+
+        The slot is freed instead if the digest is b"", or its block has left the cache or already
+        has a
+        snapshot.
+        """
         self._reserved.remove(slot)
         if not digest or digest in self._slots or not self._resident(digest):
             self._free.append(slot)
@@ -277,7 +282,7 @@ class Snapshots:
         self, hashes: Sequence[bytes], table_of: Callable[[Sequence[bytes]], list[int]], groups: int
     ) -> tuple[list[int], int]:
         """Return the block table of the longest prefix from which a request can continue, and the
-        number of all cached positions, which may lie beyond the last snapshot. Changes nothing.
+        number of cached positions, which may reach beyond the last snapshot.
 
         table_of: `BlockManager.match_prefix`.
         groups: number of groups of layers.
@@ -340,8 +345,9 @@ class Snapshots:
     def forget(self, digest: bytes) -> None:
         """Drop a block's snapshot, for example because the block has left the prefix cache.
 
-        A copy into its slot that this step has ordered is still made: a request that began from the
-        snapshot in this step may need it.
+        A copy into its slot that is scheduled for this step still takes place, as a request that
+        begins
+        in this step may start from the snapshot.
         """
         slot = self._slots.pop(digest, None)
         if slot is not None:

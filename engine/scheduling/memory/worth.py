@@ -6,8 +6,8 @@ Copies cost bandwidth, so blocks are stored by second use (`HostPlan.everything`
  all blocks of a request that goes on where an earlier one ended: the next turn of a conversation
  all blocks of a preempted request
 
-A load is worth it if it takes less time than computing the tokens, by the rates of the last copies
-and of the largest steps.
+A prefix is loaded if that takes less time than computing its tokens, by the rates of the last
+copies and of the largest steps.
 """
 
 import sys
@@ -17,21 +17,24 @@ from collections.abc import Sequence
 from engine.scheduling.memory.host_plan import HostCopies, HostPlan
 from engine.scheduling.request import Request
 
-_REMEMBERED = 1 << 17  # hashes of evicted blocks, and of ends of requests, that are remembered
-_LAUNCH_SECONDS = 0.0003  # seconds from the decision to the first byte, and back into the queue
+# maximum number of remembered hashes of evicted blocks, and of requests' last blocks
+_REMEMBERED = 1 << 17
+# fixed seconds of a load: from the decision to the first byte, and from the last byte to the queue
+_LAUNCH_SECONDS = 0.0003
 
 
 class Worth:
-    """The decisions which blocks are copied to the host, and which loads are worth a wait.
+    """The policy that decides which blocks are copied to the host, and which prefixes are loaded.
 
-    They follow from the uses of blocks and the rates that this engine has seen.
+    It depends on earlier uses of blocks and on measured rates of copies and steps.
     """
 
     def __init__(self, plan: HostPlan, copies: HostCopies) -> None:
         self._plan = plan
         self._copies = copies
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # evicted hashes, oldest first
-        self._ends: OrderedDict[bytes, None] = OrderedDict()  # last hashes of requests
+        # hashes of the last blocks of ended requests
+        self._ends: OrderedDict[bytes, None] = OrderedDict()
         self._token_seconds = 0.0  # seconds per prompt token in the largest steps; 0 = unknown
         self._largest = 0
 
@@ -46,7 +49,7 @@ class Worth:
         hashes: the hashes of the blocks that the request could share.
         num_cached: leading blocks that it found in the prefix cache.
         """
-        again = request.num_cached >= 0  # it was preempted
+        again = request.num_cached >= 0  # whether it was preempted
         ends, evicted = self._ends, self._evicted
         if self._plan.everything or again or any(map(ends.__contains__, reversed(hashes))):
             request.num_reused = sys.maxsize
@@ -74,7 +77,7 @@ class Worth:
         _remember(self._evicted, digest)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """Learn the time of a prompt token from a step that computed `tokens` prompt tokens."""
+        """Update the time of a prompt token from a step that computed `tokens` prompt tokens."""
         if 2 * tokens < self._largest or not tokens:
             return
         self._largest = max(self._largest, tokens)
@@ -84,8 +87,8 @@ class Worth:
     def loading(self, tokens: int, size: int, from_disk: int = 0, read_rate: float = 0.0) -> bool:
         """Whether loading `size` bytes takes less time than computing the tokens.
 
-        from_disk: bytes that have to be read from disk before, at read_rate bytes a second; 0 =
-            unknown.
+        from_disk: number of bytes that must be read from disk first.
+        read_rate: rate of that in bytes a second; 0 = unknown.
         """
         if tokens < self._plan.least_tokens:
             return False

@@ -1,7 +1,7 @@
-"""BlockMoves: KV blocks that go to other replicas and come from them, as the step loop sees it.
+"""BlockMoves: the step loop's side of KV block transfers between replicas.
 
 A request may name another replica as the source of its prefix (`EngineRequest.source`). It then
-waits outside the queue while threads pull the blocks (puller.py):
+waits outside the queue while threads receive the blocks (puller.py):
 
  source   prefix cache -> held -> slot of host memory -> socket
  puller   socket -> slot of host memory -> block -> prefix cache
@@ -9,13 +9,13 @@ waits outside the queue while threads pull the blocks (puller.py):
 On one machine the puller reads the source's slots, which may be memory of the source's GPU, and no
 byte goes through a socket (shared.py).
 Arrived blocks enter the prefix cache under their hashes, which contain model, adapter and salt. The
-request then starts as after any other hit. So a move that fails, comes late or brings a part is a
-miss: the rest is computed.
+request then starts as after any other hit. So whatever a move does not deliver, or delivers late,
+is a cache miss: those blocks are computed.
 
 Blocks go only between engines of equal `compatibility`, a digest of everything that decides what a
 block's bytes mean. The source holds the blocks of a pull until they are sent, and those of a
 request with `keep_seconds` until they were pulled or the time is over. When the source itself needs
-memory, it drops what it holds for others.
+memory, it releases the blocks that it holds for others.
 """
 
 import hashlib
@@ -40,11 +40,11 @@ from engine.scheduling.request import Request
 logger = logging.getLogger("manta.engine")
 
 KV_MOVES_OFF = "kv_moves_off"
-_MOST_PULLS = 16  # pulls at once; further requests compute their prompts
-_LEASED_SHARE = 4  # leased blocks are at most one in so many of the pool's
+_MOST_PULLS = 16  # maximum number of simultaneous pulls; further requests compute their prompts
+_LEASED_SHARE = 4  # at most 1 / _LEASED_SHARE of the pool's blocks are leased
 _LOG_SECONDS = 5.0
-# Slots are copied in so many parts, so that both devices copy at once. The copies of device memory
-# take less time than the calls that begin them.
+# The slots are copied in this many parts, so that source and puller copy at the same time. Copies
+# between device memories take less time than their launches, so these have fewer parts.
 _PIECES, _DEVICE_PIECES = 8, 2
 
 
@@ -65,9 +65,9 @@ class BlockMoves:
     ) -> None:
         """Set up the moves.
 
-        copies: between blocks and slots, with twice as many slots as the plan has.
+        copies: copies between blocks and slots; it has twice as many host slots as the plan.
         memory: the bytes of these slots.
-        sharing: shares the same slots with other engines of this machine.
+        sharing: shares the same slots with other engines on this machine.
         """
         self.plan = plan
         self.copies = copies
@@ -90,14 +90,14 @@ class BlockMoves:
             self._post_gone,
         )
         self._gone: list[PeerSlots] = []
-        # slots to send from
+        # free host slots to send from
         self._free = list(range(plan.slots))
         first = 2 * plan.slots
         self._free_on_device = list(range(first, first + plan.device_slots))
         self._exports: dict[Order, Export] = {}
         self._stages: deque[list[tuple[Export, int, int]]] = deque()  # (export, entry, slot)
         self._imports: dict[int, Import] = {}  # request id -> import
-        # arrived: (import, [(index, slot)])
+        # received blocks to copy to the device: (import, [(index in the table, slot)])
         self._came: list[tuple[Import, Sequence[tuple[int, int]]]] = []
         self._loads: dict[int, Import] = {}  # ticket of a load -> import
         self._leases: dict[bytes, Lease] = {}  # last hash of a request -> lease
@@ -139,8 +139,10 @@ class BlockMoves:
     # ---- for the core --------------------------------------------------------------------------
 
     def serve(self, host: str, ticket: int) -> None:
-        """Listen on an address; the answer's message is "port secret bytes", with the bytes of a
-        token in all its blocks."""
+        """Listen on an address for pulls of other replicas.
+
+        The answer's message is "port secret bytes", where bytes is the size of a token's KV.
+        """
         try:
             if not self._server.port:
                 self._server.listen(host)
@@ -168,8 +170,8 @@ class BlockMoves:
     def weights_changed(self, version: str, updates: int) -> None:
         """Change the name of the weights that other engines compare before they pull blocks.
 
-        updates: number of updates so far. A version "" or equal to this number was given by nobody;
-            such weights count as equal to those of no other engine.
+        updates: number of updates so far. A version "" or equal to this number was not chosen by a
+            trainer, so these weights count as different from those of all other engines.
         """
         named = version not in ("", str(updates))
         self._weights = version.encode() if named else secrets.token_bytes(16)
@@ -181,18 +183,18 @@ class BlockMoves:
 
     @property
     def copying(self) -> bool:
-        """Whether copies are in flight, whose ends `poll` looks for."""
+        """Whether copies are in flight, which `poll` checks for completion."""
         return bool(self._stages or self._loads)
 
     @property
     def holds(self) -> bool:
-        """Whether blocks are held that will become free without a step."""
+        """Whether moves hold blocks that will become free without a step."""
         return bool(self._exports or self._leases or self._imports)
 
     def poll(self, pool: BlockManager, step: int, done_step: int) -> list[int]:
-        """Advance all imports and exports of blocks by what threads and copies have done.
+        """Process what threads and copies have completed, and continue all imports and exports.
 
-        Returns the ids of requests that wait no longer.
+        Returns the ids of requests that no longer wait for blocks.
 
         step, done_step: the last step that was scheduled, and the last that is done.
         """
@@ -242,7 +244,7 @@ class BlockMoves:
             self._drop_order(order)
 
     def yield_blocks(self) -> bool:
-        """Give up blocks that are held for others; return whether any became free."""
+        """Release blocks that are held for other replicas; return whether any became free."""
         held = bool(self._leases)
         for last in list(self._leases):
             self._end_lease(last)
@@ -280,9 +282,9 @@ class BlockMoves:
         order.answer.put(Offer(why))
 
     def _answer(self, export: Export) -> None:
-        """Send the offer of an export, whose keys are computed by now.
+        """Send the offer of an export, after the steps that compute its blocks are done.
 
-        If a block has left the prefix cache meanwhile, the export ends instead.
+        If a block has left the prefix cache meanwhile, the export is dropped instead.
         """
         pool, order = export.pool, export.order
         if any(pool.name_of(block) != name for _, block, name in export.entries):
@@ -315,7 +317,7 @@ class BlockMoves:
             self._finish_stages()
 
     def _free_slots(self, slots: Sequence[int]) -> None:
-        """Free the slots of an order, which are all of one memory."""
+        """Free the slots of an order, all of which are in host memory or all in device memory."""
         if slots:
             on_device = slots[0] >= 2 * self.plan.slots
             (self._free_on_device if on_device else self._free).extend(slots)
@@ -335,13 +337,14 @@ class BlockMoves:
             self._drop_order(export.order)
 
     def _finish_stages(self) -> None:
-        """Hand staged blocks to the threads that send them."""
+        """Pass blocks whose copies to slots are done to the threads that send them."""
         stored: list[tuple[Export, int, int]] = []
         while self._stages and self.copies.stored([slot for _, _, slot in self._stages[0]]):
             stored += self._stages.popleft()
         if not stored:
             return
-        batches: dict[tuple[Order, int], list[tuple[int, int]]] = {}  # by stripe
+        # (order, stripe) -> staged blocks
+        batches: dict[tuple[Order, int], list[tuple[int, int]]] = {}
         for export, entry, slot in stored:
             export.staging -= 1
             if export.dropped:
@@ -353,7 +356,8 @@ class BlockMoves:
         for (order, stripe), batch in batches.items():
             entries = self._exports[order].entries
             order.staged[stripe].put([(entries[entry][0], slot) for entry, slot in batch])
-            if batch[-1][0] >= len(entries) - len(order.staged):  # the last one of its stripe
+            # the batch has the last block of its stripe
+            if batch[-1][0] >= len(entries) - len(order.staged):
                 order.staged[stripe].put(None)
         for export in self._exports.values():
             if export.staged == len(export.entries) and not export.staging:
@@ -399,7 +403,7 @@ class BlockMoves:
     def pull(
         self, request: Request, source: KVSource, pool: BlockManager, hashes: Sequence[bytes]
     ) -> bool:
-        """Begin to pull a request's prefix; return whether the request waits for it.
+        """Begin to pull a request's prefix from another replica; return whether the request waits.
 
         hashes: the hashes of the blocks that the request can share.
         """
@@ -421,7 +425,7 @@ class BlockMoves:
         return True
 
     def cancel(self, request: int) -> None:
-        """End the pull of a request that has ended; unknown ones are ignored."""
+        """Cancel the pull of a request that has ended; unknown ids are ignored."""
         imported = self._imports.get(request)
         if imported is not None:
             imported.pull.cancelled = True
@@ -438,13 +442,14 @@ class BlockMoves:
         self._came.append((imported, blocks))
 
     def _load_blocks(self) -> None:
-        """Begin to copy blocks that have arrived to blocks of the device."""
+        """Begin to copy received blocks from their slots to device blocks."""
         came, self._came = self._came, []
         for imported in {id(i): i for i, _ in came}.values():
             pool = imported.pool
             blocks = [block for i, batch in came if i is imported for block in batch]
             if imported.pull.cancelled or pool.num_free < len(blocks):
-                imported.pull.cancelled = True  # no memory: the running requests come first
+                # no free blocks, as running requests have precedence
+                imported.pull.cancelled = True
                 self._puller.give_back([slot for _, slot in blocks], imported.pull)
                 continue
             targets = pool.allocate(len(blocks))
@@ -480,7 +485,8 @@ class BlockMoves:
             imported.error = imported.error or error
 
     def _finish_import(self, number: int, imported: Import) -> None:
-        """Release a pull's blocks, which stay in the prefix cache; its request goes on."""
+        """End a pull: release its blocks, which stay in the prefix cache, and let its request
+        start."""
         del self._imports[number]
         pull = imported.pull
         imported.pool.free([block for _, block in sorted(imported.table)])
@@ -519,8 +525,8 @@ class BlockMoves:
             imported.pull.cancelled = True
 
     def abandon(self) -> None:
-        """Forget blocks of a pool that is replaced; requests that wait go on once their threads
-        have ended."""
+        """Forget all blocks, as their pool is replaced. Waiting requests start once their threads
+        end."""
         self.clear()
         self.settle()
         for imported in self._imports.values():
@@ -528,7 +534,7 @@ class BlockMoves:
             imported.table.clear()
 
     def settle(self) -> None:
-        """Wait for the copies in flight, and take note of their ends."""
+        """Wait for the copies in flight, and process their completion."""
         self.copies.wait()
         self._finish_stages()
         self._finish_loads()
@@ -536,7 +542,7 @@ class BlockMoves:
     # ---- counts and checks ---------------------------------------------------------------------
 
     def tables(self, pool: BlockManager) -> list[list[int]]:
-        """Return the blocks that each move holds."""
+        """Return the pool's blocks that each move holds."""
         moving = [e for stage in self._stages for e, _, _ in stage if e.dropped]
         exports = {id(e): e for e in [*self._exports.values(), *moving]}.values()
         tables = [e.table for e in exports if e.pool is pool]

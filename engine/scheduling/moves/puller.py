@@ -1,8 +1,8 @@
 """Pull: the threads that receive KV blocks of one request from another replica.
 
 Blocks arrive in slots of host memory, and the step loop copies them to the device. A source on the
-same machine lends the slots that it has filled (shared.py); bytes from others come over TCP. A pull
-ends by itself: with all blocks, with an error, or at its deadline.
+same machine shares the slots that it has filled (shared.py); other sources send bytes over TCP. A
+pull ends by itself: with all blocks, with an error, or at its deadline.
 """
 
 import hmac
@@ -33,21 +33,21 @@ from engine.scheduling.moves.wire import (
 
 logger = logging.getLogger("manta.engine")
 
-PULL_SECONDS = 10.0  # longest time of a pull; its request is computed afterwards
-_STRIPE_BYTES = 4 << 20  # bytes that are worth a connection of their own
+PULL_SECONDS = 10.0  # timeout of a pull, after which its request computes its prompt
+_STRIPE_BYTES = 4 << 20  # minimum bytes of a pull for each further TCP connection
 _MOST_STRIPES = 4
-_MOST_SOURCES = 64  # remembered sources, whose memory is mapped or cannot be mapped
+_MOST_SOURCES = 64  # maximum number of remembered sources, with or without mapped memory
 
 
 @dataclass(eq=False, slots=True)
 class Pull:
     """A pull in progress: the transfer of one request's KV blocks from another replica.
 
-    request: id of the request that waits for it.
+    request: id of the request that waits for the pull.
     hashes: the hashes of all blocks that the request can share.
-    near: leading blocks that this engine had when the pull began.
+    near: number of leading blocks that this engine had when the pull began.
     groups: number of KV groups, each of which has a block at each position.
-    cancelled: whether nobody wants the blocks any more.
+    cancelled: whether the blocks are not needed any more.
     borrowed: the source's slots, if the blocks are read from them.
     """
 
@@ -68,13 +68,13 @@ class Pull:
 
 
 class Puller:
-    """The threads of an engine that receive KV blocks from other replicas.
+    """The receiver of KV blocks from other replicas, with a thread for each pull.
 
     memory: the bytes of each slot.
-    arrived: called from any thread with a pull and blocks: for each the index in the pull's table,
-        and the slot that has it. The callee gives the slots back (`give_back`).
+    arrived: called from any thread with a pull and (index in the pull's table, slot) of received
+        blocks. The callee returns the slots by `give_back`.
     ended: called from any thread when a pull's threads have ended, with the error or "".
-    sharing: reads the slots of other engines of this machine; None: all blocks come over TCP.
+    sharing: reads the slots of other engines on this machine; None = all blocks come over TCP.
     gone: called from any thread with the slots of an engine that has ended.
     """
 
@@ -114,7 +114,8 @@ class Puller:
             self._pull(pull)
         except PeerError as failure:
             error = str(failure)
-        except Exception as failure:  # a request waits for the end of this thread
+        # any error must be reported, as a request waits for the end of this thread
+        except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         self._ended(pull, error)
         if pull.borrowed is not None:
@@ -166,7 +167,7 @@ class Puller:
             raise PeerError(errors[0])
 
     def _slots_of(self, source: KVSource, peer: Peer) -> PeerSlots | None:
-        """Return the source's slots, mapped at the first pull; None if that is not possible."""
+        """Return the source's slots, mapped at the first pull; None if they cannot be mapped."""
         if self._sharing is None or not source.shared:
             return None
         with self._mapping:
@@ -223,7 +224,7 @@ class Puller:
                     self._gone(slots)
 
     def _borrow(self, pull: Pull, peer: Peer, slots: PeerSlots | None, offer: Offer) -> None:
-        """Receive the announced slots of all blocks, and pass each on as it comes."""
+        """Receive announcements of the source's filled slots, and pass each block to `arrived`."""
         if slots is None or not hmac.compare_digest(
             offer.proof, peer.memory_proof(b"source", slots.key)
         ):
@@ -232,7 +233,7 @@ class Puller:
         wanted = deque(offer.indices)
         while wanted:
             while not peer.readable(IDLE_SECONDS):
-                # A source without a free slot waits until this engine's steps have read some.
+                # A source without free slots sends nothing until this engine has read some.
                 if not borrowed.fills:
                     raise PeerError("the source says nothing")
             if pull.cancelled:

@@ -9,12 +9,14 @@ from engine.scheduling.moves.source import Order
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """The sizes of the memory that KV blocks pass on their way between replicas.
+    """The numbers and sizes of the slots that hold KV blocks during moves between replicas.
 
-    slots: slots of host memory for each direction, of block_bytes each.
-    device_slots: slots of device memory to send from, whose numbers follow those of host memory.
-    compatibility: digest of everything but the weights' version that decides what blocks mean.
-    token_bytes: bytes of a token in all its blocks.
+    slots: number of host-memory slots for each direction, of block_bytes each.
+    device_slots: number of device-memory slots to send from, numbered after those of host memory.
+    compatibility: digest of everything that decides what a block's bytes mean, except the version
+        of
+        the weights.
+    token_bytes: bytes of a token's KV in all KV groups.
     """
 
     slots: int
@@ -26,7 +28,10 @@ class MovePlan:
 
 @dataclass(eq=False, slots=True)
 class Export:
-    """A pull by another replica, which is answered once the steps in flight are done."""
+    """The step loop's record of a pull by another replica.
+
+    The pull is answered once the steps in flight are done.
+    """
 
     order: Order
     pool: BlockManager
@@ -35,8 +40,8 @@ class Export:
     entries: list[tuple[int, int, tuple[int, bytes]]]  # (index in the table, block, name)
     hashes: list[bytes]
     answered: bool = False
-    staged: int = 0  # entries that are staged or being staged
-    staging: int = 0  # entries whose copies are in flight
+    staged: int = 0  # number of entries that are copied or being copied to slots
+    staging: int = 0  # number of entries whose copies to slots are in flight
     dropped: bool = False
 
 
@@ -48,7 +53,7 @@ class Import:
     pool: BlockManager
     table: list[tuple[int, int]] = field(default_factory=list)  # (index, adopted block)
     loads: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
-    ended: bool = False  # its threads have ended
+    ended: bool = False  # whether its threads have ended
     error: str = ""
 
 

@@ -1,18 +1,18 @@
-"""SharedSlots: slots of memory that an engine fills, and that others of its machine read.
+"""SharedSlots: memory slots that an engine fills and other engines on its machine read.
 
-An engine on a GPU also has slots of its device's memory, from which another GPU copies at the rate
-of their link. CUDA opens them by a handle, which is a part of the `Place`. The key and the numbers
-of these slots' fills are in the host memory, which every puller maps.
+An engine on a GPU also has slots in device memory, from which another GPU copies at the rate of
+their link. CUDA opens them by a handle, which is a part of the `Place`. Their key and fill numbers
+are in the host memory, which every puller maps.
 
 The host memory is a file without a path (memfd), so `/dev/shm` and its limit have no part in it.
-The kernel frees it with the last process that maps it, however that ends. Another process opens it
-by the engine's number and the file's (`Place`), which proves nothing: in another container or on
-another machine they name something else, or nothing. So both ends prove that they can read the key
-in the memory (`Peer.memory_proof`).
+The kernel frees it when the last process that maps it ends. Another process opens it by the
+engine's process id and file descriptor (`Place`). In another container or on another machine these
+may name a different file or none, so both ends prove that they can read the key in the memory
+(`Peer.memory_proof`).
 
-A source takes a slot back from a puller that is lost. That puller may live and still read it. So
-each slot has a number, which changes before the slot is filled again. What was read counts only if
-the number is the announced one after the copy.
+A source reclaims the slots of a puller whose connection is lost, but that puller may still read
+them. So each slot has a fill number, which changes before the slot is filled again. A copy is valid
+only if the slot still has the announced fill number afterwards.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from engine.scheduling.moves.wire import NUMBER, Peer, Place
 
 _NAME = "manta-kv"
-_LINK = f"/memfd:{_NAME} (deleted)"  # target of the file's link in /proc
+_LINK = f"/memfd:{_NAME} (deleted)"  # target of the memfd's symbolic link in /proc
 _KEY_BYTES = 32
 _FILL_BYTES = 4
 _NEVER_RESIZED = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
@@ -37,7 +37,7 @@ class SharedSlots:
 
     memory: the bytes of all slots of host memory, one after the other.
     count, device_count: number of slots of host memory, and of those of device memory after them.
-    key: a secret that whoever maps the memory can read.
+    key: a secret in the memory, which every process that maps it can read.
     """
 
     def __init__(self, file: int, count: int, slot_bytes: int, device_count: int) -> None:
@@ -55,32 +55,32 @@ class SharedSlots:
         return bytes(self._key)
 
     def fill_of(self, slot: int) -> int:
-        """Return the slot's fill number, which is another one after each `begin_fill`."""
+        """Return the slot's fill number, which changes with each `begin_fill`."""
         return self._fills[slot]
 
     def begin_fill(self, slots: Iterable[int]) -> None:
-        """Change the slots' fill numbers, as the slots are about to get other bytes."""
+        """Change the slots' fill numbers, before new bytes are written into them."""
         fills = self._fills
         for slot in slots:
             fills[slot] = (fills[slot] + 1) & 0xFFFFFFFF
 
 
 class OwnSlots(SharedSlots):
-    """The slots of shared memory that this process has made.
+    """The shared slots that this process owns and fills.
 
-    handle: opens the slots of device memory; empty without such slots.
+    handle: the CUDA IPC handle of the slots in device memory; empty without such slots.
     """
 
     def __init__(
         self, count: int, slot_bytes: int, device_count: int = 0, handle: bytes = b""
     ) -> None:
-        """Make the host memory. Raises OSError where the system has none of this kind."""
+        """Create the host memory. Raises OSError where the system has no memfd."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self._file, 0o600)
         os.ftruncate(self._file, _file_bytes(count, slot_bytes, device_count))
-        # no process can shorten it, after which a read by another one would be a SIGBUS
+        # sealed against shortening, as reads beyond a shortened file raise SIGBUS
         seals = sum(getattr(fcntl, name) for name in _NEVER_RESIZED)
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
         super().__init__(self._file, count, slot_bytes, device_count)
@@ -88,16 +88,16 @@ class OwnSlots(SharedSlots):
         self._key[:] = secrets.token_bytes(_KEY_BYTES)
 
     def place(self) -> Place:
-        """Return where processes of this machine find the memory."""
+        """Return the place by which other processes on this machine open the memory."""
         sizes = self.count, self.slot_bytes, self.device_count
         return Place(os.getpid(), self._file, *sizes, self.handle)
 
 
 class PeerSlots(SharedSlots):
-    """The memory of another engine.
+    """The mapped slots of another engine.
 
-    first: number of its first slot among this engine's slots.
-    on_device: whether its slots of device memory are read, not those of host memory.
+    first: number that its first slot has among this engine's slots.
+    on_device: whether its slots in device memory are read, instead of those in host memory.
     """
 
     def __init__(self, place: Place) -> None:
@@ -105,7 +105,8 @@ class PeerSlots(SharedSlots):
         self._path = f"/proc/{place.pid}/fd/{place.file}"
         self.first = 0
         self.on_device = False
-        if os.readlink(self._path) != _LINK:  # a device or a pipe would do things when opened
+        # checked first, as opening a device or a pipe may have side effects
+        if os.readlink(self._path) != _LINK:
             raise ValueError("its process is not one of those that this one sees")
         file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -121,14 +122,14 @@ class PeerSlots(SharedSlots):
             os.close(file)
 
     def lends(self, slot: int) -> bool:
-        """Whether this engine reads slots of this number."""
+        """Whether the other engine has a slot of this number in the memory that is read."""
         if self.on_device:
             return self.count <= slot < self.count + self.device_count
         return 0 <= slot < self.count
 
     @property
     def alive(self) -> bool:
-        """Whether the process lives that has made the memory."""
+        """Whether the process that created the memory is alive."""
         try:
             status = os.stat(self._path)
         except OSError:
@@ -138,14 +139,15 @@ class PeerSlots(SharedSlots):
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The parts that an engine needs to move blocks by shared memory.
+    """An engine's own shared slots, and the functions that attach other engines' slots.
 
-    own: the memory of its slots.
-    attach: makes another engine's slots of host memory known to the copies, and returns the number
-        of the first one; raises RuntimeError. Called from any thread.
-    attach_device: does so with slots of device memory, given the handle and the number of the slots
-        of host memory before them.
-    detach: forgets attached slots, given the number of the first one.
+    own: the engine's slots.
+    attach: registers another engine's host slots as sources of copies, and returns the number of
+        the
+        first one. Raises RuntimeError. Called from any thread.
+    attach_device: registers slots in device memory, given their handle and the number of the other
+        engine's host slots.
+    detach: unregisters slots, given the number of the first one.
     """
 
     own: OwnSlots
@@ -156,9 +158,9 @@ class Sharing:
 
 @dataclass(eq=False, slots=True)
 class Borrowed:
-    """The slots of a source that a pull reads, each until it is given back.
+    """The source's slots that a pull reads; each is returned to the source after its copy.
 
-    fills: slot that is not given back -> `SharedSlots.fill_of` when it was announced.
+    fills: slot that is not returned yet -> its announced fill number (`SharedSlots.fill_of`).
     """
 
     peer: Peer
@@ -172,13 +174,18 @@ class Borrowed:
         self._changed = threading.Condition(self._lock)
 
     def intact(self, slots: Iterable[int]) -> bool:
-        """Whether the source has refilled none of the slots since it announced it to this pull."""
+        """Whether the source has refilled none of the slots since they were announced to this
+        pull."""
         fill_of, first = self.slots.fill_of, self.slots.first
         return all(fill_of(slot - first) == self.fills.get(slot) for slot in slots)
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Tell the source that the slots were read. The step loop calls this, so it waits for
-        nobody: a socket without room for their numbers is one that is not read."""
+        """Tell the source that the slots were read.
+
+        The step loop calls this, so it must not block: if the socket's buffer has no room, the
+        source
+        does not read, and the connection is closed.
+        """
         numbers = b"".join(NUMBER.pack(slot - self.slots.first) for slot in slots)
         with self._changed:
             for slot in slots:
@@ -193,13 +200,13 @@ class Borrowed:
             self._changed.notify()
 
     def finish(self, seconds: float) -> None:
-        """Close the connection once all slots are given back, at the latest after `seconds`."""
+        """Close the connection once all slots are returned, at the latest after `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self.fills or self._closed, timeout=seconds)
             self._close()
 
     def _close(self) -> None:
-        # under the lock: a number must not go into another file of the same descriptor
+        # called with the lock held, so that no slot number is written into a reused file descriptor
         self._closed = True
         self.peer.close()
 

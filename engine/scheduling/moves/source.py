@@ -1,9 +1,8 @@
-"""SourceServer: the threads that send a replica's KV blocks to others.
+"""SourceServer: the threads that send a replica's KV blocks to other replicas.
 
-A connection's thread hands the puller's order to the step loop, which holds the blocks and stages
-them in host memory. The thread then sends what is staged, or says in which slots of shared memory
-it is. So the step loop never waits for a peer, and a peer that does not read costs its own stripe
-only.
+A connection's thread passes the puller's order to the step loop, which holds the blocks and copies
+them to slots (staging). The thread then sends the slots' bytes, or the numbers of the shared slots.
+So the step loop never waits for a peer, and a peer that does not read delays only its own stripe.
 """
 
 import hmac
@@ -31,8 +30,8 @@ from engine.scheduling.moves.wire import (
 
 logger = logging.getLogger("manta.engine")
 
-LEASE_SECONDS = 30.0  # longest time for which blocks are held for a pull
-LENT_SECONDS = 10.0  # longest time of a puller, whose step may be long, without a slot read
+LEASE_SECONDS = 30.0  # maximum seconds for which blocks are held for a pull
+LENT_SECONDS = 10.0  # maximum seconds in which a puller reads no slot; its step may be long
 MAX_STRIPES = 8
 _GREETING_SECONDS = 2.0
 _MAX_CONNECTIONS = 64
@@ -44,11 +43,11 @@ Staged = tuple[int, int]  # (index in the request's table, slot with the block's
 class Order:
     """A pull by another replica, which the step loop answers and whose blocks it stages.
 
-    proof: `Offer.proof`, if the puller reads the slots itself, over one connection.
-    on_device: whether it reads slots of device memory.
-    answer: gets the offer, once.
-    staged: for each stripe, the blocks to send in order, in batches; None ends a stripe.
-    num_sent: blocks sent so far.
+    proof: `Offer.proof`, if the puller reads the shared slots itself, over one connection.
+    on_device: whether the puller reads slots in device memory.
+    answer: a queue that receives the offer, once.
+    staged: for each stripe a queue of batches of blocks to send, in order; None ends a stripe.
+    num_sent: number of blocks sent so far.
     ended: set when no block is left to send.
     """
 
@@ -77,7 +76,7 @@ class SourceServer:
     ordered: called from any thread with a new order.
     sent: called from any thread when the bytes of slots are not needed any more.
     lost: called from any thread when a stripe of an order cannot be sent.
-    shared: the slots, if other processes can map them.
+    shared: the slots, if other processes can map them; else None.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class SourceServer:
             self._listener.close()
 
     def forget(self, order: Order) -> None:
-        """Drop an order that has ended; no connection may join it any more."""
+        """Remove an order that has ended, so that no connection can join it."""
         self._orders.pop(order.ticket, None)
 
     def _accept(self) -> None:
@@ -117,7 +116,7 @@ class SourceServer:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                return  # the socket was closed
             if not self._room.acquire(blocking=False):
                 sock.close()
                 continue
@@ -167,7 +166,8 @@ class SourceServer:
             self._send_stripe(peer, order, 0)
         sent = -1
         while not order.ended.wait(2 * IDLE_SECONDS):
-            if order.num_sent == sent:  # a stripe that nobody has joined, or that stands still
+            # a stripe has no connection, or its connection does not progress
+            if order.num_sent == sent:
                 self._lost(order)
                 return
             sent = order.num_sent
@@ -182,7 +182,7 @@ class SourceServer:
         return peer.memory_proof(b"source", key)
 
     def _lend_slots(self, peer: Peer, order: Order, shared: OwnSlots) -> None:
-        """Announce what is staged, and take each slot back when the puller has read it."""
+        """Announce filled slots to the puller, and free each slot when the puller has read it."""
         lent: set[int] = set()
         reader = threading.Thread(
             target=self._take_back, args=(peer, order, lent), name="kv-send", daemon=True
@@ -209,8 +209,8 @@ class SourceServer:
             peer.shut()
             raise PeerError(str(error) or "the lease has expired") from None
         finally:
-            reader.join()  # the puller closes the connection when it has given all back
-            # the fill's number tells a puller that lives that it has lost them
+            reader.join()  # the puller closes the connection once it has returned all slots
+            # a puller that is still alive sees from the fill numbers that these slots are reused
             self._sent(order, list(lent))
 
     def _take_back(self, peer: Peer, order: Order, lent: set[int]) -> None:

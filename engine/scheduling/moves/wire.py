@@ -10,16 +10,16 @@ The puller connects, and both prove that they know the source's secret:
  source   blocks of this connection's stripe: index, bytes
 
 A stripe is every n-th block of the offer, where n is the number of connections. Both ends have
-time limits for each read and write, and for the whole pull. Whatever is wrong ends the connection.
-The puller then has fewer blocks, which costs computing and nothing else.
+time limits for each read and write, and for the whole pull. Any error ends the connection. The
+puller then computes the blocks that it has not received.
 
 On one machine the bytes stay in the source's slots, of device or host memory, from which the
 puller's device copies them:
 
  puller   Locate
  source   Place
- puller   Ask with a proof that it reads the key in the memory at this place
- source   Offer with its own proof; without one, or without the puller's, it goes on as above
+ puller   Ask, with a proof that it can read the key in the memory at this place
+ source   Offer, with its own proof; if a proof is missing, blocks are sent as above
  source   announcements: their number, then index, slot and `SharedSlots.fill_of` of each; 0 ends
  puller   numbers of slots that it has read, meanwhile
 """
@@ -37,19 +37,19 @@ from collections.abc import Sequence
 import msgspec
 
 MAGIC = b"manta-kv-2"
-IDLE_SECONDS = 2.0  # longest time without a byte from the peer
-LAST = 0xFFFFFFFF  # instead of an index: no block follows
+IDLE_SECONDS = 2.0  # maximum seconds without a byte from the peer
+LAST = 0xFFFFFFFF  # sent instead of an index after the last block
 NUMBER = struct.Struct("<I")
 
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
-_MAX_FRAME = 16 << 20  # bytes; 16 hashes of a block fill 256
+_MAX_FRAME = 16 << 20  # bytes; room for a million block hashes
 _ANNOUNCED = struct.Struct("<III")
 _NUMBERS_BYTES = 1 << 14
 
 
 class PeerError(Exception):
-    """An error of a connection to another replica: it is lost, late, or speaks nonsense."""
+    """An error of a connection to another replica: lost, timed out, or with invalid messages."""
 
 
 class Locate(msgspec.Struct, array_like=True, tag="locate"):
@@ -59,10 +59,10 @@ class Locate(msgspec.Struct, array_like=True, tag="locate"):
 class Place(msgspec.Struct, array_like=True, tag="place"):
     """The place where a process of the source's machine finds the source's slots.
 
-    pid, file: numbers of the source's process and of its open file; 0: it shares none.
+    pid, file: the source's process id and file descriptor of the memory; 0 = it shares none.
     count, slot_bytes: number and size of the slots.
-    device_count, handle: number of the slots of device memory, which follow those of host memory,
-        and what opens them; 0 and empty: it has none.
+    device_count, handle: number of the slots in device memory, which follow those in host memory,
+        and the handle that opens them; 0 and empty = there are none.
     """
 
     pid: int = 0
@@ -74,14 +74,15 @@ class Place(msgspec.Struct, array_like=True, tag="place"):
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
-    """The order to hold blocks, and to send those that the puller lacks.
+    """The puller's request to hold blocks, and to send those that it lacks.
 
     compatibility: digest of what the blocks depend on in the puller's engine; see `BlockMoves`.
     hashes: the hashes of the request's blocks, joined.
-    near: leading blocks that the puller has.
+    near: number of leading blocks that the puller has.
     stripes: number of connections.
     proof: `Peer.memory_proof` of a puller that has mapped the source's slots; else empty.
-    on_device: whether that puller reads the slots of device memory, not those of host memory.
+    on_device: whether that puller reads the slots in device memory, instead of those in host
+        memory.
     """
 
     compatibility: bytes
@@ -93,7 +94,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
 
 
 class Join(msgspec.Struct, array_like=True, tag="join"):
-    """The order to send one stripe of an offer over this connection."""
+    """The puller's request to send one stripe of an offer over this connection."""
 
     ticket: bytes
     stripe: int
@@ -102,8 +103,8 @@ class Join(msgspec.Struct, array_like=True, tag="join"):
 class Offer(msgspec.Struct, array_like=True, tag="offer"):
     """The blocks that the source holds and sends.
 
-    refusal: why it sends none; "": it sends some.
-    ticket: name of the offer, for a Join.
+    refusal: why the source sends no blocks; "" = it sends some.
+    ticket: name by which a Join refers to the offer.
     indices: the blocks' places in the request's table, in the order of sending.
     block_bytes: size of each.
     proof: the source's `Peer.memory_proof`, if the bytes stay in its slots; else empty.
@@ -135,12 +136,12 @@ class Peer:
         self.sock.close()
 
     def shut(self) -> None:
-        """End all reads and writes of the connection, those of other threads too."""
+        """End all reads and writes of the connection, in all threads."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def readable(self, seconds: float) -> bool:
-        """Wait at most `seconds` for bytes or the stream's end; return whether they have come."""
+        """Wait at most `seconds` for bytes or the stream's end; return whether either has come."""
         poll = select.poll()
         try:
             poll.register(self.sock, select.POLLIN)
@@ -194,7 +195,7 @@ class Peer:
         return number
 
     def receive_numbers(self) -> list[int]:
-        """Return the numbers that have come, at least one. Raises PeerError."""
+        """Return the slot numbers that the puller has sent, at least one. Raises PeerError."""
         self._limit()
         try:
             data = self.sock.recv(_NUMBERS_BYTES)
@@ -206,12 +207,15 @@ class Peer:
         return [number for (number,) in NUMBER.iter_unpack(data)]
 
     def announce(self, filled: Sequence[tuple[int, int, int]]) -> None:
-        """Send (index, slot, number of the fill) of blocks; none ends the announcements."""
+        """Announce filled slots to the puller; an empty list ends the announcements.
+
+        filled: (index in the request's table, slot, fill number) of each block.
+        """
         parts = [NUMBER.pack(len(filled)), *(_ANNOUNCED.pack(*block) for block in filled)]
         self.send(b"".join(parts))
 
     def receive_announced(self, most: int) -> list[tuple[int, int, int]]:
-        """Return the triples that `announce` has sent, at most `most`. Raises PeerError."""
+        """Return the triples of one `announce`, at most `most`. Raises PeerError."""
         count = self.receive_number()
         if count > most:
             raise PeerError(f"{count} blocks instead of {most}")

@@ -1,4 +1,4 @@
-"""EngineSleep: frees the memory of weights and caches for a sleep, and takes it again."""
+"""EngineSleep: frees the memory of weights and caches for a sleep, and allocates it on wake."""
 
 import logging
 import time
@@ -10,33 +10,33 @@ from engine.messages import CANNOT_SLEEP, PARTS, WEIGHTS, Answer
 
 logger = logging.getLogger("manta.engine")
 
-# levels of a sleep: weights go to host memory, or are lost
+# levels of a sleep: weights are moved to host memory, or dropped
 KEEP, DROP = 1, 2
-CHECK = 0  # level of an order that only asks whether a sleep would be refused
+CHECK = 0  # level of a request that only checks whether a sleep would be refused
 
 
 class Sleeper(Protocol):
     """The memory that an engine frees while it sleeps; no step may be in flight."""
 
     def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
-        """Free the memory of the given parts, which are allocated.
+        """Free the memory of the given parts, all of which are allocated.
 
         drop: whether the weights are lost, because others will replace them.
         """
         ...
 
     def wake(self, parts: Collection[str] = PARTS) -> None:
-        """Allocate the given parts again, which are free. Raises MantaError without free memory."""
+        """Allocate the given freed parts again. Raises MantaError if memory does not suffice."""
         ...
 
 
 class EngineSleep:
-    """The sleep of an engine: when its memory is freed and taken again.
+    """The sleep state of an engine: which memory parts are freed, and pending requests to sleep.
 
     memory: the memory to free; None = the engine cannot sleep.
     wanted: the parts to free once no request is left.
-    parts: the parts that are free now.
-    dropped: whether the weights are lost, so that no step can run until others replace them.
+    parts: the parts that are freed now.
+    dropped: whether the weights are dropped, so that no step can run until new ones are loaded.
     """
 
     def __init__(self, memory: Sleeper | None) -> None:
@@ -57,7 +57,7 @@ class EngineSleep:
     def ask(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
         """Ask for a sleep; see `take_answers`.
 
-        level: KEEP, DROP, or CHECK, after which nothing has changed.
+        level: KEEP, DROP, or CHECK, which changes nothing.
         parts: the parts to free; none = all.
         """
         if self._memory is None:
@@ -82,7 +82,7 @@ class EngineSleep:
             self._answers.append(Answer(ticket))
 
     def _check_parts(self, parts: Sequence[str], ticket: int) -> bool:
-        """Return whether all parts have known names; if not, refuse the ticket's order."""
+        """Return whether all parts have known names; if not, answer the ticket with an error."""
         unknown = [part for part in parts if part not in PARTS]
         if unknown:
             message = f"tags: known are {', '.join(PARTS)}, not {unknown[0]!r}"
@@ -102,7 +102,7 @@ class EngineSleep:
     def end(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
         """Allocate the memory of the given parts (none = all), and cancel a pending sleep.
 
-        Raises MantaError without free memory.
+        Raises MantaError if memory does not suffice.
         """
         if not self._check_parts(parts, ticket):
             return
@@ -121,7 +121,7 @@ class EngineSleep:
         self._answers.append(Answer(ticket))
 
     def _settle_pending(self) -> None:
-        """Clear the pending order to sleep, and answer its tickets."""
+        """Clear the pending request to sleep, and answer its tickets."""
         self.wanted, self._drop = frozenset(), False
         self._answers += [Answer(ticket) for ticket in self._pending_tickets]
         self._pending_tickets = []
@@ -131,7 +131,7 @@ class EngineSleep:
         self.dropped = False
 
     def take_answers(self) -> list[Answer]:
-        """Return the answers to finished and refused orders that have a ticket."""
+        """Return the answers to finished and refused requests that have a ticket."""
         answers, self._answers = self._answers, []
         return [answer for answer in answers if answer.ticket]
 

@@ -1,4 +1,4 @@
-"""WeightTransfers: a trainer's orders to take weights, beside the steps. No torch here."""
+"""WeightTransfers: receives weights from a trainer while steps run. No torch here."""
 
 import logging
 import queue
@@ -13,20 +13,24 @@ logger = logging.getLogger("manta.engine")
 
 
 class WeightReceiver(Protocol):
-    """The engine's end of a trainer's transport, which receives weights.
+    """The interface that receives weights from a trainer.
 
-    One thread calls its methods, which raise MantaError.
+    All methods are called on one thread and may raise MantaError.
     """
 
     def init(self, info: dict[str, Any]) -> None: ...
     def start(self, info: dict[str, Any]) -> None: ...
 
     def update(self, info: dict[str, Any]) -> str:
-        """Take tensors; return the folder of a whole update, or "" where "finish" follows."""
+        """Receive tensors; return the folder of the whole update, or "" if "finish" ends it.
+
+        info: the parameters that the trainer sends.
+        """
         ...
 
     def collect(self, info: dict[str, Any]) -> str:
-        """Take tensors after "start"; return the folder once the checkpoint is whole, or ""."""
+        """Receive tensors after "start"; return the folder once the checkpoint is complete, else
+        ""."""
         ...
 
     def finish(self, info: dict[str, Any]) -> str:
@@ -38,7 +42,7 @@ class WeightReceiver(Protocol):
         ...
 
     def in_place(self, folder: str) -> None:
-        """Record which folder the engine has loaded, release its tensors and drop the others."""
+        """Record that the engine has loaded a folder: free its tensors and drop other updates."""
         ...
 
     def close(self) -> None:
@@ -47,9 +51,9 @@ class WeightReceiver(Protocol):
 
 
 class WeightTransfers:
-    """The transfers to one engine. Orders are carried out one after the other, on one thread.
+    """The transfers of weights to one engine, carried out one after the other on a thread.
 
-    receiver: takes the weights; None = the engine takes none from a trainer.
+    receiver: receives the weights; None = transfers are refused.
     """
 
     def __init__(self, receiver: WeightReceiver | None) -> None:
@@ -64,7 +68,7 @@ class WeightTransfers:
         self._wake = wake
 
     def ask(self, message: TransferWeights) -> None:
-        """Begin an order; see `take_answers`."""
+        """Queue a trainer's message for the thread; see `take_answers`."""
         if self._receiver is None:
             text = (
                 "this engine takes no weights from a trainer, as it makes embeddings or has ranks "

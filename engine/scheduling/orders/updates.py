@@ -1,6 +1,6 @@
-"""WeightUpdates and Pause: what a trainer orders from an engine that serves. No torch here.
+"""WeightUpdates and Pause: weight updates and pauses of a serving engine. No torch here.
 
-An update is checked on a thread of its own, beside steps. Once it has passed, no further step is
+An update is checked on a separate thread while steps run. Once it has passed, no further step is
 launched, and the weights are replaced when the launched ones are done. So each step, and with it
 each token, has the weights of one version.
 """
@@ -21,10 +21,10 @@ MODES = ("abort", "wait", "keep")
 
 
 class WeightLoader(Protocol):
-    """The weights of a model that serves, which a checkpoint in a folder can replace."""
+    """An interface that replaces a serving model's weights by those of a checkpoint folder."""
 
     def holds(self, folder: str) -> bool:
-        """Whether a folder's weights are in memory."""
+        """Whether a folder's weights were received from a trainer and are in memory."""
         ...
 
     def check(self, folder: str) -> None:
@@ -34,7 +34,8 @@ class WeightLoader(Protocol):
     def load(self, folder: str) -> None:
         """Replace the weights; no step may be in flight.
 
-        Raises EngineDead if some of the weights have changed, else another MantaError.
+        Raises EngineDead if only some of the weights were replaced, and another MantaError if none
+        were.
         """
         ...
 
@@ -42,9 +43,10 @@ class WeightLoader(Protocol):
 class WeightUpdates:
     """The updates of one engine's weights, one at a time.
 
-    count: updates since the start. version: the name of the weights in place. folder: where they
-        came from; "" = from the start.
-    ready: whether steps have to end, because a checked update waits for them.
+    count: number of updates since the start.
+    version: the name of the current weights.
+    folder: the folder of the current weights; "" = those of the engine's start.
+    ready: whether a checked update waits for the launched steps, so that no step may be launched.
     """
 
     def __init__(self, loader: WeightLoader | None) -> None:
@@ -52,13 +54,13 @@ class WeightUpdates:
         self._wake: Callable[[], None] = lambda: None
         self._running: UpdateWeights | None = None
         self.ready = False
-        self._passed = False  # whether an update that is only checked has passed
+        self._passed = False  # whether an update that was only to be checked has passed the check
         self._failure: Exception | None = None  # why the update cannot be carried out
         self._answers: list[Answer] = []
         self._checked = ""  # the folder of the update in progress, on this node
         self.count, self.version = 0, "0"
         self.folder = ""
-        self.seconds = 0.0  # seconds that the last update kept steps waiting
+        self.seconds = 0.0  # seconds for which the last update stopped the steps
 
     def on_checked(self, wake: Callable[[], None]) -> None:
         """Set the function to call, from any thread, when `ready` or the answers may change."""
@@ -94,7 +96,7 @@ class WeightUpdates:
 
     @property
     def recomputes(self) -> bool:
-        """Whether keys of running requests are to be computed again, by the new weights."""
+        """Whether the KV of running requests is to be computed again with the new weights."""
         return self._running is not None and self._running.recompute
 
     def replace(self) -> bool:
@@ -140,7 +142,9 @@ class WeightUpdates:
 
 
 def _here(folders: str, loader: WeightLoader) -> str:
-    """Return the first of several folders, one a line, that is in memory, else on this node.
+    """Return the folder to load: the first that is in memory, else the first on this node's disk.
+
+    folders: alternative paths, one a line.
 
     Raises UpdateFailed (folder_not_found).
     """
@@ -158,7 +162,7 @@ class Pause:
     """The pause of an engine, in which new requests wait.
 
     frozen: whether running requests wait too.
-    later: the requests that have come meanwhile, by id.
+    later: the requests that arrived during the pause, by id.
     """
 
     def __init__(self) -> None:
@@ -170,8 +174,8 @@ class Pause:
     def begin(self, mode: str, ticket: int) -> bool:
         """Begin a pause; return whether requests have to be aborted.
 
-        mode: "abort" ends running requests with what they have, "wait" lets them finish, and "keep"
-            keeps them, to go on at the end of the pause.
+        mode: "abort" ends running requests with their current output, "wait" lets them finish, and
+            "keep" stops them until the end of the pause.
         """
         if mode not in MODES:
             known = ", ".join(MODES)
@@ -183,7 +187,7 @@ class Pause:
         return mode == "abort"
 
     def end(self) -> list[EngineRequest]:
-        """End the pause; return the requests that have come meanwhile."""
+        """End the pause; return the requests that arrived during it."""
         self.on = self.frozen = False
         later, self.later = self.later, {}
         return [*later.values()]

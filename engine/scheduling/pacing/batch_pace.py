@@ -1,11 +1,11 @@
-"""BatchPace: the share of steps that batch work gets beside other requests, and launch times.
+"""BatchPace: bounds batch work in steps with other requests, and delays launches for them.
 
 A request that arrives waits for the steps in flight, so batch work bounds the time to first tokens:
 
 - While prompts of other requests wait or are computed, decodes of batch work lengthen each step.
   The prompts' chunks grow in the same ratio, so that prompts are computed as quickly as without
-  batch work. The token budget bounds this growth, and with it the decodes of batch work; at least a
-  32nd of the rows decode. Other batch work keeps its rows and blocks, and goes on afterwards.
+  batch work. The token budget bounds this growth, and with it the decodes of batch work. Batch work
+  in at least a 32nd of the rows decodes; the rest keeps its rows and blocks, and continues later.
 - Otherwise batch work decodes in all rows, as a decode costs little. Its prompts get 18 % of the
   budget, but no more tokens than fit into 25 ms.
 - One batch ahead, a request waits for the rest of the running step and for the whole next one.
@@ -16,29 +16,30 @@ A request that arrives waits for the steps in flight, so batch work bounds the t
 from engine.scheduling.pacing.chunking import prefill_tokens
 from engine.scheduling.pacing.step_costs import StepCosts
 
-CALM_STEPS = 64  # steps without other requests, after which batch work fills steps
+CALM_STEPS = 64  # number of steps without other requests, after which batch work fills steps
 
 _ROWS = 32  # 1 / the least share of the rows for batch work's decodes
 _SHARE = 0.18  # share of the token budget for batch work's prompts
-_SECONDS = 0.025  # seconds of batch work's prompts in a step
-_LEAD = 0.002  # least seconds from a launch to the expected end of the step before
-_ENOUGH = 8  # steps before times are predicted
-_LATE = 0.0002  # seconds: a result that took no longer to come was ready, so the device was idle
-_KEEP = 0.98  # part of the lead that is kept after a launch in time
+_SECONDS = 0.025  # maximum seconds of batch work's prompts in a step
+_LEAD = 0.002  # minimum seconds from a launch to the expected end of the step before it
+_ENOUGH = 8  # number of observed steps before times are predicted
+# seconds; after a shorter wait for a result, the device is assumed to have been idle
+_LATE = 0.0002
+_KEEP = 0.98  # factor on the lead after each launch that was early enough
 
 
 class BatchPace:
-    """The pace of batch work, from the times of the last steps."""
+    """The limits of batch work and the times of launches, from the times of the last steps."""
 
     def __init__(self) -> None:
         self._costs = StepCosts()
-        self._lead = _LEAD  # seconds
+        self._lead = _LEAD  # seconds from a launch to the expected end of the step before it
         self._early = 0.0  # recent maximum of 1 - time / expected time of a step
 
     def observe(
         self, decodes: int, context: int, tokens: int, seconds: float, waited: float
     ) -> None:
-        """Learn from a step, as `PromptPace.observe` does.
+        """Update the costs with a step; see `PromptPace.observe` for the other parameters.
 
         waited: seconds that the loop waited for the result, after it had launched the next step.
         """
@@ -54,8 +55,11 @@ class BatchPace:
     def _beside_prompts(
         self, rows: int, budget: int, waiting: int, decodes: tuple[int, int], context: float
     ) -> tuple[int, int]:
-        """Return the maximum of batch work's decodes beside prompts of other requests, and the
-        tokens of these prompts; see `limits`."""
+        """Return the limits of a step with prompts of other requests; see `limits` for the
+        parameters.
+
+        The result is (maximum number of batch work's decodes, number of the others' prompt tokens).
+        """
         chunk, least = prefill_tokens(waiting, budget), max(1, rows // _ROWS)
         others, batch = decodes
         if self._costs.steps < _ENOUGH or not batch:
@@ -69,21 +73,25 @@ class BatchPace:
         allowed = int(room * fixed / row)
         tokens = int(chunk * (1 + min(batch, allowed) * row / fixed))
         later = waiting - tokens
-        if later <= prefill_tokens(later, budget):  # the rest would be a step of its own
+        # the remaining tokens would take another whole step
+        if later <= prefill_tokens(later, budget):
             tokens = waiting
         return min(rows, max(least, allowed)), min(budget, tokens)
 
     def limits(
         self, rows: int, budget: int, waiting: int, decodes: tuple[int, int], context: float
     ) -> tuple[int, int, int]:
-        """Return the limits of a step beside other requests: batch work's decodes, its prompt
-        tokens, and the prompt tokens of the other requests.
+        """Return the limits of a step with batch work and other requests.
+
+        The result is (maximum number of batch work's decodes, of its prompt tokens, and of the
+        other
+        requests' prompt tokens).
 
         rows: the maximum number of requests that may run.
-        budget: tokens of a step.
-        waiting: prompt tokens that other requests lack.
-        decodes: the numbers of requests that could decode: others, and those of batch work.
-        context: tokens of a request's context, on average.
+        budget: maximum number of tokens of a step.
+        waiting: number of the other requests' prompt tokens that are not computed.
+        decodes: (other requests, batch work) that could decode.
+        context: mean number of tokens of a request's context.
         """
         if waiting:
             most, chunk = self._beside_prompts(rows, budget, waiting, decodes, context)

@@ -12,18 +12,20 @@ position 7,000 take seconds on one core. So `PromptPace` also bounds a step in s
 of the last one.
 """
 
-_SHARE = 16  # 1 / the share of the budget that is computed at once
-_SCORED = 2  # 1 / the share of the budget that may have log-probabilities next to decodes
+_SHARE = 16  # 1 / the share of the budget below which waiting tokens are not split
+# 1 / the share of the budget that may need prompt log-probabilities in a step with decodes
+_SCORED = 2
 _LEAST = 32  # tokens; fewer do not fill the tiles of a matmul
-_SECONDS_BESIDE = 0.3  # longest step with prompt tokens while requests decode
-_SECONDS_ALONE = 1.0  # longest step while none decodes, for requests that arrive meanwhile
-_LEAST_TIMED = 8  # prompt tokens that a step computes, however long they take
+_SECONDS_BESIDE = 0.3  # maximum seconds of a step with prompt tokens while requests decode
+# maximum seconds of a step while none decodes, as requests may arrive meanwhile
+_SECONDS_ALONE = 1.0
+_LEAST_TIMED = 8  # minimum number of prompt tokens of a step, however long they take
 
 
 def prefill_tokens(waiting: int, budget: int) -> int:
     """Return how many of `waiting` prompt tokens the next step computes.
 
-    budget: tokens of a step.
+    budget: maximum number of tokens of a step.
     """
     return min(budget, max(_LEAST, budget // _SHARE, -(-waiting // 2)))
 
@@ -46,7 +48,8 @@ def startable_tokens(tokens: int, requests: int, startable: int) -> int:
 
 
 def steps_until_computed(tokens: int, budget: int) -> int:
-    """Return the maximum of steps for `tokens` prompt tokens, in chunks by `prefill_tokens`."""
+    """Return the maximum number of steps for `tokens` prompt tokens in chunks by
+    `prefill_tokens`."""
     steps = 0
     while tokens > 0:
         tokens -= prefill_tokens(tokens, budget)
@@ -69,10 +72,10 @@ class PromptPace:
         self._decodes = (0.0, 0.0)  # seconds of the last two steps without prompt tokens
 
     def observe(self, decodes: int, context: int, tokens: int, seconds: float) -> None:
-        """Learn the time of a prompt token from the time of a step.
+        """Update the time of a prompt token with the time of a step.
 
         decodes: number of decodes in the step.
-        context: tokens whose keys the decodes read, together.
+        context: total number of tokens whose KV the decodes read.
         tokens: prompt tokens of the step.
         """
         if tokens == 0:
@@ -81,18 +84,17 @@ class PromptPace:
             self._seconds = max(seconds - min(self._decodes), seconds / 4) / tokens
 
     def rows(self, most: int) -> int:
-        """Return the number of requests that may run at once.
+        """Return the maximum number of running requests.
 
         most: the number of rows.
         """
         return most
 
     def limit(self, tokens: int, decodes: int, context: int) -> int:
-        """Return `tokens`, or a smaller number of prompt tokens for which there is time.
+        """Return `tokens`, or fewer prompt tokens if the step would take too long.
 
-        decodes: the number of requests that wait for their next token, and the least number of
-            prompt tokens.
-        context: tokens whose keys these requests read, together.
+        decodes: the number of decoding requests, which is also the minimum number of prompt tokens.
+        context: total number of tokens whose KV these requests read.
         """
         if not self._seconds:
             return tokens

@@ -5,15 +5,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_KEEP = 0.98  # weight of older steps
-_RIDGE = 1e-6  # the fit's ridge, relative to the mean square: equal steps divide costs evenly
+_KEEP = 0.98  # factor on the weight of older steps at each new step
+# ridge of the fit, relative to the mean square; it divides costs evenly if all steps are equal
+_RIDGE = 1e-6
 
 
 class StepCosts:
     """A linear model of a step's seconds, newer steps counting more.
 
     steps: the number of observed steps.
-    costs: [4], the seconds of a step, a decode, a token of the decodes' contexts, a prompt token.
+    costs: [4], the seconds of a step, of each decode, of each token of the decodes' contexts, and
+        of
+        each prompt token.
     """
 
     def __init__(self) -> None:
@@ -27,10 +30,10 @@ class StepCosts:
         return float(np.array([1.0, decodes, context, tokens]) @ self.costs)
 
     def observe(self, decodes: int, context: int, tokens: int, seconds: float) -> None:
-        """Learn from a step, as `PromptPace.observe` does."""
+        """Add a step to the fit; see `PromptPace.observe` for the parameters."""
         work = np.array([1.0, decodes, context, tokens])
         self.steps += 1
-        # long steps vary more; those that compile kernels are the longest
+        # long steps have less weight, as they vary more; steps that compile kernels are the longest
         weight = 1 / max(seconds, 1e-6)
         self._squares = _KEEP * self._squares + weight * np.outer(work, work)
         self._products = _KEEP * self._products + weight * seconds * work
@@ -39,7 +42,7 @@ class StepCosts:
     def _fitted(self) -> NDArray[Any]:
         """Return the costs of a least-squares fit.
 
-        No cost is below zero: a cost that would be is removed from the fit.
+        No cost is negative: a cost that would be is removed from the fit.
         """
         scale = np.sqrt(np.maximum(np.diag(self._squares), 1e-12))
         squares = self._squares / np.outer(scale, scale)

@@ -9,11 +9,11 @@ with costs that are fitted to the last steps, newer steps counting more. Costs d
 device and format, and a row costs less in a matmul of few rows than of many. Two bounds follow. The
 number of running requests is bounded, so that decodes leave a part of the step to prompts. A step
 computes only the prompt tokens that fit into the remaining time. Further requests wait in the
-routers, which see fewer rows.
+routers, to which the engine reports fewer rows.
 
 Steps aim below the target, by the error of recent predictions: all but one in a hundred of them
 would then have met the target. The fit is not trusted for steps much larger than those measured: a
-matmul that waits for its weights has room for a hundred more tokens, but not for a thousand.
+memory-bound matmul takes a hundred more tokens at no cost, but not a thousand.
 """
 
 import heapq
@@ -23,23 +23,24 @@ from collections import deque
 from engine.scheduling.pacing.chunking import PromptPace
 from engine.scheduling.pacing.step_costs import StepCosts
 
-_DELIVERY = 0.03  # share of the target for the delivery from a step to a stream
+_DELIVERY = 0.03  # share of the target reserved for the delivery of tokens from a step to a stream
 _PROMPTS = 0.25  # share of a step's time that is kept free of decodes
-_LEAST_STEPS = 8  # steps before bounds are derived from them
-_LEAST_TOKENS = 8  # prompt tokens of a step, however long they take
-_BEYOND = (4, 32)  # (factor, addend) on the recent maximum up to which the fit is trusted
-_COMPARED = 128  # number of steps; more than one in a hundred of them may miss the target
+_LEAST_STEPS = 8  # number of observed steps before bounds are derived from the fit
+_LEAST_TOKENS = 8  # minimum number of prompt tokens of a step, however long they take
+_BEYOND = (4, 32)  # (factor, addend): the fit is trusted up to factor * recent maximum + addend
+# number of recent steps whose errors are kept, more than a hundred to tell one in a hundred
+_COMPARED = 128
 _FIRST_ERROR = 0.1  # relative error that is assumed until enough steps were compared
 _MOST_ERROR = 0.25  # largest relative error that smaller steps compensate
-# Most factor between a step's time and the expected one. Beyond it the process paused, and the next
-# step may be shorter by as much.
+# Maximum factor between a step's time and the expected one. A longer step means that the process
+# was stopped, so that the next step may seem shorter by as much.
 _PAUSE = 3
 
 
 class StepTarget(PromptPace):
-    """The pace that keeps steps within a TPOT target.
+    """The bounds on a step's requests and prompt tokens that keep it within a TPOT target.
 
-    seconds: the longest time of a step.
+    seconds: the maximum time of a step.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -49,7 +50,7 @@ class StepTarget(PromptPace):
         self._most_rows = 1  # recent maximum of decoding requests
         self._most_tokens = 0  # recent maximum of prompt tokens in a step
         self._context = 1.0  # mean context of decoding requests, in tokens
-        # relative errors of predictions; 0.1: took a tenth longer than expected
+        # relative errors of predictions; 0.1 = the step took a tenth longer than expected
         self._late = deque([_FIRST_ERROR] * 2, _COMPARED)
         self._aim = self._target / (1 + _FIRST_ERROR)  # predicted seconds that a step aims at
 

@@ -7,10 +7,10 @@ class StepTimer:
     """The timer of an engine's steps, for the stats of frames.
 
     step: seconds of the last step.
-    total: seconds with work to do, between steps too, up to the result of the last finished step.
+    total: seconds during which the engine had work, up to the result of the last finished step.
     between: the seconds that the last result added to `total`, which is the time between a
         request's last two tokens.
-    since: time.perf_counter() of the last result, from which `total` goes on; 0: there was no work.
+    since: time.perf_counter() of the last result, from which `total` continues; 0 = no work since.
     """
 
     def __init__(self, micro_batches: int = 1) -> None:
@@ -39,7 +39,7 @@ class StepTimer:
         self.since = 0.0
 
     def since_last(self, micro_batch: int, began: float) -> float:
-        """Return the seconds that the micro-batch has waited for the result that has arrived now.
+        """Return the seconds since the micro-batch's previous result, or since the launch if later.
 
         They include the time of other micro-batches.
 
