@@ -11,10 +11,10 @@ from engine.errors import ConfigError
 
 
 def draft_config(folder: str | Path, model: ModelConfig) -> ModelConfig:
-    """Return the configuration of a draft model, limited to the target model's length of texts.
+    """Return the configuration of a draft model, limited to the target model's context length.
 
     folder: the draft model's folder.
-    model: the target model, for which it drafts.
+    model: the target model's configuration.
     Raises ConfigError if the draft model cannot draft for the target model.
     """
     config = ModelConfig.from_folder(folder)

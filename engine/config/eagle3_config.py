@@ -22,9 +22,9 @@ class Eagle3Config:
     """The sizes and switches of an EAGLE-3 drafter.
 
     layer: the drafter's layer, as a Llama of one layer with the drafter's hidden size.
-    vocab_size: the number of tokens that the drafter can draft.
-    taps: the target model's layers whose inputs the drafter reads, ascending. The model's number
-        of layers stands for the output of its last layer.
+    vocab_size: the size of the drafter's output vocabulary.
+    taps: the target model's layers whose inputs the drafter reads, ascending. The number of layers
+        stands for the output of the last layer.
     norm_before_residual: whether the residual begins with the normed state.
     norm_before_fc: whether the joined inputs have one norm before the matmul that fuses them.
     fc_norm: whether each input has a norm of its own before that matmul.

@@ -18,7 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "bf16", "fp8", "int8", "int4"]
 
-BFLOAT16 = (8, 0)  # the least compute capability of CUDA that has bfloat16
+BFLOAT16 = (8, 0)  # the minimum CUDA compute capability with bfloat16
 NO_BFLOAT16 = "has no bfloat16, which begins at compute capability 8.0; set dtype: float16"
 
 
@@ -30,7 +30,7 @@ class _Hashable(dict[str, str | float | bool | None]):
 
 
 def ranks_said(tensor_parallel: int, pipeline_parallel: int, pipeline_nodes: int = 1) -> str:
-    """Return how a model is divided among ranks, in words for messages."""
+    """Return the parallelism of an engine in words, for messages."""
     ranks_of = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     ranks_text = " x ".join(f"{key} {ranks}" for key, ranks in ranks_of.items() if ranks > 1)
     if pipeline_nodes == 1:
@@ -44,7 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: a local folder with config.json and safetensors; the caller makes such a folder of a
         .gguf file or a hub name.
-    revision: of that hub name; the engine itself does not read it.
+    revision: the hub name's revision; the engine itself ignores it.
     device: "auto" takes a CUDA GPU if there is one.
     dtype: the type of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on
         the CPU. GPUs below compute capability 8.0, such as a T4, have no bfloat16.
@@ -231,13 +231,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def ranks_key(self) -> str:
-        """The setting that messages about ranks name: pipeline_parallel above 1, else
+        """The setting to name in messages about ranks: pipeline_parallel if above 1, else
         tensor_parallel."""
         return "pipeline_parallel" if self.pipeline_parallel > 1 else "tensor_parallel"
 
     @property
     def ranks_said(self) -> str:
-        """The words for the division of the model among ranks; see the function `ranks_said`."""
+        """The parallelism of the engine in words; see the function `ranks_said`."""
         return ranks_said(self.tensor_parallel, self.pipeline_parallel, self.pipeline_nodes)
 
     def __post_init__(self) -> None:
@@ -250,7 +250,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         msgspec.structs.force_setattr(self, "graph_sizes", tuple(self.graph_sizes))
         if self.rope_scaling is not None:
             msgspec.structs.force_setattr(self, "rope_scaling", _Hashable(self.rope_scaling))
-        read_speculation(self.speculation)  # raises ConfigError
+        read_speculation(self.speculation)  # checks the setting; raises ConfigError
         if isinstance(self.speculation, dict):
             msgspec.structs.force_setattr(self, "speculation", _Hashable(self.speculation))
         if isinstance(self.generation_config, dict):

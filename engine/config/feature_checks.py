@@ -12,7 +12,10 @@ from engine.speculation.settings import read_speculation
 
 
 def check_capability(quantization: str, name: str, capability: tuple[int, int]) -> None:
-    """Raise ConfigError if a GPU of this name and capability is too old for the format."""
+    """Raise ConfigError if a GPU is too old for a format of `quantization`.
+
+    name, capability: the GPU's name and compute capability.
+    """
     quant = QUANT_FORMATS.get(quantization)
     least = None if quant is None else quant.min_capability
     if quant is None or least is None or capability >= least:
@@ -26,7 +29,7 @@ def check_capability(quantization: str, name: str, capability: tuple[int, int]) 
 
 
 def check_regions(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for `allocation: contiguous` if the model has layers that forget keys."""
+    """Raise ConfigError for `allocation: contiguous` if some layers keep only a part of the KV."""
     if config.allocation == "contiguous" and kv_groups(model).kinds != (Full(),):
         raise ConfigError(
             "allocation: contiguous needs layers that keep the keys of the whole text, and "
@@ -36,9 +39,9 @@ def check_regions(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_tiers(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for settings of KV tiers that this engine cannot have.
+    """Raise ConfigError for settings of KV tiers or moves that this engine does not support.
 
-    These are blocks in host memory or on disk, and blocks that are sent to other replicas.
+    These settings keep blocks in host memory or on disk, or send blocks to other replicas.
     """
     host, disk, moves = config.host_kv_bytes > 0, config.disk_kv_bytes > 0, config.kv_moves
     several = config.ranks_key if config.num_ranks > 1 else ""
@@ -75,7 +78,7 @@ def check_tiers(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_growth(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for `kv_memory: growing` if the KV memory of this engine cannot grow."""
+    """Raise ConfigError for `kv_memory: growing` if this engine does not support it."""
     if config.kv_memory != "growing":
         return
     why = ""

@@ -1,5 +1,4 @@
-"""KVGroups: the layers of a model, grouped by the tokens whose keys and values they keep. No torch
-here.
+"""KVGroups: the layers of a model, grouped by the tokens whose KV they keep. No torch here.
 
 Layers that keep the same tokens (all, or those of a window) and whose heads have one shape form a
 class. Classes are cut into groups of about equally many layers. One block holds block_size tokens
@@ -22,16 +21,17 @@ from engine.architectures.recurrent.mixer import Mixer
 from engine.config.model_config import LayerAttention, ModelConfig
 from kernels.kv.format import KVFormat
 
-TYPICAL = 4096  # length of the requests for which free blocks are converted to tokens
-# the wanted maximum of a request's block tables, above which blocks hold more layers
+TYPICAL = 4096  # assumed length of requests when numbers of blocks are converted to tokens
+# desired maximum number of block tables of a request; if there would be more, groups get more
+# layers
 MOST_GROUPS = 8
 
 
 class KVKind(Protocol):
-    """The kind of a group, which decides the blocks of a request that its layers keep.
+    """The kind of a KV group, which decides which blocks of a request its layers keep.
 
     A kind is pure arithmetic over tokens and blocks of `size` tokens. A new kind is a class with
-    these five members. Scheduler, block manager and admission ask for nothing else.
+    these five members, the only ones that scheduler, block manager and admission use.
     """
 
     @property
@@ -60,13 +60,13 @@ class KVKind(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return what the layers keep, for people: "all tokens", "the last 4,096 tokens"."""
+        """Return what the layers keep in words, such as "all tokens" or "the last 4,096 tokens"."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """The kind of layers that keep all keys and values, or all latents."""
+    """The kind of layers that keep the KV, or the latents, of all tokens."""
 
     whole: bool = True
     by_position: bool = True
@@ -102,7 +102,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """The kind of layers that see only the current chunk, of `chunk` tokens, of the context."""
+    """The kind of layers that read only the current chunk, of `chunk` tokens, of the context."""
 
     chunk: int
     whole: bool = False
@@ -122,8 +122,8 @@ class Chunked:
 class KVGroup:
     """The layers that share a block table.
 
-    layers: their layer numbers.
-    attention: the attention of each of these layers.
+    layers: the numbers of the layers.
+    attention: the attention of each layer.
     """
 
     kind: KVKind
@@ -132,8 +132,7 @@ class KVGroup:
 
     @property
     def tensors(self) -> int:
-        """The number of tensors that the cache keeps for each token; see
-        `LayerAttention.tensors`."""
+        """The number of tensors cached for each token; see `LayerAttention.tensors`."""
         return self.attention.tensors
 
     @property
@@ -149,10 +148,10 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """Layers of a group that find a request's keys at the same block ids of their caches.
+    """Layers of a group whose caches are indexed by the same block ids.
 
-    Where several small layers share a slot, each has `parts` times as many blocks, each 1 / parts
-    of the size. For the pool's block b such a layer has the block b * parts + part.
+    If several small layers share a place in blocks, each has `parts` times as many blocks of 1 /
+    parts of the size. The pool's block b is block b * parts + part of such a layer.
     """
 
     group: int
@@ -163,17 +162,19 @@ class KVView:
 
 @dataclass(frozen=True)
 class KVGroups:
-    """The groups of a model's layers, and how a block is shared among layers.
+    """The KV groups of a model's layers, and how layers share a block.
 
     groups: the groups, never empty.
-    slots: the number of places in a block. A place holds one layer of the largest shape, or several
-        smaller layers of a group.
+    slots: the number of places in a block. A place holds the KV of one layer of the largest shape,
+        or of several smaller layers of a group.
     """
 
     groups: tuple[KVGroup, ...]
     slots: int
-    borrowed: tuple[tuple[int, int], ...] = ()  # (layer without keys, layer whose keys it reads)
-    # Layers that keep a recurrent state of each running request, by row and not in blocks.
+    # (layer without a KV cache, layer whose KV it reads)
+    borrowed: tuple[tuple[int, int], ...] = ()
+    # (layer, mixer) of layers with a recurrent state for each running request, stored by row and
+    # not in blocks.
     recurrent: tuple[tuple[int, Mixer], ...] = ()
 
     @cached_property
@@ -195,9 +196,9 @@ class KVGroups:
 
     @property
     def whole_group(self) -> int | None:
-        """The number of a group whose blocks keep all tokens; None without one.
+        """The number of the first group that keeps all tokens; None if there is none.
 
-        A drafter's keys lie in the blocks of this group.
+        A drafter's KV lies in this group's blocks.
         """
         kinds = self.kinds
         return kinds.index(Full()) if Full() in kinds else None
@@ -209,8 +210,7 @@ class KVGroups:
 
     @property
     def tensors(self) -> int:
-        """The number of tensors for each place in a block: 2 for keys and values, 1 if all have
-        latents."""
+        """The number of tensors for each place in a block: 2 for keys and values, 1 for latents."""
         return max(group.tensors for group in self.groups)
 
     @property
@@ -226,7 +226,7 @@ class KVGroups:
         return self.tensors * self.slots * self.place_bytes(form) * size
 
     def token_bytes(self, form: KVFormat) -> dict[KVKind, tuple[int, int]]:
-        """Return, by kind, (number of layers, bytes of a token in all of the kind's layers)."""
+        """Return kind -> (number of layers, bytes of a token in all of the kind's layers)."""
         by_kind: dict[KVKind, tuple[int, int]] = {}
         for group in self.groups:
             layers, num_bytes = by_kind.get(group.kind, (0, 0))
@@ -270,16 +270,15 @@ def blocks_for(kinds: Sequence[KVKind], tokens: int, size: int) -> int:
 
 
 def positions(kinds: Sequence[KVKind], blocks: int, size: int) -> int:
-    """Return how many tokens this many blocks hold, for requests of TYPICAL tokens.
+    """Return how many tokens a number of blocks holds, for requests of TYPICAL tokens.
 
-    Users and routers, which know nothing of kinds, count in these tokens.
+    Users and routers count in these tokens, as they do not know the kinds.
     """
     return blocks * -(-TYPICAL // size) // blocks_for(kinds, TYPICAL, size)
 
 
 def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
-    """Return the groups of a model's layers as one rank has them; groups of a class are
-    consecutive.
+    """Return the KV groups of a model on one rank; groups of a class are consecutive.
 
     ranks: the number of ranks that divide the heads; each rank has the same number of groups.
     rank: this rank's number.
@@ -292,7 +291,7 @@ def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
         shape = (layer.num_heads, *layer.kept, layer.tensors)
         classes.setdefault((_kind(layer), *shape), []).append(number)
     largest = max(kv_heads * dim for _, _, kv_heads, dim, _ in classes)
-    # The number of layers of each class that fit into the space of the largest layer.
+    # class -> how many of its layers fit into the space of the largest layer
     fit = {key: largest // (key[2] * key[3]) for key in classes}
     needed = {key: -(-len(layers) // fit[key]) for key, layers in classes.items()}
     slots = max(min(needed.values()), -(-sum(needed.values()) // MOST_GROUPS))

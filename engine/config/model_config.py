@@ -42,11 +42,12 @@ DTYPES = tuple(CODES.values())
 def divide_heads(
     num_heads: int, num_kv_heads: int, ranks: int, rank: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return a rank's half-open ranges of query heads and key heads.
+    """Return a rank's half-open ranges of query heads and KV heads.
 
-    A rank has key heads with all query heads that read them. If ranks do not divide the key heads,
-    the last ranks have one more. With fewer key heads than ranks, several ranks have the same key
-    head. Key heads then have to divide ranks, and ranks have to divide query heads.
+    A rank has KV heads with all query heads that read them. If the KV heads cannot be divided
+    equally, the last ranks have one more. With fewer KV heads than ranks, several ranks have the
+    same KV head. The number of ranks must then be a multiple of the KV heads, and the query heads a
+    multiple of the ranks.
     """
     if ranks > num_kv_heads:
         own_heads, key = num_heads // ranks, rank * num_kv_heads // ranks
@@ -69,25 +70,25 @@ class LayerAttention:
     slopes: ALiBi's slope of each head: score + slope * (s - t); () = none.
     head_dim: elements of a key, and of a value.
     rope: the rotary embedding; None = none.
-    value_size: elements of a value where it is narrower than head_dim, the cache being padded with
-        zeros; 0 = head_dim.
+    value_size: elements of a value; 0 = head_dim. Narrower values are padded with zeros in the
+        cache.
     qk_norm: whether queries and keys are normed, if the model has such norms.
-    temperature: (beta, trained, shift): q *= 1 + beta * ln(1 + floor((t + shift) / trained)); None
-        = no factor.
+    temperature: (beta, trained, shift) of a factor on queries that depends on the position:
+        q *= 1 + beta * ln(1 + floor((t + shift) / trained)); None = no factor.
     value_is_key: whether values are the keys before their norm and rotation.
     value_norm: whether values are divided by their root mean square.
-    keys_of: the number of an earlier layer whose keys and values this layer reads; None = its own.
+    keys_of: the number of an earlier layer whose KV this layer reads; None = the layer's own KV.
     bidirectional: whether tokens see all keys of their text, or those with |t - s| <= window; the
         cache then keeps nothing.
-    latent: latent attention, whose cache has one "head" of head_dim elements for each token, and no
-        values.
+    latent: multi-head latent attention (MLA), whose cache has one "head" of head_dim elements for
+        each token, and no values; None = the layer has keys and values.
     gated: whether the output is multiplied by the sigmoid of a projection of the layer's input.
-    softplus_gates: elements for each head, 1 or head_dim, of a projection whose softplus multiplies
-        the output; 0 = none.
-    attended_scale: the factor of the output.
-    mixer: the recurrent part, which keeps a state of each request; None = none.
+    softplus_gates: elements per head, 1 or head_dim, of a projection whose softplus multiplies the
+        output; 0 = none.
+    attended_scale: a factor on attention's output.
+    mixer: the recurrent part, which keeps a state for each request; None = none.
     attends: whether the layer has attention; otherwise the fields above have no meaning. A layer
-        with a mixer and attention adds both up. A layer with neither is an MLP alone.
+        with a mixer and attention adds their outputs. A layer with neither has only an MLP.
     """
 
     num_heads: int
@@ -126,9 +127,10 @@ class LayerAttention:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """The number of heads, and the elements of each, that the cache has room for.
+        """The number of heads in the cache, and the elements of each.
 
-        A bidirectional layer keeps nothing, but the cache's blocks still count its tokens.
+        A bidirectional layer caches nothing, but has (1, 1), as the cache's blocks count its
+        tokens.
         """
         if self.keys_of is not None or not self.attends:
             return 0, 0
@@ -155,18 +157,19 @@ class ModelConfig:
 
     architecture: the name of its record.
     wrapper: the name of the multimodal model around it; "" = none.
-    attention: each layer's kind of attention.
-    num_heads, num_kv_heads, head_dim, rope: those of a layer with plain attention.
+    attention: the attention of each layer.
+    num_heads, num_kv_heads, head_dim, rope: the values for a layer with plain attention.
     embedding_size: width of embedding and head, which is projected to hidden_size and back.
-    embedding_scale: factor of embeddings.
-    residual_scale: factor of what attention or MLP adds to the residual.
-    logit_scale: factor of logits.
+    embedding_scale: factor on embeddings.
+    residual_scale: factor on the outputs of attention and MLP before they are added to the
+        residual.
+    logit_scale: factor on logits.
     logit_cap: logits become cap * tanh(logit / cap).
-    head_bias: whether the head has a bias.
-    unit_head: whether the head's rows are divided by their length.
+    head_bias: whether the LM head has a bias.
+    unit_head: whether the LM head's rows are normalised to length 1.
     norm: "rms" or "layer".
     norm_bias: whether layer norms have biases.
-    norm_offset: added to the weights of all norms.
+    norm_offset: a number added to the weights of all norms.
     post_norm: whether norms follow the sum of block and residual.
     parallel: "" = the MLP reads the residual after attention; "shared" = attention and MLP read one
         norm of the same residual; "own" = each reads its own norm of the same residual.
@@ -174,13 +177,13 @@ class ModelConfig:
         norms); "flat" = a norm over all heads together.
     qk_norm_after: whether this norm follows the rotary embedding.
     qkv_clip: queries, keys and values are clipped to [-clip, clip].
-    mlp_factors: factors of an MLP's gate before the activation, and of the MLP's output.
+    mlp_factors: factors on an MLP's gate before the activation, and on the MLP's output.
     position_offset: the row of the first position in the learned positions.
     position_rows: rows of the learned positions; 0 = no learned positions.
     token_types: the number of learned token types.
-    separator: the first token of this id in a text ends the tokens of the first type; -1 = all
-        tokens have the first type, as in an embedder.
-    vision: the tower of a model that takes pictures; None = text alone.
+    separator: the token id after whose first occurrence tokens have the second type; -1 = all
+        tokens have the first type, as in an embedding model.
+    vision: the vision encoder's configuration; None = the model takes only text.
     """
 
     architecture: str
@@ -225,14 +228,15 @@ class ModelConfig:
     quantized: Quantized | None = None  # how the checkpoint stores quantised weights
     attention: tuple[LayerAttention, ...] = ()  # () at construction: all layers are plain
     experts: Experts | None = None
-    # MLP width of each layer, 0 = no MLP; () = intermediate_size in all
+    # MLP width of each layer, 0 = no MLP; () = intermediate_size in all layers
     mlp_sizes: tuple[int, ...] = ()
     layer_input_size: int = 0  # elements of each token's extra input to each layer; 0 = none
     layer_input_rows: int = 0  # the number of tokens in the table of these inputs
     generates: bool = True  # False: an embedding model, whose checkpoint has no head
-    # whether the head gives a number for each label of a text: engine/pooling.py
+    # whether the head computes a logit for each label of a text: engine/pooling.py
     classifies: bool = False
-    mtp_layers: int = 0  # multi-token-prediction layers of the checkpoint, in a known layout
+    # number of the checkpoint's multi-token-prediction layers that have a supported layout
+    mtp_layers: int = 0
     vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
@@ -258,7 +262,7 @@ class ModelConfig:
     def with_pending_updates(self, count: int) -> "ModelConfig":
         """Return this configuration with delta-rule layers that keep this many pending updates.
 
-        Such a layer writes its state once in count + 1 decodes.
+        Such a layer writes its state only once in count + 1 decodes.
         """
         layers = tuple(
             replace(layer, mixer=replace(layer.mixer, pending_updates=count))
@@ -323,7 +327,7 @@ class ModelConfig:
         model = replace(model, vision=read_vision(config, model.wrapper, model.rotary_dim, folder))
         if model.tie_embeddings or not (folder / MODULES).is_file():
             return model
-        # Embedding models are saved without their head, whatever config.json says.
+        # Embedding models are saved without an LM head, whatever config.json says.
         return replace(model, tie_embeddings=True, generates=False)
 
     @classmethod
@@ -361,7 +365,7 @@ class ModelConfig:
         experts = None
         if architecture.experts is not None:
             experts = architecture.experts(config, model)
-        if classifies:  # there is no head over the vocabulary, whatever config.json says
+        if classifies:  # a classifier has no LM head, whatever config.json says
             model = replace(model, tie_embeddings=True, classifies=True)
         generates = not architecture.encoder and not classifies
         mtp = architecture.mtp
@@ -407,9 +411,9 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
     def tensor_name(self, stored: str) -> str:
-        """Return our name for `stored`, a checkpoint's tensor or an adapter's module.
+        """Return Manta's name for a checkpoint's tensor or an adapter's module.
 
-        Our name is that of the record or, for the tower's tensors, of `VisionConfig.names`.
+        The record has the names, or for the tower's tensors `VisionConfig.names`.
         """
         of_tower = None if self.vision is None else self.vision.tensor_name(stored)
         if of_tower is not None:
@@ -419,20 +423,21 @@ class ModelConfig:
         return self.record.stored_name(stored)
 
     def ignores(self, stored: str) -> bool:
-        """Whether loading skips the checkpoint's tensor `stored`, which the model lacks."""
+        """Whether loading skips the checkpoint's tensor `stored`, as the model has no such
+        parameter."""
         if self.vision is not None and self.vision.tensor_name(stored) is not None:
             return False
         if self.wrapper and WRAPPERS[self.wrapper].ignores(stored):
             return True
         name = self.tensor_name(stored)
-        # read with the classifier's head: engine/pooling.py
+        # engine/pooling.py reads the classifier's head
         if self.classifies and name == "score.weight":
             return True
         return self.record.ignores(name, self.num_layers) or name in self._unread()
 
     def _unread(self) -> set[str]:
-        """Return the names of unused key and value tensors, in layers that read another layer's
-        keys."""
+        """Return the names of unused key and value weights, in layers that read another layer's
+        KV."""
         tensors = self.record.tensors
         pieces = [*tensors["qkv"].names[1:]] if "qkv" in tensors else []
         pieces += tensors["k_norm"].names if "k_norm" in tensors else ()
@@ -465,7 +470,7 @@ def no_folder(folder: Path) -> ConfigError:
 
 
 def _refuse_others(config: Reader, architecture: Architecture) -> None:
-    """Raise ConfigError for a value that would change the result and is not supported."""
+    """Raise ConfigError for unsupported values of config.json that would change the result."""
     for key, allowed in architecture.only.items():
         if config.raw(key, allowed[0]) not in allowed:
             raise config.error(
@@ -508,9 +513,9 @@ def _dtype_key(config: Reader) -> str:
 
 
 def _stored_dtype(folder: Path) -> str | None:
-    """Return the dtype of most of a folder's safetensors weights; None if it has none of DTYPES.
+    """Return the most frequent dtype of a folder's safetensors weights, if it is one of DTYPES.
 
-    None for files that cannot be read, too: the engine that loads them says so.
+    None if there is none, or if files cannot be read: the engine that loads them reports that.
     """
     sizes = dict.fromkeys(CODES, 0)
     try:

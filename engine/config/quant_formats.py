@@ -18,14 +18,15 @@ class QuantFormat:
     bits: bits of a weight.
     code: "int", integers around zero; "uint", unsigned integers with an offset; "e4m3", 8-bit
         floats; "nf4", the 16 numbers of NF4.
-    group: inputs that share a scale (and an offset); 0 = all inputs of an output. CUDA takes 64 or
-        32 where the group does not divide a row.
+    group: number of inputs that share a scale (and an offset); 0 = all inputs of an output. CUDA
+        uses
+        64 or 32 if the group does not divide a row.
     scale: dtype of scales and offsets.
-    head: the name of the format that the head gets on CUDA; "" = this one.
+    head: the name of the LM head's format on CUDA; "" = this one.
     activations: bits of activations in steps of many tokens. With 16, CUDA does not quantise them
         and the CPU uses 16-bit integers.
     devices: types of devices that have matmuls for this format.
-    min_capability: the least compute capability of CUDA; None = all that Manta runs on.
+    min_capability: the minimum CUDA compute capability; None = any that Manta runs on.
     needs: what a device below min_capability lacks, as a verb phrase for the error.
     instead: the value of `quantization` to use on such a device, with its reason.
     checkpoint: the layout that `manta convert` writes; "" = it writes none.
@@ -126,7 +127,7 @@ QUANT_FORMATS: dict[str, QuantFormat] = {
 # Formats that `manta convert` writes, for every device.
 CHECKPOINT_FORMATS = tuple(name for name, form in QUANT_FORMATS.items() if form.checkpoint)
 
-if TYPE_CHECKING:  # names for type checkers, which do not read the table's values
+if TYPE_CHECKING:  # type checkers need literal names, as they do not read the table's values
     Quantization = str
     LayerQuantization = str
     Convertible = str

@@ -12,8 +12,8 @@ from math import lcm
 from typing import Literal
 
 KEY = "quantization_config"
-# Types of GGUF blocks that are kept quantised -> (weights, bytes) of a block. Other types are
-# dequantised to 16 bits.
+# GGUF block type that is kept quantised -> (weights, bytes) of a block. Other types are dequantised
+# to 16 bits.
 GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -39,18 +39,20 @@ class Scheme:
 
     kind: the checkpoint's layout: a matrix's tensors, and how codes are packed in them.
     bits: bits of a code.
-    group: inputs that share a scale; 0 = all.
-    rows: outputs that share a scale; 0 = all.
+    group: number of inputs that share a scale; 0 = all.
+    rows: number of outputs that share a scale; 0 = all.
     symmetric: whether there are no zero points.
     zeros_less_one: whether zero points are stored less one (kind "gptq").
-    ordered: whether a tensor gives the group of each input (act-order).
-    weight, scale, total: the suffixes of the names of codes, scales and the matrix's own scale,
-        where files of one kind differ; total "" = the matrix has no scale of its own.
-    divides: whether the scale of the whole matrix divides (kind "nvfp4").
+    ordered: whether a tensor has the group index of each input (act-order).
+    weight, scale, total: the suffixes of the tensor names of codes, scales and the scale of the
+        whole
+        matrix, which differ among files of one kind; total "" = there is no scale of the whole
+    matrix.
+    divides: whether weights are divided by the scale of the whole matrix (kind "nvfp4").
     nested: whether scales are quantised to 8 bits themselves (kind "nf4").
-    activations: bits of matmul inputs, as the file says; inputs are quantised only with 8.
-    sparse: whether two of each four weights are stored, with a bit mask. With kind "sparse" the
-        stored weights are numbers of 16 or 32 bits.
+    activations: bits of matmul inputs in the file; inputs are quantised only for 8.
+    sparse: whether only two of each four weights are stored, with a bit mask (2:4 sparsity). With
+        kind "sparse" the stored weights are numbers of 16 or 32 bits.
     """
 
     kind: Kind
@@ -89,10 +91,12 @@ class Quantized:
     """The quantisation of a checkpoint: the format of each of its matrices.
 
     method: the name in config.json.
-    rules: (patterns, format or None for an unquantised matrix), by names without ".weight". The
-        first rule with a pattern for a matrix holds; a matrix without a rule is unquantised.
-        Patterns are made by `modules` and `expression`.
-    types: quantised matrix -> its type of GGUF blocks (method "gguf").
+    rules: (patterns of names without ".weight", format or None for unquantised). The first rule
+        with
+        a matching pattern applies; a matrix without a rule is unquantised. `modules` and
+    `expression`
+        create patterns.
+    types: name of a quantised matrix -> its GGUF block type (method "gguf").
     """
 
     method: str
@@ -109,11 +113,11 @@ class Quantized:
 
     @property
     def unit(self) -> int:
-        """The number of consecutive inputs that ranks must not separate, in any matrix."""
+        """The number of inputs by which matrices can be split among ranks."""
         if self.method == "gguf":
             return 256 if any("K" in kind or "XS" in kind for kind in self.types.values()) else 32
         schemes = [scheme for _, scheme in self.rules if scheme is not None]
-        # Blocks of FP8 may be split: each part repeats their scales.
+        # FP8 blocks may be split among ranks, each of which keeps the block's scale.
         return lcm(32, *(scheme.group or 1 for scheme in schemes if scheme.kind != "fp8"))
 
     def scheme(self, name: str) -> Scheme | None:
@@ -126,8 +130,8 @@ class Quantized:
     def of(self, names: Iterable[str]) -> "Quantized":
         """Return this quantisation with only the formats that the named matrices use.
 
-        A file may give a format for a head that the model lacks, because the head is the embedding.
-        `scheme` and `keeps` return the same as before for the named matrices.
+        A file may list formats that no matrix uses, such as for an LM head that is tied to the
+        embedding. `scheme` and `keeps` return the same as before for the named matrices.
         """
         if self.method == "gguf":
             wanted = set(names)
@@ -178,7 +182,7 @@ class Quantized:
 def modules(*names: str) -> tuple[str, ...]:
     """Return regular expressions that match the named modules and their submodules.
 
-    names: names of modules, with wildcards, and possibly with the path of a text model before them.
+    names: names of modules, with wildcards, and possibly with a prefix of the text model.
     """
     patterns = []
     for name in names:
@@ -190,7 +194,7 @@ def modules(*names: str) -> tuple[str, ...]:
 
 
 def expression(text: str) -> str:
-    """Return a pattern that matches names whose beginning the regular expression `text` matches.
+    """Return a pattern that matches names that begin with a match of the regular expression `text`.
 
     Raises re.error.
     """

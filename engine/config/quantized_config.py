@@ -153,9 +153,9 @@ def _compressed(read: Reader) -> Rules:
 
 
 def _sparsity(read: Reader) -> Reader | None:
-    """Return sparsity_config if matrices are stored without their zeros, else None.
+    """Return sparsity_config if matrices are stored in a sparse format, else None.
 
-    Raises ConfigError naming another kind than 2:4 with a bit mask.
+    Raises ConfigError for formats other than 2:4 with a bit mask.
     """
     file_format = str(read.get("format", ""))
     if file_format == "marlin-24":
@@ -169,13 +169,13 @@ def _sparsity(read: Reader) -> Reader | None:
     if sparse.one_of("format", stored, "dense") == "dense":
         if file_format.startswith("sparse"):
             raise read.error("format", f"{file_format!r} needs a sparsity_config")
-        return None  # zeros are stored like other weights
+        return None  # dense storage: zeros are stored like other weights
     sparse.one_of("sparsity_structure", ("2:4",), "2:4")
     return sparse
 
 
 def _with_sparse(read: Reader, rules: Rules) -> Rules:
-    """Return the rules, extended so that the matrices that sparsity_config names are sparse.
+    """Return the rules with the matrices that sparsity_config names marked as sparse.
 
     read: sparsity_config.
     """
@@ -199,9 +199,9 @@ def _sparse_scheme(read: Reader, scheme: Scheme | None) -> Scheme:
 
 
 def _no_transforms(read: Reader) -> None:
-    """Raise ConfigError for transforms of activations, which are not computed here.
+    """Raise ConfigError for transforms of activations, which are not supported.
 
-    Rotations of weights are in the stored weights already.
+    Transforms of weights are already applied to the stored weights.
     """
     for name, scheme in read.inner("transform_config").inner("config_groups").values.items():
         for transform in scheme.get("apply", ()):
@@ -253,7 +253,8 @@ def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
 
 
 def _activations(group: Reader, kind: str) -> Literal[8, 16]:
-    """Return 8 if inputs are quantised to 8 bits of the weights' type `kind`, else 16."""
+    """Return the bits of matmul inputs: 8 if they are quantised to 8 bits of type `kind`, else
+    16."""
     inputs = group.get("input_activations")
     if not isinstance(inputs, dict):
         return 16
@@ -287,8 +288,10 @@ def _fp8(read: Reader) -> Rules:
 
 
 def _fbgemm(read: Reader) -> Rules:
-    """Return the rules of fbgemm_fp8, as in Meta's FP8 checkpoints of Llama 3.1: weights have a
-    scale for each output, activations one for each token."""
+    """Return the rules of fbgemm_fp8, the method of Meta's FP8 checkpoints of Llama 3.1.
+
+    Weights have a scale for each output, activations one for each token.
+    """
     plain = modules(*_names(read, "modules_to_not_convert"), _HEAD)
     return (plain, None), (_ALL, Scheme("fp8", 8, 0, 1, activations=8))
 
@@ -328,7 +331,7 @@ def _modelopt(read: Reader) -> Rules:
 
 
 def _mxfp4(read: Reader) -> Rules:
-    """Read gpt-oss files, where one tensor has all experts of a layer."""
+    """Return the rules of mxfp4, the method of gpt-oss, where one tensor has a layer's experts."""
     scheme = Scheme("mxfp4", 4, 32, weight="_blocks", scale="_scales")
     plain = modules(*_names(read, "modules_to_not_convert"), _HEAD)
     return (plain, None), ((r".*\.experts\.(?:gate_up|down)_proj",), scheme)

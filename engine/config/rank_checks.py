@@ -1,11 +1,11 @@
-"""Checks of the numbers of ranks and stages that a model is divided among."""
+"""Checks whether a model can be divided among the configured ranks and pipeline stages."""
 
 from collections.abc import Sequence
 
 from engine.config.model_config import LayerAttention, ModelConfig
 from engine.errors import ConfigError
 
-# With this many ranks or more, or fewer columns on each, ranks get whole experts.
+# With at least _MANY_RANKS ranks, or fewer than _THIN columns on each, experts are not split.
 _MANY_RANKS, _THIN = 8, 64
 
 
@@ -13,8 +13,8 @@ def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
     """Whether each rank has some whole experts instead of a part of each.
 
     asked: expert_parallel of the configuration.
-    A part of each gives all ranks equal work, but narrow matmuls. The limits, about 8 ranks or 64
-    columns, are those of vLLM and SGLang.
+    Splitting each expert gives all ranks equal work, but narrow matmuls. The limits, about 8 ranks
+    or 64 columns, are those of vLLM and SGLang.
     """
     if ranks == 1 or model.experts is None:
         return False
@@ -47,7 +47,7 @@ def check_ranks(
 ) -> None:
     """Raise ConfigError if the model cannot be divided among this many ranks.
 
-    data_parallel_attention: whether heads are not divided, as each rank has all of them.
+    data_parallel_attention: whether each rank has all heads, so that heads are not divided.
     """
     if expert_parallel and model.experts is None:
         raise ConfigError(
@@ -104,7 +104,8 @@ def check_stages(model: ModelConfig, stages: int) -> None:
 def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> bool:
     """Whether the heads of a layer can be divided among the ranks (see `divide_heads`).
 
-    With unequal shares, layers of different heads would form different groups on each rank.
+    Unequal shares are allowed only if all layers have equal heads: otherwise layers would form
+    different KV groups on each rank.
     """
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
     if not layer.attends:

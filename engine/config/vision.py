@@ -19,24 +19,26 @@ class VisionConfig:
 
     family: the key in `engine.models.vision.registry.TOWERS` of the class that computes the tower,
         which is `Wrapper.images`.
-    image_token_id: the token at whose positions embeddings of pictures stand.
-    clip_token_id: the token at whose positions embeddings of clips stand; None = the model takes no
-        clips.
-    names: (beginning of the tower's tensor names in a checkpoint, our beginning) pairs; the first
-        match is taken.
+    image_token_id: the placeholder token that embeddings of pictures replace.
+    clip_token_id: the placeholder token that embeddings of videos replace; None = the model takes
+        no
+        videos.
+    names: (prefix of the tower's tensor names in a checkpoint, Manta's prefix) pairs; the first
+        match
+        applies.
     hidden_size: the width of the tower's layers.
-    out_size: the width of an embedding of one level; that of the text model.
+    out_size: the width of an embedding without DeepStack levels, which is that of the text model.
     mean, deviation: normalisation of pixels from 0 to 1, by colour.
-    deepstack: the number of further levels of embeddings; the text model adds one after each of its
-        first layers.
-    mrope_section: the number of frequencies of each of the three axes of rotary positions; None =
-        pictures have plain positions.
-    interleaved: whether the axes' frequencies alternate.
-    bidirectional: whether the tokens of a picture see each other in the text model.
-    windows_alone: whether they see each other only in layers with a sliding window.
-    largest: the maximum number of tokens of a picture; needed where they see each other.
-    padding_id: the token whose per-layer inputs image tokens get (`LayerInputs`), if the model has
-        such inputs.
+    deepstack: the number of further embeddings of each patch (DeepStack); the text model adds one
+        after each of its first layers.
+    mrope_section: the number of rotary frequencies of each of the three axes (M-RoPE); None =
+        pictures have one-dimensional positions.
+    interleaved: whether the axes' rotary frequencies alternate.
+    bidirectional: whether the text model's attention among a picture's tokens is bidirectional.
+    windows_alone: whether this holds only in layers with a sliding window.
+    largest: the maximum number of tokens of a picture; required if `bidirectional`.
+    padding_id: the token whose per-layer inputs are used for image tokens (`LayerInputs`), if the
+        model has such inputs.
     """
 
     family: str
@@ -63,7 +65,7 @@ class VisionConfig:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens at whose positions embeddings stand."""
+        """The placeholder tokens that embeddings replace."""
         clips = () if self.clip_token_id is None else (self.clip_token_id,)
         return self.image_token_id, *clips
 
@@ -84,7 +86,7 @@ class VisionConfig:
         return any(stored.startswith(pair) for pair in self.names)
 
     def tensor_name(self, stored: str) -> str | None:
-        """Return our name of a checkpoint's tensor; None if the tensor is not the tower's."""
+        """Return Manta's name of a checkpoint's tensor; None if the tensor is not the tower's."""
         for begin, ours in self.names:
             if stored.startswith(begin):
                 return ours + stored[len(begin) :]
@@ -114,7 +116,7 @@ class TileVision(VisionConfig):
 
 
 def text_alone(config: Reader, why: str) -> None:
-    """Log why a model's pictures are not supported."""
+    """Log that only the text model is served, and why pictures are not supported."""
     logger.warning("%s: %s: the model takes text alone", config.path, why)
 
 
@@ -151,7 +153,7 @@ def _colours(settings: Reader, key: str, default: Colour, scale: float) -> Colou
 
 
 def rotary_section(text: Reader, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `mrope_section` of a text model's config; `default` if the file has none."""
+    """Return a text model's `mrope_section`; `default` if config.json has none."""
     for key in ("rope_parameters", "rope_scaling"):
         section = text.inner(key).listed("mrope_section", int)
         if section is not None:

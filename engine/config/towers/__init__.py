@@ -20,8 +20,8 @@ from engine.config_reader import Reader
 from engine.images.settings import ProcessorSettings
 from engine.shards import find_shards, read_headers
 
-# (config.json, settings of the image processor) -> the tower's configuration; None for a tower that
-# is not supported, after a log line that says why
+# (config.json, settings of the image processor) -> the tower's configuration; None for an
+# unsupported tower, after logging why
 _Read = Callable[[Reader, Reader], VisionConfig | None]
 
 # Wrapper.images -> the reader of its tower.
@@ -41,9 +41,9 @@ FAMILIES: Mapping[str, _Read] = {
     "pixtral": read_pixtral,
     "qwen3_vl": read_qwen3_vl,
 }
-# Matches the names of a vision tower's tensors, in all families.
+# Matches the names of vision tensors in checkpoints of all families.
 _OF_TOWER = re.compile(r"(^|\.)vis(ion|ual)[^.]*\.")
-# Last parts of the names of quantised matrices' tensors.
+# Suffixes of the tensor names of quantised matrices.
 _OF_QUANTIZED = (
     *(".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale"),
     *(".weight_scale_inv", ".weight_scale_2", ".absmax", ".quant_map", ".SCB"),
@@ -66,11 +66,10 @@ def lacks_settings(file: Path, wrapper: str) -> bool:
 
 
 def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> VisionConfig | None:
-    """Return a multimodal model's vision configuration; None if its text model is served alone.
+    """Return a multimodal model's vision configuration; None if only the text model is served.
 
-    The result is None if the family's tower is not supported, if the folder lacks the image
-    processor's settings or the tower's weights, if these are quantised, and if tiles or
-    mrope_section do not fit the model.
+    The result is None if the tower is unsupported, if its weights are missing or quantised, if the
+    image processor's settings are missing, or if tiles or mrope_section do not fit the model.
 
     config: config.json with its outer keys.
     wrapper: the name of the multimodal model; "" = none.
@@ -101,7 +100,7 @@ def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> 
             f"mrope_section has {sum(section)} frequencies and rotary embeddings {rotary_dim // 2}",
         )
         return None
-    if shards is None:  # a folder without weights, which is planned or filled at random
+    if shards is None:  # the folder has no weights: it is only planned, or filled at random
         return vision
     stored = read_headers(folder) if shards.listed is None else shards.listed
     names = [name for name in stored if vision.owns(name)]

@@ -7,7 +7,7 @@ from engine.config_reader import Reader
 
 _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 _NAMES = (
-    # a bare parameter in checkpoints, not a layer with `.weight`
+    # stored as a bare parameter, without `.weight`
     (
         "multi_modal_projector.mm_input_projection_weight",
         "projector.mm_input_projection.weight",
@@ -16,7 +16,8 @@ _NAMES = (
     *(
         (f"vision_tower.{model}{part}", f"vision.{part}")
         for model in ("vision_model.", "")
-        for part in ("embeddings.", "encoder.", "post_layernorm.")  # SigLIP's head is not used
+        # the parts that are used; SigLIP's head is not
+        for part in ("embeddings.", "encoder.", "post_layernorm.")
     ),
 )
 

@@ -15,9 +15,9 @@ class Gemma4Vision(VisionConfig):
     """The configuration of Gemma 4's vision tower.
 
     theta: the base of rotary positions.
-    pool: the side, in patches, of the square whose mean is one embedding.
-    positions: rows of each axis's table of learned positions.
-    clipped: whether inputs and outputs of linear layers are clamped, to bounds in the checkpoint.
+    pool: the side, in patches, of the square that is averaged into one embedding.
+    positions: number of learned positions on each axis.
+    clipped: whether inputs and outputs of linear layers are clamped to bounds in the checkpoint.
     standardised: whether embeddings are shifted and scaled, by vectors of the checkpoint.
     """
 
@@ -45,7 +45,7 @@ def read_gemma4(config: Reader, settings: Reader) -> Gemma4Vision | None:
         return None
     pool, largest = vision.size("pooling_kernel_size", 3), settings.size("max_soft_tokens", 280)
     positions = vision.size("position_embedding_size", 10240)
-    if largest * pool > positions:  # a picture whose embeddings are one row needs these
+    if largest * pool > positions:  # positions that a picture one embedding high needs
         text_alone(
             vision,
             f"position_embedding_size {positions} is less than the {largest * pool} patches in a "
@@ -79,7 +79,7 @@ def read_gemma4(config: Reader, settings: Reader) -> Gemma4Vision | None:
 
 
 def _from_minus_one(colours: Any) -> dict[str, Any]:
-    """Return `mean` and `deviation` of a tower that takes 2x - 1 of pixels x."""
+    """Return `mean` and `deviation` for a tower that scales pixels x from 0..1 to 2x - 1."""
     mean, deviation = colours["mean"], colours["deviation"]
     pairs = zip(mean, deviation, strict=True)
     return {

@@ -10,11 +10,13 @@ _IMAGE = 151343  # the token of pictures, if config.json names none
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlmVision(QwenVision):
-    """The configuration of the tower of GLM-4.1V and later, whose MLPs are as wide as embeddings.
+    """The configuration of the vision tower of GLM-4.1V and later.
+
+    The tower's MLPs are as wide as the text model's embeddings.
 
     qkv_bias: whether the projections to queries, keys and values have biases.
-    merger_size: the inner width of the MLP that makes embeddings.
-    positions: rows of the table of learned positions, which is a square grid.
+    merger_size: the inner width of the MLP that projects patches to the text model.
+    positions: number of learned positions, a square grid.
     """
 
     qkv_bias: bool

@@ -12,7 +12,7 @@ _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 class Idefics3Vision(TileVision):
     """The configuration of the vision tower of Idefics 3 and SmolVLM.
 
-    positions: the side, in patches, of the square pictures that learned positions are made for.
+    positions: the side, in patches, of the square grid of learned positions.
     """
 
     positions: int

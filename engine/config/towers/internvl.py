@@ -20,14 +20,13 @@ _PARTS = ("vision_tower.", "multi_modal_projector.")
 class InternVision(TileVision):
     """The configuration of InternVL's vision tower.
 
-    positions: the side, in patches, of the square pictures that learned positions are made for; 0 =
-        the tower has no learned positions.
+    positions: the side, in patches, of the square grid of learned positions; 0 = none.
     norm: "layer_norm" or "rms_norm".
     qkv_bias: whether the projections to queries, keys and values have biases.
     qk_norm: whether queries and keys are normed over all heads together.
     last_norm: whether a norm follows the last layer.
-    projector_activation: the activation between the two layers that lead from the tower's width
-        to the text model's.
+    projector_activation: the activation between the two linear layers that project patches to the
+        text model's width.
     """
 
     positions: int
@@ -39,7 +38,7 @@ class InternVision(TileVision):
 
 
 def read_internvl(config: Reader, settings: Reader) -> InternVision | None:
-    """Read the tower's configuration; None if embeddings are not taken from its last layer.
+    """Read the tower's configuration; None if config.json selects another layer than the last.
 
     Raises ConfigError naming file and key.
     """
@@ -101,11 +100,11 @@ def _tower(
     qkv_bias: str,
     qk_norm: str,
 ) -> InternVision:
-    """Return the tower's configuration, whose formats differ in these arguments.
+    """Return the tower's configuration in either of the two formats.
 
     text: the text model's config.
     names: see `VisionConfig`.
-    qkv_bias, qk_norm: keys of vision_config.
+    qkv_bias, qk_norm: the format's keys of vision_config for these fields.
     """
     vision = config.inner("vision_config")
     patch, side = vision.square("patch_size", 14), vision.square("image_size", 448)

@@ -23,9 +23,9 @@ _NAMES = (
 class KimiVision(QwenVision):
     """The configuration of the vision tower of Kimi-VL and later.
 
-    positions: rows of the table of learned positions, which is a square grid.
+    positions: number of learned positions, a square grid.
     theta: the base of rotary positions.
-    merger_eps: epsilon of the norm before patches are joined.
+    merger_eps: epsilon of the norm before patches are merged.
     fused: whether queries, keys and values are in one matrix, whose rotary pairs are adjacent, as
         in published files. Otherwise they are in three matrices, whose rotary pairs are half a
         head apart, as in transformers.

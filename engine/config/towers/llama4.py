@@ -13,7 +13,7 @@ class Llama4Vision(TileVision):
     """The configuration of Llama 4's vision tower.
 
     theta: the base of rotary positions.
-    adapted_size: the width of the adapter's two layers.
+    adapted_size: the width of the two layers of the tower's adapter.
     """
 
     theta: float

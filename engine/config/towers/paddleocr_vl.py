@@ -7,7 +7,7 @@ from engine.config_reader import Reader
 
 _IMAGE = 100295  # the token of pictures, if config.json names none
 _TOWERS = ("model.visual.vision_model.", "visual.vision_model.")
-# Published files also have a head and a table of packed positions, which nothing reads.
+# The parts that are used; published files also have a head and packed positions.
 _PARTS = ("embeddings.position_embedding.", "encoder.", "post_layernorm.")
 _NAMES = (
     *((f"{name}embeddings.patch_embedding.", "visual.patch_embed.proj.") for name in _TOWERS),
@@ -21,7 +21,7 @@ _NAMES = (
 class PaddleVision(QwenVision):
     """The configuration of PaddleOCR-VL's tower: SigLIP's layers with rotary positions.
 
-    positions: rows of the table of learned positions, which is a square grid.
+    positions: number of learned positions, a square grid.
     """
 
     positions: int

@@ -23,8 +23,8 @@ class PixtralVision(VisionConfig):
     theta: the base of rotary positions.
     merge: the side, in patches, of the square that becomes one embedding.
     merger_eps: epsilon of the norm before patches are merged; None = each patch is an embedding.
-    projector_activation, projector_bias: the activation and biases of the two layers from the
-        tower's width to the text model's.
+    projector_activation, projector_bias: the activation and biases of the two linear layers that
+        project patches to the text model's width.
     """
 
     theta: float
@@ -35,7 +35,7 @@ class PixtralVision(VisionConfig):
 
 
 def read_pixtral(config: Reader, settings: Reader) -> PixtralVision | None:
-    """Read the tower's configuration; None if embeddings are not taken from its last layer.
+    """Read the tower's configuration; None if config.json selects another layer than the last.
 
     Raises ConfigError naming file and key.
     """

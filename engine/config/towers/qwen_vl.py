@@ -21,7 +21,7 @@ ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 class QwenVision(VisionConfig):
     """The configuration of Qwen2-VL's vision tower, whose fields Qwen's later towers share.
 
-    frames: the frames of a clip that a patch covers; a still picture is repeated.
+    frames: the number of frames of a video that a patch covers; a still picture is repeated.
     merge: the side, in patches, of the square that becomes one embedding.
     """
 
@@ -33,8 +33,8 @@ class QwenVision(VisionConfig):
 class Qwen25Vision(QwenVision):
     """The configuration of Qwen2.5-VL's vision tower.
 
-    window: the side, in embeddings, of a square window, whose patches see each other.
-    full_layers: the layers in which all patches of a picture see each other.
+    window: the side, in embeddings, of the square attention window of the other layers.
+    full_layers: the layers with full attention among all patches of a picture.
     """
 
     window: int
@@ -45,8 +45,8 @@ class Qwen25Vision(QwenVision):
 class Qwen3Vision(QwenVision):
     """The configuration of the vision tower of Qwen3-VL and later.
 
-    positions: rows of the table of learned positions, which is a square grid.
-    deepstack_layers: the tower's layers after which a further level of embeddings is computed.
+    positions: number of learned positions, a square grid.
+    deepstack_layers: the tower's layers after which further embeddings are computed (DeepStack).
     """
 
     positions: int
@@ -60,15 +60,15 @@ def shared_fields(
     section: tuple[int, ...],
     image_token_id: int = 151655,
 ) -> Mapping[str, Any]:
-    """Return the fields of VisionConfig that all versions read alike.
+    """Return the fields of VisionConfig that all versions of Qwen-VL read in the same way.
 
     patch, section, image_token_id: defaults of patch_size, mrope_section and the token of pictures.
     """
     vision = config.inner("vision_config")
-    # Flat files have the text model's keys among their own.
+    # Flat files have the text model's keys at the top level.
     text = config.inner("text_config") if config.get("text_config") else config
     return {
-        # files of Qwen3.5 and later always have it
+        # files of Qwen3.5 and later always have this key
         "image_token_id": config.count("image_token_id", image_token_id),
         "names": (("model.visual.", "visual."), ("visual.", "visual.")),
         "num_heads": vision.size("num_heads", 16),
@@ -141,6 +141,6 @@ def read_qwen3_vl(config: Reader, settings: Reader) -> Qwen3Vision:
         interleaved=True,
         positions=vision.size("num_position_embeddings", 2304),
         deepstack_layers=layers,
-        # files of Qwen3.5 and later always have their own section
+        # this mrope_section is Qwen3-VL's; files of Qwen3.5 and later always have theirs
         **shared_fields(config, settings, 16, (24, 20, 20)),
     )
