@@ -1,17 +1,18 @@
-"""Batch and StepResult: the plain data between scheduler and model runner. No torch here.
+"""Batch and StepResult: the data that scheduler and model runner exchange. No torch here.
 
 The device keeps one row for each running request (see runner/request_rows.py): its tokens so far,
-its block table and its sampling parameters. A batch is a list of row numbers and what to compute
-for each. A row's tokens are uploaded once, when the request takes the row. After that the sampler
-writes each sampled token into the row on the device. So batch n + 1 can be launched before the host
-knows the tokens of batch n:
+its block table and its sampling parameters. A batch is a list of entries, each with a row number
+and the tokens to compute. A row's tokens are uploaded once, when a request gets the row. After that
+the sampler writes each sampled token into the row on the device. So batch n + 1 can be launched
+before the host knows the tokens of batch n:
 
   entry e computes tokens[row, start : start + length]
   and, if it samples, writes tokens[row, start + length]
 
-With drafts a row has several decodes in a batch, one after the other. Each layer writes all keys of
-the step before any is read, and a decode reads those before its own position. So the decode after a
-draft samples what the row would sample next, if the draft is what the decode before it samples:
+With drafts a row has several decodes in a batch, at consecutive positions. Each layer writes the KV
+of all tokens of the step before any is read, and a decode reads the KV up to its position. So the
+decode at a draft samples the row's next token on condition that the draft equals the sample of the
+decode before it:
 
   drafts       tokens[row, start + 1 : start + 1 + k] = d1 .. dk
   decodes      at start .. start + k, which sample y0 .. yk
@@ -28,7 +29,7 @@ import msgspec
 from engine.images.image import Image
 from engine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # routers and the command line import this module, and have no use for NumPy
+if TYPE_CHECKING:  # routers and the command line import this module without NumPy
     import numpy as np
     from numpy.typing import NDArray
 
@@ -39,27 +40,27 @@ class OutOfMemory(Exception):
 
 @dataclass(slots=True)
 class NewRow:
-    """The data of a row that a request takes, or takes again after a preemption."""
+    """The data of a device row, sent when a request starts or restarts after a preemption."""
 
     row: int
-    token_ids: list[int]  # prompt and known output; a copy that nobody else changes
-    num_prompt_tokens: int  # where the output begins in token_ids
+    token_ids: list[int]  # prompt and known output; a copy that is not changed
+    num_prompt_tokens: int  # index in token_ids where the output begins
     params: SamplingParams
-    seed: int  # int64, already chosen
+    seed: int  # int64; never None
     choice: int  # index among the request's n choices, part of the random counter
     # End tokens that min_tokens bans: the model's (unless ignore_eos) and the caller's. Empty where
     # a grammar decides, because its masks respect min_tokens.
     stop_ids: Sequence[int]
     lora_slot: int = -1  # device slot of its LoRA adapter; -1 = none
     virtual_slot: int = -1  # device slot of its virtual tokens; -1 = none
-    num_virtual: int = 0  # leading token_ids that are placeholders of virtual tokens
+    num_virtual: int = 0  # number of leading token_ids that are placeholders of virtual tokens
     kv_rank: int = 0  # the rank that keeps its keys and values, with data-parallel attention
     images: Sequence[Image] = ()  # all images of the request, for rotary positions and spans
 
 
 @dataclass(slots=True)
 class PrefixCopy:
-    """A copy of keys and values of a slot's virtual tokens [start, stop) into KV blocks.
+    """A copy of the KV of an adapter slot's virtual tokens [start, stop) into KV blocks.
 
     The first copied token goes to the beginning of the first block.
     """
@@ -82,17 +83,18 @@ class Batch:
     step: int
     # [num_entries]; only decodes may have the same row
     rows: list[int] = field(default_factory=list)
-    # [num_entries] tokens whose keys are computed already
+    # [num_entries] number of the row's tokens whose KV is already computed
     starts: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # [num_entries] tokens to compute, >= 1
+    # [num_entries] number of tokens to compute, >= 1
+    lengths: list[int] = field(default_factory=list)
     # [num_entries] whether the entry reaches its row's last token, and samples the next
     samples: list[bool] = field(default_factory=list)
-    num_decodes: int = 0  # leading entries with length 1 and samples True
+    num_decodes: int = 0  # number of leading entries with length 1 and samples True
     new_rows: list[NewRow] = field(default_factory=list)  # applied before anything else
     # (row, index in its block table, entry of the table as in block_manager.py)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    # (row, position of the first id, draft ids): written into rows before anything reads them; of a
-    # model's drafts, which are there already, all ids are ON_DEVICE
+    # (row, position of the first id, draft ids) to write into rows before anything reads them. A
+    # draft model's drafts are in the rows already; all their ids are ON_DEVICE.
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
     # Rows to draft for after sampling, [7, rows] int64. The next step is launched when the samples
     # are known, while the drafts are still computed. Lines:
@@ -104,23 +106,25 @@ class Batch:
     #   SYNTHETIC       how many of these count as accepted, whatever was sampled; -1 = those that
     #                   equal the samples
     proposals: "NDArray[np.int64] | None" = None
-    # whether no draft is due for long, so that a drafter need not read this step's tokens
+    # whether drafting is paused, so that the drafter need not process this step's tokens
     dormant: bool = False
     prefixes: list[PrefixCopy] = field(default_factory=list)  # copied before anything reads them
-    # (row, n): the last step verified drafts of the row, and n of its decode and drafts are text.
-    # Recurrent states take these before anything reads them. Other rows of that step have ended.
+    # (row, n): the last step verified drafts of the row, and the first n of its decode and draft
+    # tokens are accepted. Recurrent states are advanced by these before anything reads them. Rows
+    # of that step that are not listed have ended.
     settled: list[tuple[int, int]] = field(default_factory=list)
-    # (row, slot): recurrent states to copy from rows to snapshots, as the previous step left them;
-    # then from snapshots to rows, in this order. A slot is a row that no request has, or lies after
-    # all rows and the padding row. No snapshot is saved twice.
+    # (row, slot) of recurrent states after the previous step. First those of saved_states are
+    # copied from rows to snapshots, then those of resumed_states from snapshots to rows, each in
+    # order. A slot is an unused row, or lies after all rows and the padding row. No slot is saved
+    # to twice.
     saved_states: list[tuple[int, int]] = field(default_factory=list)
     resumed_states: list[tuple[int, int]] = field(default_factory=list)
-    # Indices, among the entries that sample, of those that a grammar constrains. If there are any,
-    # no entry samples before their masks have arrived: `PendingResult.sample`.
+    # Indices, among the sampling entries, of those that a grammar constrains. If there are any, no
+    # entry samples before `PendingResult.sample` is called with their masks.
     masked: Sequence[int] = ()
     # images to encode in this step, before an entry reads their embeddings
     images: list[Image] = field(default_factory=list)
-    # images to encode beside this step, for entries of later steps
+    # images to encode in parallel to this step, for entries of later steps
     ahead_images: list[Image] = field(default_factory=list)
     # digests of images whose embeddings are freed before any image is encoded
     dropped_images: list[bytes] = field(default_factory=list)
@@ -131,14 +135,14 @@ class Batch:
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Natural-log probabilities at one position, as `SamplingParams.logprobs_mode` has them."""
+    """Natural-log probabilities at one position, in the request's `logprobs_mode`."""
 
     token_id: int
     logprob: float
     rank: int  # 1 = most likely
     top_ids: list[int]  # the k most likely, best first
     top_logprobs: list[float]
-    # log of the sum of exp(logits); adding it to a log-probability gives the logit
+    # log-sum-exp of the logits; adding it to a log-probability gives the logit
     total: float
 
 
@@ -155,12 +159,13 @@ class StepResult:
         sum of hidden states (mean pooling), or the pooled hidden state if it is in this chunk.
     routes: entry index -> the experts of each of the chunk's tokens, [length, num_layers, chosen],
         where the request asked for them.
-    errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
-    drafts: returns the new drafts of the batch's proposals [proposals, most]; those after a
-        proposal's count have no meaning. It waits for their computation, which is done before the
+    errors: entry index -> why the entry has no valid token, e.g. "numerical_error".
+    drafts: a function that waits for the new drafts of the batch's proposals and returns them,
+        [proposals, most]; elements after a proposal's count are undefined. Drafts are ready before
+    the
         next step's samples.
-    encode_seconds: the duration of image encodes that have ended since the last result.
-    encode_wait: the part of encode_seconds in which steps waited for these encodes.
+    encode_seconds: the seconds of image encodes that ended since the last result.
+    encode_wait: the part of encode_seconds for which steps waited.
     """
 
     step: int

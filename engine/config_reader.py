@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 
-# the end of a sequence classifier's name in "architectures"
+# suffix of a sequence classifier's class name in "architectures"
 CLASSIFIER = "ForSequenceClassification"
 MODULES = "modules.json"  # file in the folder of an embedding model: engine/pooling.py
 
@@ -15,9 +15,9 @@ MODULES = "modules.json"  # file in the folder of an embedding model: engine/poo
 class Reader:
     """A JSON object of a model folder, read under Manta's names of the keys.
 
-    names: our key -> the file's key, where they differ (hidden_size is n_embd in GPT-2's
-        config.json). Our key is read where the file does not have its own. Every method takes our
-        key.
+    names: Manta's key -> the file's key, where they differ (hidden_size is n_embd in GPT-2's
+        config.json). If the file lacks its own key, Manta's key is read. Every method takes Manta's
+    key.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Reader:
 
         defaults: key -> its value where the file has the key under neither name.
         """
-        # a file's key may also be our name of another key
+        # a file's key may equal Manta's name of another key
         theirs = {key: key for key in names.values()}
         known = {**names, **theirs}
         present = {known.get(key, key) for key in self.values}
@@ -68,7 +68,7 @@ class Reader:
         return ConfigError(f"{self.path}: {key}: {message}", param=key)
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """Return the file's value of a key, null included; default for an absent key."""
+        """Return the file's value of a key, which may be null; the default for an absent key."""
         theirs = self._names.get(key, key)
         return self.values.get(theirs if theirs in self.values else key, default)
 
@@ -94,18 +94,18 @@ class Reader:
         return value
 
     def square(self, key: str, default: int) -> int:
-        """Return a size that a file may give as [size, size]."""
+        """Return a key's size, which the file may write as [size, size]."""
         value = self.get(key)
         if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
             return Reader({key: value[0]}, self.path).size(key)
         return self.size(key, default)
 
     def count(self, key: str, default: int = 0) -> int:
-        """Return a size that may be 0."""
+        """Return a key's value as an integer of at least 0."""
         return 0 if self.get(key, default) in (0, None) else self.size(key, default)
 
     def listed(self, key: str, *kinds: type) -> list[Any] | None:
-        """Return a list of values of the given types; None for null and for an absent key."""
+        """Return a key's list of values of the given types; None for null and for an absent key."""
         value = self.get(key)
         if value is not None and not (
             isinstance(value, list) and all(isinstance(item, kinds) for item in value)
@@ -123,7 +123,7 @@ class Reader:
         return float(value)
 
     def size_or_none(self, key: str) -> int | None:
-        """Return a size; None for null and for an absent key."""
+        """Return a key's value as a positive integer; None for null and for an absent key."""
         return None if self.get(key) is None else self.size(key)
 
     def number_or_none(self, key: str) -> float | None:
@@ -136,7 +136,7 @@ class Reader:
         return str(value)
 
     def ids(self, key: str) -> list[int]:
-        """Return token ids that are written as one number, a list or nothing."""
+        """Return a key's token ids, in files one number or a list; [] for an absent key."""
         value = self.get(key, [])
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):

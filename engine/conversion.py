@@ -1,4 +1,5 @@
-"""convert, convert_rounded: write a model folder in the engine's own form, or a quantised copy."""
+"""convert, convert_rounded: write a model folder in the engine's packed form, or a quantised
+copy."""
 
 import json
 import os
@@ -28,7 +29,7 @@ def convert(
     target: Path,
     progress: Callable[[Loading], None] | None = None,
 ) -> Manifest:
-    """Write `config.model` in the form in which an engine with this configuration holds it.
+    """Write `config.model` with its weights packed as an engine with this configuration packs them.
 
     The engine's device need not be on this machine; "auto" means the CPU. Host memory holds only
     the matrices that are being read. The target folder appears once it is complete.
@@ -85,10 +86,11 @@ def convert_rounded(
     """Write a quantised copy of `config.model` and return the number of quantised matrices.
 
     The copy works on every device and in other programs. `config.quantization` is one of
-    CHECKPOINT_FORMATS. Host memory holds the largest matrix, a few times; with a calibration the
-    embedding, a layer and its Hessians. The target folder appears once it is complete.
+    CHECKPOINT_FORMATS. Host memory must hold the largest matrix a few times. With a calibration it
+    must hold the embedding, a layer and the layer's Hessians. The target folder appears once it is
+    complete.
 
-    calibration: a text like those that the model will get. Matrices in 4 bits are rounded so that
+    calibration: a file with text like the model's future inputs. 4-bit matrices are rounded so that
         their outputs on this text change least.
     Raises ConfigError, also for a target that exists.
     """

@@ -1,7 +1,7 @@
-"""ImageEncoder: a model's vision encoder (tower) alone, which computes images for other engines.
+"""ImageEncoder: a model's vision encoder (tower) alone, which encodes images for other engines.
 
-It encodes each image by itself. So an image's embeddings depend on the image alone, and are those
-that an engine on the same device computes when it encodes the image alone.
+Each image is encoded in a separate batch. So its embeddings depend on the image alone, and equal
+those of an engine on the same device that encodes the image in a separate batch.
 """
 
 from collections.abc import Iterator
@@ -29,13 +29,13 @@ from kernels.dispatch import kernels_for
 
 
 class TowerAlone:
-    """A vision encoder without its language model, for `load_weights` and the memory's plan.
+    """A vision encoder without its language model, for `load_weights` and the memory plan.
 
-    Replicas of an encoder pool load it.
+    Replicas of an encoder pool load this model.
     """
 
     def __init__(self, resolved: Resolved, device: torch.device) -> None:
-        """Allocate the tower on a device, which is torch's "meta" for sizes alone.
+        """Allocate the tower on a device, or on torch's "meta" device to get only sizes.
 
         Raises ConfigError for a model without a tower.
         """
@@ -60,7 +60,7 @@ class TowerAlone:
         self.num_bytes = filled + sum(linear.num_bytes - linear.loading_bytes for linear in linears)
         self.open_bytes = sum(linear.loading_bytes for linear in linears if linear.transient)
         self.loading_bytes = self.num_bytes + self.open_bytes
-        # The maximum number of embeddings of an image, and the bytes of activations beside them.
+        # The maximum number of embeddings of an image, and the bytes of activations that they take.
         self.largest = tower.config.largest or resolved.image_cache_tokens
         self.step_bytes = tower.step_bytes(self.largest)
 
@@ -83,9 +83,9 @@ class TowerAlone:
 
 
 class ImageEncoder:
-    """The vision encoder of a model on one device. All calls come from the thread that made it.
+    """The vision encoder of a model on one device; only the thread that created it may call it.
 
-    dtype: the type of the embeddings, as `Image.rows_dtype` has it.
+    dtype: the name of the embeddings' dtype, as in `Image.rows_dtype`.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -103,15 +103,17 @@ class ImageEncoder:
             vision = model.tower.config
             folder = None if config.load_format == "dummy" else resolved.folder
             load_weights(model, folder, seed=config.seed or 0, owns=vision.owns)
-            if device.type == "cuda":  # compiles the kernels, and takes the memory of a large image
+            # a warm-up that compiles kernels and allocates the memory of a large image
+            if device.type == "cuda":
                 shape = model.tower.shape_of(model.largest)
                 self._encode(np.zeros((*shape, 3), np.uint8))
 
     def encode(self, image: Image) -> NDArray[np.uint8]:
-        """Return the embeddings of an image, as `Image.rows` has them.
+        """Return the embeddings of an image in the format of `Image.rows`.
 
-        Raises InvalidRequest for an image whose pixels or size are not what it says, or that is
-        larger than `engine.image_cache_tokens`.
+        Raises InvalidRequest for an image whose pixels contradict its declared size, or that has
+        more
+        embeddings than `engine.image_cache_tokens`.
         """
         if image.size > self._model.largest:
             raise InvalidRequest(f"an image of {image.size} embeddings is too large here")
@@ -128,7 +130,7 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def _encode(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the embeddings of an image's pixels as bytes [size, width * bytes of a number]."""
+        """Return the embeddings of an image's pixels as bytes [embeddings, row bytes]."""
         model = self._model
         rows = model.tower.encode([torch.tensor(pixels, device=model.device)])
         return rows.to(model.dtype).contiguous().view(torch.uint8).cpu().numpy()

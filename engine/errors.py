@@ -1,4 +1,4 @@
-"""Errors that a user of the engine can meet, each with a stable code and the field at fault."""
+"""The errors that the engine raises for users, each with a stable code and the field at fault."""
 
 import traceback
 
@@ -31,7 +31,7 @@ class InvalidRequest(MantaError, ValueError):
 
 
 def no_vectors() -> InvalidRequest:
-    """Return the error for an embedding request to a model that makes no embeddings."""
+    """Return the error for an embedding request to a model that computes no embeddings."""
     return InvalidRequest(
         "this model makes no embeddings: its folder has no modules.json, in which "
         "sentence-transformers says how texts are pooled",
@@ -56,13 +56,13 @@ def context_too_long(
     Callers recognise these words: LiteLLM falls back to a model with a larger context, and others
     read the numbers.
 
-    limit: tokens of the context.
-    prompt: tokens of the prompt.
-    output: tokens that were asked for.
-    where: the caller's word for the prompt.
+    limit: the model's context length in tokens.
+    prompt: number of tokens of the prompt.
+    output: number of requested output tokens.
+    where: the name of the prompt in the message.
     at_least: whether the prompt may have more tokens than were counted.
-    virtual: virtual tokens of the request's adapter, which shorten the context.
-    images: tokens of the prompt that are images.
+    virtual: number of virtual tokens of the request's adapter, which shorten the context.
+    images: number of image tokens in the prompt.
     """
     if output and prompt < limit:
         detail = (
@@ -85,13 +85,13 @@ def context_too_long(
 
 
 class ConfigError(MantaError, ValueError):
-    """The error of a configuration that cannot be used, raised before any model is loaded."""
+    """The error of an invalid configuration, raised before any model is loaded."""
 
     code = "invalid_config"
 
 
 class TensorError(ConfigError):
-    """The error of a tensor that cannot be used; the loader adds the file's name.
+    """The error of an invalid tensor; the loader adds the file's name.
 
     tensor: the tensor's name in the checkpoint.
     """
@@ -115,7 +115,7 @@ class AdapterError(MantaError):
 
 
 class UpdateFailed(MantaError):
-    """The error of weights that were not replaced; the old ones serve on.
+    """The error of a failed weight update; the engine keeps serving with the old weights.
 
     code: invalid_config (a name, shape, dtype or number is wrong, or the folder cannot be read),
         folder_not_found, update_in_progress, or weights_not_replaceable.

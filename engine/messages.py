@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PREFIX_STRIDE, PREFIX_BYTES = 64, 8  # tokens of a router's prefix hash, and its bytes
+# number of tokens that a router's prefix hash covers, and its bytes
+PREFIX_STRIDE, PREFIX_BYTES = 64, 8
 
 
 class KVSource(msgspec.Struct, array_like=True, frozen=True):
     """The replica from which KV blocks can be pulled.
 
     secret: the source's secret, in hex.
-    shared: whether blocks may come by shared memory, if both replicas are on one machine.
-    device: whether that may be the memory of the source's GPU, which the puller's GPU reads.
+    shared: whether blocks may be transferred by shared memory, if both replicas are on one machine.
+    device: whether the puller's GPU may read the source's GPU memory.
     """
 
     host: str
@@ -44,8 +45,9 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     """A request for one choice; a client's n > 1 becomes n messages with the same seed.
 
     token_ids: the prompt and, when a request is resumed elsewhere, the output emitted so far.
-    num_prompt_tokens: where the output begins in token_ids. max_tokens, min_tokens and the random
-        counters count from there, so that a resumed request continues without a difference.
+    num_prompt_tokens: the index in token_ids where the output begins. max_tokens, min_tokens and
+        the random counters count from there, so that a resumed request continues without a
+        difference.
     cache_salt: part of the prefix-cache key; only requests of one salt share cached blocks.
     adapter: name of a known adapter, or "name@revision" (a request that is resumed elsewhere needs
         the weights that it began with); "" = the model itself.
@@ -53,15 +55,15 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
         work, which takes a small part of steps beside other requests.
     request_id: the caller's id of the request, only for logs.
     prediction: tokens that the client expects in the output, for drafts.
-    speculate: whether the engine may draft for the request; the text is the same without drafts.
+    speculate: whether the engine may use drafts for the request; they do not change the text.
     images: the images of the prompt, in its order; their spans in token_ids do not overlap.
     source: the replica that has the prefix, from which an engine with kv_moves pulls the blocks
         that it lacks; set by routers, never by clients.
     keep_seconds: how long the blocks are held for a pull after the request has ended.
     prefix_hashes: joined hashes by which routers know the prefixes of token_ids
-        (`deployments.routing.prefix_index`); the engine tells which of them it has evicted.
-    verbatim: whether the client sent token ids, in which a placeholder without an image is a token
-        as any other: a trainer sends back what was sampled.
+        (`deployments.routing.prefix_index`); the engine reports which of them it has evicted.
+    verbatim: whether the client sent token ids, such as a trainer that returns sampled tokens. An
+        image placeholder without an image is then an ordinary token.
     """
 
     id: int
@@ -95,31 +97,31 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
-    """An order to abort requests; each running one ends with a delta of finish "abort"."""
+    """A message to abort requests; each running one ends with a delta whose finish is "abort"."""
 
     ids: list[int]
 
 
 WEIGHTS, CACHES = "weights", "kv_cache"
-# codes of an Answer: this engine cannot sleep, takes no part in a transfer of weights, or has no
-# folder of that name
+# error codes of an Answer: the engine cannot sleep, is not part of a weight transfer, or does not
+# have the folder
 CANNOT_SLEEP, NOT_JOINED, NO_FOLDER = "cannot_sleep", "not_in_transfer", "folder_not_found"
-PARTS = (WEIGHTS, CACHES)  # parts of an engine's memory, by vLLM's names
+PARTS = (WEIGHTS, CACHES)  # parts of an engine's memory that can be freed, by vLLM's names
 
 
 class Control(msgspec.Struct, array_like=True, tag="control"):
-    """An order to the engine.
+    """A control message to the engine.
 
     what: "drain" (refuse new requests, finish old ones), "stats" (send a frame now),
         "reset_prefix_cache", "sleep" (once no request runs), "wake", "pause", "resume", "serve_kv"
         or "stop". An Answer follows once a sleep, a wake, a pause or a serve_kv has been carried
         out.
-    ticket: the next frame returns it, so that the sender can tell that frame from an earlier one.
+    ticket: a number that the next frame returns, so that the sender recognises that frame.
     argument: the mode of a pause, see `engine.scheduling.orders.updates.Pause`; the address on
         which a "serve_kv" listens.
     level: what a sleep does with the weights: 1 keeps them in host memory, 2 drops them; 0 only
-        asks whether the engine would refuse.
-    tags: the parts of the memory to free or to take, of PARTS; none = all.
+        checks whether the engine would refuse.
+    tags: the parts of the memory to free or to allocate, of PARTS; none = all.
     """
 
     what: str
@@ -130,14 +132,14 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
 
 
 class UpdateWeights(msgspec.Struct, array_like=True, tag="update_weights"):
-    """An order to replace the model's weights by the checkpoint in a folder, once it is checked.
+    """A message to check a checkpoint folder and replace the model's weights by its weights.
 
-    Running requests go on under the new weights. An Answer follows.
+    Running requests continue with the new weights. An Answer follows.
 
-    folder: the checkpoint's folder, or several, one a line, of which a node takes the first it has.
+    folder: the checkpoint's folder, or several, one a line; each node loads the first that it has.
     version: the name of the new weights; "" = the number of updates so far.
-    recompute: whether keys of running requests are computed again, so that their next tokens are
-        those of a request that begins with the tokens so far. Otherwise their old keys stay.
+    recompute: whether the KV of running requests is computed again, so that their next tokens are
+        those of a new request with the same tokens. Otherwise they keep their old KV.
     check_only: whether to check the folder and change nothing.
     """
 
@@ -149,13 +151,15 @@ class UpdateWeights(msgspec.Struct, array_like=True, tag="update_weights"):
 
 
 class TransferWeights(msgspec.Struct, array_like=True, tag="transfer_weights"):
-    """An order to take weights from a trainer; steps go on meanwhile. An Answer follows.
+    """A message to receive weights from a trainer while steps run. An Answer follows.
 
-    what: "init" (join the trainer's group), "start", "update" (take tensors), "finish" or "drop"
-        (the updates that are not loaded). A "start" and a "finish" enclose several updates; an
-        update without them is a whole one. "collect" is an update after a "start" that also
-        finishes once the checkpoint is whole. The answer to a whole update has its folder as
-        message, for `UpdateWeights`.
+    what: "init" (join the trainer's group), "start", "update" (receive tensors), "finish" or "drop"
+        (discard the updates that are not loaded). A "start" and a "finish" enclose several updates;
+    an
+        update without them is complete. "collect" is an update after a "start" that also finishes
+    once
+        the checkpoint is complete. The answer to a complete update has its folder as message, for
+        `UpdateWeights`.
     info: vLLM's `init_info` or `update_info`; see `engine.weights.transfers.transfer`.
     """
 
@@ -165,9 +169,9 @@ class TransferWeights(msgspec.Struct, array_like=True, tag="transfer_weights"):
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer"):
-    """The answer to an order; a code says that it failed, and nothing has changed.
+    """The answer to a message; with a code the message failed and changed nothing.
 
-    param: the field of the order that is wrong.
+    param: the field of the message that is wrong.
     """
 
     ticket: int
@@ -177,7 +181,7 @@ class Answer(msgspec.Struct, array_like=True, tag="answer"):
 
 
 class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
-    """An order to register the adapter in folder `path` as `name`, replacing one of that name.
+    """A message to register the adapter in folder `path` as `name`, replacing one of that name.
 
     Requests after the answer use the new weights. Earlier requests finish with the old weights.
 
@@ -196,7 +200,7 @@ class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
 
 
 class RemoveAdapter(msgspec.Struct, array_like=True, tag="remove_adapter"):
-    """An order to remove an adapter; accepted requests finish with it.
+    """A message to remove an adapter; accepted requests still finish with the adapter.
 
     revision: "" = any.
     """
@@ -214,14 +218,14 @@ class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
     kind: str  # "lora", "prompt_tuning", "p_tuning" or "prefix_tuning"
     rank: int  # the largest rank of LoRA; 0 for other kinds
     num_bytes: int  # bytes on the device
-    targets: list[str]  # the linear layers it changes, e.g. "q_proj"
+    targets: list[str]  # the linear layers that it changes, e.g. "q_proj"
     virtual_tokens: int = 0  # virtual tokens before every prompt, which count only in max_model_len
 
 
 class AdapterAnswer(msgspec.Struct, array_like=True, tag="adapter"):
     """The answer to AddAdapter and RemoveAdapter.
 
-    info: None if the order failed; code and message then say why.
+    info: the adapter's description; None if the message failed for the reason in code and message.
     """
 
     ticket: int
@@ -233,7 +237,7 @@ class AdapterAnswer(msgspec.Struct, array_like=True, tag="adapter"):
 class RoutedExperts(msgspec.Struct, array_like=True, frozen=True):
     """The experts that each layer has chosen for each token of a request, prompt and output.
 
-    The last token has none: no step has computed it. Layers without experts have 0.
+    The last token has none, as no step has computed it. Layers without experts have 0.
 
     shape: (tokens, layers, experts of a token).
     dtype: "uint8", or "int16" for more than 256 experts.
@@ -252,7 +256,9 @@ class RoutedExperts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):
-    """The new tokens of a request. gc=False, as a step makes a thousand deltas, never in cycles.
+    """The new tokens of a request, and its end.
+
+    gc=False: a step creates up to a thousand deltas, which are never in reference cycles.
 
     finish: "" while running; "stop", "length", "abort" or "error".
     stop_token: the end token that ended it, which token_ids includes; None if none did.
@@ -261,7 +267,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     vector: the prompt's embedding, with `pooled`, as little-endian float32 bytes.
     queued_us: microseconds from the request's arrival in the engine to its first step; -1 on all
         but its first delta.
-    adapter_us: the part of queued_us until its adapter was on the device.
+    adapter_us: the part of queued_us for which the request waited for its adapter.
     routed: the experts of all tokens so far, with `return_routed_experts`; only in a request's last
         delta.
     """
@@ -286,17 +292,17 @@ class EngineStats(msgspec.Struct, array_like=True):
     step: int = 0
     running: int = 0
     waiting: int = 0
-    waiting_tokens: int = 0  # prompt tokens not yet computed, running and waiting
+    waiting_tokens: int = 0  # uncomputed prompt tokens of running and waiting requests
     free_blocks: int = 0
     total_blocks: int = 0
     block_size: int = 0
     preemptions: int = 0
-    prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0  # prompt tokens found
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens found in the prefix cache
     prompt_tokens: int = 0  # computed since start
     output_tokens: int = 0  # sampled since start
     step_seconds: float = 0.0  # duration of the last step
-    # since start, with work to do; consistent with the counts of this frame
+    # seconds with work since start; consistent with the counts of this frame
     busy_seconds: float = 0.0
     finished: int = 0
     draining: bool = False
@@ -307,47 +313,47 @@ class EngineStats(msgspec.Struct, array_like=True):
     routers: int = 0  # routers that share the replica; set by the replica
     # blocks that running requests need at full length; shared blocks count for each request
     reserved_blocks: int = 0
-    # Of recurrent and hybrid models: states of running requests, used and available, and snapshots
-    # of states for prefix caching, used and available.
+    # Recurrent and hybrid models: slots for states of running requests, and snapshots for prefix
+    # caching, used and available.
     state_slots: int = 0
     snapshots: int = 0
     snapshot_slots: int = 0
     snapshots_taken: int = 0  # since start
     snapshots_evicted: int = 0  # evictions of snapshots since start, to make room for others
-    asleep: bool = False  # a part of the memory is free
+    asleep: bool = False  # whether a part of the memory is freed
     wakes: int = 0  # since start
-    wake_seconds: float = 0.0  # seconds that the last wake took until the engine could go on
+    wake_seconds: float = 0.0  # seconds that the last wake took
     paused: bool = False
     weights_version: str = "0"  # version of the weights that sampled this frame's tokens
     weight_updates: int = 0  # since start
-    update_seconds: float = 0.0  # seconds that the last update kept steps waiting
-    # Speculation, since start: drafts (one of a request in a step), their tokens, and how often
-    # the draft token of position 0, 1, ... was accepted.
+    update_seconds: float = 0.0  # seconds for which the last update stopped the steps
+    # Speculation, since start: drafts (at most one per request and step), draft tokens, and how
+    # often the draft token of position 0, 1, ... was accepted.
     drafts: int = 0
     draft_tokens: int = 0
     accepted_by_position: list[int] = []
-    # Of models that take images, since start: images that steps encoded, their embeddings, the time
-    # that this took, and images whose embeddings were kept from earlier.
+    # Models with images, since start: images that steps encoded, their embeddings, the seconds that
+    # this took, and images whose embeddings were cached.
     images_encoded: int = 0
     image_tokens_encoded: int = 0
     image_encode_seconds: float = 0.0
     image_cache_hits: int = 0
-    image_cache_tokens: int = 0  # embeddings that are kept
-    image_cache_size: int = 0  # maximum number of embeddings that are kept
+    image_cache_tokens: int = 0  # cached image embeddings
+    image_cache_size: int = 0  # maximum number of cached image embeddings
     weights_dropped: bool = False  # weights were dropped by a sleep; requests wait for new ones
-    # Of the host tier: blocks that it has, and their maximum; other numbers are since the start.
+    # Host tier: blocks in use and their maximum; other numbers are since the start.
     host_kv_blocks: int = 0
     host_kv_slots: int = 0
     host_kv_stored_bytes: int = 0
     host_kv_loaded_bytes: int = 0
     host_kv_loaded_tokens: int = 0  # prompt tokens that were loaded instead of computed
-    host_kv_store_seconds: float = 0.0  # time of copies
+    host_kv_store_seconds: float = 0.0  # seconds of copies
     host_kv_load_seconds: float = 0.0
     host_kv_wait_seconds: float = 0.0  # time that requests waited for loads
     host_kv_dropped: int = 0  # blocks not stored, as too many waited to be copied
     host_kv_evicted: int = 0  # blocks that made room for others
     host_kv_failed_loads: int = 0
-    # Of the disk tier below it, likewise.
+    # Disk tier, likewise.
     disk_kv_blocks: int = 0
     disk_kv_used_bytes: int = 0  # bytes of all files of the folder, those of other engines included
     disk_kv_most_bytes: int = 0
@@ -365,37 +371,39 @@ class EngineStats(msgspec.Struct, array_like=True):
     # should have come and did not. The replica sets the second number.
     images_received: int = 0
     images_not_received: int = 0
-    # Of KV blocks from other replicas, since the start: pulls, those that failed in part or as a
-    # whole, and what came. The bytes that others pulled here.
+    # KV blocks from other replicas, since the start: pulls, pulls that failed in part or as a
+    # whole, received tokens and bytes. sent_kv_bytes: bytes that other replicas pulled from this
+    # one.
     moves: int = 0
     failed_moves: int = 0
     moved_tokens: int = 0
     moved_bytes: int = 0
-    move_seconds: float = 0.0  # from a pull's beginning to its last block
-    shared_moves: int = 0  # pulls that came by shared memory
+    move_seconds: float = 0.0  # seconds from a pull's beginning to its last block
+    shared_moves: int = 0  # pulls through shared memory
     sent_kv_bytes: int = 0
-    # Of KV memory that grows: bytes that have pages now; how often it became more and less since
-    # the start; the time that the step loop spent for that, and the longest of these times.
+    # Growing KV memory: mapped bytes; numbers of growths and shrinks since the start; seconds that
+    # the step loop spent on these, and the longest of them.
     kv_mapped_bytes: int = 0
     kv_growths: int = 0
     kv_shrinks: int = 0
     kv_pause_seconds: float = 0.0
     kv_longest_pause: float = 0.0
-    # Of batch work: requests, running and waiting, and their prompt tokens not yet computed.
+    # Batch work: running and waiting requests, and their uncomputed prompt tokens.
     batch_requests: int = 0
     batch_waiting_tokens: int = 0
-    device_moves: int = 0  # of `shared_moves`, those from the memory of the source's GPU
+    device_moves: int = 0  # the `shared_moves` that read the source's GPU memory
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     """The result of a step, and the engine's state after it.
 
     prefix_hashes: hashes of prompts that other routers sent to this replica; set by the replica.
-    ticket: the ticket of the newest order that the engine had carried out before this frame.
-    taken: ids of requests that `stats` counts for the first time, refused ones included. Until its
-        id is here, the router that sent a request adds it to the figures itself.
-    gone: joined hashes of prefixes that have left the prefix cache and the tiers below it.
-    lowered: joined hashes of prefixes that have left the prefix cache, and are in a tier below it.
+    ticket: the ticket of the newest message that the engine had handled before this frame.
+    taken: ids of requests that `stats` counts for the first time, including refused ones. Until
+        then
+        the router that sent a request adds it to the figures.
+    gone: joined hashes of prefixes that have left the prefix cache and the lower tiers.
+    lowered: joined hashes of prefixes that have left the prefix cache but are in a lower tier.
     """
 
     stats: EngineStats
@@ -420,7 +428,7 @@ class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The message that the engine can serve, with its decisions for logs, plan and /v1/models."""
+    """The message that the engine can serve, with its resolved settings for logs and /v1/models."""
 
     # the maximum number of tokens of a request, prompt and output, that the KV cache can hold
     max_model_len: int
@@ -431,11 +439,11 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     start_seconds: dict[str, float]  # phase -> seconds
     memory_table: str
     step_tokens: int  # the maximum number of tokens in a step
-    vector_size: int = 0  # elements of an embedding; 0: the model makes none
+    vector_size: int = 0  # elements of an embedding; 0 = the model computes none
     prefix_caching: bool = True  # whether computed prompts may be reused
     # state before the first step, which shows the engine's capacity
     stats: EngineStats | None = None
-    images: bool = True  # whether requests may have images, for the library
+    images: bool = True  # whether requests may have images; read by the library
     dtype: str = ""  # dtype of weights that are not quantised, such as "bfloat16"
 
 
@@ -445,11 +453,11 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     message: the error, with a suggestion.
     The replica adds the following for a router:
 
-    suspects: ids of that router's requests that may have killed the engine, if it ran a request on
-        probation; None if it ran none.
-    deaths: replicas whose deaths the request on probation was suspected of.
-    doubt: whether other requests were present at all these deaths and ran at the same time. They
-        are suspects too, and `deaths` is empty.
+    suspects: ids of that router's requests that may have killed the engine, if the engine ran a
+        request on probation; None if it ran none.
+    deaths: replicas whose deaths the request on probation may have caused.
+    doubt: whether other requests ran at the same time and at all these deaths. They are suspects
+        too, and `deaths` is empty.
     """
 
     code: str
@@ -472,7 +480,7 @@ class LogLine(msgspec.Struct, array_like=True, tag="log"):
 
 
 class Progress(msgspec.Struct, array_like=True, tag="progress"):
-    """The progress of a starting engine: a phase, and the fraction of it that is done (0..1)."""
+    """The progress of a starting engine: a phase, and the phase's completed fraction (0..1)."""
 
     phase: str
     fraction: float

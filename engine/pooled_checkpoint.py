@@ -11,8 +11,7 @@ Files of sentence-transformers in the checkpoint's folder:
  config.json                             is_matryoshka, matryoshka_dimensions
 
 A sequence classifier (*ForSequenceClassification) describes its head in config.json, and has the
-head's layers among its weights. Its "vector" has a number for each label, before any softmax or
-sigmoid.
+head's layers among its weights. Its "vector" is the label logits, before any softmax or sigmoid.
 """
 
 import json
@@ -28,7 +27,7 @@ from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError
 from engine.pooling import ACTIVATIONS, Dense, Norm, Pooling, PoolingHead, Vector, normalized
 
-# Names in files -> ours. Older files have a flag for each mode, newer ones name the mode.
+# Names in files -> Manta's. Older files have a flag for each mode, newer ones name the mode.
 _FLAGS = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
@@ -81,8 +80,8 @@ def read_pooling(folder: str | Path) -> Pooling | None:
 def _max_tokens(folder: Path) -> int:
     """Return the maximum number of tokens of a text; 0 if the files do not say.
 
-    Version 6 of sentence-transformers leaves the limit to the tokenizer's file. There a number
-    beyond all contexts means no limit.
+    Version 6 of sentence-transformers leaves the limit to the tokenizer's file, where a huge number
+    means no limit.
     """
     length = _optional(folder / "sentence_bert_config.json").size_or_none("max_seq_length")
     if length is not None:

@@ -1,4 +1,4 @@
-"""Pooling: the computation of one vector from a text's hidden states. No torch and no files here.
+"""Pooling: how an embedding model pools a text's hidden states. No torch and no files here.
 
 `engine.pooled_checkpoint` reads the pooling of a checkpoint from its files.
 """
@@ -58,22 +58,21 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """A model's way to pool the hidden states of a text into one vector.
+    """The settings by which a model pools the hidden states of a text into one vector.
 
     mode: "last" = the last token's hidden state after the final norm, "mean" = the mean of all,
         "cls" = the first token's.
     steps: layers over the pooled vector, in order; None = division by its length.
-    prompts: name -> a text that is put before a text.
-    matryoshka: whether the first elements of a vector are a vector themselves.
+    prompts: name -> a prefix for texts.
+    matryoshka: whether the first elements of a vector can be used as a shorter vector.
     dimensions: the allowed numbers of first elements; () = any.
     max_tokens: the maximum number of tokens of a text; 0 = the model's context.
-    labels: the label of each number of a classifier's "vector"; () for an embedder.
-    independent: whether labels do not exclude each other, so that each gets a sigmoid instead of
-        all a softmax.
-    raw: "relevance" = a reranker's score is its number without a sigmoid; "labels" = labels' scores
-        are their numbers likewise.
-    pairs: whether a text of two parts can be computed; a BERT needs its separator, from
-        tokenizer.json.
+    labels: the label of each logit of a classifier; () for an embedding model.
+    independent: whether the classifier is multi-label: a sigmoid for each label, not a softmax over
+        all.
+    raw: "relevance" = a reranker's score is its logit, without a sigmoid; "labels" = a classifier's
+        scores are its logits, without sigmoid or softmax.
+    pairs: whether the model takes pairs of texts; a BERT needs a separator token in tokenizer.json.
     """
 
     mode: str
@@ -94,22 +93,22 @@ class Pooling:
 
     @property
     def scaled(self) -> bool:
-        """Whether vectors are divided by their length."""
+        """Whether vectors are normalised to length 1."""
         return bool(self.steps) and self.steps[-1] is None
 
     def relevance(self, vector: Vector, *, raw: bool = False) -> float:
-        """Return the relevance of a reranker's pair; higher is more relevant.
+        """Return a reranker's relevance score of a pair of texts; higher is more relevant.
 
-        raw: whether to leave out the sigmoid.
+        vector: the pair's logits.
+        raw: whether to return the logit, without a sigmoid.
         """
         score = vector if raw or "relevance" in self.raw else _sigmoid(vector)
         return float(score[0])
 
     def probabilities(self, vector: Vector, *, raw: bool = False) -> Vector:
-        """Return each label's probability [labels], as transformers' text-classification pipeline
-        does.
+        """Return the probability of each label [labels], as transformers' text-classification does.
 
-        raw: whether to return the numbers from which the probabilities are computed.
+        raw: whether to return the logits instead.
         """
         if raw or "labels" in self.raw:
             return vector
@@ -119,7 +118,7 @@ class Pooling:
         return powers / powers.sum()
 
     def cut(self, vector: Vector, dimensions: int) -> Vector:
-        """Return the first `dimensions` elements, rescaled to length 1 if whole vectors are."""
+        """Return a vector's first `dimensions` elements, normalised to length 1 if `scaled`."""
         cut = vector[:dimensions]
         return normalized(cut) if self.scaled else cut
 
@@ -153,9 +152,9 @@ class Pooling:
 
 
 class PoolingHead:
-    """The steps of a Pooling, with weights.
+    """The layers over pooled vectors (`Pooling.steps`), with their weights.
 
-    size: the number of elements of its vectors.
+    size: the number of elements of an output vector.
     """
 
     def __init__(
@@ -166,9 +165,9 @@ class PoolingHead:
         self._steps = steps
 
     def __call__(self, pooled: Vector, *, unscaled: bool = False) -> Vector:
-        """Return a pooled vector [hidden_size] after all steps, float32.
+        """Apply all layers to a pooled vector [hidden_size]; return a float32 vector [size].
 
-        unscaled: whether to leave out a final division by its length.
+        unscaled: whether to leave out the final normalisation to length 1, if there is one.
         """
         steps = self._steps[:-1] if unscaled and self.pooling.scaled else self._steps
         for step in steps:
@@ -187,10 +186,10 @@ class PooledText:
         self._pooled: Vector | None = None
 
     def add_chunk(self, start: int, part: Vector) -> None:
-        """Add a chunk of the text; a preempted text begins again.
+        """Add a chunk of the text; a chunk at position 0 restarts a preempted text.
 
         start: the position where the chunk begins.
-        part: the sum of the chunk's hidden states, or the hidden state that is pooled.
+        part: the sum of the chunk's hidden states, or the pooled hidden state, [hidden_size].
         """
         if self._mean and start > 0:
             assert self._pooled is not None, "a chunk's hidden states were lost"
@@ -206,12 +205,13 @@ class PooledText:
 
 
 def as_array(vector: bytes) -> Vector:
-    """Return the float32 array [elements] that the bytes of `PooledText.vector` hold."""
+    """Return the bytes of `PooledText.vector` as a float32 array [size]."""
     return np.frombuffer(vector, dtype="<f4")
 
 
 def normalized(x: Vector) -> Vector:
-    return x / np.maximum(np.linalg.norm(x), np.float32(1e-12))  # like torch's normalize
+    # as in torch.nn.functional.normalize
+    return x / np.maximum(np.linalg.norm(x), np.float32(1e-12))
 
 
 def _sigmoid(x: Vector) -> Vector:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 
-MAX_PATH = 95  # characters of a folder's path: a socket's path takes 107 bytes
+MAX_PATH = 95  # maximum characters of a folder's path, as a socket's path has at most 107 bytes
 _RANDOM = 8  # number of characters that mkdtemp appends
-_PREFIXES = ("manta-", "mt-")  # the second, where the first makes the path too long
+_PREFIXES = ("manta-", "mt-")  # the second is used where the first makes the path too long
 
 
 def temporary_folders() -> list[Path]:
     """Return the folders that may hold temporary files, the user's choice (TMPDIR) first."""
     folders = [Path("/tmp"), Path(f"/run/user/{os.getuid()}"), Path("/var/tmp"), Path("/dev/shm")]
-    with contextlib.suppress(FileNotFoundError):  # Python finds no folder that can be written
+    with contextlib.suppress(FileNotFoundError):  # raised if Python finds no writable folder
         folders.insert(0, Path(tempfile.gettempdir()))
     return list(dict.fromkeys(folders))
 
@@ -38,11 +38,11 @@ def why_unusable(folder: Path, *, programs: bool = False) -> str:
 def private_folder(
     longest: int, *, programs: bool = False, parents: Sequence[Path] | None = None
 ) -> Path:
-    """Make a folder whose path has at most `longest` characters; the caller removes it.
+    """Make a private folder whose path has at most `longest` characters; the caller removes it.
 
     programs: whether files in it will be executed.
     parents: folders to try; None = temporary_folders().
-    Raises ConfigError with the fault of each.
+    Raises ConfigError with the reason for each.
     """
     faults = []
     for parent in temporary_folders() if parents is None else parents:

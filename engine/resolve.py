@@ -1,5 +1,6 @@
-"""Resolves a configuration before anything is loaded: device, dtype, limits of a step, threads,
-speculation. Byte counts of 0 are decided later, by `engine.runner.memory`."""
+"""Resolves automatic settings before anything is loaded: device, dtype, step limits, threads,
+speculation. `engine.runner.memory` resolves byte counts of 0 later.
+"""
 
 import logging
 import os
@@ -39,14 +40,15 @@ from kernels.packed import FLOAT8
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Default of concurrent requests for recurrent models, whose states take dozens of MiB each.
+# Default max_num_seqs for recurrent models, where each request has states of dozens of MiB.
 _ROWS_OF_STATES = {"cuda": 128, "cpu": 32}
-# Decodes whose updates of a delta-rule state are kept as pending, on CUDA. With states of 128 x 128
-# float32 numbers, each pending update reads 1 KiB a head and saves writing 64 KiB.
+# Number of decodes whose updates of a delta-rule state are kept pending, on CUDA. With states of
+# 128 x 128 float32 numbers, each pending update reads 1 KiB a head and saves writing 64 KiB.
 _PENDING_UPDATES = 3
-_ALIKE = 0.95  # GPUs of one kind may differ by this ratio of memory
-_IMAGE_TOKENS = {"cuda": 16384, "cpu": 4096}  # default of the most image embeddings on the device
-_CUDA_THREADS = 2  # threads for the remaining CPU work of torch
+_ALIKE = 0.95  # minimum ratio of the memory of two GPUs that count as equal
+# default maximum number of image embeddings on the device
+_IMAGE_TOKENS = {"cuda": 16384, "cpu": 4096}
+_CUDA_THREADS = 2  # number of torch's CPU threads on a GPU
 
 
 logger = logging.getLogger("manta.engine")
@@ -54,7 +56,7 @@ logger = logging.getLogger("manta.engine")
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The settings with which the engine will run."""
+    """The settings of an engine, with all automatic values decided."""
 
     config: EngineConfig
     folder: Path
@@ -81,7 +83,8 @@ class Resolved:
 
     @property
     def kv_ranks(self) -> int:
-        """The number of ranks among which requests, with their keys and values, are divided."""
+        """The number of ranks among which requests and their KV are divided (data-parallel
+        attention)."""
         return self.ranks if self.config.attention_data_parallel else 1
 
     @property
@@ -96,14 +99,14 @@ class Resolved:
 
     @property
     def image_cache_tokens(self) -> int:
-        """The maximum of image embeddings on the device at once; 0 = the engine takes no images."""
+        """The maximum number of image embeddings on the device; 0 = the engine takes no images."""
         if self.model.vision is None:
             return 0
         return self.config.image_cache_tokens or _IMAGE_TOKENS[self.device.type]
 
     @property
     def encodes_ahead(self) -> bool:
-        """Whether a step with decodes lets the images of later steps be encoded beside it."""
+        """Whether images for later steps are encoded in parallel to steps with decodes."""
         beside = self.device.type == "cuda" and self.async_scheduling
         return beside and self.model.vision is not None
 
@@ -118,9 +121,9 @@ class Resolved:
 
 
 def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
-    """Return a configuration resolved for this machine; only config.json is read.
+    """Resolve a configuration for this machine; of the model only config.json is read.
 
-    rank: the rank that asks.
+    rank: the rank of this process.
     Raises ConfigError naming the key at fault.
     """
     folder = Path(config.model)
@@ -143,9 +146,10 @@ def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
 
 
 def acting(config: EngineConfig, name: str, own: Capability) -> Capability:
-    """Return the compute capability whose kernels a GPU runs: `gpu_capability`, or its own.
+    """Return the compute capability for which kernels are chosen: `gpu_capability` if it is set.
 
     name: the GPU's name, for messages.
+    own: the GPU's compute capability.
 
     Raises ConfigError if kernels do not compile for `gpu_capability`, or it exceeds the GPU's own.
     """
@@ -170,7 +174,7 @@ def decide(
     name: str = "",
     capability: tuple[int, int] | None = None,
 ) -> Resolved:
-    """Return a configuration resolved for a device that need not be present.
+    """Resolve a configuration for a device that need not be present.
 
     name: the device's name, for messages.
     capability: the compute capability of CUDA; None = sufficient for all settings.
@@ -227,7 +231,7 @@ def decide(
             f"raise max_num_seqs, which is {max_num_seqs}",
             param="graph_sizes",
         )
-    # Encoders have no decodes that would wait, so larger steps share the launch cost.
+    # Encoders have no decodes that a long step would delay, and larger steps amortise launch costs.
     on_cpu = 2048 if model.whole_texts else 512
     budget = 8192 if cuda else on_cpu
     if model.vision is not None and model.vision.bidirectional:
@@ -237,7 +241,7 @@ def decide(
         budget = max(budget, max_model_len)
     budget = max(budget, max_num_seqs)  # each running request decodes one token in every step
     dtype = _dtype(config, model, cuda, without(BFLOAT16))
-    # In deterministic mode results must not depend on where a decode is among pending updates.
+    # In deterministic mode results must not depend on the number of pending updates.
     pending = _PENDING_UPDATES if cuda and not config.deterministic else 0
     return Resolved(
         config=config,
@@ -291,7 +295,7 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
 def _check_devices(config: EngineConfig) -> None:
     """Check that the GPUs of this node's ranks are of one kind. Raises ConfigError if not.
 
-    The slowest GPU would decide the time of each step, the smallest the room for keys and values.
+    Otherwise the slowest GPU would limit every step, and the smallest the KV cache.
     """
     of_ranks = range(config.ranks_per_node)
     kinds = [torch.cuda.get_device_properties(number) for number in of_ranks]
@@ -323,7 +327,7 @@ def _threads(config: EngineConfig, cuda: bool) -> int:
     if cuda:
         return _CUDA_THREADS
     cores = len(os.sched_getaffinity(0))
-    # A bound rank's affinity is only its own share.
+    # A process bound to cores sees only its own share of them.
     return cores if config.numa == "bind" else max(1, cores // config.ranks_per_node)
 
 
@@ -408,13 +412,15 @@ def _kv_format(
 
 
 def kv_form(model: ModelConfig, name: str) -> KVFormat:
-    """Return the format in FORMATS of this name, for the sizes of this model's layers."""
+    """Return the KV format with a name in FORMATS, for the sizes of this model's layers."""
     form = FORMATS[name]
     return replace(form, hadamard=_hadamard(model)) if name == "int4" else form
 
 
 def _hadamard(model: ModelConfig) -> int:
-    """Return the largest power of two that divides the parts of a head that kernels transform.
+    """Return the block size of the Hadamard transform of queries and keys.
+
+    It is the largest power of two that divides the parts of a head that kernels transform.
 
     The parts are the halves that rotary embeddings pair, and the rest.
     """

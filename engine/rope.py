@@ -8,8 +8,8 @@ from typing import Any
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 
-# "mrope" rotates text like "default", as its three positions are equal. "dynamic" changes only
-# beyond max_position_embeddings, which is not supported. "su" is longrope's first name.
+# "mrope" equals "default" for text, whose three positions are equal. "dynamic" differs only beyond
+# max_position_embeddings, which is not supported. "su" is an old name of longrope.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "su", "dynamic", "mrope")
 
 
@@ -17,13 +17,13 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "su", "dynamic"
 class Rope:
     """A rotary embedding. Fields after ``factor`` only matter for the types in their comments.
 
-    dim: the number of rotary elements of a head, which are the first; 0 = all.
+    dim: the number of rotary elements, the first ones of a head; 0 = all.
     """
 
     theta: float
     type: str = "default"
     dim: int = 0
-    factor: float = 1.0  # how many times longer the context is than in training
+    factor: float = 1.0  # ratio of the context length to that of training
     original_max_positions: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -32,8 +32,8 @@ class Rope:
     attention_factor: float = 1.0  # factor of cosines and sines: yarn, longrope
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     part: float = 1.0  # proportional: the share of pairs that rotate
-    # longrope, [dim / 2]: divisors of frequencies if all texts are as short as in the first
-    # training, and if they may be longer
+    # longrope, [dim / 2]: divisors of frequencies if the maximum length is that of the original
+    # training, and if it is longer
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -87,8 +87,8 @@ def read_rope(config: Reader, head_dim: int) -> Rope:
 def _longrope(config: Reader, read: Reader, rope: Rope, head_dim: int) -> Rope:
     """Read a longrope embedding (Ding et al. 2024).
 
-    If texts may be long, the factors for long texts hold from the first token on, because keys in
-    the cache cannot be rotated again.
+    If the maximum length exceeds the original context, the long factors apply from the first token
+    on, because keys in the cache cannot be rotated again.
     """
     positions = config.size("max_position_embeddings")
     # Phi 3 has this key at the top level, which takes precedence.

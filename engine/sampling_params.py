@@ -30,7 +30,7 @@ INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)
 _UINT31 = 2**31 - 1
 
-# name -> (least, greatest) number; the OpenAPI document is made from these, too.
+# name -> (minimum, maximum); the OpenAPI document is also generated from these.
 RANGES: Mapping[str, tuple[float, float]] = {
     "n": (1, MAX_N),
     "max_tokens": (0, _UINT31),
@@ -46,9 +46,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
-# What a request may leave to generation_config.json, or to the operator.
+# The parameters whose defaults come from generation_config.json or the operator.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-ABOVE_LEAST = frozenset({"top_p"})  # names whose least value is excluded
+ABOVE_LEAST = frozenset({"top_p"})  # names whose minimum is excluded
 BIAS_RANGE = (-100.0, 100.0)  # bounds of each value of logit_bias
 
 
@@ -59,39 +59,44 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     of end tokens below min_tokens or the mask of a grammar and of lists of tokens, then
     temperature, min_p, top_k, top_p, then Gumbel-max with noise that is a function of
     (seed, choice, position, token id) alone.
-    Reported logprobs are of the raw model distribution, before any of these, or of the distribution
-    that the token was drawn from: `logprobs_mode`.
+    Reported logprobs are those of the raw model distribution, before any of these, or those of the
+    distribution from which the token is drawn: `logprobs_mode`.
 
     n: independent choices, 1..128.
-    max_tokens: output tokens at most; None = up to the context length.
+    max_tokens: maximum number of output tokens; None = up to the context length.
     min_tokens: no end-of-sequence or stop token before this many output tokens.
     temperature: 0 = greedy; 0..2.
     top_p: nucleus mass in (0, 1].
     top_k: the k most likely tokens; 0 = all.
     min_p: in [0, 1], relative to the largest probability.
     repetition_penalty: 0.01..10, over prompt and output (Keskar et al. 2019). Logits are divided by
-        it: a much smaller one makes infinite logits, which cannot be sampled.
+        the penalty, so a much smaller one would make them infinite.
     presence_penalty, frequency_penalty: -2..2, over the output only (OpenAI's definition).
     seed: int64; None = decided at submission, so that a resumed request keeps its numbers:
         `seed_for`.
-    stop: a string or up to 128, of 1..256 bytes; the text is cut before the first one found.
+    stop: a string or up to 128, of 1..256 bytes; the text is cut before the first occurrence.
     stop_token_ids: end tokens beside the model's own.
-    allowed_token_ids: the only tokens that may come; none = all. End tokens count.
-    bad_words_ids: sequences of token ids that never come whole.
-    logprobs: None = none; k = the chosen token's and the k most likely (k <= 32).
-    logprobs_mode: "processed_logprobs" = after all of the above but the noise, where a token that
-        cannot come has -inf; greedy = temperature 1 without filters. "raw_logprobs" = before all of
-        it. None = `EngineConfig.logprobs_mode`.
-    prompt_logprobs: None = none; k = the raw ones of each prompt token but the first, and the k
-        most likely.
-    structured: what the output may be. It ends where the grammar is complete, or at an end token
-        where the grammar is satisfied; stop_token_ids end it only there, and min_tokens and
-        ignore_eos hold as long as the grammar allows anything else. With finish "length" it is only
-        the beginning of something that fits.
-    thinking: how long the output may think, where `structured` describes thoughts before it.
-    pooled: the prompt's vector (engine/pooling.py) and no output: max_tokens must be 0.
-    return_routed_experts: whether to return the ids of the experts that each layer of a mixture
-        chooses for each token. Such a request uses no cached prefix, and its steps no CUDA graph.
+    allowed_token_ids: the only tokens that may be sampled, end tokens included; none = all.
+    bad_words_ids: sequences of token ids that never occur as a whole.
+    logprobs: None = none; k = those of the chosen token and of the k most likely (k <= 32).
+    logprobs_mode: "processed_logprobs" = after all of the above but the noise: excluded tokens have
+        -inf, and greedy requests count as temperature 1 without filters. "raw_logprobs" = before
+    all
+        of the above. None = `EngineConfig.logprobs_mode`.
+    prompt_logprobs: None = none; k = raw log-probabilities of each prompt token but the first, and
+        of
+        the k most likely tokens at its position.
+    structured: the constraint of the output, such as a grammar. The output ends where the grammar
+        is
+        complete, or at an end token where the grammar is satisfied. stop_token_ids end it only
+    there,
+        and min_tokens and ignore_eos apply as long as the grammar allows other tokens. With finish
+        "length" the output is only a prefix of a valid one.
+    thinking: the limit on thinking tokens, where `structured` describes thoughts before the output.
+    pooled: whether to return the prompt's embedding (engine/pooling.py) and no output: max_tokens
+        must be 0.
+    return_routed_experts: whether to return the ids of the experts that each MoE layer chooses for
+        each token. Such a request uses no cached prefix, and its steps use no CUDA graph.
     unscaled: whether `pooled` leaves out the final division of the vector by its length, if any.
 
     Raises InvalidRequest naming the field.
@@ -108,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] = ()  # made a tuple, like the next fields
+    stop: str | Sequence[str] = ()  # converted to a tuple, like the next fields
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -176,7 +181,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
 
     def _check_types(self) -> None:
-        """Check lengths first, so that no long list is iterated, then types.
+        """Check that each field has a valid length and type.
+
+        Lengths are checked first, so that no long list is iterated.
 
         Raises InvalidRequest.
         """
@@ -210,9 +217,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def seed_for(self, prompt: Sequence[int], engine_seed: int | None) -> int | None:
         """Return the seed of a request with this prompt (token ids), in 0..2**63 - 1.
 
-        It is the request's own seed, else a function of prompt and engine_seed
-        (`EngineConfig.seed`).
-        Returns None if there is neither, so that the caller draws one.
+        The result is the request's `seed`, else a function of prompt and engine_seed
+        (`EngineConfig.seed`). It is None if neither is set; the caller then draws a seed.
         """
         if self.seed is not None or engine_seed is None:
             return self.seed
@@ -239,7 +245,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _HINTS = get_type_hints(SamplingParams)
-# A field with its default value is not checked, so None is left out of the types.
+# Fields with their default value are not checked, so None is not among the types.
 _FIELDS = [
     (field.name, without_none(_HINTS[field.name]), field.default)
     for field in msgspec.structs.fields(SamplingParams)
@@ -278,7 +284,10 @@ def _given(value: float) -> str:
 
 
 def read_defaults(values: Mapping[str, int | float]) -> dict[str, int | float]:
-    """Return an operator's defaults of sampling, by the names of DEFAULTS. Raises ConfigError."""
+    """Check an operator's defaults of sampling parameters, by name, and return a copy.
+
+    Raises ConfigError.
+    """
     for name in values:
         if name not in DEFAULTS:
             raise ConfigError(

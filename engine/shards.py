@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 from engine.errors import ConfigError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_LFS_START = b"version "  # beginning of a Git LFS pointer; as a header length beyond any file
+# beginning of a Git LFS pointer, which read as a header length exceeds any file
+_LFS_START = b"version "
 
 
 class Named(Protocol):
@@ -58,16 +59,16 @@ def read_headers(folder: Path) -> dict[str, Entry]:
 
 
 SAFETENSORS, PICKLED = ".safetensors", ".bin"
-# (stem, suffix) of file names; the first kind found is used. Folders may also have all weights in a
-# publisher's own layout, or an adapter, under other names.
+# (stem, suffix) of file names; the first kind that exists is used. Files with other names may have
+# the same weights in a publisher's own layout, or an adapter.
 _KINDS = (("model", SAFETENSORS), ("pytorch_model", PICKLED), ("", SAFETENSORS))
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The files of a folder from which weights are read.
+    """The weight files of a folder.
 
-    listed: tensor -> its file; None without an index.
+    listed: tensor name -> file name by the index; None without an index.
     index: the name of the index file.
     """
 
@@ -104,7 +105,9 @@ def _of_kind(folder: Path, stem: str, suffix: str) -> Shards | None:
         missing = next((file for file in files if not file.exists()), None)
         if missing is None:
             return Shards(suffix, files, listed, index.name)
-        if not single.exists():  # a file saved over shards leaves their index
+        # kept only if the single file does not exist: saving one over shards leaves their index
+        # behind
+        if not single.exists():
             raise file_error(missing, f"is missing, {index.name} lists it")
     files = [single] if single.exists() else sorted(folder.glob(f"{stem}*{suffix}"))
     _check_count(files)

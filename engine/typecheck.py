@@ -1,6 +1,6 @@
 """Checks of values against annotations, and names of the annotated types for messages.
 
-They are for structs that people fill in by hand, as msgspec checks types only where it decodes.
+They check structs that are constructed directly, as msgspec checks types only when it decodes.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 _ONE = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 _MANY = {int: "integers", float: "numbers", str: "strings"}
 _LISTS = (tuple, Sequence)
-_UNIONS = (Union, UnionType)  # the first is that of a Literal and None
+# `Literal[...] | None` has the first of these origins, `X | Y` of classes the second
+_UNIONS = (Union, UnionType)
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotated type.
+    """Whether a value has an annotated type.
 
     A list also counts as a tuple, and a whole number as a float. True and False do not count as
     numbers.
@@ -38,7 +39,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def without_none(kind: Any) -> Any:
-    """Return the type without None, where the annotation is one type or None."""
+    """Return X for an annotation `X | None`; other annotations are returned unchanged."""
     if get_origin(kind) in _UNIONS:
         members = [member for member in get_args(kind) if member is not NoneType]
         if len(members) == 1:
@@ -47,7 +48,7 @@ def without_none(kind: Any) -> Any:
 
 
 def words(kind: Any) -> str:
-    """Return the type in words for a message, such as "an integer"; None is left out."""
+    """Return the type in words for a message, such as "an integer", without None."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is None:
         return _ONE.get(kind) or f"a {kind.__name__}"
