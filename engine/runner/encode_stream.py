@@ -13,7 +13,7 @@ class Encoding:
     """A run of the vision encoder on the stream of encodes.
 
     start, end: events before the run, and after its embeddings are in the cache.
-    awaited: an event where the stream of steps begins to wait for the run.
+    awaited: an event at which the stream of steps begins to wait for the run; None = it does not.
     """
 
     start: torch.cuda.Event
@@ -22,11 +22,10 @@ class Encoding:
 
 
 class EncodeStream:
-    """The stream for encodes beside the stream of steps, and the order of both at the cache.
+    """The stream of image encodes, and its synchronisation with the stream of steps.
 
-    A step that gathers embeddings waits for the encode that wrote them. An encode that writes waits
-    for the gathers that were launched before, which may read the slots that it overwrites. The host
-    waits for neither.
+    A step that gathers embeddings from the cache waits for the encode that wrote them. An encode
+    waits for earlier gathers before it overwrites slots of the cache. The host never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,12 +46,12 @@ class EncodeStream:
         self.launched.append(encoding)
 
     def await_gathers(self) -> None:
-        """Let the rest of the encode wait for all gathers launched so far."""
+        """Make the rest of the encode wait for all gathers launched so far."""
         if self._gathered is not None:
             self._stream.wait_event(self._gathered)
 
     def await_encoding(self, encoding: Encoding) -> None:
-        """Let all later steps wait for an encode, on the device."""
+        """Make all later steps wait for an encode, on the device."""
         encoding.awaited = torch.cuda.Event(enable_timing=True)
         encoding.awaited.record()
         torch.cuda.current_stream(self._device).wait_event(encoding.end)
@@ -64,7 +63,7 @@ class EncodeStream:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Launch the block's work on this stream, after earlier steps and before later ones."""
+        """Launch the `with` block's work on this stream, between earlier and later steps."""
         steps = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(steps)
         with torch.cuda.stream(self._stream):
@@ -81,10 +80,11 @@ class EncodeStream:
             encoding = self.launched.popleft()
             took += encoding.start.elapsed_time(encoding.end) / 1000
             awaited = encoding.awaited
-            if awaited is not None and awaited.query():  # False: it ended before the wait
+            # steps waited only if the run ended after the wait began
+            if awaited is not None and awaited.query():
                 waited += max(0.0, awaited.elapsed_time(encoding.end) / 1000)
         return took, waited
 
     def forget(self) -> None:
-        """Drop the encodes whose seconds were not taken, after a failure."""
+        """Drop all encodes from the time measurement, after a failure."""
         self.launched.clear()

@@ -22,12 +22,12 @@ from kernels.metadata import AttentionMeta, OwnTokens
 
 
 class OwnInputs:
-    """The inputs of requests whose keys are on this rank, with data-parallel attention."""
+    """The inputs of requests whose KV is on this rank, with data-parallel attention."""
 
     def __init__(self, inputs: Any, rank: int, rows: RequestRows) -> None:
         """Set up the inputs.
 
-        inputs: CpuInputs, or CudaInputs that nothing else uses.
+        inputs: CpuInputs, or separate CudaInputs.
         """
         self.inputs = inputs
         self.rank = rank
@@ -36,11 +36,11 @@ class OwnInputs:
         self._kv_rank = np.zeros(rows.pad_row, dtype=np.int64)  # KV rank of each row
 
     def set_row(self, new: NewRow) -> None:
-        """Record which rank has the keys of a row's request."""
+        """Record which rank has the KV of a row's request."""
         self._kv_rank[new.row] = new.kv_rank
 
     def padded(self, batch: Batch) -> Batch:
-        """Return the batch in which entries whose keys another rank has are padding."""
+        """Return a copy of the batch in which entries whose KV another rank has are padding."""
         here, pad = self._kv_rank[batch.rows] == self.rank, self._pad_row
         rows = [row if own else pad for row, own in zip(batch.rows, here, strict=True)]
         starts = [start if own else 0 for start, own in zip(batch.starts, here, strict=True)]
@@ -49,7 +49,7 @@ class OwnInputs:
     def assemble(
         self, batch: Batch, lora: LoraDevice | None
     ) -> tuple[Tensor | None, list[AttentionMeta]]:
-        """Return `DeviceStep.own`: the tokens with keys on this rank, and their AttentionMetas."""
+        """Return `DeviceStep.own`: the tokens with KV on this rank, and their AttentionMetas."""
         here = self._kv_rank[batch.rows] == self.rank
         entries = np.flatnonzero(here)
         tokens = torch.from_numpy(np.flatnonzero(np.repeat(here, batch.lengths)))
@@ -73,11 +73,11 @@ class OwnInputs:
 class ModelForward:
     """The forward pass of one model, or of a pipeline stage's layers, on one device.
 
-    inputs: makes the inputs of steps.
+    inputs: builds the inputs of steps.
     own: the inputs of this rank's requests, with data-parallel attention.
-    lora: the adapters of rows.
-    link: the link to the stages before and after this one.
-    images: the images of rows; None if the model takes no images.
+    lora: the LoRA adapters of the rows; None = adapters are not supported.
+    link: the connection to the previous and the next pipeline stage.
+    images: the images of the rows; None if the model takes no images.
     """
 
     def __init__(
@@ -102,9 +102,10 @@ class ModelForward:
         self.link = link
         self.images = images
         self.device = rows.tokens.device
-        self._routed = np.zeros(rows.pad_row, dtype=np.bool_)  # rows that ask for their experts
-        self._some_routed = False  # whether any row ever has
-        self.state_runs: StateVerification | None = None  # in models that keep states
+        # whether each row's request asks for routed experts
+        self._routed = np.zeros(rows.pad_row, dtype=np.bool_)
+        self._some_routed = False  # whether any request ever has
+        self.state_runs: StateVerification | None = None  # set in models with recurrent states
         if kv.states is not None:
             self.state_runs = StateVerification(rows.pad_row, self.device)
         self.cuda = self.device.type == "cuda"
@@ -121,21 +122,22 @@ class ModelForward:
         self._some_routed |= new.params.return_routed_experts
 
     def sees_images(self, batch: Batch) -> bool:
-        """Whether tokens of the step stand before the end of their request's images.
+        """Whether some tokens of the step come before the end of their request's last image.
 
-        CUDA graphs and programs have neither embeddings of images nor their rotary positions.
+        CUDA graphs and programs support neither image embeddings nor the rotary positions of
+        images.
         """
         return self.images is not None and self.images.within(batch)
 
     def wants_routes(self, batch: Batch) -> bool:
-        """Whether a request of the step asks for the experts that its tokens choose.
+        """Whether a request of the step asks for the chosen experts of its tokens.
 
         CUDA graphs and recorded programs do not return these experts.
         """
         return self._some_routed and bool(self._routed[batch.rows].any())
 
     def routes_of(self, batch: Batch) -> list[tuple[int, Tensor]]:
-        """Return (entry, experts that its tokens chose in the last run) of entries that ask.
+        """Return (entry, chosen experts) of the last run, for entries whose requests ask for them.
 
         Experts are [length, num_layers, chosen] on the device.
         """
@@ -149,7 +151,7 @@ class ModelForward:
         return wanted
 
     def assemble(self, batch: Batch) -> DeviceStep:
-        """Return the tensors of a step, laid out on the device."""
+        """Return the device tensors of a step."""
         step: DeviceStep = self.inputs.assemble(batch)
         if self.lora is not None:
             step.adapt(self.lora.step(batch))
@@ -171,12 +173,15 @@ class ModelForward:
         return self.link.receive(len(step.token_ids))
 
     def run_step(self, step: DeviceStep) -> Tensor:
-        """Return the hidden states of a step that is laid out; see `run`."""
+        """Run the model on an assembled step; return its hidden states, see `run`."""
         return self.run(step.token_ids, step.metas, own=step.own, images=step.images)
 
     def tapped(self) -> Tensor | None:
-        """Return the layer inputs that a drafter reads of the last run, one beside the other
-        [num_tokens, taps * hidden_size]; None if it reads final states."""
+        """Return the last run's layer inputs that a drafter reads, [num_tokens, taps *
+        hidden_size].
+
+        None if the drafter reads final hidden states.
+        """
         model = self.model
         return torch.cat(model.tapped, dim=-1) if model.taps else None
 
@@ -188,9 +193,9 @@ class ModelForward:
         own: tuple[Tensor | None, list[AttentionMeta]] | None = None,
         images: ImageRows | None = None,
     ) -> Tensor:
-        """Run the model; return [num_tokens, hidden_size] after the final norm.
+        """Run the model; return the hidden states after the final norm [num_tokens, hidden_size].
 
-        metas: the meta of each group of layers; attention is planned here.
+        metas: one AttentionMeta for each KV group; this call plans their attention.
         entered: the input of this stage's first layer. The result is then the output of the stage's
             last layer.
         own, images: see DeviceStep.
@@ -198,7 +203,7 @@ class ModelForward:
         layers, groups = self.kv.layers, self.kv.groups
         views = attending = in_views(groups, metas, self.kv.block_size)
         if self.own is not None:
-            if own is None:  # a warm-up, in which all requests belong to this rank
+            if own is None:  # in a warm-up all requests belong to this rank
                 own = torch.arange(len(token_ids), device=self.device), list(metas)
             tokens, metas = own
             others = metas[0].slots[:, None] < 0 if tokens is None else None

@@ -1,8 +1,8 @@
-"""StepImages: the image embeddings of running requests, and the tokens of a step that take them.
+"""StepImages: the image embeddings of running requests, and their use by a step's tokens.
 
 A step with tokens before the end of their request's last image is launched without a CUDA graph.
-After its images a request is like one without, except that rotary embeddings use position index +
-delta (`RequestRows.deltas`), which graphs read.
+After its images a request is computed like one without images, except that rotary embeddings use
+the position index + delta (`RequestRows.deltas`), which graphs read.
 """
 
 import time
@@ -31,15 +31,15 @@ from engine.runner.memory import image_cache_shape
 from engine.runner.request_rows import RequestRows
 from kernels.metadata import AttentionMeta, RotaryPlaces
 
-# On a GPU a vision encoder takes about as long for fewer embeddings, in all, as for this number.
+# Minimum number of embeddings that are divided among ranks: fewer take a GPU about the same time.
 _LEAST_SHARED = 256
 
 
 def axis_of_frequency(section: Sequence[int], interleaved: bool) -> list[int]:
-    """Return the axis (0 time, 1 row, 2 column) by which each frequency of a head is rotated.
+    """Return the M-RoPE axis (0 time, 1 row, 2 column) of each rotary frequency.
 
     section: the number of frequencies of each axis.
-    interleaved: whether axes alternate as far as they have frequencies left.
+    interleaved: whether axes alternate, as long as they have frequencies.
     """
     if not interleaved:
         return [axis for axis, count in enumerate(section) for _ in range(count)]
@@ -55,7 +55,7 @@ def rotary_places(images: Sequence[Image]) -> tuple[NDArray[np.int32], int]:
 
     The axes are time, row and column. Text has position p on all axes. An image of (h, w) that
     begins at p has (p, p + row, p + column), and the text after it goes on from the largest of its
-    positions. Frames of a clip have p + number * time_step, rounded down. A later token of index i
+    positions. Frame n of a video has time p + n * time_step, rounded down. A later token of index i
     has position i + delta.
     """
     end = max((image.start + image.length for image in images), default=0)
@@ -68,7 +68,7 @@ def rotary_places(images: Sequence[Image]) -> tuple[NDArray[np.int32], int]:
         at, index = at + text, image.start + image.length
         frames = (index - image.start) // (height * width)
         span = places[:, image.start : index].reshape(3, frames, height, width)
-        # float32, in which the models' own code has a frame's time
+        # float32, as in the models' original code
         times = np.arange(frames, dtype=np.float32) * np.float32(image.time_step)
         span[0] = at + times.astype(np.int32)[:, None, None]
         span[1] = at + np.arange(height)[:, None]
@@ -94,10 +94,10 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """The images of which each rank has encoded a share, until all ranks have all embeddings.
+    """The images of an encode that is divided among ranks, until the embeddings are gathered.
 
-    rows: [most, width], this rank's embeddings, padded to those of the largest share.
-    slots: [size] int64, the rows of the cache that the embeddings get, rank by rank.
+    rows: [most, width], this rank's embeddings, padded to the size of the largest share.
+    slots: [size] int64, the destinations of all ranks' embeddings in the cache, rank by rank.
     places: [size] int64, the embeddings' indices in the gathered rows of all ranks.
     encoding: this rank's encode; None without a stream.
     """
@@ -109,9 +109,9 @@ class _Shares:
 
 
 def shares_of(images: Sequence[Image], ranks: int, least: int) -> list[list[Image]]:
-    """Return the images that each rank encodes, divided evenly; one list = all ranks encode all.
+    """Return the images that each rank encodes; a single list = each rank encodes all.
 
-    least: the fewest embeddings that are divided among ranks.
+    least: the minimum number of embeddings that are divided among ranks.
     """
     if ranks == 1 or len(images) < 2 or sum(image.size for image in images) < least:
         return [[*images]]
@@ -127,7 +127,7 @@ def shares_of(images: Sequence[Image], ranks: int, least: int) -> list[list[Imag
 class StepImages:
     """The device's cache of image embeddings, and the images of each batch row.
 
-    The scheduler decides which images are encoded and which are dropped.
+    The scheduler decides which images to encode and which to drop.
     """
 
     def __init__(
@@ -145,15 +145,17 @@ class StepImages:
     ) -> None:
         """Set up an empty cache of embeddings.
 
-        encoder: None on a pipeline stage other than the first.
-        cache: [embeddings, hidden_size * (1 + levels)], memory for embeddings; [0, ...] without an
-            encoder.
+        encoder: the vision encoder; None on a pipeline stage other than the first.
+        cache: [embeddings, hidden_size * (1 + DeepStack levels)], memory for embeddings; [0, ...]
+            without
+            an encoder.
         cos_sin: the rotary table of all layers, if the model uses M-RoPE; else None.
-        apart: whether each image is encoded by itself, so that others do not change its embeddings.
-        mutual: the groups of layers in which tokens of an image attend to each other, in a model
-            that has such layers; None = all.
+        apart: whether each image is encoded in a separate batch, for deterministic embeddings.
+        mutual: the KV groups in which an image's tokens attend to each other in both directions, in
+            a
+            model with such attention; None = all.
         stream: the stream of encodes, on CUDA; None = steps and encodes run in launch order.
-        group: the ranks that divide several images among them; None = this rank encodes all.
+        group: the ranks that divide several images among themselves; None = this rank encodes all.
         """
         self._vision = vision
         self._rows = rows
@@ -167,16 +169,17 @@ class StepImages:
         self._stream = stream
         self._group = group or TensorParallelGroup()
         self._least = _LEAST_SHARED if stream is not None else 0
-        self._shares: _Shares | None = None  # shares of the newest encode, until they are gathered
-        self._slots: dict[bytes, NDArray[np.int64]] = {}  # digest -> rows of the cache
-        # digest -> the encode of the image, until a step waits for it
+        self._shares: _Shares | None = None  # the newest divided encode, until it is gathered
+        # digest -> indices of its embeddings in the cache
+        self._slots: dict[bytes, NDArray[np.int64]] = {}
+        # digest -> the image's encode, until a step waits for it
         self._encodings: dict[bytes, Encoding] = {}
-        self._seconds = 0.0  # seconds of encodes without a stream since the last `timer`
+        self._seconds = 0.0  # seconds of encodes without a stream that `timer` has not returned
         self._free = np.arange(len(cache))
         count = rows.pad_row + 1
-        # rows whose images' tokens were not all computed since their request took the row
+        # rows whose requests still have image tokens to compute
         self._open: set[int] = set()
-        self._ends = np.zeros(count, dtype=np.int64)  # the end of each row's last image
+        self._ends = np.zeros(count, dtype=np.int64)  # end position of each row's last image
         self._deltas = np.zeros(count, dtype=np.int32)
         self._spans: list[list[_Span]] = [[] for _ in range(count)]
         self._places: list[NDArray[np.int32]] = [np.empty((3, 0), np.int32)] * count
@@ -252,10 +255,11 @@ class StepImages:
         self._places[row], delta = rotary_places(new.images)
         if delta != self._deltas[row]:
             self._deltas[row] = delta
-            self._rows.deltas[row : row + 1].fill_(delta)  # an assignment would wait
+            # an indexed assignment would wait for the device
+            self._rows.deltas[row : row + 1].fill_(delta)
 
     def clear(self) -> None:
-        """Free all places of the cache of embeddings, and forget the encodes in flight."""
+        """Free all slots of the embedding cache, and forget the encodes in flight."""
         self._slots.clear()
         self._encodings.clear()
         self._shares = None
@@ -266,11 +270,11 @@ class StepImages:
     def encode(self, images: Sequence[Image], dropped: Sequence[bytes] = ()) -> None:
         """Free the embeddings of dropped images, and launch the encodes of new ones.
 
-        dropped: digests.
+        dropped: digests of the dropped images.
         """
         if self._encoder is None:
             return
-        self._gather_shares()  # first, as rows of these shares may be freed
+        self._gather_shares()  # gathered first, as slots of the last encode may be freed
         for digest in dropped:
             if digest in self._slots:
                 self._free = np.concatenate((self._free, self._slots.pop(digest)))
@@ -291,9 +295,10 @@ class StepImages:
             self._seconds += time.perf_counter() - began
 
     def timer(self) -> Callable[[], tuple[float, float]] | None:
-        """Return a function for the seconds of encodes and of waits for them, once a step is done.
+        """Return a function that returns (seconds of encodes, seconds of waits) once a step is
+        done.
 
-        None if no encode was launched whose seconds are not reported yet.
+        None if all encodes are already reported.
         """
         if self._stream is not None:
             return self._stream.take_seconds if self._stream.launched else None
@@ -305,14 +310,14 @@ class StepImages:
         return encoder.encode([self._pixels(image) for image in images])
 
     def _received(self, image: Image) -> Tensor:
-        """Return a copy on the device of the embeddings that came with an image, [size, width]."""
+        """Copy the embeddings that came with an image to the device, [size, width]."""
         numbers = self._on_device(np.frombuffer(image.rows, np.uint8))
         return numbers.view(getattr(torch, image.rows_dtype)).view(image.size, -1)
 
     def _keep(self, images: Sequence[Image], make: Callable[[], Tensor]) -> None:
-        """Write the embeddings of images, one after the other, into free slots of the cache.
+        """Write the embeddings of images into free slots of the cache.
 
-        make: launches the work that computes or copies the embeddings, and returns them.
+        make: launches the work that computes or copies the embeddings, and returns them in order.
         """
         with nullcontext() if self._stream is None else self._stream.encoding() as encoding:
             rows = make()
@@ -333,13 +338,13 @@ class StepImages:
                 self._encodings[image.digest] = encoding
 
     def _together(self, images: Sequence[Image]) -> list[Sequence[Image]]:
-        """Return the images in groups, one for each run of the vision encoder."""
+        """Divide the images into groups, one for each run of the vision encoder."""
         return [[image] for image in images] if self._apart else [images] if images else []
 
     def _keep_share(self, encoder: Encoder, shares: Sequence[Sequence[Image]]) -> None:
-        """Encode this rank's share of images; `_gather_shares` gets the shares of other ranks.
+        """Encode this rank's share of images; `_gather_shares` exchanges the shares later.
 
-        Ranks communicate on the stream of steps, where all collective calls are in one order.
+        Ranks communicate on the stream of steps, so that all collective calls have the same order.
         """
         own = shares[self._group.rank]
         sizes = [sum(image.size for image in share) for share in shares]
@@ -360,7 +365,8 @@ class StepImages:
             self._gather_shares()
 
     def _gather_shares(self) -> None:
-        """Write the embeddings of all ranks' shares into the cache, if an encode was divided."""
+        """All-gather the embeddings of a divided encode and write them into the cache, if there is
+        one."""
         shares, self._shares = self._shares, None
         if shares is None:
             return
@@ -421,13 +427,13 @@ class StepImages:
             self._see_each_other(batch, step, firsts)
 
     def _await(self, digest: bytes) -> None:
-        """Let the step wait for the encode of an image, if no earlier step has waited for it."""
+        """Make the step wait for the encode of an image, unless an earlier step has waited."""
         encoding = self._encodings.pop(digest, None)
         if encoding is not None and encoding.awaited is None and self._stream is not None:
             self._stream.await_encoding(encoding)
 
     def warm_up(self, tokens: int) -> None:
-        """Encode the maximum of embeddings of a step, and drop them.
+        """Encode the maximum number of embeddings of a step, and drop them.
 
         tokens: the maximum number of tokens in a step.
         """
@@ -439,7 +445,7 @@ class StepImages:
             self._encoder.encode([pixels])
 
     def add_warm_up_inputs(self, step: DeviceStep) -> None:
-        """Add inputs to a warm-up step as images need them, so that their kernels are compiled."""
+        """Add image inputs to a warm-up step, so that their kernels are compiled."""
         tokens = torch.arange(len(step.token_ids), device=self._device)
         if len(self._cache):
             rows = self._cache.index_select(0, tokens % len(self._cache))
@@ -452,7 +458,10 @@ class StepImages:
             step.metas[group].last_keys = places
 
     def _rotate(self, batch: Batch, step: DeviceStep, firsts: NDArray[np.int64]) -> None:
-        """Set a rotary table of the step's own, with a row for each token."""
+        """Set a rotary table for this step, with a row for each token.
+
+        firsts: the index of each entry's first token.
+        """
         assert self._cos_sin is not None
         rows, starts = np.asarray(batch.rows), np.asarray(batch.starts)
         places = np.arange(firsts[-1]) + np.repeat(
@@ -471,7 +480,8 @@ class StepImages:
             _turn(metas, table.index_select(0, own_tokens))
 
     def _see_each_other(self, batch: Batch, step: DeviceStep, firsts: NDArray[np.int64]) -> None:
-        """Let an image's tokens attend to all of its tokens; no chunk ends inside an image."""
+        """Make tokens of an image attend to each other in both directions; no chunk splits an
+        image."""
         starts = np.asarray(batch.starts)
         last = np.arange(firsts[-1]) + np.repeat(starts - firsts[:-1], batch.lengths)
         for entry, row in enumerate(batch.rows):

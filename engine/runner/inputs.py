@@ -1,8 +1,8 @@
-"""Step inputs: turns a Batch into the device tensors of a step, alike on CPU and CUDA.
+"""CpuInputs, CudaInputs: turn a Batch into the device tensors of a step.
 
-On the CPU numpy works on the rows' own memory. On CUDA there is one packed int32 buffer in pinned
-memory, one copy a step, then the kernels of kernels/batch.py. Layout of the packed buffer (E =
-`max_entries`; fixed offsets, so that a graph can read the first sections):
+On the CPU numpy works directly on the rows' memory. On CUDA there is one packed int32 buffer in
+pinned memory, one copy a step, then the kernels of kernels/batch.py. Layout of the packed buffer (E
+= `max_entries`; fixed offsets, so that a graph can read the first sections):
 
  rows [E] | starts [E] | mask_of [E] | query_start [E + 1] | last [E] | which [E] | counts [2] |
  updates
@@ -31,21 +31,23 @@ from engine.runner.request_rows import RequestRows
 from engine.speculation.computed import ON_DEVICE
 from kernels.metadata import AttentionMeta, LoraStep, RotaryPlaces
 
-UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger step allocates its own
+# int32s of updates in the pinned buffer; a step with more allocates a larger one
+UPDATE_CAPACITY = 1 << 18
 
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A step that is laid out on the device; samples are in the order of the sampling entries."""
+    """The device tensors of a step; samples are in the order of the sampling entries."""
 
     token_ids: Tensor  # [num_tokens] int32
-    metas: list[AttentionMeta]  # one meta for each group of layers; they differ in blocks and slots
-    last: Tensor | None  # [num_samples] int64, indices of sampled tokens; None = every token
+    # one AttentionMeta for each KV group; they differ in block tables and slots
+    metas: list[AttentionMeta]
+    last: Tensor | None  # [num_samples] int64, indices of the tokens that sample; None = all tokens
     sample_rows: Tensor  # [num_samples] int64
     sample_positions: Tensor  # [num_samples] int64: position of the new token
-    # With data-parallel attention: (indices [num_own] int64 of tokens whose keys this rank has, the
-    # metas of these tokens for each group, [] without tokens). With None as indices the metas have
-    # all tokens, with tokens of other ranks as padding.
+    # With data-parallel attention: (indices [num_own] int64 of tokens whose KV this rank has, the
+    # metas of these tokens for each KV group, or [] without tokens). If the indices are None, the
+    # metas have all tokens, with tokens of other ranks as padding.
     own: "tuple[Tensor | None, list[AttentionMeta]] | None" = None
     images: ImageRows | None = None  # the embeddings of image tokens
 
@@ -56,9 +58,9 @@ class DeviceStep:
 
 
 class CpuInputs:
-    """The step inputs on the CPU: numpy views of the rows' tensors.
+    """The builder of step inputs on the CPU, on numpy views of the rows' tensors.
 
-    For 32 entries they cost microseconds, less than tensor operations.
+    For 32 entries this takes microseconds, less than tensor operations.
     """
 
     def __init__(self, rows: RequestRows, block_size: int) -> None:
@@ -138,7 +140,7 @@ class CpuInputs:
 
 
 class _Staging:
-    """A pinned host buffer and the numpy view that packs it."""
+    """A pinned host buffer, and a numpy view for filling it."""
 
     def __init__(self, size: int) -> None:
         self.tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)
@@ -148,9 +150,9 @@ class _Staging:
 def make_inputs(
     rows: RequestRows, block_size: int, max_num_tokens: int, device: torch.device, steps: int = 2
 ) -> "CpuInputs | CudaInputs":
-    """Make the inputs of steps on this device.
+    """Return the builder of step inputs for a device.
 
-    max_num_tokens: the tokens of the largest step.
+    max_num_tokens: the number of tokens of the largest step.
     steps: the number of steps in flight at once.
     """
     if device.type == "cuda":
@@ -167,7 +169,8 @@ def max_entries(max_num_seqs: int) -> int:
 
 
 class CudaInputs:
-    """The step inputs on CUDA: a Batch is packed, uploaded in one copy and assembled by kernels."""
+    """The builder of step inputs on CUDA: packs a Batch, uploads it in one copy, and launches
+    kernels that assemble the tensors."""
 
     def __init__(
         self,
@@ -197,7 +200,7 @@ class CudaInputs:
         self.last = self._packed[4 * entries + 1 : 5 * entries + 1]
         self.which = self._packed[5 * entries + 1 : 6 * entries + 1]
         self.counts = self._packed[self._counts_at : self._updates_at]
-        # Outputs of assembly have fixed addresses, because graphs read them.
+        # Outputs of the assembly kernels have fixed addresses, because graphs read them.
         num_tokens = max(max_num_tokens, entries)
         self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(num_tokens, dtype=torch.int32, device=device)
@@ -226,7 +229,8 @@ class CudaInputs:
         num_texts, num_blocks = len(new_tokens), len(batch.new_blocks)
         num_updates = 4 * num_texts + 3 * num_blocks + sum(len(ids) for _, _, ids in new_tokens)
         staging, packed = self._staging[self._buffer], self._packed
-        if num_updates > UPDATE_CAPACITY:  # e.g. a hundred long, fully cached prompts at once
+        # for example a hundred long, fully cached prompts at once
+        if num_updates > UPDATE_CAPACITY:
             staging = _Staging(self._updates_at + num_updates)
             packed = torch.empty_like(staging.tensor, device=self._packed.device)
         array = staging.array
@@ -285,7 +289,7 @@ class CudaInputs:
             )
 
     def all_padding(self, num_entries: int, num_tokens: int) -> None:
-        """Fill the inputs as uploading a batch of only padding would."""
+        """Fill the inputs as for a batch that consists only of padding."""
         decodes = num_entries == num_tokens
         self.rows[:num_entries].fill_(self._rows.pad_row)
         self.starts[:num_entries].zero_()
@@ -311,7 +315,7 @@ class CudaInputs:
     ) -> tuple[Tensor, list[AttentionMeta]]:
         """Launch the assembly of an uploaded batch; return its token ids and each group's meta.
 
-        It can be captured in a graph: addresses are fixed, sizes come from the arguments.
+        A CUDA graph can capture this: addresses are fixed, and sizes are arguments.
 
         runs: whether a row may have several decodes, because the batch has drafts.
         """
@@ -355,7 +359,7 @@ class CudaInputs:
         return self.token_ids[:num_tokens], [meta, *others]
 
     def assemble(self, batch: Batch) -> DeviceStep:
-        """Upload one eager step; return its tensors, laid out on the device."""
+        """Upload one step without a CUDA graph; return its device tensors."""
         count = len(batch.rows)
         self.upload(batch, count, batch.num_tokens)
         decodes_only = batch.num_decodes == count

@@ -1,7 +1,7 @@
-"""MemoryPlan: the number of KV blocks that fit, decided once at start and explained in a table.
+"""MemoryPlan: the use of the device's memory and the number of KV blocks, decided at start.
 
-`plan_memory` adds up the model's parts. The engine's start calls it with measured numbers, `manta
-plan` with estimates and a model that takes no memory (`outline`).
+`plan_memory` adds up the parts. The engine calls it at start with measured numbers, `manta plan`
+with estimates and a model on the meta device (`outline`).
 """
 
 import os
@@ -31,7 +31,7 @@ from kernels.dispatch import kernels_for
 GIB = 1 << 30
 CPU_KV_BYTES = 2 * GIB
 LORA_HOST_BYTES = 4 * GIB
-# Private pools and graph objects: measured 0.4 to 0.8 GiB, twice that with adapters.
+# Memory pools and objects of CUDA graphs: measured 0.4 to 0.8 GiB, twice that with adapters.
 GRAPH_BYTES = 1 * GIB
 
 # Advice for users at the end of error messages.
@@ -58,7 +58,7 @@ GRAPHS_TOO_LARGE = (
 
 
 def kv_ways_out(cuda: bool, has_states: bool) -> str:
-    """Return the advice for errors where keys and values have too little memory."""
+    """Return the suggestion for errors about too little memory for the KV cache."""
     more = "memory_fraction, kv_cache_bytes" if cuda else "kv_cache_bytes"
     fewer = "max_num_batched_tokens and max_num_seqs"
     if has_states:
@@ -67,9 +67,9 @@ def kv_ways_out(cuda: bool, has_states: bool) -> str:
 
 
 def outline(resolved: Resolved, stage: int = 0, *, whole: bool = False) -> Model:
-    """Build the model of `resolved` without allocating memory, on any machine.
+    """Build the model of `resolved` on the meta device, without allocating memory.
 
-    With several ranks it is the part of the largest rank.
+    With several ranks the result is the part of the largest rank.
 
     stage: the pipeline stage.
     whole: whether to build the model of all ranks and stages.
@@ -80,10 +80,10 @@ def outline(resolved: Resolved, stage: int = 0, *, whole: bool = False) -> Model
         resolved.model,
         resolved.dtype,
         "meta",
-        kernels_for("cpu", config.deterministic),  # its kernels are never called
+        kernels_for("cpu", config.deterministic),  # the kernels are never called
         quantization=config.quantization,
         quantization_layers=config.quantization_layers,
-        # no other rank has more heads
+        # the last rank has the most heads
         group=TensorParallelGroup(ranks - 1, ranks),
         stage=Stage(stage, stages),
         spread_experts=resolved.spread_experts and not whole,
@@ -94,7 +94,7 @@ def outline(resolved: Resolved, stage: int = 0, *, whole: bool = False) -> Model
 
 
 def outline_drafter(resolved: Resolved) -> ModelDrafter | None:
-    """Build the drafter of `resolved` without allocating memory; None if no model drafts."""
+    """Build the drafter of `resolved` without allocating memory; None without a drafter model."""
     settings = read_speculation(resolved.config.speculation)
     if settings is None or not settings.by_model:
         return None
@@ -134,10 +134,10 @@ def host_kv_bytes(config: EngineConfig, available: int) -> int:
 
 
 def chunk_bytes(resolved: Resolved) -> int:
-    """Return the maximum buffer size, in bytes, of a recurrent layer in a prompt step on CUDA.
+    """Return the maximum bytes of a recurrent layer's buffers in a step with prompts on CUDA.
 
-    Each request may begin a chunk that its tokens do not fill. `model.step_bytes` does not include
-    these buffers.
+    The buffers have whole chunks, and each request may have a partial chunk. `model.step_bytes`
+    does not include these buffers.
     """
     if resolved.device.type != "cuda" or resolved.config.deterministic:
         return 0
@@ -151,7 +151,8 @@ def chunk_bytes(resolved: Resolved) -> int:
 
 
 def image_cache_shape(resolved: Resolved, model: Model) -> tuple[int, int]:
-    """Return the (tokens, width) of the cache of images' embeddings; (0, 0) without a tower here.
+    """Return the shape (tokens, width) of the image embedding cache; (0, 0) without a vision
+    encoder.
 
     model: this rank's part.
     """
@@ -162,9 +163,9 @@ def image_cache_shape(resolved: Resolved, model: Model) -> tuple[int, int]:
 
 
 def device_staging_bytes(total: int) -> int:
-    """Return the bytes of a GPU's memory that stage KV blocks for other GPUs, by `kv_moves`.
+    """Return the bytes of GPU memory that `kv_moves` reserves for blocks to send to other GPUs.
 
-    total: bytes of the memory.
+    total: bytes of the GPU's memory.
     """
     return total // 128
 
@@ -180,13 +181,13 @@ def plan_memory(
     host_kv: int = 0,
     activations: int | None = None,
 ) -> "MemoryPlan":
-    """Return the plan of the memory of all parts; KV blocks get the rest, unless configured.
+    """Plan the memory of all parts; KV blocks get the rest, unless their number is configured.
 
     On the CPU the plan covers all ranks, which share the memory.
 
     model: the first rank's part.
     device, total: name and bytes of the device's memory, or of the host's free memory.
-    others: name and bytes of other uses of the memory.
+    others: description and bytes of other uses of the memory.
     host_bytes: see lora_host_bytes.
     host_kv: see host_kv_bytes.
     activations: measured bytes; None = estimate them.
@@ -201,7 +202,8 @@ def plan_memory(
             tokens, cached = resolved.max_num_batched_tokens, resolved.image_cache_tokens
             most = model.tower.config.step_size(tokens, cached)
             encode = model.tower.step_bytes(most)
-            beside = resolved.encodes_ahead  # else a tower runs before the layers
+            # if images are not encoded in parallel, the vision encoder runs before the layers
+            beside = resolved.encodes_ahead
             activations = activations + encode if beside else max(activations, encode)
     ranks, here, block_size = resolved.ranks, resolved.ranks_here, config.block_size
     groups, parts = model.kv, parts_here(resolved, model)
@@ -252,7 +254,7 @@ def plan_memory(
     plan.block_bytes = sum(part_kv.bytes_per_block(block_size, resolved.kv) for part_kv in together)
     if drafter is not None:
         plan.block_bytes += drafter.kv.bytes_per_block(block_size, resolved.kv)
-    # the ranks of a node divide its memory; on the CPU a block is one of all of them
+    # the GPU ranks of a node divide its memory; on the CPU a block includes all ranks' parts
     plan.host_kv = host_kv // config.ranks_per_node if cuda else host_kv
     without = states and not plan.host_states
     if (host_kv or config.host_kv_bytes >= 1) and (without or not plan.host_blocks):
@@ -309,7 +311,7 @@ def plan_memory(
     plan.num_blocks = count_blocks(
         budget, plan.block_bytes, longest, least, given=reason, ways_out=ways_out
     )
-    if resolved.model.whole_texts:  # the blocks of encoders only count tokens
+    if resolved.model.whole_texts:  # encoders cache nothing; their blocks only count tokens
         most = resolved.max_num_seqs * groups.blocks(longest, block_size)
         plan.num_blocks = min(plan.num_blocks, most)
     return plan
@@ -318,11 +320,11 @@ def plan_memory(
 def plan_growth(
     plan: "MemoryPlan", config: EngineConfig, longest: int, least: int, free: int, others: int
 ) -> None:
-    """Plan KV memory that grows: its number of blocks at the start, and their maximum number.
+    """Plan growing KV memory: the number of blocks at the start, and the maximum number.
 
     longest, least: see `count_blocks`.
-    free: bytes that the plan's parts leave.
-    others: bytes of other uses of a GPU, among them what other engines may give back.
+    free: bytes that the plan's other parts do not use.
+    others: bytes of other uses of a GPU, including memory that other engines may release.
     Raises ConfigError.
     """
     most = config.kv_shared_bytes or min(CPU_KV_BYTES, free // 4)
@@ -349,38 +351,39 @@ def plan_growth(
 
 @dataclass(slots=True)
 class MemoryPlan:
-    """A memory plan in bytes: `rows` by purpose, then the KV cache; the rest of total stays
-    free."""
+    """A memory plan in bytes: `rows` by purpose, the KV cache, and the unused rest of `total`."""
 
     device: str
     total: int
     rows: list[tuple[str, int]] = field(default_factory=list)
     num_blocks: int = 0
-    most_blocks: int = 0  # the maximum number of blocks of memory that grows
+    most_blocks: int = 0  # the maximum number of blocks of growing KV memory
     block_bytes: int = 0
     block_size: int = 0
     groups: KVGroups | None = None
-    state_bytes: int = 0  # a request's states, on all ranks that share the memory
+    # bytes of a request's recurrent states, on all ranks that share the memory
+    state_bytes: int = 0
     snapshots: int = 0
-    kv_ranks: int = 1  # ranks that each have this many blocks, for different requests
+    kv_ranks: int = 1  # number of ranks that each have this many blocks, for different requests
     cuda: bool = False
-    host_kv: int = 0  # bytes of host memory for blocks that leave the device
+    host_kv: int = 0  # bytes of the host tier
 
     @property
     def host_blocks(self) -> int:
-        """The number of KV blocks that host memory holds beside the snapshots of states."""
-        # a stage may have no layer that keeps keys
+        """The number of KV blocks in the host tier, besides snapshots."""
+        # a pipeline stage may have no layer with KV
         return (self.host_kv - self.host_states * self.state_bytes) // max(1, self.block_bytes)
 
     @property
     def host_states(self) -> int:
-        """The number of snapshots of states that host memory holds."""
+        """The number of snapshots of recurrent states in the host tier."""
         return self.host_kv // 2 // self.state_bytes if self.state_bytes else 0
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
-        """Plan the snapshots of states, if there are any, and return their bytes.
+        """Plan the snapshots of recurrent states, and return their bytes; 0 without recurrent
+        layers.
 
-        share: bytes for snapshots unless the configuration gives a number.
+        share: bytes for snapshots unless configured.
         spare: the maximum number of bytes for snapshots.
         Raises ConfigError.
         """
@@ -415,8 +418,7 @@ class MemoryPlan:
 
     @property
     def where(self) -> str:
-        """The text that says which ranks have this many blocks each; "" if all requests share
-        blocks."""
+        """The text for tables that says which ranks have this many blocks each; "" for one pool."""
         return f" on each of {self.kv_ranks} ranks" if self.kv_ranks > 1 else ""
 
     def table(self) -> str:
@@ -456,7 +458,7 @@ def available_host_memory() -> int:
             if text != "max":
                 available = min(available, int(text) - int(current.read()))
     except OSError:
-        pass  # not Linux, or no cgroup v2: the page count is used
+        pass  # without Linux or cgroup v2 the page count is used
     return max(0, available)
 
 
@@ -465,9 +467,9 @@ def count_blocks(
 ) -> int:
     """Return the number of blocks that fit into budget bytes.
 
-    needed: blocks of a request of max_model_len tokens.
+    needed: number of blocks of a request of max_model_len tokens.
     given: origin of the budget, for the message.
-    ways_out: advice, for the message.
+    ways_out: a suggestion, for the message.
     Raises ConfigError if not even one full-length request fits.
     """
     num_blocks = budget // block_bytes
@@ -493,9 +495,7 @@ def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
 
 
 class Sized(Protocol):
-    """The interface of a model or drafter that `check_weights` needs: its bytes, loaded and while
-    it is loaded.
-    """
+    """The interface of a model or drafter for `check_weights`: bytes during and after loading."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -508,7 +508,7 @@ def check_weights(parts: Sequence[Sized], free: int) -> None:
 
     Without this check the system would kill the process.
 
-    parts: models that are loaded at once.
+    parts: models that are loaded at the same time.
     """
     num_bytes = sum(max(model.loading_bytes, model.num_bytes) for model in parts)
     if num_bytes > free:

@@ -1,11 +1,11 @@
-"""ModelRunner: launches a batch and returns a DeviceResult, whose `wait` returns the result.
+"""ModelRunner: launches a batch, and returns a DeviceResult to wait for.
 
  prepare rows -> launch/launchers.py: layers, hidden states -> step_sampler.py: logits, tokens
  -> drafts/drafting.py: drafts, where a model computes them
 
 Every line of this path runs once a step, and nothing in `launch` may wait for the device (no
-.item(), .cpu(), .tolist(), no indexing by a boolean mask). warm_up.py has what runs only at the
-start. The timeline on CUDA, one batch ahead:
+.item(), .cpu(), .tolist(), no indexing by a boolean mask). Code that runs only at the start is in
+warm_up.py. The timeline on CUDA, one batch ahead:
 
  host    launch n+1 | wait n | publish n | schedule n+2 | launch n+2 | wait n+1 | ...
  device  ... step n ........ | step n+1 ............................ | step n+2
@@ -69,7 +69,7 @@ class ModelRunner:
         # Programs of decodes on the CPU; an encoder has none.
         self.programs: StepPrograms | None = None
         recordable = not forward.cuda and forward.own is None and self.model.group.recordable
-        recordable &= not self.model.taps  # copies of layers' inputs are in no program
+        recordable &= not self.model.taps  # programs do not copy layer inputs for a drafter
         self.eager = EagerStep(forward)
         layers: LayersLauncher = self.eager
         if recordable and isinstance(self.model, Decoder):
@@ -80,12 +80,12 @@ class ModelRunner:
         self.launcher: StepLauncher = self._on_stage(layers)
 
     def use_graphs(self, graphs: StepGraphs) -> None:
-        """Run steps as CUDA graphs from now on, if they have one."""
+        """Run steps as CUDA graphs from now on, if a graph fits them."""
         self.graphs = graphs
         self.launcher = self._on_stage(GraphStep(self.forward, graphs, self.sampling, self.eager))
 
     def set_pages(self, pages: BlockPages) -> None:
-        """Tell the pages of growing KV memory which block tables and copies may read blocks."""
+        """Register the block tables and copies that may read blocks with growing KV memory."""
         if self.forward.cuda:
             pages.tables = [self.rows.block_table, self.forward.inputs.block_table]
             if self.drafting is not None:
@@ -98,7 +98,8 @@ class ModelRunner:
         return StageStep(self.forward, self.link, self.sampling, layers)
 
     def launch(self, batch: Batch) -> DeviceResult | StagedResult:
-        """Start a step; return at once on CUDA, on the CPU after this stage's layers are computed.
+        """Launch a step. The call returns at once on CUDA, and on the CPU after this stage's
+        layers.
 
         Raises OutOfMemory.
         """
@@ -106,7 +107,7 @@ class ModelRunner:
             return self._launch(batch)
         except torch.OutOfMemoryError as error:
             message = str(error)
-        # raised outside the except block, because torch's error holds the step's tensors
+        # raised outside the except block, as torch's error keeps the step's tensors alive
         raise OutOfMemory(message)
 
     @torch.inference_mode()
@@ -145,14 +146,15 @@ class ModelRunner:
             result = sampled = sample(hidden)
             if self.drafting is not None:
                 self._draft(self.drafting, batch, hidden, sampled)
-        if images is not None and batch.ahead_images:  # behind the step, which need not wait
+        # launched after the step, which then need not wait for the encode
+        if images is not None and batch.ahead_images:
             images.encode(batch.ahead_images)
         return result
 
     def _draft(
         self, drafting: Drafting, batch: Batch, hidden: Hidden, result: DeviceResult
     ) -> None:
-        """Launch the drafter once the step is sampled: at once, or when its masks have come."""
+        """Launch the drafter after the step's sampling, which may have to wait for masks."""
 
         def draft() -> None:
             metas, read = hidden.metas or (), hidden.read
@@ -193,9 +195,8 @@ class ModelRunner:
     def recover(self) -> bool:
         """Free the memory of a step that raised, and drop all images.
 
-        Returns False if the device has failed for good.
-
-        After an error such as an illegal access, every later call in the CUDA context raises it.
+        Returns False if the device is lost: after an error such as an illegal access, every later
+        call in the CUDA context raises it.
         """
         if self.forward.images is not None:
             self.forward.images.clear()
@@ -210,11 +211,11 @@ class ModelRunner:
         return True
 
     def shrink(self, num_blocks: int) -> None:
-        """Replace the KV cache by `num_blocks` empty blocks. Legal when no step is in flight."""
+        """Replace the KV cache by `num_blocks` empty blocks; no step may be in flight."""
         if self.host is not None:
             self.host.wait()
         if self.graphs is not None:
-            self.graphs.forget()  # they contain the old blocks' addresses
+            self.graphs.forget()  # graphs contain the old blocks' addresses
         if self.programs is not None:
             self.programs.forget()
         self.kv.shrink(num_blocks)

@@ -1,6 +1,6 @@
-"""RankedRunner, RankedCopies, RankedRefill, RankedMemory: rank 0's parts that order other ranks.
+"""RankedRunner, RankedCopies, RankedRefill, RankedMemory: wrappers on rank 0 of an engine's parts.
 
-Each does its own work on rank 0, and makes the other ranks do the same on theirs.
+Each does the work on rank 0, and makes the other ranks do the same.
 """
 
 from collections import deque
@@ -18,7 +18,8 @@ from engine.runner.refill import Refill
 from engine.runner.staged_result import StagedResult
 from engine.sampling.device_result import DeviceResult
 
-_NOTICED = 0.5  # seconds; sending to a rank that has ended fails before its end is reported
+# seconds to wait for the report of a rank's end, after sending to that rank has failed
+_NOTICED = 0.5
 
 
 class RankedCopies:
@@ -31,7 +32,7 @@ class RankedCopies:
     def __init__(self, copies: Copies, ranks: Ranks) -> None:
         self._copies = copies
         self._ranks = ranks
-        self._owed: deque[int] = deque()  # tickets of loads that the ranks have not replied to
+        self._owed: deque[int] = deque()  # tickets of loads to which the ranks have not replied
         self._begun: dict[int, bool] = {}  # ticket -> whether all ranks could begin the load
         self._ended: dict[int, bool] = {}  # ticket -> how rank 0's copy ended
 
@@ -70,7 +71,7 @@ class RankedCopies:
         return done
 
     def settle(self) -> None:
-        """Receive the ranks' replies to earlier loads, before a call that has another reply."""
+        """Receive the ranks' replies to earlier loads, before a call with a different reply."""
         while self._owed:
             self._begun[self._owed.popleft()] = all(self._ranks.replies())
 
@@ -94,7 +95,7 @@ class RankedRefill:
         self._copies = copies
 
     def holds(self, folder: str) -> bool:
-        return False  # ranks read files
+        return False  # with several ranks, weights are always read from files
 
     def check(self, folder: str) -> None:
         self._refill.check(folder)
@@ -102,7 +103,7 @@ class RankedRefill:
     def load(self, folder: str) -> None:
         if self._copies is not None:
             self._copies.settle()
-        self._ranks.call("refill", folder)  # a rank that fails ends, and with it the engine
+        self._ranks.call("refill", folder)  # a rank that fails ends, which ends the engine
         try:
             self._refill.load(folder)
         except MantaError as error:
@@ -125,7 +126,7 @@ class RankedMemory:
         self._ranks.replies()
 
     def wake(self, parts: Collection[str] = PARTS) -> None:
-        self._ranks.call("wake", sorted(parts))  # a rank that finds no room ends
+        self._ranks.call("wake", sorted(parts))  # a rank without enough memory ends
         self._memory.wake(parts)
         self._ranks.replies()
 
@@ -140,12 +141,13 @@ class RankedRunner:
         self.copies = None if runner.host is None else RankedCopies(runner.host, ranks)
 
     def launch(self, batch: Batch) -> DeviceResult | StagedResult:
-        self._ranks.call("launch", batch)  # sent first, because our launch may write into the batch
+        # sent first, because the launch on this rank may change the batch
+        self._ranks.call("launch", batch)
         if self._runner.link is not None:
             self._runner.link.begin()
         launched = self._runner.launch(batch)
         if isinstance(launched, StagedResult) and self._place.group.size > 1:
-            # The head is divided among the ranks of this stage.
+            # The LM head is divided among the ranks of this stage.
             launched.conclude_others = lambda: self._ranks.call(
                 "conclude", below=self._place.group.size
             )
@@ -155,8 +157,8 @@ class RankedRunner:
         """Prepare all ranks for the next step after one has raised; return False if the engine is
         lost.
 
-        On the CPU, all ranks' waits for the failed step are ended, and their counters reset.
-        Between GPUs or nodes the engine is lost. Raises the error of a rank that has ended, if
+        On the CPU, ranks that wait for the failed step are released, and their counters reset. With
+        several GPUs or nodes the engine is lost. Raises the error of a rank that has ended, if
         there is one.
         """
         if not self._place.recovers:

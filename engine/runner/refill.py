@@ -1,8 +1,9 @@
-"""Refill: replaces the weights of a model that serves, in the tensors that it already has.
+"""Refill: replaces the weights of a serving model in place.
 
-A part of the model (some layers, or the embedding and the head) is loaded beside the model, by the
-loader of a start. Its tensors are then copied over the model's own. So merged, packed, quantised
-and divided forms need no code here. The addresses in CUDA graphs and recorded programs stay valid.
+A part of the model (some layers, or the embedding and the head) is loaded into new tensors, by the
+same loader as at the start. These are then copied over the model's tensors. So fused, packed,
+quantised and sharded weights need no code here. The addresses in CUDA graphs and recorded programs
+stay valid.
 """
 
 import logging
@@ -29,9 +30,9 @@ from engine.weights.stream import EXPONENTS, not_finite
 
 logger = logging.getLogger("manta.engine")
 
-PART_BYTES = 1 << 30  # most bytes of new layers in memory beside the model
+PART_BYTES = 1 << 30  # maximum bytes of new layers in memory besides the model
 _CHUNK = 16 << 20
-_CHECKED = 1 << 26  # elements that are checked at a time, of tensors in memory
+_CHECKED = 1 << 26  # number of elements of tensors in memory that are checked at a time
 # Packages whose objects may hold tensors of weights.
 _OWNERS = ("engine.layers.", "engine.models.", "engine.quantization.", "kernels.")
 
@@ -45,20 +46,20 @@ class Refillable(Loadable, Protocol):
 
 
 class ChangingMemory(Protocol):
-    """The memory of the weights, which has to know what an update changes."""
+    """The interface of memory that must be told which weights an update changes."""
 
     def changing(self) -> None: ...
     def changed(self, ranges: Iterable[tuple[int, int]]) -> None: ...
 
 
 class Refill:
-    """The replacement of one model's weights. `check` may run on any thread, beside steps.
+    """The replacement of one model's weights. `check` may run on any thread while steps run.
 
-    `load` checks nothing of tensors in memory, because steps wait meanwhile.
+    `load` does not check tensors in memory again, because steps wait meanwhile.
 
-    model: this rank's part of the model, filled.
-    outline: makes the whole model on torch's meta device.
-    memory: the memory of the weights; None = it need not know of updates.
+    model: this rank's part of the model, loaded.
+    outline: returns the whole model on torch's meta device.
+    memory: the memory of the weights; None = it need not be told of updates.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Refill:
         self._checked: tuple[str, dict[str, str]] | None = None  # see `_checked_tensors`
 
     def hold(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
-        """Use these tensors as a folder's weights, instead of its files, until they are dropped.
+        """Use tensors as a folder's weights instead of its files, until the tensors are dropped.
 
         tensors: name in the checkpoint -> contiguous tensor on the model's device.
         """
@@ -83,11 +84,11 @@ class Refill:
         self._held[folder] = tensors
 
     def holds(self, folder: str) -> bool:
-        """Whether a folder's weights are in memory."""
+        """Whether tensors in memory are used as a folder's weights."""
         return bool(self._held.get(folder))
 
     def name_of(self, stored: str) -> str:
-        """Return the model's name of a checkpoint's tensor; "": the model ignores the tensor."""
+        """Return the model's name of a checkpoint's tensor; "" = the model ignores the tensor."""
         whole = self._outlined()
         return "" if whole.ignores(stored) else whole.tensor_name(stored)
 
@@ -97,7 +98,7 @@ class Refill:
         return {source.name for parameter in parameters for source in parameter.sources}
 
     def _outlined(self) -> Loadable:
-        """Return the model's outline, which is made at the first call."""
+        """Return the model's outline, which the first call builds."""
         self._whole = self._whole or self._outline()
         return self._whole
 
@@ -117,7 +118,7 @@ class Refill:
         if held:
             self._checked = folder, {name: tensor.name for name, tensor in stored.items()}
         if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # for `load`, which has no time for it
+            torch.cuda.empty_cache()  # done here and not in `load`, for which steps wait
 
     @torch.inference_mode()
     def load(self, folder: str) -> None:
@@ -159,15 +160,15 @@ class Refill:
             ) from error
 
     def _part_bytes(self) -> int:
-        """Return the maximum of bytes to load at a time: at most a third of free memory."""
+        """Return the maximum bytes to load at a time, at most a third of free memory."""
         if self._model.device.type != "cuda":
             return PART_BYTES
         return min(PART_BYTES, torch.cuda.mem_get_info(self._model.device)[0] // 3)
 
     def _checked_tensors(self, folder: str) -> dict[str, StoredTensor] | None:
-        """Return the tensors in memory that `check` has passed; None if there are none.
+        """Return a folder's tensors in memory that have passed `check`; None if there are none.
 
-        `check` keeps their names alone, so that tensors that nobody loads are freed.
+        `check` keeps only their names, so that tensors that are never loaded can be freed.
         """
         held = self._held.get(folder)
         if not held or self._checked is None or self._checked[0] != folder:
@@ -204,7 +205,7 @@ class Refill:
 
 
 def _refuse_ordered(model: Refillable) -> None:
-    """Raise ConfigError for GPTQ weights with activation order, which decides their layout."""
+    """Raise ConfigError for GPTQ weights with act-order, as the order decides their layout."""
     for layer in getattr(model, "layers", ()):
         for linear in layer.linears:
             for piece in getattr(linear.state, "pieces", ()):
@@ -217,7 +218,7 @@ def _refuse_ordered(model: Refillable) -> None:
 
 
 def _check_finite(stored: StoredTensor, dtype: torch.dtype) -> None:
-    """Raise ConfigError for a NaN or infinity among a tensor's numbers.
+    """Raise ConfigError if a tensor has a NaN or infinity.
 
     dtype: the model's dtype, in which numbers must be finite too.
     """
@@ -235,10 +236,10 @@ def _check_finite(stored: StoredTensor, dtype: torch.dtype) -> None:
 
 @torch.inference_mode()
 def _check_held(tensors: list[StoredTensor], model: Refillable) -> None:
-    """Raise ConfigError for a NaN or infinity among the numbers of tensors in memory.
+    """Raise ConfigError if a tensor in memory has a NaN or infinity, also in the model's dtype.
 
-    A sum keeps any NaN or infinity, reads each number once, and waits for the device only at the
-    end. Numbers must be finite in the model's dtype too.
+    The check uses sums, which propagate any NaN or infinity, read each number once, and wait for
+    the device only at the end.
     """
     chunks, sums = [], []
     for tensor in tensors:
@@ -258,10 +259,10 @@ def _check_held(tensors: list[StoredTensor], model: Refillable) -> None:
 
 
 def copy_tensors(old: object, new: object) -> list[tuple[int, int]]:
-    """Copy each tensor that `new` holds over the tensor that `old` has in the same place.
+    """Copy each tensor that is reachable from `new` over the tensor in the same place of `old`.
 
     Returns the written ranges, as (address, number of bytes).
-    Raises AssertionError where the two do not have equal shapes and dtypes.
+    Raises AssertionError if shapes or dtypes differ.
     """
     copy = _Copy()
     copy.pair("", old, new)
@@ -270,10 +271,10 @@ def copy_tensors(old: object, new: object) -> list[tuple[int, int]]:
 
 
 class _Copy:
-    """A walk over two objects of one structure, which pairs the new one's tensors with the old.
+    """A walk over two objects of equal structure that pairs new tensors with old ones.
 
-    copies: the copies of new tensors to old ones.
-    written: the ranges that they write, as (address, number of bytes).
+    copies: functions that copy new tensors to old ones.
+    written: the ranges that the copies write, as (address, number of bytes).
     """
 
     def __init__(self) -> None:
@@ -296,8 +297,9 @@ class _Copy:
         elif _owns(new) and id(new) not in self._seen:
             self._seen.add(id(new))
             for name, value in _attributes(new):
-                # The rows of `lookup` after those of `embedding` belong to adapters.
-                if isinstance(value, FunctionType):  # a library's matmul, with its packed weight
+                # A function is a library's matmul that holds its packed weight. `lookup` has the
+                # rows of `embedding`, which are copied, then those of adapters.
+                if isinstance(value, FunctionType):
                     setattr(old, name, value)
                 elif name not in ("lookup", "ahead"):
                     self.pair(f"{where}.{name}", getattr(old, name, None), value)

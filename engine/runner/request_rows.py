@@ -1,6 +1,6 @@
-"""RequestRows: the device's state of each running request.
+"""RequestRows: tokens and block tables of running requests on the device.
 
-Rows never move; a batch is a list of row numbers.
+A request keeps its row while it runs, and batches refer to rows by number.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class RequestRows:
-    """The rows of the device: one for each request, and a last one for padding.
-
-    Unused entries of graphs use the padding row.
-    """
+    """The rows on the device: one for each running request, and a last one for padding."""
 
     # [max_num_seqs + 1, max_model_len + 1] int32: [row, i] is the request's i-th token
     tokens: Tensor
@@ -23,8 +20,8 @@ class RequestRows:
     block_table: Tensor
     pad_row: int
     num_groups: int = 1
-    # [max_num_seqs + 1] int32: a token after a row's images stands at index + delta for rotary
-    # embeddings. None: tokens stand at their index.
+    # [max_num_seqs + 1] int32: the rotary position of a token after a row's images is its index +
+    # delta. None = positions are indices.
     deltas: Tensor | None = None
 
     @classmethod
@@ -40,7 +37,7 @@ class RequestRows:
     ) -> "RequestRows":
         """Allocate the rows.
 
-        axes: whether rotary positions of images have several axes: `VisionConfig.mrope_section`.
+        axes: whether images have M-RoPE positions (`VisionConfig.mrope_section`).
         """
         max_blocks = -(-max_model_len // block_size) * num_groups
         return cls(

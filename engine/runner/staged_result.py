@@ -15,8 +15,8 @@ from engine.sampling.device_result import DeviceResult
 class StagedResult:
     """The result of a launched step that other pipeline stages still compute.
 
-    take_back: receives the output of the last stage, and samples.
-    conclude_others: makes the other ranks of the first stage conclude the step too.
+    take_back: a function that receives the last stage's output and samples.
+    conclude_others: a function that makes the other ranks of the first stage do the same.
     """
 
     take_back: Callable[[], DeviceResult]
@@ -45,7 +45,7 @@ class StagedResult:
                         pending.sample(self.masks)
                 self._pending = pending
             except torch.OutOfMemoryError as error:
-                # torch's own error holds the step's tensors
+                # a new error, as torch's keeps the step's tensors alive
                 self._failure = OutOfMemory(str(error))
             except Exception as error:
                 self._failure = error

@@ -1,14 +1,14 @@
 """StateVerification: states of recurrent layers in steps that verify drafts.
 
 A layer overwrites its state with each token, and a rejected draft cannot be undone. So in a step
-with drafts, each row's decode and drafts are computed on a copy of the row's state, which lives as
-long as the layer's kernel. The kernel's inputs for these tokens are kept until the next launch.
-That launch names the accepted tokens, and each kernel computes them again, now on the state itself.
-No other part of a layer runs again. Inputs are the smallest of what a step could keep: a state for
-each draft would take megabytes a layer.
+with drafts, a layer's kernel computes each row's decode and drafts on a temporary copy of the row's
+state. The kernel's inputs for these tokens are kept until the next launch. By then the accepted
+tokens are known, and the kernel computes only these again, on the state itself. No other part of a
+layer runs again. Keeping inputs takes the least memory: a state for each draft would take megabytes
+a layer.
 
 On CUDA a step with up to GRAPHED decodes is a CUDA graph, and so is the second computation of its
-accepted tokens. Their inputs are uploaded before each launch.
+accepted tokens. The inputs of both are uploaded before each launch.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.batch import Batch
 from kernels.metadata import AttentionMeta, StateRuns
 
-GRAPHED = 64  # decodes of the largest captured step: more would keep gigabytes of states' copies
+GRAPHED = 64  # decodes of the largest captured step; more would keep gigabytes of copied states
 
 
 class _Numbers:
@@ -40,7 +40,8 @@ class _Numbers:
 
 
 class _Layout:
-    """A step's layout in fixed memory, of at most `entries` entries; a step uses the first ones."""
+    """The entries of a step in fixed memory: rows, starts and lengths of up to `entries`
+    entries."""
 
     def __init__(self, entries: int, like: AttentionMeta, pad_row: int, device: torch.device):
         self._numbers = _Numbers((entries, entries + 1, entries, 2), device)
@@ -50,7 +51,7 @@ class _Layout:
         self.fill([], [], [])
 
     def fill(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Upload the entries of a step; unused ones get no tokens."""
+        """Upload the entries of a step; the remaining entries get no tokens."""
         count = len(rows)
         own_rows, query_start, kv_len, counts = self._numbers.arrays
         own_rows[:count], own_rows[count:] = rows, self._pad_row
@@ -67,7 +68,7 @@ class GraphRuns:
     A run is a decode with its drafts.
 
     runs: the value of `AttentionMeta.state_runs` while the step is captured.
-    settle: launches the graph, once it is captured; until then it computes without one.
+    settle: computes the accepted tokens, by the graph once that is captured.
     """
 
     def __init__(
@@ -75,13 +76,14 @@ class GraphRuns:
     ) -> None:
         """Set up the runs.
 
-        like: the meta of the captured step.
+        decodes: the number of decode entries, including drafts.
+        like: the AttentionMeta of the captured step.
         """
         self._decodes, self._pad_row = decodes, pad_row
-        most = decodes // 2  # a run has a draft at least
+        most = decodes // 2  # a run has at least two tokens
         self._numbers = _Numbers((decodes, decodes, decodes, most, decodes), device)
         others_rows, others_len, tokens, rows, back = self._numbers.tensors
-        # rows are indices of copied states
+        # rows are indices into the copied states
         self._layout = _Layout(most, like, 0, device)
         self.settled = _Layout(2 * most, like, pad_row, device)
         self.runs = StateRuns(
@@ -107,13 +109,14 @@ class GraphRuns:
     ) -> None:
         """Upload a step's runs.
 
-        others: the row of each decode; the padding row for decodes that belong to a run.
-        others_len: the length of each decode's text with its token; 0 for those of a run.
+        others: the row of each decode; the padding row for decodes of runs.
+        others_len: the context length of each decode, its token included; 0 for decodes of runs.
         tokens: indices of the runs' tokens among the decodes.
         rows, starts, lengths: each run's row, first position and number of tokens.
         """
         own_others, own_len, own_tokens, own_rows, back = self._numbers.arrays
-        own_len[: len(others)], own_len[len(others) :] = others_len, 1  # padding begins a text
+        # padding counts as the first token of a text
+        own_len[: len(others)], own_len[len(others) :] = others_len, 1
         own_others[: len(others)], own_others[len(others) :] = others, self._pad_row
         own_tokens[: len(tokens)], own_tokens[len(tokens) :] = tokens, 0
         own_rows[: len(rows)], own_rows[len(rows) :] = rows, self._pad_row
@@ -123,7 +126,7 @@ class GraphRuns:
         self._layout.fill(range(len(rows)), starts, lengths)
 
     def replay(self) -> None:
-        """Compute the accepted tokens on the states."""
+        """Replay the graph that computes the accepted tokens on the states."""
         for replay in self.runs.replays:
             replay(self.settled.meta)
 
@@ -164,7 +167,7 @@ class StateVerification:
         self._runs = graph
 
     def lay_out(self, batch: Batch, metas: Sequence[AttentionMeta]) -> None:
-        """Tell recurrent layers which of a step's tokens are drafts to verify.
+        """Set up a step so that recurrent layers compute drafts on copies of the states.
 
         metas: the step's attention metadata, whose `state_runs` is set if the batch has drafts.
         """
@@ -197,7 +200,7 @@ class StateVerification:
             meta.state_runs = self._runs
 
     def _record_runs(self, batch: Batch) -> list[int]:
-        """Record rows, starts and lengths of a batch's runs: a decode and its drafts each.
+        """Store the row, start and length of each of a batch's runs.
 
         Returns the indices of the runs' tokens among the tokens of the batch.
         """
@@ -213,10 +216,10 @@ class StateVerification:
         return tokens
 
     def settle(self, settled: Sequence[tuple[int, int]]) -> None:
-        """Add the accepted tokens to the rows' states, before a step or a snapshot reads them.
+        """Advance the rows' states by the accepted tokens, before a step or a snapshot reads them.
 
-        settled: (row, accepted tokens of its run) for the last step's runs, without the rows whose
-            requests have ended.
+        settled: (row, number of accepted tokens of its run) for the last step's runs, except for
+            requests that have ended.
         """
         runs, self._runs = self._runs, None
         if not settled:
@@ -226,7 +229,7 @@ class StateVerification:
         rows, starts, lengths = [], [], []
         for row, start, length in zip(self._rows, self._starts, self._lengths, strict=True):
             count = counts.get(row, 0)
-            # rejected tokens are an entry of no request, which begins and ends with them
+            # rejected tokens become an entry of the padding row
             for own, first, tokens in ((row, start, count), (self._pad_row, 0, length - count)):
                 if tokens:
                     rows.append(own)
@@ -254,9 +257,9 @@ class StateVerification:
         *,
         short: bool = True,
     ) -> AttentionMeta:
-        """Return metadata of entries with the fields that recurrent layers read, and no others.
+        """Return an AttentionMeta of entries with only the fields that recurrent layers read.
 
-        short: whether no entry is a prompt's.
+        short: whether all entries are short, as no prompt is among them.
         """
         ends = [0, *accumulate(lengths)]
         kv_len = [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -264,7 +267,7 @@ class StateVerification:
         packed = self._on_device([*rows, *ends, *kv_len, num_decodes, count])
         numbers = packed.int()
         own_rows, query_start, lens, counts = numbers.split((count, count + 1, count, 2))
-        if self._device.type == "cpu":  # the CPU's kernels take int64 rows
+        if self._device.type == "cpu":  # the CPU kernels take int64 rows
             own_rows = packed[:count]
         meta = _layout(like, own_rows, query_start, lens, counts)
         meta.by_token, meta.num_decodes = short, num_decodes
@@ -281,7 +284,7 @@ class StateVerification:
 def _layout(
     like: AttentionMeta, rows: Tensor, query_start: Tensor, kv_len: Tensor, counts: Tensor
 ) -> AttentionMeta:
-    """Return metadata of short entries for recurrent layers: no decodes, no cache of keys."""
+    """Return an AttentionMeta of short entries for recurrent layers, without decodes and KV."""
     return AttentionMeta(
         positions=like.positions[:0],
         slots=like.slots[:0],

@@ -1,6 +1,7 @@
 """The warm-up of a ModelRunner before the first request.
 
-It runs the largest step, compiles the kernels that will be launched, and captures the graphs.
+The warm-up runs the largest step, compiles the kernels that will be launched, and captures the
+graphs.
 """
 
 import logging
@@ -21,17 +22,18 @@ from engine.sampling.sampler import MOST, Masked
 
 logger = logging.getLogger("manta.engine")
 
-FEW_ROWS = 4  # rows up to which matmul kernels depend on their number: kernels/gemm/small_m.py
+# number of rows up to which each number has a different matmul kernel: kernels/gemm/small_m.py
+FEW_ROWS = 4
 
 
 def capture_graphs(
     runner: ModelRunner, sizes: Sequence[int], max_tokens: int, *, drafts: bool = False
 ) -> None:
-    """Capture CUDA graphs of decode steps, and of mixed steps. CUDA only; after `warm_up`.
+    """Capture CUDA graphs of decode steps and mixed steps, after `warm_up`.
 
     sizes: the batch sizes of decode steps.
     max_tokens: the tokens of the largest step.
-    drafts: whether batches may have drafts.
+    drafts: whether batches may have drafts to verify.
     """
     drafter = runner.drafting is not None
     layers = runner.forward, runner.sampling
@@ -45,12 +47,13 @@ def capture_graphs(
 def capture_drafts(
     runner: ModelRunner, drafting: Drafting, graphs: StepGraphs | None, record: Record
 ) -> None:
-    """Capture the passes of a drafter; where memory does not suffice, go on without these graphs.
+    """Capture the passes of a drafter; if memory does not suffice, they run without CUDA graphs.
 
-    graphs: stores the passes over the tokens of steps; None = they run without CUDA graphs.
+    graphs: the step graphs, to which the passes over a step's tokens are added; None = those passes
+        run without CUDA graphs.
     """
     try:
-        _warm_up_drafts(runner, drafting)  # this runner may not have run a step yet
+        _warm_up_drafts(runner, drafting)  # in case this runner has not run a step yet
         if drafting.reads_states and graphs is not None:
             graphs.capture_reads(drafting.passes, drafting.like, record)
         chains = drafting.chains(record)
@@ -122,7 +125,7 @@ def launch_everything(
 ) -> StepGraphs | None:
     """Launch everything that a start launches, to record which kernels are needed.
 
-    See `kernels.launch.compiling`. Returns the graphs without their captures; None without sizes.
+    See `kernels.launch.compiling`. Returns the graphs, uncaptured; None without sizes.
 
     sizes, max_tokens, drafts: as for `capture_graphs`; no sizes if no graphs will be captured.
     """
@@ -143,7 +146,8 @@ def launch_everything(
                 drafting.chains(Recorder()).launch_all()
         runner.forward.inputs.upload(update, 1, 1)
     finally:
-        # No kernel has run, so the rows may hold invalid tokens that would be looked up later.
+        # Kernels are not run here, so the rows may hold undefined token ids that a later lookup
+        # would use.
         runner.rows.tokens.zero_()
     return graphs
 
@@ -151,7 +155,7 @@ def launch_everything(
 def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
     """Return the largest step of prompts, each as long as a request can be.
 
-    num_tokens: the tokens of the step, if the rows can hold that many.
+    num_tokens: the number of tokens of the step; fewer if the rows cannot hold them.
     """
     pad = runner.rows.pad_row
     max_len = runner.rows.tokens.shape[1] - 1
@@ -169,8 +173,8 @@ def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
 def _run_step(forward: ModelForward, step: DeviceStep) -> Tensor:
     """Return the hidden states of a step, once the device has computed them.
 
-    A step's inputs are copied from pinned memory, which the step after the next is written to. An
-    engine waits for results in between; a warm-up has none to wait for.
+    The wait is necessary because the step after the next reuses the pinned input buffer. An engine
+    waits for results in between, a warm-up does not.
     """
     hidden = forward.run_step(step)
     if forward.device.type == "cuda":
@@ -197,10 +201,10 @@ def _warm_up_drafts(runner: ModelRunner, drafting: Drafting) -> None:
 
 
 def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
-    """Run steps of each number of prompts through a layer of each kind.
+    """Run steps with each number of prompts through one layer of each kind.
 
-    The number of prompts in a step decides the launches of recurrent layers. From ENTRIES prompts
-    on the launches are the same.
+    The kernels of recurrent layers depend on the number of prompts in a step, up to ENTRIES
+    prompts.
     """
     from kernels.recurrent.chunks_cuda import CHUNK, ENTRIES
 
@@ -209,7 +213,7 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
     forward.model = whole.one_layer()
     try:
         for count in range(1, min(ENTRIES, pad, num_tokens) + 1):
-            # Each entry gets a chunk: a few tokens would take other matmul kernels.
+            # Entries are whole chunks, as few tokens would use other matmul kernels.
             lengths = [min(most, num_tokens // count)] * count
             batch = Batch(-1, [pad] * count, [0] * count, lengths, [True] * count)
             _run_step(forward, forward.inputs.assemble(batch))
@@ -218,7 +222,7 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def _warm_up_verification(runner: ModelRunner, num_tokens: int) -> None:
-    """Run a step that verifies one draft token a row, beside a chunk, and discard its states."""
+    """Run a step with a chunk and rows that each verify one draft, and discard its states."""
     forward, pad = runner.forward, runner.rows.pad_row
     count = min(pad, num_tokens) // 2
     if forward.state_runs is None or not count:

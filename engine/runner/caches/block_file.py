@@ -1,7 +1,7 @@
 """BlockFormat: the format of a file with one KV block or snapshot, and the checks of such files.
 
-A file is a page of 4 KiB with the header, then the slot's bytes. The header names fingerprint,
-group, hash and length. A checksum covers both; with a key, AES-256-GCM encrypts the bytes and
+A file is a page of 4 KiB with the header, then the slot's bytes. The header has fingerprint, group,
+hash and length. A checksum covers header and bytes; with a key, AES-256-GCM encrypts the bytes and
 authenticates the header. Files are opened with O_DIRECT where memory and file system allow.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from engine.errors import ConfigError
 
 PAGE = 4096
-STATES = -1  # the group number of snapshots in keys
+STATES = -1  # the group number in the keys of recurrent states' snapshots
 MAGIC = b"MANTAKV2"
 # magic, fingerprint, group, hash, bytes, nonce, tag
 _HEADER = Struct("<8s16si16sQ12s16s")
@@ -31,7 +31,7 @@ Key = tuple[int, bytes]  # group, hash
 
 @dataclass(frozen=True, slots=True)
 class SlotMemory:
-    """Host memory in slots of num_bytes each. address: the address of the first byte."""
+    """Host memory in slots of num_bytes each, from `address` on."""
 
     view: memoryview
     num_bytes: int
@@ -51,18 +51,18 @@ class SlotMemory:
 
 
 class Damaged(Exception):
-    """A file that is short, foreign or damaged."""
+    """The error of a file that is short, damaged, or of another key or fingerprint."""
 
 
 class BlockFormat:
     """The format in which slots are written to files and read from them.
 
     key: encrypts the files, 32 bytes; b"" = they are plain.
-    direct: whether files are opened with O_DIRECT where that is possible.
+    direct: whether to open files with O_DIRECT where that is possible.
     """
 
     def __init__(self, key: bytes = b"", *, direct: bool = True) -> None:
-        """Make the format. Raises ConfigError if encryption needs a package that is missing."""
+        """Set up the format. Raises ConfigError if encryption needs a package that is missing."""
         self._cipher = _cipher(key) if key else None
         self._direct = direct
 
@@ -133,10 +133,10 @@ class BlockFormat:
 
 
 def _checksum(header: bytes, data: memoryview) -> int:
-    """Return the CRC-32 of a header, of the sums of data's pages, and of the bytes after them.
+    """Return the CRC-32 of the header, the sum of each page of data, and data's last partial page.
 
-    Sums take as long as reading memory. A CRC of all bytes took five times the time of a read from
-    a folder in memory.
+    Sums are as fast as reading memory. A CRC of all bytes took five times as long as a read from a
+    folder in memory.
     """
     whole = len(data) - len(data) % PAGE
     words = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8)
@@ -150,7 +150,7 @@ def path_of(folder: Path, key: Key) -> Path:
 
 
 def key_of(name: str) -> Key | None:
-    """Return the group and hash of a block from its file's name; None for other names."""
+    """Return a block's group and hash from its file name; None for other names."""
     digest, _, group = name.partition(".")
     try:
         return STATES if group == "s" else int(group), bytes.fromhex(digest)
@@ -160,9 +160,9 @@ def key_of(name: str) -> Key | None:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int, *, direct: bool = False) -> Any:
-    """Open a file and close it after the `with` block; yield its descriptor.
+    """Open a file for a `with` block, and yield its descriptor.
 
-    direct: whether to use O_DIRECT if the file system has that.
+    direct: whether to use O_DIRECT if the file system supports that.
     """
     try:
         file = os.open(path, flags | os.O_DIRECT if direct else flags, 0o600)
@@ -180,7 +180,8 @@ def opened(path: Path, flags: int, *, direct: bool = False) -> Any:
 
 
 def read_key(path: str) -> bytes:
-    """Return the key of a file, 32 bytes or their 64 hexadecimal digits. Raises ConfigError."""
+    """Read an encryption key from a file of 32 bytes or 64 hexadecimal digits. Raises
+    ConfigError."""
     way_out = "make one with `openssl rand -hex 32`, mode 0600"
     try:
         data = Path(path).read_bytes()

@@ -1,16 +1,16 @@
-"""BlockPages: the memory of KV blocks that grows and shrinks while its addresses stay.
+"""BlockPages: memory for KV blocks that grows and shrinks at fixed addresses.
 
 Each cache reserves addresses for its maximum number of blocks. Its planes (the keys, or the values,
-of one layer) lie behind each other, and each has pages for its first blocks only:
+of one layer) are consecutive, and only the first blocks of each are mapped to pages:
 
  plane 0   [ block 0 | block 1 | ... mapped | ......... addresses alone ]
  plane 1   [ block 0 | block 1 | ... mapped | ......... addresses alone ]
 
-So views and recorded CUDA graphs never change, and nothing is copied. Pages come and go in chunks
-of equal size, the same number in each plane of a cache.
+So views and captured CUDA graphs stay valid, and nothing is copied. Pages are mapped and unmapped
+in chunks of equal size, the same number in each plane of a cache.
 
-On CUDA new pages are written with zeros on a stream of their own. On the CPU the system gives zero
-pages at first use, so that growth only permits the use.
+On CUDA new pages are zeroed on a separate stream. On the CPU the system maps zero pages at first
+use, so that growing needs no work.
 """
 
 import mmap
@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.batch import OutOfMemory
 from kernels.device_memory import AddressRange
 
-# Bytes of a step of growth in all planes of a cache, unless granules make it larger.
+# Minimum bytes, over all planes of a cache, by which memory grows at once.
 STEP_CUDA, STEP_CPU = 256 << 20, 1 << 20
 
 
@@ -44,7 +44,7 @@ class Addresses(Protocol):
 
 
 class HostRange:
-    """A range of host addresses whose pages come at first use (`Addresses`)."""
+    """An `Addresses` of host memory, whose pages the system maps at first use."""
 
     granule = mmap.PAGESIZE
 
@@ -62,7 +62,7 @@ class HostRange:
         """Do nothing: the system maps zero pages at first use."""
 
     def unmap(self, offset: int, chunk: int, count: int) -> None:
-        """Return the pages of [offset, offset + chunk * count); reads there then yield zeros."""
+        """Free the pages of [offset, offset + chunk * count); later reads there yield zeros."""
         self._pages.madvise(mmap.MADV_DONTNEED, offset, chunk * count)
 
 
@@ -74,8 +74,8 @@ class _Planes:
     count: number of planes.
     stride: bytes from plane to plane.
     width: bytes of a block in one plane.
-    chunk: bytes of a plane that are mapped at once.
-    mapped: number of chunks that each plane has.
+    chunk: bytes of a plane that are mapped at a time.
+    mapped: number of mapped chunks of each plane.
     """
 
     addresses: Addresses
@@ -90,14 +90,14 @@ class _Planes:
 
 
 class BlockPages:
-    """The pages of all caches of an engine, which have the same block ids.
+    """The pages of all caches of an engine, which share block ids.
 
     `grow` and the function that `retract` returns may run on another thread, one at a time.
 
-    device: where the caches are.
+    device: the device of the caches.
     most: the maximum number of blocks, for which addresses are reserved.
-    make: (bytes, device) -> reserved addresses.
-    step: bytes of a step of growth in all planes of a cache.
+    make: a function (bytes, device) -> reserved addresses.
+    step: minimum bytes, over all planes of a cache, by which memory grows at once.
     """
 
     def __init__(
@@ -116,15 +116,16 @@ class BlockPages:
         self._stream = torch.cuda.Stream(device) if cuda else None
         # tables of block ids on a CUDA device, which kernels may read beyond a request's blocks
         self.tables: list[Tensor] = []
-        # whether copies from blocks that no request uses any more are in flight
+        # returns whether copies from freed blocks are in flight
         self.copying: Callable[[], bool] = lambda: False
 
     def storage(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, num_blocks: int
     ) -> Tensor:
-        """Return the storage of a cache, [slots, tensors, most, elements] of this shape.
+        """Reserve the addresses of a cache, map its first blocks, and return it as a tensor.
 
-        num_blocks: blocks that get pages now.
+        shape: [slots, tensors, most, elements], the shape of the result.
+        num_blocks: number of blocks to map now.
         Raises torch.OutOfMemoryError.
         """
         count = shape[0] * shape[1]
@@ -142,7 +143,7 @@ class BlockPages:
         return elements.as_strided(shape, [size // dtype.itemsize for size in strides])
 
     def rounded(self, num_blocks: int) -> int:
-        """Return the number of blocks that have pages once num_blocks have, as chunks are whole."""
+        """Return num_blocks, rounded up to whole chunks."""
         first = next((planes for planes in self._caches if planes.width), None)
         if first is None:
             return min(self.most, num_blocks)
@@ -158,7 +159,7 @@ class BlockPages:
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes of pages that the caches have now."""
+        """The bytes of all mapped pages."""
         return sum(planes.count * planes.chunk * planes.mapped for planes in self._caches)
 
     @torch.inference_mode()
@@ -167,7 +168,7 @@ class BlockPages:
         num_blocks = self.rounded(num_blocks)
         before = [planes.mapped for planes in self._caches]
         if self._stream is not None:
-            torch.cuda.set_device(self._device)  # the driver's context of this thread
+            torch.cuda.set_device(self._device)  # sets the CUDA context of this thread
         try:
             for planes in self._caches:
                 self._map(planes, max(1, planes.chunks(num_blocks)))
@@ -212,16 +213,18 @@ class BlockPages:
 
     @torch.inference_mode()
     def retract(self, num_blocks: int) -> Callable[[], None] | None:
-        """Let no later step read blocks from num_blocks on, which no request has.
+        """Prepare to unmap the blocks from num_blocks on, which no request has.
 
-        Return the function that unmaps their pages once the launched steps are done; None while
-        copies from freed blocks may be in flight.
+        Later steps no longer read these blocks. Returns a function that waits for the launched
+        steps and
+        unmaps the pages; None while copies from freed blocks may be in flight.
         """
         if self.copying():
             return None
         num_blocks = self.rounded(num_blocks)
         for table in self.tables:
-            # Entries behind a request's blocks are those of earlier requests, and tiles load them.
+            # Table entries after a request's blocks are left from earlier requests, and kernels'
+            # tiles load from them.
             table.masked_fill_(table >= num_blocks, 0)
         event = torch.cuda.Event() if self._stream is not None else None
         if event is not None:
@@ -237,7 +240,7 @@ class BlockPages:
         return unmap
 
     def give_all(self) -> None:
-        """Unmap all pages, for a sleep. Legal when no step is in flight."""
+        """Unmap all pages, for a sleep; no step may be in flight."""
         if self._stream is not None:
             torch.cuda.synchronize(self._device)
         for planes in self._caches:

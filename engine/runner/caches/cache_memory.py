@@ -1,6 +1,6 @@
-"""CacheMemory and pinned_bytes: allocate caches, and host memory that a device copies from.
+"""CacheMemory and pinned_bytes: allocate caches, and pinned host memory.
 
-On the host, pages cost nothing until they are used.
+On the host, pages take no memory until they are used.
 """
 
 import math
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def pinned_bytes(size: int, device: torch.device) -> Tensor:
-    """Return uint8 [size] of host memory, which is pinned if the device is a CUDA device.
+    """Allocate host memory, uint8 [size], pinned if the device is a CUDA device.
 
     The memory has exactly this size, where torch would round up to a power of two. It has huge
-    pages if the system gives them, as these are pinned many times faster.
+    pages if the system supports them, as these are pinned many times faster.
     Raises RuntimeError if the memory cannot be pinned.
     """
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -28,7 +28,7 @@ def pinned_bytes(size: int, device: torch.device) -> Tensor:
 
 
 def pin(memory: Tensor, device: torch.device) -> None:
-    """Pin uint8 memory if the device is a CUDA device. Raises RuntimeError."""
+    """Pin host memory (uint8) if the device is a CUDA device. Raises RuntimeError."""
     if device.type != "cuda":
         return
     with torch.cuda.device(device):
@@ -45,21 +45,22 @@ def unpin(memory: Tensor, device: torch.device) -> None:
 
 
 class CacheMemory:
-    """The allocator of caches, which are filled with zeros.
+    """The allocator of caches, which it fills with zeros.
 
     An attention tile may load a slot that was never written, and 0 * NaN would be NaN.
     """
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros of this shape on the device."""
+        """Return a tensor of zeros on the device."""
         size = math.prod(shape) * dtype.itemsize
         if device.type == "cpu" and size:  # numpy's view of an empty array has no strides
-            # numpy gets zero pages from the kernel, which cost nothing until a block is first used.
+            # numpy gets zero pages from the kernel, which take no memory until a block is first
+            # used.
             raw = np.zeros(size, np.uint8)
             return torch.from_numpy(raw).view(dtype).view(*shape)
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def release(self, address: int) -> None:
-        """Release a cache at this address that nothing uses any more."""
+        """Return a dropped cache's memory to the device. address: the cache's address."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -9,12 +9,12 @@
 A file is written under another name, then renamed, so it is whole or absent (block_file.py). A file
 that is short, foreign or damaged is a miss: it is deleted and counted.
 
-A folder below /dev/shm is memory that the replicas of a machine share. What a killed replica has
-written stays there for the others and for its successor. The last engine that ends deletes it, as
-an engine that starts alone deletes what other models have left.
+A folder below /dev/shm is memory that the replicas of a machine share. Files of a killed replica
+stay there for the others and for its successor. The last engine that ends deletes all files. An
+engine that starts while no other uses the folder deletes the files of other models.
 
-One thread of low priority writes, deletes, and looks for files that other engines have added. Other
-threads read into slots of host memory.
+One thread of low priority writes and deletes files, and scans the folder for other engines' files.
+Other threads read files into slots of host memory.
 """
 
 import contextlib
@@ -53,14 +53,16 @@ logger = logging.getLogger("manta.engine")
 
 _READERS = 4
 _QUEUE_BYTES = 1 << 30  # bytes of writes that wait
-_PAUSE_SECONDS = 30.0  # without writes, after one has failed
-_LOOK_SECONDS = 1.0  # between two looks at what other engines have written
+_PAUSE_SECONDS = 30.0  # seconds without writes after a failed write
+_LOOK_SECONDS = 1.0  # seconds between two scans for other engines' files
 _LOOK_SECONDS_IN_MEMORY = 0.1
-_CLOCK_NS = 20_000_000  # the coarsest step of a file system's clock, which dates two changes alike
-_STALE_SECONDS = 600.0  # age at which an unfinished write belongs to nobody
-_MEASURED_SECONDS = 30.0  # age of the rate of reads after which it is measured again
-_KEPT_SHARE = 0.9  # share of the bytes that an eviction leaves
-_WORTH_TIMING = 1 << 22  # bytes; reads of fewer bytes take the time of a call
+# resolution of a file system's timestamps: two changes within it may get the same time
+_CLOCK_NS = 20_000_000
+_STALE_SECONDS = 600.0  # age at which a temporary file counts as abandoned
+_MEASURED_SECONDS = 30.0  # age of the measured read rate after which it is measured again
+_KEPT_SHARE = 0.9  # share of the maximum bytes that is kept by an eviction
+# bytes; smaller reads are dominated by call overhead, so they are not timed
+_WORTH_TIMING = 1 << 22
 _PROBE_BYTES = 1 << 25
 
 
@@ -70,7 +72,7 @@ class _Read:
     left: int
     size: int
     began: float
-    used_ns: int  # the time of use of its first file
+    used_ns: int  # time of the last use of the prefix, which is that of its first file
     failed: set[Key] = field(default_factory=set)
 
 
@@ -90,10 +92,10 @@ class DiskFiles:
         clear: bool = False,
         free_memory: int = sys.maxsize,
     ) -> None:
-        """Open a folder, measure its rate, and find what earlier engines have left there.
+        """Open a folder, measure its read rate, and index the existing files.
 
         num_bytes: the maximum number of bytes of all files of the folder.
-        identity: texts, such as the model's key, on which the meaning of the bytes depends.
+        identity: strings, such as the model's key, that decide what the bytes mean.
         key: encrypts the files, 32 bytes; b"" = they are plain.
         clear: whether to delete all files at the start and at `close`, unless others use them.
             A folder in memory is cleared at `close` in any case.
@@ -119,8 +121,8 @@ class DiskFiles:
         self._measured_at = 0.0
         self._numbers = 0
         self._closing = False
-        self._deleting: set[Key] = set()  # keys whose files are about to go
-        self._clearing = 0  # orders to delete all files that are not yet carried out
+        self._deleting: set[Key] = set()  # keys whose deletion is queued
+        self._clearing = 0  # number of queued requests to delete all files
         self.read_rate = self.write_seconds = self.read_seconds = 0.0
         self.written_bytes = self.dropped = self.evictions = self.damaged = 0
         try:
@@ -137,18 +139,20 @@ class DiskFiles:
         for thread in self._threads:
             thread.start()
 
-    # ---- what the scheduler calls --------------------------------------------------------------
+    # ---- methods for the scheduler -------------------------------------------------------------
 
     def has(self, key: Key) -> bool:
         return key[1] in self._index[key[0]]
 
     def hashes(self, group: int) -> dict[bytes, None]:
-        """Return the hashes of a group that have a file; other threads change it."""
+        """Return the hashes of a group's blocks that have files; other threads change the dict."""
         return self._index[group]
 
     def look_up(self, digests: Iterable[bytes]) -> bool:
-        """Look for blocks that other engines have just written to a folder in memory; return
-        whether there are any. Files on a disk wait for the next look, as a disk may hang.
+        """Check for blocks that other engines have just written; return whether there are any.
+
+        Only a folder in memory is checked. Files on a disk are found by the next scan, as a disk
+        may hang.
 
         digests: hashes in the order of a prefix; the search ends at the first without a file.
         """
@@ -182,7 +186,7 @@ class DiskFiles:
         return max(0, _QUEUE_BYTES - self._queued) // largest
 
     def write(self, key: Key, slot: int, rank: int = 0) -> None:
-        """Queue the write of a slot, which must not change until `written` names it.
+        """Queue the write of a slot, which must not change until `written` returns it.
 
         rank: the block's index in its prefix; of equally old files the highest is evicted first.
         """
@@ -193,22 +197,23 @@ class DiskFiles:
         self._jobs.put(lambda: self._write_job(own, fingerprint, key, slot, used_ns))
 
     def written(self) -> list[tuple[Key, int]]:
-        """Return (key, slot) of writes that no longer read their slot, each once."""
+        """Return (key, slot) of each write that has finished with its slot since the last call."""
         return [self._written.popleft() for _ in range(len(self._written))]
 
     def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:
-        """Begin to read files into slots, in the order of a prefix; `finished` tells the end."""
+        """Begin to read files into host slots, in the order of a prefix; see `finished`."""
         size = sum(self._memory(key).num_bytes for key, _ in entries)
         read = _Read(ticket, len(entries), size, time.monotonic(), time.time_ns())
         for rank, (key, slot) in enumerate(entries):
             self._reads.put((read, key, slot, read.used_ns - rank))
 
     def finished(self) -> list[tuple[int, frozenset[Key]]]:
-        """Return (ticket, keys that could not be read) of reads that have ended, each once."""
+        """Return (ticket, keys that could not be read) of each read that ended since the last
+        call."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Delete files, whose keys may be wrong, after the writes that are queued."""
+        """Delete files whose KV may be wrong, after the queued writes."""
         own, keys = self._own, list(keys)
         with self._lock:
             self._deleting.update(keys)
@@ -226,7 +231,7 @@ class DiskFiles:
         self._jobs.put(lambda: self._delete_all(own))
 
     def renew(self) -> None:
-        """Begin an empty folder for new weights, which no other engine and no restart has."""
+        """Switch to a new, empty folder for new weights, which only this process uses."""
         self._identity = (*self._identity, os.urandom(16).hex())
         self.fingerprint, self._own = self._name()
         for hashes in self._index.values():
@@ -249,7 +254,7 @@ class DiskFiles:
         }
 
     def close(self, seconds: float = 5.0) -> None:
-        """Write what is queued, for some seconds at most, and release the folder."""
+        """Finish the queued writes, for at most `seconds`, and release the folder."""
         if self._closing:
             return
         self._closing = True
@@ -287,7 +292,7 @@ class DiskFiles:
                     path.unlink()
         self._look()
         free = shutil.disk_usage(self.folder).free
-        if self._in_memory:  # its pages count as free until written
+        if self._in_memory:  # memory of such a folder counts as free until it is written
             free = min(free, self._free_memory)
         free += self._used
         if free < self.num_bytes:
@@ -301,7 +306,7 @@ class DiskFiles:
     def _clear_if_alone(self, keep: Path | None = None) -> bool:
         """Delete all files if no other engine uses the folder; return whether none does.
 
-        keep: the folder of a model whose files stay.
+        keep: the folder of a model whose files are kept.
         """
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -315,7 +320,7 @@ class DiskFiles:
         return True
 
     def _probe(self) -> None:
-        """Measure the rate of reads, with slots that nothing uses yet."""
+        """Measure the read rate, with slots that are not in use yet."""
         memory = self._memory((0, b""))
         count = max(1, min(memory.count, _PROBE_BYTES // memory.num_bytes))
         count = min(count, max(1, self.num_bytes // (memory.num_bytes + PAGE)))
@@ -324,7 +329,8 @@ class DiskFiles:
         try:
             for number, path in enumerate(paths):
                 self._format.write(path, self.fingerprint, key, memory, number)
-                with opened(path, os.O_RDONLY) as file:  # so that the disk itself is read
+                # dropped from the page cache, so that the disk itself is read
+                with opened(path, os.O_RDONLY) as file:
                     os.fdatasync(file)
                     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             began = time.perf_counter()
@@ -386,7 +392,7 @@ class DiskFiles:
             with contextlib.suppress(OSError):
                 os.utime(path, ns=(used_ns, used_ns))
             return True
-        except FileNotFoundError:  # another engine has evicted it
+        except FileNotFoundError:  # another engine has evicted the file
             pass
         except Damaged as error:
             logger.warning("KV blocks on disk: %s; it is deleted", error)
@@ -407,7 +413,7 @@ class DiskFiles:
             self._measured_at = time.monotonic()
         self._finished.append((read.ticket, frozenset(read.failed)))
 
-    # ---- writing and looking -------------------------------------------------------------------
+    # ---- writing and scanning ------------------------------------------------------------------
 
     def _run_jobs(self) -> None:
         with contextlib.suppress(OSError):
@@ -427,7 +433,7 @@ class DiskFiles:
             except Exception:
                 logger.warning("KV blocks on disk: the folder was not kept", exc_info=True)
             if job == self._look_again or time.monotonic() >= look_at:
-                # a look at a million files takes a twentieth of the time at most
+                # scans, which are slow for a million files, take at most a twentieth of the time
                 look_at = time.monotonic() + max(between, 20 * (time.monotonic() - began))
 
     def _write_job(self, own: Path, fingerprint: bytes, key: Key, slot: int, used_ns: int) -> None:
@@ -487,7 +493,7 @@ class DiskFiles:
 
     def _look_again(self) -> None:
         self._look()
-        if self._used > self.num_bytes:  # by the writes of other engines
+        if self._used > self.num_bytes:  # exceeded by other engines' writes
             self._evict(int(_KEPT_SHARE * self.num_bytes))
         if time.monotonic() - self._measured_at > _MEASURED_SECONDS and not self._closing:
             self._measure_again()
@@ -495,7 +501,7 @@ class DiskFiles:
     def _measure_again(self) -> None:
         """Measure the disk's read rate again, by reading some of this engine's files.
 
-        Loads alone cannot correct a rate that was measured too low, because it forbids loads.
+        Reads for requests cannot correct a rate that is too low, as they are then not made.
         """
         self._measured_at = time.monotonic()
         memory = self._memory((0, b""))
@@ -512,12 +518,12 @@ class DiskFiles:
                 ) as file,
             ):
                 size += os.preadv(file, buffers, 0)
-        if size >= _WORTH_TIMING:  # one reader's rate: less than that of all, never more
+        if size >= _WORTH_TIMING:  # the rate of one reader, which is at most that of all readers
             rate = size / max(1e-9, time.perf_counter() - began)
             self.read_rate = max(self.read_rate, rate)
 
     def _look(self) -> None:
-        """Learn what other engines have written and deleted, and how many bytes there are."""
+        """Scan the folder for files that other engines wrote or deleted, and count its bytes."""
         seen: dict[str, tuple[int, int]] = {}
         for path in self.folder.glob("kv-*/??"):
             with contextlib.suppress(OSError):
@@ -527,7 +533,8 @@ class DiskFiles:
                     seen[str(path)] = before
                     continue
                 if time.time_ns() - changed < _CLOCK_NS:
-                    changed = 0  # another change may get the same time: look again
+                    # a later change may get the same timestamp, so this folder is scanned again
+                    changed = 0
                 seen[str(path)] = changed, self._look_at(path, own)
         for gone in self._seen.keys() - seen.keys():
             path = Path(gone)
@@ -553,7 +560,11 @@ class DiskFiles:
         return size
 
     def _forget_folder(self, prefix: str, keys: set[Key]) -> None:
-        """Drop the hashes of one folder that have no file."""
+        """Remove the hashes of one subfolder that have no file any more.
+
+        prefix: the subfolder's name, the first digits of its hashes.
+        keys: the keys that have files.
+        """
         first = bytes.fromhex(prefix)
         for group, hashes in self._index.items():
             for digest in list(hashes):

@@ -1,23 +1,22 @@
-"""CpuCopies and CudaCopies: slots of host memory for KV blocks, and how blocks get there and back.
+"""CpuCopies and CudaCopies: copies of KV blocks between the device and slots of host memory.
 
-For other replicas of the machine, slots may also be memory of a GPU (`HostSlots.add_device`).
+Slots for other replicas on the machine may also be GPU memory (`HostSlots.add_device`).
 
-A slot has the block's rows of every cache (the model's, and a drafter's) one after the other, so a
-copy is one call for each block and cache. The bytes of a block do not depend on what its layers
-keep: latents, quantised keys and windows are all copied alike. Snapshots of recurrent states have
-slots of their own, which are filled in the same way.
+A slot has a block's bytes of every cache (the model's, and a drafter's) one after the other, so a
+copy is one call for each block and cache. Latents, quantised KV and windows are all copied as
+bytes. Snapshots of recurrent states have separate slots, which are filled in the same way.
 
-Of several ranks each has its own slots, for its part of each block, under the same numbers
+Each of several ranks has slots for its part of each block, with the same slot numbers
 (`engine.runner.ranked_runner.RankedCopies`).
 
-On CUDA the timeline of a store, and of a step and a load that take the same block afterwards:
+On CUDA the timeline of a store, and of a step and a load that write the same block afterwards:
 
  host     step n waited for | store(block) | launch n+1, which writes the block
  stores   ................... copy --------> event
  device   ........................................ waits for the event | step n+1
  loads    ........................................ waits for the event | copy ----> event, polled
 
-The scheduler stores a block when no step in flight uses it, so that the copy waits for nothing. On
+The scheduler stores a block when no step in flight uses it, so that the copy can begin at once. On
 the CPU copies are done when the call returns.
 """
 
@@ -45,16 +44,17 @@ from kernels.block_copies import copy_rows
 logger = logging.getLogger("manta.engine")
 
 FIRST_OF_OTHERS = 1 << 20  # the lowest number of a slot that another process owns
-_QUEUE_BYTES = 8 << 30  # bytes of stores that may wait to be copied
-_PIECE = 32  # blocks of a copy to the host after which a CUDA event is recorded
-_PROBED = 64  # blocks whose loads are timed at the start
-_WORTH_TIMING = 1 << 22  # bytes; copies of fewer bytes take the time of a launch
+_QUEUE_BYTES = 8 << 30  # maximum bytes of queued stores
+_PIECE = 32  # number of blocks of a copy to the host after which a CUDA event is recorded
+_PROBED = 64  # number of blocks whose loads are timed at the start
+# bytes; smaller copies are dominated by launch overhead, so they are not timed
+_WORTH_TIMING = 1 << 22
 
 Pairs = Sequence[tuple[int, int]]
 
 
 class DeviceMemory(Protocol):
-    """Device memory of this process, or of another one that this process has opened."""
+    """Device memory of this process, or memory of another process that this one has opened."""
 
     address: int
 
@@ -74,8 +74,9 @@ class _Area(NamedTuple):
 class HostSlots:
     """Slots of host memory, each for one item of the device: a KV block, or a snapshot.
 
-    parts: functions that return the device memory of the items, uint8 [rows, items, bytes of a
-        row] each.
+    parts: a function for each cache that returns the device memory of all items, uint8 [rows,
+        items,
+        bytes of a row].
     num_bytes: size of an item.
     Raises RuntimeError if the memory cannot be pinned.
     """
@@ -90,9 +91,9 @@ class HostSlots:
         """Allocate pinned memory for `count` slots, or pin the given memory, uint8."""
         self.parts = parts
         self.count = count
-        self.least = parts[0]().shape[1] if parts else 0  # items that always have memory
+        self.least = parts[0]().shape[1] if parts else 0  # number of items that are always mapped
         self.num_bytes = sum(part().shape[0] * part().shape[2] for part in parts)
-        size = count * self.num_bytes  # 0 bytes on a stage whose layers keep no keys
+        size = count * self.num_bytes  # 0 bytes on a pipeline stage whose layers have no KV
         if memory is None:
             memory = pinned_bytes(max(size, 1), device)
         else:
@@ -100,7 +101,7 @@ class HostSlots:
         self.memory = memory[:size]
         self.slots = self.memory.view(count, self.num_bytes)
         self._device = device
-        # first slot of own or attached memory -> where it is
+        # first slot of own or attached memory -> its addresses
         self._areas = {0: _Area(count, self.memory.data_ptr())}
         # first slot of attached memory -> finalizer that unpins or closes the memory
         self._ends: dict[int, weakref.finalize[..., HostSlots]] = {}
@@ -115,18 +116,18 @@ class HostSlots:
         device: torch.device,
         memory: Tensor | None = None,
     ) -> "HostSlots":
-        """Return slots for blocks of caches, which all have the same block ids."""
+        """Return slots for the blocks of caches, which share block ids."""
         slots = cls([_blocks_of(cache) for cache in caches], count, device, memory)
         slots.least = min(cache.least for cache in caches)
         return slots
 
     @classmethod
     def of_states(cls, states: StateCache, count: int, device: torch.device) -> "HostSlots":
-        """Return slots for rows and snapshots of recurrent states."""
+        """Return slots for recurrent states, which are copied from and to rows and snapshots."""
         return cls([_states_of(storage) for storage in states.storages], count, device)
 
     def attach(self, memory: memoryview) -> int:
-        """Pin another process's slots of equal size; return the number of the first one.
+        """Pin another process's host slots, of equal size; return the number of the first one here.
 
         Called from any thread. Raises RuntimeError if the memory cannot be pinned.
         """
@@ -138,20 +139,19 @@ class HostSlots:
         return first
 
     def add_device(self, memory: DeviceMemory) -> None:
-        """Add slots of this process's device memory, which others may open.
+        """Add slots in this process's device memory, which other processes may open.
 
-        Their numbers follow those of host memory.
+        These slots are numbered after those in host memory.
         """
         self._areas[0] = self._areas[0]._replace(device=memory.address)
         self._at_end(memory.close)
 
     def attach_device(self, memory: DeviceMemory, count: int) -> int:
-        """Add another process's slots of device memory; return the number from which this process
-        counts that process's slots.
-
-        count: number of that process's slots of host memory, which come first and are not read.
+        """Add another process's slots in device memory; return the number of its first slot here.
 
         Called from any thread.
+
+        count: number of that process's host slots, which are numbered first and are not read.
         """
         first = next(self._numbers)
         self._areas[first] = _Area(count, 0, memory.address)
@@ -161,35 +161,33 @@ class HostSlots:
     def _at_end(
         self, function: Callable[..., None], *arguments: object
     ) -> "weakref.finalize[..., HostSlots]":
-        """Return a finalizer that calls the function when these slots are freed or it is called.
-
-        The end of the process does not run it.
-        """
+        """Return a finalizer that calls a function when this object is freed, but not at exit."""
         end = weakref.finalize(self, function, *arguments)
         end.atexit = False
         return end
 
     def detach(self, first: int) -> None:
-        """Forget attached slots, which no copy uses."""
+        """Unregister attached slots, which no copy uses."""
         del self._areas[first]
         self._ends.pop(first)()
 
     def on_device(self, pairs: Pairs) -> bool:
-        """Whether the slots of (item, slot) pairs are device memory; all of a copy are alike."""
+        """Whether the slots of a copy's (item, slot) pairs are all in device memory, not in host
+        memory."""
         if not pairs:
             return False
         place, area = self._place_of(pairs[0][1])
         return place >= area.num_host
 
     def slot(self, number: int) -> Tensor:
-        """Return the bytes of a slot of host memory, uint8 [num_bytes]."""
-        if not self.num_bytes:  # on a stage whose layers keep nothing
+        """Return the bytes of a host slot, uint8 [num_bytes]."""
+        if not self.num_bytes:  # a pipeline stage whose layers have no KV
             return torch.empty(0, dtype=torch.uint8)
         pages = (ctypes.c_uint8 * self.num_bytes).from_address(int(self.addresses([number])[0]))
         return torch.frombuffer(pages, dtype=torch.uint8)
 
     def addresses(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the addresses of slots of one memory, int64."""
+        """Return the addresses, int64, of slots of the same process and kind of memory."""
         place, (num_host, address, device) = self._place_of(numbers[0])
         first = numbers[0] - place
         if place >= num_host:
@@ -197,13 +195,13 @@ class HostSlots:
         return address + (np.array(numbers, np.int64) - first) * self.num_bytes
 
     def _place_of(self, number: int) -> tuple[int, _Area]:
-        """Return a slot's index among those of its process, and where these are."""
+        """Return a slot's index among those of its process, and their addresses."""
         place = number % FIRST_OF_OTHERS
         return place, self._areas[number - place]
 
 
 def _blocks_of(cache: KVCache) -> Callable[[], Tensor]:
-    # asked for each time, as an engine without memory gets other storage
+    # evaluated at each copy, as the storage is replaced after a shortage of memory
     return lambda: cache.storage.flatten(0, 1).view(torch.uint8)
 
 
@@ -213,14 +211,16 @@ def _states_of(storage: Tensor) -> Callable[[], Tensor]:
 
 
 def _ends(blocks: Iterable[int], states: Iterable[int]) -> frozenset[int]:
-    """Return one set of numbers: n for block n, -1 - n for snapshot n."""
+    """Return blocks and snapshots as one set of numbers: n for block n, -1 - n for snapshot n."""
     return frozenset(blocks).union(-1 - slot for slot in states)
 
 
 class CpuCopies:
     """The copies of an engine on the CPU (`engine.scheduling.memory.host_plan.HostCopies`).
 
-    num_states: slots for snapshots that all ranks have, even if this one has no recurrent layer.
+    num_states: number of slots for snapshots, equal on all ranks, even if this rank has no
+        recurrent
+        layer.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ def _reversed(pairs: Pairs) -> Pairs:
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy in flight, with the device items and host slots that it uses (`_ends`)."""
+    """A copy in flight, with the numbers of its device items and host slots (see `_ends`)."""
 
     ticket: int  # ticket of the load; 0 = a store
     items: frozenset[int]
@@ -325,8 +325,8 @@ class CudaCopies:
     """The copies of an engine on CUDA (`engine.scheduling.memory.host_plan.HostCopies`).
 
     num_states: see `CpuCopies`.
-    after_steps: whether loads wait for the steps in flight, which may still read blocks that were
-        given back behind a window, or a snapshot.
+    after_steps: whether loads wait for the steps in flight, which may still read the blocks that a
+        sliding window has passed, or a snapshot.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class CudaCopies:
         self._stores: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
         self._lost: frozenset[int] = frozenset()  # slots whose last store failed
-        torch.cuda.synchronize(device)  # the caches are filled before the first copy
+        torch.cuda.synchronize(device)  # the zeroing of caches is done before the first copy
         self._probe()
 
     @property
@@ -360,7 +360,7 @@ class CudaCopies:
         return bool(self._stores)
 
     def room(self) -> int:
-        """Return how many further blocks may be queued, after removing finished stores."""
+        """Remove finished stores from the queue, and return how many more blocks may be queued."""
         self._take_stored()
         queued = sum(store.size for store in self._stores)
         return max(0, _QUEUE_BYTES - queued) // max(1, self.blocks.num_bytes)
@@ -381,7 +381,8 @@ class CudaCopies:
         store.began.record(self._store_stream)
         store.failed = not self._copy(pairs, states, self._store_stream, to_host=True)
         store.done.record(self._store_stream)
-        self._stores.append(store)  # even after a failure, as some copies may be in flight
+        # kept even after a failure, as some of its copies may be in flight
+        self._stores.append(store)
         return not store.failed
 
     def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
@@ -400,7 +401,10 @@ class CudaCopies:
         return not load.failed
 
     def _new_copy(self, ticket: int, pairs: Pairs, states: Pairs) -> _Copy:
-        """Return the record of a copy. pairs, states: (item of the device, slot)."""
+        """Return the record of a new copy.
+
+        pairs, states: (device item, slot) pairs.
+        """
         items = _ends((item for item, _ in pairs), (item for item, _ in states))
         slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
         size = _size(self, pairs, states)
@@ -418,10 +422,10 @@ class CudaCopies:
         return done
 
     def before(self, batch: Batch) -> None:
-        """Make the next step wait, on its stream, for stores of the blocks and states it writes.
+        """Make the next step wait on its stream for stores of the blocks and states that it writes.
 
-        On ranks other than 0 it also waits for loads of what it reads, as rank 0 knows only the end
-        of its own loads.
+        On ranks other than 0 the step also waits for loads, as rank 0 knows only when its own loads
+        end.
         """
         if not (self._stores or self._loads):
             return
@@ -443,7 +447,7 @@ class CudaCopies:
         return all(store.slots.isdisjoint(wanted) for store in self._stores)
 
     def warm_device(self, slot: int) -> None:
-        """Compile the copies of a slot of device memory, with a block that nothing uses yet."""
+        """Compile the kernels of copies to device slots, with an unused block."""
         self.store([(0, slot)])
         self.load(0, [(slot, 0)])
         self.wait()
@@ -455,10 +459,10 @@ class CudaCopies:
         self._load_stream.synchronize()
 
     def _probe(self) -> None:
-        """Measure the rate of loads, with the first blocks of caches that nothing uses yet."""
+        """Measure the load rate with the first blocks, before any request uses the caches."""
         count = min(_PROBED, self.blocks.least, self.blocks.count)
         pairs = [(number, number) for number in range(count)]
-        self.store(pairs)  # the loads below then write the same bytes
+        self.store(pairs)  # so that the loads below write the same bytes back
         for ticket in range(2):
             self.load(ticket, pairs)
         self.wait()
@@ -475,7 +479,10 @@ class CudaCopies:
     def _order(
         self, stream: torch.cuda.Stream, items: Collection[int], slots: Collection[int]
     ) -> None:
-        """Make a stream wait for the stores from these blocks or states, or to these slots."""
+        """Make a stream wait for stores that involve the given items or slots.
+
+        items, slots: numbers as in `_ends`.
+        """
         for store in self._stores:
             if not (store.items.isdisjoint(items) and store.slots.isdisjoint(slots)):
                 stream.wait_event(store.done)
@@ -483,7 +490,10 @@ class CudaCopies:
     def _copy(
         self, pairs: Pairs, states: Pairs, stream: torch.cuda.Stream, *, to_host: bool
     ) -> bool:
-        """Enqueue copies between (item of the device, slot); return False after an error."""
+        """Enqueue copies between device items and slots; return False after an error.
+
+        pairs, states: (device item, slot) pairs of blocks and of snapshots.
+        """
         try:
             _enqueue(self.blocks, pairs, stream, to_host)
             if self.states is not None:
@@ -509,7 +519,8 @@ def _enqueue(slots: HostSlots, pairs: Pairs, stream: torch.cuda.Stream, to_host:
             ends, sizes = ends[::-1], (width, pitch, width, rows)
         addresses = np.stack(ends, 1)
         if rows and on_device:
-            from kernels.device_copies import copy_device_rows  # imports Triton
+            # imported here because it imports Triton
+            from kernels.device_copies import copy_device_rows
 
             copy_device_rows(addresses, *sizes, stream)
         elif rows:
@@ -539,9 +550,9 @@ def host_copies(
     after_steps: bool,
     memory: Tensor | None = None,
 ) -> Copies:
-    """Return the copies of caches to slots, whose memory is taken now.
+    """Allocate host slots for caches, and return the object that copies to and from them.
 
-    caches: the model's caches, which may have states, and others with the same block ids.
+    caches: the model's cache, which may have recurrent states, and others with the same block ids.
     after_steps: see `CudaCopies`.
     memory: host memory to use for the slots of blocks; None = new memory.
     Raises RuntimeError if the memory cannot be pinned.

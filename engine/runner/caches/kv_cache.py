@@ -1,4 +1,4 @@
-"""KVCache: the cache tensors that block ids of the block manager refer to."""
+"""KVCache: the cache tensors that are indexed by the block manager's block ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class KVCache:
     """The keys and values of all layers, one pair of tensors a layer.
 
     Each tensor is [blocks, num_kv_heads, block_size, head_dim]. The number of blocks is num_blocks,
-    or `KVView.parts` times that. A layer that reads another layer's keys has that layer's pair. A
-    layer of latents has its latents twice. A recurrent layer has its states, after its keys and
-    values if it has any.
+    or `KVView.parts` times that. A layer that reads another layer's KV has that layer's pair. For a
+    layer of latents both tensors are the latents. A recurrent layer has its states, after its keys
+    and values if it has any.
     A head's keys in one block are contiguous: block_size * head_dim elements in one read. Layers of
     several groups share memory, in which a block belongs to one group at a time. Quantised keys and
     values are `QuantizedKV`s over the same storage, which then consists of bytes.
@@ -33,11 +33,11 @@ class KVCache:
     layers: dict[int, KV]  # layer number -> its tensors, in order of layers
     # All memory: [slots, KVGroups.tensors, num_blocks, block_size * elements (or bytes) of a token]
     storage: Tensor
-    num_blocks: int  # blocks; those with addresses in a cache that grows
+    num_blocks: int  # number of blocks; in a growing cache the number of reserved blocks
     block_size: int
     form: KVFormat
     memory: CacheMemory
-    least: int = 0  # number of blocks that always have memory
+    least: int = 0  # number of blocks that are always mapped
     states: StateCache | None = None  # states of recurrent layers
 
     @classmethod
@@ -56,10 +56,11 @@ class KVCache:
     ) -> "KVCache":
         """Allocate the cache, all zeros.
 
-        dtype: the element type of an unquantised form. A quantised form needs layers of one shape.
+        dtype: the element type of an unquantised cache. A quantised one needs layers of equal
+            shape.
         rows, snapshots: numbers of state slots of recurrent layers.
         memory: the allocator.
-        pages: the pages of a cache that grows, num_blocks of which are mapped now.
+        pages: the pages of a growing cache, num_blocks of which are mapped now.
         Raises ConfigError.
         """
         memory = memory or CacheMemory()
@@ -111,11 +112,12 @@ class KVCache:
         return dict(sorted(views.items()))
 
     def write_entries(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
-        """Write keys and values that no layer computed, in a model of one group.
+        """Write precomputed keys and values, such as an adapter's prefix, in a model of one KV
+        group.
 
-        values: [n, 2 * num_layers, num_kv_heads, head_dim]; the first layer's keys, its values, the
+        values: [n, 2 * num_layers, num_kv_heads, head_dim]: the first layer's keys, its values, the
             second layer's keys, ...
-        blocks, places: int64 [n], the block of each token, and its place in the block.
+        blocks, places: int64 [n], the block of each token and its position in the block.
         """
         if not self.form.name:
             shape = next(iter(self.layers.values()))[0].shape
@@ -127,7 +129,7 @@ class KVCache:
         at = (blocks.repeat_interleave(heads), head, places.repeat_interleave(heads))
         for number, (keys, own) in enumerate(self.layers.values()):
             assert isinstance(keys, QuantizedKV) and isinstance(own, QuantizedKV)
-            # Layers rotate their own keys in the same way before they write them.
+            # The Hadamard transform that layers apply to their keys before they write them.
             key = by_hadamard(self.form, values[:, 2 * number].float())
             keys.write(*at, key.reshape(-1, dim))
             own.write(*at, values[:, 2 * number + 1].reshape(-1, dim))
@@ -148,10 +150,11 @@ class KVCache:
 def in_views(
     groups: KVGroups, metas: Sequence[AttentionMeta], block_size: int
 ) -> list[AttentionMeta]:
-    """Return the AttentionMeta of each view, as models take them, with the view's window.
+    """Return the AttentionMeta of each view of the groups, as models take them.
+
+    The function launches only arithmetic on the device, so a CUDA graph can capture it.
 
     metas: the meta of each group.
-    It is pure arithmetic on the device, at addresses that a CUDA graph keeps.
     """
     views = []
     for view in groups.views:
@@ -163,4 +166,4 @@ def in_views(
             meta = meta.elsewhere(slots, meta.block_table * view.parts + view.part)
         meta.window, meta.chunk = attention.window, attention.chunk
         views.append(meta)
-    return views or list(metas)  # a stage may have no layer that keeps keys
+    return views or list(metas)  # a pipeline stage may have no layer with KV

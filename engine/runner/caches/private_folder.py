@@ -1,4 +1,4 @@
-"""open_folder: opens the folder of KV blocks, which this user alone can reach."""
+"""open_folder: opens the disk tier's folder, which only this user can access."""
 
 import fcntl
 import os
@@ -10,17 +10,17 @@ _IN_MEMORY = Path("/dev/shm")
 
 
 def in_memory(folder: Path) -> bool:
-    """Whether files of a folder are host memory, which all processes of the machine share."""
+    """Whether a folder is in memory (below /dev/shm), which all processes of the machine share."""
     return folder.is_relative_to(_IN_MEMORY)
 
 
 def make_private(path: Path) -> None:
-    """Make a folder, and those above it, that this user alone can reach."""
+    """Create a folder that only this user can access, and its parents."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def open_folder(folder: Path) -> int:
-    """Make the folder if it is not there; return the descriptor of its lock, held shared.
+    """Create the folder if it does not exist; return a descriptor that holds its lock shared.
 
     Raises ConfigError.
     """
@@ -39,7 +39,7 @@ def open_folder(folder: Path) -> int:
 
 
 def refusal(folder: Path, error: OSError) -> ConfigError:
-    """Return the error of a folder that the operating system refuses, with what to do."""
+    """Return the error for a folder that cannot be used, with a suggestion."""
     return ConfigError(
         f"disk_kv_folder: {folder} cannot be used: {error.strerror or error}; name a folder that "
         "this user can write, on a disk with room, or leave disk_kv_bytes out",

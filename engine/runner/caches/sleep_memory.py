@@ -1,9 +1,8 @@
-"""Memory of an engine that can sleep: asleep, it keeps weights in host memory or drops them, and
-has no caches.
+"""SleepMemory: the memory of an engine that can sleep, with weights in host memory or dropped.
 
 All addresses stay the same. So nothing is rebuilt after a wake: captured graphs and programs are
-valid once the memory is back. Asleep, a GPU still holds its context, the data of rows and adapter
-slots, and the graphs' memory.
+valid once the memory is mapped again. During a sleep a GPU still holds its context, the data of
+rows and adapter slots, and the graphs' memory.
 """
 
 import gc
@@ -27,7 +26,7 @@ from kernels.device_memory import Region
 from kernels.dispatch import Kernels
 
 GIB = 1 << 30
-_SLAB = GIB  # weights are grouped in regions of about this size
+_SLAB = GIB  # bytes; weights are grouped in regions of about this size
 _ALIGNMENT = 512  # bytes, torch's own alignment of allocations
 
 
@@ -55,24 +54,24 @@ class SleepMemory(CacheMemory):
         self._maps.pop(address, None)
 
     def keep(self, model: object, host_bytes: int, *, written: bool) -> None:
-        """Move the model's filled tensors into memory that can be freed for a sleep.
+        """Move the loaded model's tensors into memory that can be freed for a sleep.
 
         host_bytes: free bytes of host memory.
-        written: whether some of the tensors may change later.
+        written: whether weight updates may change some of the tensors later.
         Raises ConfigError if the host has no room for the tensors.
         """
 
     def changing(self) -> None:
-        """Discard host copies of the weights, because an update is about to change them."""
+        """Discard host copies of the weights, before an update changes the weights."""
 
     def changed(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Record which bytes an update of the weights wrote, as (address, number of bytes)."""
 
     def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
-        """Free the device memory of weights, caches or both. Legal when no step is in flight.
+        """Free the device memory of weights, caches or both; no step may be in flight.
 
-        parts: what to free. The contents of caches are lost.
-        drop: whether weights that each update writes may be lost too.
+        parts: the parts to free. The contents of caches are lost.
+        drop: whether the weights that each update writes are dropped, not copied to host memory.
         """
         if CACHES in parts:
             for pages in self._maps.values():
@@ -99,7 +98,7 @@ class Pages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """The bytes of a tensor of weights: their place in a region."""
+    """The place of one weight storage's bytes in a region."""
 
     region: Pages
     offset: int
@@ -113,9 +112,10 @@ class _Storage:
 class CudaSleepMemory(SleepMemory):
     """The memory of an engine that can sleep, on CUDA.
 
-    Pages go back to the driver. The copy of weights in pinned host memory is made at the first
-    sleep and kept, so that further sleeps copy nothing. A sleep that drops the weights copies only
-    what no update has written, such as rotary tables. Before the first update it copies everything.
+    Pages are returned to the driver. The first sleep copies the weights to pinned host memory, and
+    the copy is kept, so that further sleeps copy nothing. A sleep that drops the weights copies
+    only tensors that no update has written, such as rotary tables. Before the first update it
+    copies everything.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class CudaSleepMemory(SleepMemory):
         self._weights: list[Pages] = []
         self._storages: list[_Storage] = []
         self._updated: set[int] = set()  # addresses of storages that each update writes
-        self._others: list[tuple[_Storage, Tensor]] = []  # copies, after a sleep that drops
+        # (storage, host copy) of the tensors that a dropping sleep has kept
+        self._others: list[tuple[_Storage, Tensor]] = []
         self._dropped = False
         self._caches: dict[int, Pages] = {}  # address -> pages of a cache
         self._copies: list[Tensor] = []  # copies of _weights in host memory
@@ -180,7 +181,8 @@ class CudaSleepMemory(SleepMemory):
     def _move(self, slab: list[list[Tensor]], size: int) -> None:
         """Move the tensors of the given storages into a new region of `size` bytes.
 
-        slab: the tensors of each storage; emptied, so that nothing refers to the old storages.
+        slab: the tensors of each storage. The list is emptied, so that nothing refers to old
+            storages.
         """
         region = self._make(size, self._device)
         self._weights.append(region)
@@ -230,7 +232,7 @@ class CudaSleepMemory(SleepMemory):
             torch.cuda.empty_cache()
 
     def _copy_out(self, *, drop: bool) -> None:
-        """Copy the weights to host memory; with `drop` only those that no update writes."""
+        """Copy the weights to host memory; with `drop` only tensors that no update writes."""
         self._dropped = drop and bool(self._updated)
         if self._dropped:
             for copy in self._copies:
@@ -297,16 +299,16 @@ def sleep_memory(device: torch.device) -> SleepMemory:
 def _storage_bytes(tensors: Sequence[Tensor], num_bytes: int = -1) -> int:
     """Return the bytes that the tensors' storage takes in a region.
 
-    num_bytes: the size of the storage, if the tensors have already left it.
+    num_bytes: the size of the storage; -1 = ask the first tensor.
     """
     size = tensors[0].untyped_storage().nbytes() if num_bytes < 0 else num_bytes
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
-    """Yield each tensor on the device that can be reached from root through any references.
+    """Yield each tensor on the device that is reachable from an object through references.
 
-    Kernel back ends and groups of ranks are skipped, because their tensors belong to no model.
+    Kernel back ends and groups of ranks are skipped, as their tensors are not the model's.
     """
     seen, to_visit = {id(root)}, [root]
     while to_visit:
@@ -317,7 +319,7 @@ def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
             continue
         if isinstance(owner, types.ModuleType | type | Kernels | TensorParallelGroup):
             continue
-        # Only a function's closure: the function itself refers to its whole module.
+        # Of a function only the closure is followed, as it also refers to its whole module.
         inside = (owner.__closure__,) if isinstance(owner, types.FunctionType) else (owner,)
         for referent in gc.get_referents(*inside):
             if id(referent) not in seen:

@@ -1,9 +1,10 @@
 """StateCache: states of recurrent layers, and snapshots from which other requests continue.
 
 A slot has one state of each such layer. The first slots are the rows of requests, the others are
-for snapshots (see `engine.scheduling.memory.snapshots`). Rows without a request have states, too.
+for snapshots (see `engine.scheduling.memory.snapshots`). Rows without a request may hold snapshots
+too.
 
-Layers know nothing of snapshots: a request continues from one that was copied into its row.
+Layers know nothing of snapshots: a request continues from a snapshot that was copied into its row.
 """
 
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ class StateCache:
         device: torch.device,
         memory: CacheMemory,
     ) -> None:
-        # Tensors of one shape are stacked, [tensors, slots, *shape], so that one copy moves a slot
-        # of all.
+        # Tensors of one shape are stacked, [tensors, slots, *shape], so that one copy moves the
+        # slot of all of them.
         self.storages: list[Tensor] = []
         shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for layer, record in recurrent:
@@ -62,7 +63,7 @@ class StateCache:
         }
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows to snapshots, in order with the device's work.
+        """Launch copies of rows to snapshots.
 
         pairs: (row, slot) of each copy; no slot is in two pairs.
         """
@@ -70,7 +71,7 @@ class StateCache:
             self._copy(row, slot)
 
     def resume(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy snapshots to rows, one after the other.
+        """Launch copies of snapshots to rows, one after the other.
 
         pairs: (row, slot) of each copy; a row may have been the slot of an earlier pair.
         """
@@ -87,12 +88,12 @@ class StateCache:
         return [storage.index_select(1, rows) for storage in self.storages]
 
     def put_back(self, rows: Tensor, copies: Sequence[Tensor]) -> None:
-        """Write the copies that `copied` returned back into the rows."""
+        """Write the copies that `copied` has returned back into the rows."""
         for storage, copy in zip(self.storages, copies, strict=True):
             storage[:, rows] = copy
 
     def _copy(self, source: int, target: int) -> None:
-        # Slot by slot, because an index copy of many slots would need a temporary as large as the
-        # slots.
+        # Copied slot by slot, because an index copy of many slots would need a temporary of their
+        # size.
         for storage in self.storages:
             storage[:, target].copy_(storage[:, source])

@@ -1,8 +1,8 @@
 """TokenPool: free KV blocks as a mask on the device, searched by its cumulative sum.
 
-This is LightLLM's memory manager: contiguous blocks if there are any, else the first free ones. The
-engine needs block ids on the host, so that taking blocks waits for a few small kernels on a
-separate stream. The default, a list on the host, waits for nothing. This one is kept for
+This is LightLLM's memory manager: it takes contiguous blocks if there are any, else the first free
+ones. The engine needs block ids on the host, so that taking blocks waits for a few small kernels on
+a separate stream. The default, a list on the host, has no such wait. This class exists for
 comparison.
 """
 
@@ -23,7 +23,7 @@ class TokenPool:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._count = num_blocks
-        self._returned: list[int] = []  # blocks returned since blocks were last taken
+        self._returned: list[int] = []  # blocks freed since `take_blocks` was last called
 
     def __len__(self) -> int:
         return self._count
@@ -60,7 +60,7 @@ class TokenPool:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _take_free_blocks(self, count: int) -> Tensor:
-        """Return [1 + count]: whether a returned block was free already, then the blocks."""
+        """Return [1 + count]: whether a block was freed twice, then the taken blocks."""
         free, index = self._free, self._index
         returned = torch.tensor(self._returned, dtype=torch.int64).to(free.device)
         twice = free[returned].any()

@@ -1,12 +1,14 @@
 """Drafting: computes drafts of next tokens on the device, after a step has sampled.
 
-A drafter (engine/models/drafters/) first gets all tokens of the step, so that its cache has keys of
-each, those of rejected drafts until the next step writes over them. The drafter's rows are its
-output vectors, one a token. Where the batch has proposals, the row of the text's last token gives
-the first draft, and passes of one token the others. A draft model, which reads no states, reads
-chunks in their own steps, and other tokens of a request only when it is to draft for it; while
-drafts rest it costs nothing. Another drafter reads each token, except in dormant steps, and
-requests whose tokens it has not read get worse drafts.
+A drafter (engine/models/drafters/) first processes all tokens of the step, so that its cache has
+their KV; the next step overwrites the KV of rejected drafts. The drafter's rows are its output
+vectors, one a token. For each of the batch's proposals, the row of the request's last token gives
+the first draft, and passes of one token each give the others.
+
+A draft model, which reads no hidden states of the target model, processes prompts' chunks in the
+steps that compute them. It processes a request's other tokens only when it drafts for the request,
+so that it costs nothing while drafts are paused. Other drafters process each token, except in
+dormant steps; requests with skipped tokens get worse drafts.
 
 Drafts are sampled like the model's tokens, with the noise of the same seed, choice and position, so
 that they agree wherever the distributions do. Drafts stay on the device, in the requests' rows,
@@ -41,31 +43,31 @@ class Drafting:
     ) -> None:
         """Set up drafting.
 
-        inputs: make the inputs of a draft model's passes, with room for max_tokens and one token
-            more for each row; None for a drafter that reads states.
+        inputs: builds the inputs of a draft model's passes, with room for max_tokens and one more
+            token
+            for each row; None for a drafter that reads the target model's hidden states.
         max_tokens: the maximum number of tokens in a step.
         """
         self.passes, self.kv, self.reads_states = passes, passes.kv, passes.drafter.reads_states
         self._inputs, self._max_tokens = inputs, max_tokens
-        # row of a request -> how many of the request's tokens the draft model has computed; -1 =
-        # none
+        # row -> number of its request's tokens that the draft model has processed; -1 = none
         self._read = [-1] * (passes.rows.pad_row + 1)
-        self._like: Tensor | None = None  # a row of the drafter, for its width and dtype
-        self.graphs: DraftGraphs | None = None  # CUDA graphs of the passes that draft
+        self._like: Tensor | None = None  # an output row of the drafter, for its width and dtype
+        self.graphs: DraftGraphs | None = None  # CUDA graphs of the drafting passes
 
     @property
     def tables(self) -> list[Tensor]:
-        """The block tables of a draft model's own inputs on a CUDA device."""
+        """The block tables in a draft model's separate inputs on a CUDA device."""
         return [self._inputs.block_table] if isinstance(self._inputs, CudaInputs) else []
 
     @property
     def like(self) -> Tensor:
-        """An output row of the drafter [1, width], for width and dtype. Legal after a warm-up."""
+        """An output row of the drafter [1, width], for width and dtype; set by the warm-up."""
         assert self._like is not None, "the drafter has not run yet"
         return self._like
 
     def chains(self, record: Record) -> DraftGraphs:
-        """Return graphs of the passes that draft, not captured yet. Legal after a warm-up."""
+        """Return the graphs of the drafting passes, not captured yet. Call this after a warm-up."""
         rows = self.passes.rows
         sizes, longest = chain_sizes(rows.pad_row), rows.tokens.shape[1] - 1
         return DraftGraphs(self.passes, sizes, self.like, longest, record)
@@ -84,11 +86,12 @@ class Drafting:
     ) -> Tensor | None:
         """Launch the drafter after a step's sampling; return drafts [proposals, most] int64.
 
-        A proposal's drafts after its count have no meaning. None without proposals.
+        Elements after a proposal's count are undefined. None without proposals.
 
         metas: the step's attention metas, by KV group.
-        states: the states of all the step's tokens, as `ModelDrafter.fused` takes them.
-        read: launches the pass over the step's tokens as a graph, and returns its rows.
+        states: the target model's hidden states of all the step's tokens, see `ModelDrafter.fused`.
+        read: launches the pass over the step's tokens as a CUDA graph, and returns the drafter's
+            rows.
         """
         if not self.reads_states:
             return self._follow(batch)
@@ -104,14 +107,13 @@ class Drafting:
         return self._propose(table, rows)
 
     def _follow(self, batch: Batch) -> Tensor | None:
-        """Run a draft model over tokens that it has not read; return the drafts of proposals.
+        """Run a draft model over tokens that it has not processed; return the drafts of proposals.
 
-        These tokens are those of chunks, and of rows that are to have drafts. None without
-        proposals.
+        These are the tokens of chunks, and of rows with proposals. None without proposals.
         """
         for new in batch.new_rows:
             self._read[new.row] = -1
-        # entry -> the tokens to read
+        # entry -> range of the tokens to process
         spans: dict[int, tuple[int, int]] = {}
         for entry in range(batch.num_decodes, len(batch.rows)):
             start = batch.starts[entry]
@@ -124,10 +126,11 @@ class Drafting:
             columns = proposals[[ROW, ENTRY, POSITION, VERIFIED]].T.tolist()
             for row, entry, position, drafts in columns:
                 start, known = batch.starts[entry], position + 2
-                end = known + drafts  # after the token that follows the last draft
+                end = known + drafts  # position after the token that follows the last draft
                 if entry not in spans:
                     read = self._read[row]
-                    # The newest token is read in any case. What is left out costs acceptance.
+                    # The newest token is always processed. Skipped tokens only lower the acceptance
+                    # rate.
                     start = start if read < 0 else min(read, known - 1)
                     start = max(start, end - max(share, drafts + 2))
                 spans[entry] = start, end
@@ -154,7 +157,7 @@ class Drafting:
         """Return the drafts of the batch's proposals.
 
         host: the table of `DraftPasses`.
-        rows: the drafter's rows of the tokens that it has read in this step.
+        rows: the drafter's rows of the tokens that it has processed in this step.
         """
         if self._like is None:
             self._like = rows[:1].clone()

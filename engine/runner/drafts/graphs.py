@@ -1,6 +1,6 @@
-"""DraftGraphs: CUDA graphs of a drafter's passes, of certain numbers of proposals.
+"""DraftGraphs: CUDA graphs of a drafter's passes, for certain numbers of proposals.
 
-Drafts of one step are a chain of graphs, whatever their number:
+The drafts of a step are computed by a chain of graphs:
 
  begin   which drafts of the step were accepted
          -> one launch without a graph copies the drafter's rows of the last accepted tokens
@@ -8,10 +8,10 @@ Drafts of one step are a chain of graphs, whatever their number:
  extend  the pass over the newest draft, then logits and sampling of the next; once for each draft
          after the first
 
-The number of the draft is a tensor that `extend` counts up. Proposals are padded to the next size
-by the padding row, which keeps no key. What one graph leaves to the next lies in buffers outside of
-the graphs' memory. The graphs have a pool of their own: what a step's graphs leave to later ones is
-not overwritten.
+The number of the draft is a tensor that `extend` increments. Proposals are padded to the next size
+with the padding row, whose KV is not written. Data passes from one graph to the next in buffers
+outside of the graphs' memory. The graphs have a separate memory pool, so that they do not overwrite
+data between a step's graphs.
 """
 
 from bisect import bisect_left
@@ -27,15 +27,17 @@ from engine.sampling.sampler import SamplePlan
 from engine.speculation.settings import MAX_TOKENS
 
 Replay = Callable[[], None]
-Record = Callable[[Callable[[], None]], Replay]  # captures what a function launches
+# captures what a function launches as a CUDA graph
+Record = Callable[[Callable[[], None]], Replay]
 
-_MOST = 256  # proposals of the largest graph; with more, the device takes longer than the host
+# proposals of the largest graph; with more, launching without a graph is not the bottleneck
+_MOST = 256
 
-_OBJECTS = 128 << 20  # an estimate: bytes of graph objects and of small buffers
+_OBJECTS = 128 << 20  # estimated bytes of graph objects and small buffers
 
 
 def chain_sizes(most: int) -> list[int]:
-    """Return the numbers of proposals to capture: powers of two, up to `most` or 256."""
+    """Return the numbers of proposals to capture: powers of two up to `most`, but at most 256."""
     return [1 << power for power in range(min(most, _MOST).bit_length())]
 
 
@@ -48,7 +50,7 @@ def graph_bytes(most: int, vocab: int) -> int:
 
 
 class Recorder:
-    """A recorder of CUDA graphs, which share a pool of memory."""
+    """A recorder of CUDA graphs that share a memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -75,8 +77,8 @@ class DraftGraphs:
         """Set up the graphs; `capture` captures them.
 
         sizes: the numbers of proposals, ascending.
-        like: rows of the drafter [any, width], for their width and dtype.
-        longest: the maximum number of tokens of a row.
+        like: output rows of the drafter [any, width], for their width and dtype.
+        longest: the maximum number of tokens of a request.
         """
         self._passes, self._longest, self._record = passes, longest, record
         self._sizes, most = list(sizes), max(sizes)
@@ -95,7 +97,8 @@ class DraftGraphs:
         self._extends: dict[tuple[int, bool], Replay] = {}
 
     def capture(self) -> None:
-        """Capture all sizes, largest first so that smaller graphs reuse the memory of larger."""
+        """Capture all sizes, largest first, so that smaller graphs reuse the memory of larger
+        ones."""
         for size, sampled in self._each():
             if size not in self._begins:
                 self._begins[size] = self._record(lambda size=size: self._begin(size))  # type: ignore[misc]
@@ -105,15 +108,17 @@ class DraftGraphs:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launch all passes that are to be captured, without capturing, to find their kernels."""
+        """Launch all passes that will be captured, without capturing, to compile their kernels."""
         for size, sampled in self._each():
             self._begin(size)
             self._draw(size, sampled)
             self._extend(size, sampled)
 
     def _each(self) -> list[tuple[int, bool]]:
-        """Return (number of proposals, whether some row has a temperature), largest first, and fill
-        the tables with padding."""
+        """Fill the tables with padding, and return the keys of the graphs, largest first.
+
+        A key is (number of proposals, whether some row has a temperature).
+        """
         for table in self._tables.values():
             table.copy_(torch.from_numpy(self._padded(np.zeros((7, 0), np.int64), table.shape[1])))
         return [(size, sampled) for size in reversed(self._sizes) for sampled in (False, True)]
@@ -155,7 +160,7 @@ class DraftGraphs:
     def propose(
         self, table: np.ndarray, rows: Tensor, plan: SamplePlan, most: int
     ) -> Tensor | None:
-        """Return the drafts of proposals [n, most] int64; None if no graph can give them.
+        """Compute the drafts of proposals [n, most] int64 with graphs; None if no graph fits.
 
         table: the table of proposals, see `DraftPasses`.
         rows: the drafter's rows of the step's tokens.

@@ -16,15 +16,15 @@ from engine.speculation.settings import MAX_TOKENS
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta, RotaryPlaces
 
-Number = int | Tensor  # the number of a draft, from 1 on; a tensor [1] int64 in a graph
+Number = int | Tensor  # the index of a draft, from 1; in a CUDA graph a tensor [1] int64
 
 
 class DraftPasses:
-    """The passes of a drafter, and the requests' rows that it drafts for.
+    """The passes of a drafter over the requests' rows.
 
-    A table of proposals is [7, n] int64, see `Batch.proposals`. Lines ENTRY and FIRST_DRAFT are
-    here indices of the drafter's rows (its output vectors, one a token): that to draft from if no
-    draft of the step is accepted, and that of the first draft, to draft from if it alone is.
+    A table of proposals is [7, n] int64, see `Batch.proposals`. Here ENTRY and FIRST_DRAFT are
+    indices of the drafter's output rows, one a token. ENTRY is the row from which the next draft is
+    sampled if no draft of the step is accepted; FIRST_DRAFT is the row of the step's first draft.
     """
 
     def __init__(
@@ -40,25 +40,26 @@ class DraftPasses:
         """Set up the passes.
 
         kv: the drafter's cache, with as many blocks as the model's.
-        group: the model's group of layers whose block tables the drafter shares.
-        vocab: the number of tokens that the model knows.
+        group: the index of the KV group whose block tables the drafter shares.
+        vocab: the target model's vocabulary size.
         """
         self.drafter, self.kv, self.rows, self.sampler = drafter, kv, rows, sampler
         self.group = group
         self._kernels, self._vocab = kernels, vocab
         self._attention = kv.groups.groups[0].attention
-        # by row: a request's newest drafts; the verifying step samples over those in `rows.tokens`
+        # each row's newest drafts; a copy, as the verifying step overwrites those in `rows.tokens`
         shape = rows.pad_row + 1, MAX_TOKENS
         self.drafts = torch.zeros(shape, dtype=torch.int64, device=rows.tokens.device)
-        # the token that the drafter reads at a row lies so many positions after the row's own
+        # offset of the token that the drafter reads to that of the hidden state that it reads with
+        # it
         self._ahead = 1 if drafter.reads_states else 0
         self.cuda = rows.tokens.device.type == "cuda"
 
     def read(self, metas: Sequence[AttentionMeta], states: Tensor) -> Tensor:
-        """Return the drafter's rows of a step's tokens, whose successors are sampled.
+        """Return the drafter's rows of all tokens of a step, after the step's sampling.
 
         metas: the step's attention metas, by KV group.
-        states: the states of all the step's tokens, as `ModelDrafter.fused` takes them.
+        states: the target model's hidden states of all the step's tokens, see `ModelDrafter.fused`.
         """
         meta = metas[self.group]
         meta = meta.elsewhere(meta.slots, meta.block_table)
@@ -76,7 +77,8 @@ class DraftPasses:
         return self.drafter.forward(token_ids, states, layers, meta)
 
     def _next_tokens(self, meta: AttentionMeta) -> Tensor:
-        """Return each step token's successor in its request, int64 [num_tokens]."""
+        """Return the next token of the request after each of the step's tokens, int64
+        [num_tokens]."""
         assert meta.rows is not None
         rows, count = meta.rows.long(), len(meta.positions)
         if len(rows) < count:
@@ -85,9 +87,10 @@ class DraftPasses:
         return self.rows.tokens[rows, meta.positions.long() + 1].long()
 
     def accept(self, table: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Return the index of the drafter's row to draft from, and the last accepted position.
+        """Return, for each proposal, the index of the drafter's row to draft from, and the last
+        accepted position.
 
-        most: the maximum number of drafts that the step verifies of a request.
+        most: the maximum number of a request's drafts that the step verifies.
         """
         row, last, index, first_draft, _, verified, synthetic = table.unbind(0)
         if not most:
@@ -106,16 +109,16 @@ class DraftPasses:
     def draw(
         self, table: Tensor, last: Tensor, states: Tensor, number: Number, plan: SamplePlan
     ) -> Tensor:
-        """Sample a draft of each proposal from the drafter's rows, write it and return it.
+        """Sample the next draft of each proposal, write it into the request's row, and return it.
 
         last: [n] int64, positions of the last accepted tokens.
-        states: the drafter's rows.
-        number: the number of this draft within its proposal, from 1.
+        states: the drafter's output rows, one a proposal.
+        number: the index of this draft within its proposal, from 1.
         """
         tokens, row, counts = self.rows.tokens, table[0], table[4]
         logits, position = self.drafter.logits(states), last + 1 + number
         sampled = self.sampler.sample(logits, row, position, tokens, plan).tokens
-        # a start that only collects kernels leaves any number here
+        # undefined in a start that only collects kernels without running them
         drawn = sampled.clamp(0, self._vocab - 1)
         wanted = counts >= number
         own = torch.where(wanted, row, self.rows.pad_row)
@@ -131,11 +134,11 @@ class DraftPasses:
         number: Number,
         longest: int,
     ) -> Tensor:
-        """Return the drafter's rows after the newest drafts.
+        """Run the drafter's pass over the newest drafts; return its output rows.
 
         drawn: [n] int64, the newest drafts.
-        states: the rows from which they were sampled; may be overwritten.
-        number: the number of the next draft within its proposal, from 1.
+        states: the rows from which these drafts were sampled; may be overwritten.
+        number: the index of the next draft within its proposal, from 1.
         longest: the maximum number of tokens of a request.
         """
         row, wanted = table[0], table[4] >= number
@@ -143,11 +146,12 @@ class DraftPasses:
         return self.forward(drawn, states, self._single(row, at, wanted, longest))
 
     def _single(self, row: Tensor, at: Tensor, writes: Tensor, longest: int) -> AttentionMeta:
-        """Return the meta of a pass of one token for each row.
+        """Return the AttentionMeta of a pass over one token of each row.
 
+        row: [n] int64, the rows.
         at: [n] int64, the token's position.
-        writes: [n] bool, whether the row has a block for the token's keys.
-        longest: the maximum number of tokens of a row.
+        writes: [n] bool, whether the row has a block for the token's KV.
+        longest: the maximum number of tokens of a request.
         """
         size, groups, count = self.kv.block_size, self.rows.num_groups, len(row)
         width = min(-(-longest // size), self.rows.block_table.shape[1] // groups)
@@ -165,7 +169,7 @@ class DraftPasses:
             max_kv_len=min(longest, width * size),
             query_start_host=None if self.cuda else list(range(count + 1)),
             kv_len_host=None if self.cuda else kv_len.tolist(),
-            # filled on the device, where a copy from the host would wait
+            # filled on the device, as a copy from the host would wait
             counts=torch.full((2,), count, dtype=torch.int32, device=row.device),
             rows=row,
             rotary=None if deltas is None else RotaryPlaces((at + deltas[row]).int()),

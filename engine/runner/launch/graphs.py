@@ -1,21 +1,23 @@
-"""StepGraphs: CUDA graphs of whole steps of certain sizes, only decodes or mixed with chunks.
+"""StepGraphs: CUDA graphs of whole steps of certain sizes, of decodes alone or with chunks.
 
-A step is two graphs. The first has assembly and forward, up to the sampled hidden states. The
-second has logits, sampling and the write of the next token, if all rows are greedy or have only a
-temperature. With grammars the logits are a separate graph, because sampling waits for masks. Other
-sampling is a dozen kernel launches after the first graph.
+A step is two graphs. The first has input assembly and the forward pass, up to the hidden states of
+the sampling entries. The second has logits, sampling and the write of the next token, if all rows
+are greedy or have only a temperature. With grammars the logits are a separate graph, because
+sampling waits for masks. Sampling with other parameters takes a dozen kernel launches after the
+first graph.
 Launching a graph costs the host microseconds, whatever the number of layers. Launching its kernels
 takes longer than the device needs for a few hundred tokens. Without graphs for mixed steps, every
 short prompt would wait for the host. A size is (entries, tokens), which are equal for decodes.
 
-Steps are padded to the next size: padding uses the padding row, writes no key, and its token is
+Steps are padded to the next size: padding uses the padding row, writes no KV, and its token is
 dropped.
-A graph of a pipeline stage has only the layers. It reads the activations of the stage before from
-one buffer and writes its own to another. Sampling waits for the last stage while further steps are
+A graph of a pipeline stage has only the layers. It reads the previous stage's activations from one
+buffer and writes its output to another. Sampling waits for the last stage while further steps are
 uploaded, so it is launched without CUDA graphs.
-A batch with drafts has several decodes of a row, whose keys are read once. Such steps have graphs
-of their own, as the kernel for them is slower where each row has one decode. In models with states
-a second graph brings the states to the accepted tokens, before the next step (state_runs.py).
+A batch with drafts has several decodes of a row, for which attention reads the row's KV once. Such
+steps have separate graphs, as their kernel is slower for rows with one decode. In models with
+recurrent states another graph advances the states by the accepted tokens before the next step
+(state_runs.py).
 With data-parallel attention, graphs do not depend on the number of this rank's requests. A graph's
 attention runs over all tokens of the step, and tokens of other ranks are padding.
 """
@@ -45,11 +47,12 @@ from engine.sampling.step_sampler import Hidden, MaskedChoice, StepSampler
 from kernels.metadata import AttentionMeta
 
 Size = tuple[int, int]  # (entries, tokens)
-How = Literal["greedy", "sampled", "masked"]  # how tokens are chosen; masked: sampled, under masks
+# how tokens are chosen; "masked" = sampled under grammar masks
+How = Literal["greedy", "sampled", "masked"]
 
-_FEW = 64  # tokens so few that matmuls take the time of reading the weights
+_FEW = 64  # number of tokens up to which matmuls are bound by reading the weights
 
-# Entries -> tokens. One entry is for padding, and batches are often powers of two.
+# Entries -> numbers of tokens. One entry is for padding, as batches are often powers of two.
 MIXED_SIZES: dict[int, tuple[int, ...]] = {
     16: (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048),
     72: (96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048),
@@ -59,9 +62,9 @@ MIXED_SIZES: dict[int, tuple[int, ...]] = {
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes of decodes to capture: 1, 2, 4, then by 8 to 256, then by 32.
+    """Return the batch sizes of decodes to capture: 1, 2, 4, multiples of 8 up to 256, then of 32.
 
-    The last size always is max_num_seqs. Padding wastes at most 7 rows up to 256, and one in eight
+    The last size is always max_num_seqs. Padding takes at most 7 rows up to 256, and one in eight
     above.
     """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs + 1, 32)]
@@ -70,7 +73,8 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 
 
 def draft_sizes(decodes: Sequence[int]) -> list[int]:
-    """Return the given sizes that are captured for steps with drafts: the powers of two."""
+    """Return the batch sizes to capture for steps with drafts: the powers of two among
+    `decodes`."""
     return [size for size in decodes if size > 1 and size & (size - 1) == 0]
 
 
@@ -78,15 +82,15 @@ def draft_sizes(decodes: Sequence[int]) -> list[int]:
 class _Choice:
     graph: torch.cuda.CUDAGraph
     tokens: Tensor  # [entries] int64
-    # the logits' graph, before it, if it waits for masks
+    # a separate graph of the logits, if sampling waits for masks
     logits: torch.cuda.CUDAGraph | None = None
 
 
 class StepGraphs:
     """The CUDA graphs of a model's steps, all captured at start, as capturing stalls the device.
 
-    If the engine takes adapters, each step is captured with and without adapters, so that steps
-    without them have no extra cost.
+    If the engine supports adapters, each step is captured with and without them, so that steps
+    without adapters have no extra cost.
     """
 
     def __init__(
@@ -102,8 +106,8 @@ class StepGraphs:
         """Set up the graphs; `capture` captures them.
 
         sizes: the numbers of decodes to capture.
-        max_tokens: the tokens of the largest step.
-        drafts: whether batches may have drafts.
+        max_tokens: the number of tokens of the largest step.
+        drafts: whether batches may have drafts to verify.
         drafter: whether a drafter reads the hidden states of all tokens after each step.
         """
         self._drafter = drafter
@@ -118,7 +122,7 @@ class StepGraphs:
         if forward.state_runs is not None:
             self._with_drafts = [size for size in self._with_drafts if size <= GRAPHED]
         self._max_tokens = max_tokens
-        # Padding may have one token less than a size, and must fit into the padding row.
+        # The padding entry may have up to size - 1 tokens, which must fit into the padding row.
         limit = min(max_tokens, self._rows.tokens.shape[1] - 1)
         most = max_entries(self._rows.pad_row)
         self._mixed: dict[int, list[int]] = {}
@@ -127,10 +131,10 @@ class StepGraphs:
             self._mixed.setdefault(min(entries, most), fitting)
         # The key is (size, whether tokens may have adapters).
         self._forwards: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}
-        self._verifications: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}  # with drafts
+        self._verifications: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}  # of draft steps
         self._state_runs: dict[
             tuple[Size, bool], GraphRuns
-        ] = {}  # runs of these graphs, in models with recurrent states
+        ] = {}  # `GraphRuns` of these graphs, in models with recurrent states
         # The key is (entries, whether the step is mixed, how tokens are chosen).
         self._choices: dict[tuple[int, bool, How], _Choice] = {}
         # (number of decodes, whether a request may have several tokens) -> a function that launches
@@ -145,7 +149,7 @@ class StepGraphs:
         self._pool: Any = None
 
     def size_of(self, batch: Batch) -> Size | None:
-        """Return the size of the graph for a batch; None = launch it without CUDA graphs."""
+        """Return the size of the graph for a batch; None = launch the batch without CUDA graphs."""
         count = len(batch.rows)
         if batch.num_decodes == count:
             for sizes in (self._with_drafts if batch.drafts else (), self._decodes):
@@ -208,7 +212,8 @@ class StepGraphs:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launch all steps that may become graphs, uncaptured, so that their kernels are found."""
+        """Launch all steps that may be captured, without capturing, so that their kernels
+        compile."""
         self._allocate()
         mixed = ((entries, size) for entries, sizes in self._mixed.items() for size in sizes)
         for size in chain(((count, count) for count in reversed(self._decodes)), mixed):
@@ -227,7 +232,7 @@ class StepGraphs:
     def capture_reads(self, passes: DraftPasses, like: Tensor, record: Record) -> None:
         """Capture a drafter's pass over the tokens of steps of decodes; after `capture`.
 
-        like: rows of the drafter [any, width], for their width and dtype.
+        like: output rows of the drafter [any, width], for their width and dtype.
         """
         out = like.new_zeros(max(self._decodes), like.shape[1])
         for key, launch in self._drafter_reads(passes, out):
@@ -236,7 +241,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def launch_reads(self, passes: DraftPasses, like: Tensor) -> None:
-        """Launch what `capture_reads` would capture, to find its kernels; after `launch_all`."""
+        """Launch what `capture_reads` would capture, to compile its kernels; after `launch_all`."""
         out = like.new_zeros(max(self._decodes), like.shape[1])
         for (count, _), launch in self._drafter_reads(passes, out):
             self._all_padding((count, count))
@@ -251,7 +256,7 @@ class StepGraphs:
     ) -> Iterator[tuple[tuple[int, bool], Callable[[], None]]]:
         """Yield the key of each pass, largest first, and the function that launches it into `out`.
 
-        The layout is launched once more, for layers outside the step's graph.
+        The input assembly is launched again, for layers outside the step's graph.
         """
         longest = self._rows.tokens.shape[1] - 1
 
@@ -281,18 +286,19 @@ class StepGraphs:
         self._masks = torch.zeros(most, words, dtype=torch.int32, device=device)
 
     def _variants(self) -> tuple[bool, ...]:
-        """Return the values of "tokens may have adapters" for which each step is captured."""
+        """Return the adapter variants of each step: (False,), or (False, True) with adapters."""
         return (False, True)[: 1 + (self._forward.lora is not None)]
 
     @torch.inference_mode()
     def _sizes_of_runs(self) -> list[int]:
-        """Return the batch sizes to capture with drafts; none if no layer reads runs faster."""
+        """Return the batch sizes to capture with drafts; none if that gains nothing."""
         sizes = [size for size in self._with_drafts if size in self._decodes]
         if not sizes:
             return []
         self._all_padding((sizes[0], sizes[0]))
         metas = self._launch_layers((sizes[0], sizes[0]), adapters=False, drafts=True)
-        if self._forward.state_runs is not None:  # graphs without runs would keep drafts in states
+        # needed for correctness: other graphs would add rejected drafts to recurrent states
+        if self._forward.state_runs is not None:
             return sizes
         return (
             sizes if any(meta.plan is not None and meta.plan.queries > 1 for meta in metas) else []
@@ -345,7 +351,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _seconds(self, launch: Callable[[], object], *, whole: bool = True) -> float:
-        """Return the seconds of a second launch.
+        """Return the seconds of a launch, after an unmeasured first one.
 
         whole: whether to measure until the device is done, or only until the launch returns.
         """
@@ -376,8 +382,8 @@ class StepGraphs:
     def launch(self, batch: Batch, size: Size) -> Hidden:
         """Upload the batch and replay the step up to its hidden states.
 
-        The states of a whole model are those of the sampling entries, valid until the next call. A
-        pipeline stage returns a copy, which has the sampling entries on the last stage and else all
+        A whole model returns the states of the sampling entries, valid until the next call. A
+        pipeline stage returns a copy, of the sampling entries on the last stage, else of all
         tokens.
         """
         stage, link = self._forward.model.stage, self._forward.link
@@ -406,7 +412,7 @@ class StepGraphs:
                 hidden.every = self._every[: size[1]]
                 hidden.read = None if mixed else self._reads.get((size[0], verifies))
                 if hidden.read is None:
-                    # the same layout once more, for layers outside the graph
+                    # input assembly again, for layers outside the graph
                     longest = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
                     _, hidden.metas = self._inputs.lay_out(*size, size[0], longest, runs=verifies)
             return hidden
@@ -416,7 +422,7 @@ class StepGraphs:
         return Hidden(self._handed_on[:tokens].clone(), places)
 
     def verifies(self, batch: Batch, size: Size) -> bool:
-        """Whether the batch's graph of this size is one for steps with drafts."""
+        """Whether the batch has drafts, so that a graph for steps with drafts is used."""
         return bool(batch.drafts) and size[0] == size[1] and size[0] in self._with_drafts
 
     def choose(self, size: Size, plan: SamplePlan) -> Tensor:
@@ -424,7 +430,7 @@ class StepGraphs:
 
         Returns [entries] int64 (padded), valid until the next call.
 
-        plan: a simple plan.
+        plan: a plan of only greedy rows and rows with a temperature.
         """
         choice = self._choice(size, "greedy" if plan.greedy else "sampled")
         choice.graph.replay()
@@ -433,8 +439,8 @@ class StepGraphs:
     def choose_masked(self, size: Size) -> MaskedChoice:
         """Launch the logits of a batch with masks; return the function that launches the sampling.
 
-        The function takes the masks [M, ceil(vocab / 32)], which must not change until sampling is
-        done; None on a rank that does not sample. It has to be called before the next `launch`.
+        The function takes the masks [M, ceil(vocab / 32)], or None on a rank that does not sample.
+        Masks must not change until sampling is done. Call the function before the next `launch`.
         """
         choice = self._choice(size, "masked")
         assert choice.logits is not None
@@ -442,7 +448,7 @@ class StepGraphs:
 
         def choose(masks: NDArray[np.int32] | None) -> Tensor:
             if masks is not None:
-                # no copy if the masks are in pinned memory already
+                # returns the same tensor if the masks are already pinned
                 host = torch.from_numpy(masks).pin_memory()
                 self._masks[: len(masks)].copy_(host, non_blocking=True)
             choice.graph.replay()
@@ -462,7 +468,7 @@ class StepGraphs:
     def places(self, count: int, mixed: bool) -> tuple[Tensor, Tensor]:
         """Return copies of the rows and positions of the step's new tokens, [count] int64 each.
 
-        mixed: whether the step has prompts' chunks beside decodes.
+        mixed: whether the step has chunks of prompts.
         """
         inputs = self._inputs
         rows, positions = inputs.rows, inputs.kv_len
@@ -493,7 +499,7 @@ class StepGraphs:
         self._forwards[size, adapters] = graph
 
     def _runs_of(self, size: Size) -> GraphRuns | None:
-        """Return new runs of a step with drafts; None where no layer keeps states."""
+        """Return a new `GraphRuns` for a step with drafts; None without recurrent layers."""
         states = self._forward.state_runs
         if states is None:
             return None
@@ -521,15 +527,15 @@ class StepGraphs:
         else:
             with self._recording() as graph:
                 tokens = self._sample(*self._logits(entries, mixed, how), how).tokens
-        # Only other graphs of the pool overwrite what lies between two graphs, and none is launched
-        # between them.
+        # Buffers between the two graphs can be in the pool: only other graphs of the pool overwrite
+        # them, and none is launched in between.
         self._choices[entries, mixed, how] = _Choice(graph, tokens, first)
 
     @contextmanager
     def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Capture the `with` block as a CUDA graph, and yield the graph.
 
-        Nothing else runs meanwhile, and missing kernels are compiled.
+        Nothing else may run meanwhile. Missing kernels are compiled first.
         """
         graph = torch.cuda.CUDAGraph()
         # Checks only this thread's calls, as another thread may be loading an adapter.
@@ -543,9 +549,9 @@ class StepGraphs:
     def _launch_layers(
         self, size: Size, adapters: bool, drafts: bool = False, runs: GraphRuns | None = None
     ) -> list[AttentionMeta]:
-        """Launch a padded step up to its hidden states; return the meta of each group of layers.
+        """Launch a padded step up to its hidden states; return the AttentionMeta of each KV group.
 
-        runs: the runs of a step with drafts, if layers keep states.
+        runs: the runs of a step with drafts, in models with recurrent layers.
         """
         forward, stage = self._forward, self._forward.model.stage
         entries, num_tokens = size

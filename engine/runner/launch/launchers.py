@@ -1,4 +1,4 @@
-"""Launchers: the ways to run a step up to its hidden states, behind one `launch(batch)`.
+"""Launchers: implementations of `launch(batch)`, which runs a step up to its hidden states.
 
  EagerStep      without CUDA graphs
  ProgramStep    decodes on the CPU, as a recorded program
@@ -23,9 +23,9 @@ from engine.sampling.step_sampler import Hidden, StepSampler
 
 @dataclass(slots=True)
 class ComingHidden:
-    """The hidden states of a step that other stages compute.
+    """The future hidden states of a step that other pipeline stages still compute.
 
-    receive: waits for the last stage and returns them.
+    receive: a function that waits for the last stage and returns the hidden states.
     """
 
     receive: Callable[[], Hidden]
@@ -48,7 +48,7 @@ class StepLauncher(Protocol):
 
 
 class EagerStep:
-    """The launcher of steps without CUDA graphs: each kernel is launched by itself."""
+    """The launcher of steps without CUDA graphs."""
 
     def __init__(self, forward: ModelForward) -> None:
         self._forward = forward
@@ -107,7 +107,7 @@ class ProgramStep:
 class GraphStep:
     """The launcher of steps as CUDA graphs; see graphs.py.
 
-    Drafts of models with states have graphs of their own, or are launched without one.
+    In models with recurrent states, steps with drafts have separate graphs or none.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class GraphStep:
         size = None
         if self._forward.sees_images(batch) or self._forward.wants_routes(batch):
             return self._otherwise.launch(batch)
-        # A graph only returns the states of entries that sample.
+        # The graph returns only the hidden states of sampling entries.
         if batch.num_decodes == len(batch.rows) or not self._sampling.wants_every_state(batch):
             size = self._graphs.size_of(batch)
         if batch.drafts and self._forward.state_runs is not None and size is not None:
@@ -140,8 +140,8 @@ class GraphStep:
 class StageStep:
     """The launcher of a pipeline stage's layers in a step.
 
-    The first stage concludes a step only when the last stage's output is needed, so that further
-    steps are launched meanwhile.
+    The first stage receives the last stage's output only when it is needed, so that further steps
+    can be launched meanwhile.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class StageStep:
     def launch(self, batch: Batch) -> ComingHidden | None:
         """Launch this stage's layers and send their output to the next stage.
 
-        The first stage returns the hidden states to come from the last one, others None.
+        The first stage returns the last stage's future hidden states, other stages return None.
         """
         model, link = self._forward.model, self._link
         hidden = self._layers.launch(batch)
         states, last = hidden.states, hidden.last
         every = last is not None and self._sampling.wants_every_state(batch)
         if model.stage.last and last is not None and not every:
-            # hidden states of the other tokens are not needed
+            # only the hidden states of sampling tokens are needed
             states = states.index_select(0, last)
         link.send(states)
         if not model.stage.first:

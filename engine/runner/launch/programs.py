@@ -1,9 +1,8 @@
 """StepPrograms: steps of decodes on the CPU, recorded as programs of generated kernels.
 
-There is one for each number of decodes, recorded at its first step
-(`kernels.cpu.codegen.program`). A program has the model's layers and, if these can be recorded, the
-embedding, the last norm and the head. In a small model launching these takes as long as computing a
-few layers.
+There is a program for each number of decodes, recorded at its first step
+(`kernels.cpu.codegen.program`). A program has the model's layers and, where possible, the
+embedding, the last norm and the head, whose launches take as long as a few layers of a small model.
 """
 
 import logging
@@ -21,13 +20,14 @@ from kernels.metadata import AttentionMeta, RotaryPlaces
 
 logger = logging.getLogger("manta.engine")
 
-_MOST = 64  # decodes; in larger steps launching costs little compared with the kernels
+# maximum number of decodes; in larger steps launch overhead is small compared with the kernels
+_MOST = 64
 # The maximum number of bytes of states that are copied while trying whether steps can be recorded.
 _MOST_COPIED = 1 << 28
 
 
 class StepPrograms:
-    """The recorded programs of a decoder, whose inputs lie at fixed addresses."""
+    """The recorded programs of a decoder, which read their inputs at fixed addresses."""
 
     def __init__(
         self, model: Decoder, rows: RequestRows, kv: KVCache, *, leaves: bool = True
@@ -38,7 +38,8 @@ class StepPrograms:
         """
         self._model, self._kv = model, kv
         most = self._most = min(_MOST, rows.pad_row)
-        groups = len(kv.groups.views) or rows.num_groups  # the number of groups, as in `in_views`
+        # number of AttentionMetas, as in `in_views`
+        groups = len(kv.groups.views) or rows.num_groups
         width = rows.block_table.shape[1] // rows.num_groups
         self._positions = torch.zeros(most, dtype=torch.int32)
         self._kv_len = torch.zeros(most, dtype=torch.int32)
@@ -60,9 +61,9 @@ class StepPrograms:
         self._buffers = Buffers(most)
         self._programs: dict[int, Program] = {}
         self._able = can_record() and model.layer_inputs is None
-        self._known = False  # whether a step was recorded, so that _able is certain
-        # Whether programs begin with the embedding and end with logits; certain once `_known`. With
-        # several ranks or stages they do not.
+        self._known = False  # whether a step was recorded, so that `_able` is final
+        # Whether programs begin with the embedding and end with logits; final once `_known`. With
+        # several ranks or stages they do neither.
         self._enters = model.group.size == model.stage.count == 1
         self._leaves = leaves and self._enters
         self._tried = model.group.size == 1
@@ -79,11 +80,11 @@ class StepPrograms:
     def through(
         self, token_ids: Tensor, metas: Sequence[AttentionMeta], entered: Tensor | None = None
     ) -> Tensor | None:
-        """Run the model's layers over a step, or with `gives_logits` the whole model.
+        """Run a step's program: the model's layers, or with `gives_logits` the whole model.
 
         metas: the meta of each view.
         entered: the input of the first layer; None = the output of `Decoder.enter`.
-        Returns None for a step without a program, which has to be computed as usual.
+        Returns None for a step without a program, which must be computed by the model's usual code.
         """
         first = metas[0]
         count = token_ids.shape[0]
@@ -97,8 +98,8 @@ class StepPrograms:
         residual = self._enter(token_ids, metas, entered)
         program = self._programs.get(count)
         if not self._tried:
-            # A rank that fails to record in the middle of a step would leave the others waiting. So
-            # all try first.
+            # A rank that fails to record in the middle of a step would leave the others waiting, so
+            # all ranks try first.
             self._tried = True
             states_before = None if states is None else states.copied(self._rows[:count])
             self._able = self._model.group.all_can(
@@ -113,7 +114,8 @@ class StepPrograms:
             out = program.play()
             self._model.group.check()
             return out
-        # Keys are written again with the same values, but changed states must be restored.
+        # The step runs twice: KV is written again with the same values, but recurrent states must
+        # be restored.
         states_before = None if states is None else states.copied(self._rows[:count])
         try:
             program = self._record(metas, residual)
@@ -191,7 +193,7 @@ class StepPrograms:
         def leave(out: Tensor) -> Tensor:
             return model.logits(model.leave(out)) if self._leaves else out
 
-        if not self._known:  # trial recordings; their programs are thrown away
+        if not self._known:  # trial recordings, whose programs are discarded
             self._enters = self._enters and _recordable(lambda: record(enter))
             self._leaves = self._leaves and _recordable(lambda: record(lambda: leave(residual)))
         return record(lambda: leave(model.through(enter(), ours, layers)))
