@@ -1,4 +1,4 @@
-"""EngineClient: sends orders to one engine process, and passes its frames on whole.
+"""EngineClient: sends messages to one engine process, and passes its frames to a callback.
 
 The client keeps no state of requests: its user maps ids to requests.
 """
@@ -52,11 +52,12 @@ from engine.process.supervisor import EngineProcess
 
 logger = logging.getLogger("manta.engine")
 
-START_SECONDS = 600.0  # enough for a large checkpoint on a slow disk
+START_SECONDS = 600.0  # default timeout of a start, enough for a large checkpoint on a slow disk
 STOP_SECONDS = 5.0
-# time for the last messages of an ended process to come through the socket
+# seconds to wait for the last messages of an ended process
 LAST_FRAMES_SECONDS = 0.02
-MAX_FRAMES_A_TURN = 64  # frames handled before other callbacks of the event loop run
+# maximum number of frames handled before other callbacks of the event loop run
+MAX_FRAMES_A_TURN = 64
 
 OnFrame = Callable[[StepFrame], None]
 OnDeath = Callable[[MantaError], None]
@@ -64,9 +65,10 @@ OnProgress = Callable[[str, float], None]
 
 
 class EngineClient:
-    """The parent's end of one engine process.
+    """The parent's connection to one engine process.
 
-    start, callbacks and close run on one event loop; submit, abort and control on any thread.
+    `start`, callbacks and `close` run on one event loop; `submit`, `abort` and `control` on any
+    thread.
 
     on_frame: called with every StepFrame, in order.
     on_death: called once with the error if the engine ended without being closed. No frame follows,
@@ -91,7 +93,8 @@ class EngineClient:
         self._error: MantaError | None = None  # why the engine cannot be used any more
         self._tickets = itertools.count(1)
         self._asked: dict[int, asyncio.Future[AdapterInfo]] = {}  # ticket -> waiting call
-        self._ordered: dict[int, asyncio.Future[str]] = {}  # likewise, for orders with an Answer
+        # ticket -> waiting call, for messages with an Answer
+        self._ordered: dict[int, asyncio.Future[str]] = {}
         self.ready: Ready | None = None
         self.stats = EngineStats()
         self.pulses = 0  # number of heartbeats received
@@ -111,8 +114,8 @@ class EngineClient:
 
         timeout: seconds that the start may take.
         progress: called with (phase, fraction) during the start.
-        Raises ConfigError for a configuration that cannot be used, EngineDead if the process dies
-        or takes too long.
+        Raises ConfigError for an invalid configuration, EngineDead if the process dies or takes too
+        long.
         """
         assert self._engine is None, "a client starts once"
         loop = self._loop = asyncio.get_running_loop()
@@ -121,7 +124,7 @@ class EngineClient:
         self._engine = EngineProcess(config, self._exited_elsewhere, self._remote)
         self._fd = int(self._engine.frames.FD)
         loop.add_reader(self._fd, self._readable)
-        self._readable()  # the descriptor only signals changes
+        self._readable()  # called once first, as the descriptor only signals changes
         try:
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(self._started)
@@ -140,7 +143,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """The process id of the engine process; legal after start."""
+        """The process id of the engine process; valid after `start`."""
         assert self._engine is not None
         return self._engine.pid
 
@@ -159,16 +162,17 @@ class EngineClient:
         self._live().send(Abort(ids))
 
     def control(self, what: str) -> int:
-        """Send an order: "drain", "stats", "reset_prefix_cache", "sleep", "wake" or "resume".
+        """Send a `Control` message: "drain", "stats", "reset_prefix_cache", "sleep", "wake" or
+        "resume".
 
-        Returns the order's ticket. Raises EngineDead.
+        Returns the message's ticket. Raises EngineDead.
         """
         ticket = next(self._tickets)
         self._live().send(Control(what, ticket))
         return ticket
 
     async def pause(self, mode: str) -> None:
-        """Pause the engine; return once no step runs. Requests that come meanwhile wait.
+        """Pause the engine; return once no step runs. Requests that arrive during the pause wait.
 
         mode: see `engine.scheduling.orders.updates.Pause`.
         Raises InvalidRequest, EngineDead.
@@ -176,7 +180,9 @@ class EngineClient:
         await self._order(lambda ticket: Control("pause", ticket, mode))
 
     async def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None:
-        """Free memory once no request runs; return when it is free. A new request wakes the engine.
+        """Free memory once no request runs; return when the memory is freed.
+
+        A new request wakes the engine.
 
         level, tags: see `Control`.
         Raises InvalidRequest, ConfigError, EngineDead.
@@ -184,13 +190,14 @@ class EngineClient:
         await self._order(lambda ticket: Control("sleep", ticket, level=level, tags=list(tags)))
 
     async def wake(self, tags: Sequence[str] = ()) -> None:
-        """Allocate parts of the memory again; none = all. Raises InvalidRequest, EngineDead."""
+        """Allocate freed parts of the memory again; none = all. Raises InvalidRequest,
+        EngineDead."""
         await self._order(lambda ticket: Control("wake", ticket, tags=list(tags)))
 
     async def serve_kv(self, host: str) -> tuple[KVSource, float]:
-        """Listen for other replicas that pull KV blocks.
+        """Make the engine listen for other replicas that pull KV blocks.
 
-        Returns (address and secret, bytes of a token's keys and values).
+        Returns (address and secret for pullers, bytes of a token's KV).
 
         Raises UpdateFailed where the engine has no kv_moves, and EngineDead.
 
@@ -210,7 +217,8 @@ class EngineClient:
     ) -> None:
         """Replace the weights; parameters: see `UpdateWeights`.
 
-        Raises UpdateFailed, after which the old weights serve on, and EngineDead.
+        Raises UpdateFailed, after which the engine keeps serving with the old weights, and
+        EngineDead.
         """
         path = os.path.abspath(folder)
         await self._order(
@@ -218,18 +226,18 @@ class EngineClient:
         )
 
     async def transfer_weights(self, what: str, info: dict[str, Any] | None = None) -> str:
-        """Have the engine receive weights from a trainer; parameters: see `TransferWeights`.
+        """Make the engine receive weights from a trainer; parameters: see `TransferWeights`.
 
-        Returns the folder of a whole update, else "". Raises UpdateFailed, EngineDead.
+        Returns the folder of a complete update, else "". Raises UpdateFailed, EngineDead.
         """
         return await self._order(lambda ticket: TransferWeights(ticket, what, info or {}))
 
     async def _order(
         self, message: Callable[[int], Control | UpdateWeights | TransferWeights]
     ) -> str:
-        """Send an order; return the message of its answer.
+        """Send a message that has an Answer; return the answer's text.
 
-        message: makes the order from its ticket.
+        message: returns the message for a given ticket.
         """
         engine, ticket = self._live(), next(self._tickets)
         future = self._ordered[ticket] = asyncio.get_running_loop().create_future()
@@ -250,8 +258,7 @@ class EngineClient:
     ) -> AdapterInfo:
         """Register a PEFT adapter, or replace the one of that name; return its description.
 
-        Requests that were submitted before finish with the old weights. Parameters: see
-        `AddAdapter`.
+        Earlier requests finish with the old weights. Parameters: see `AddAdapter`.
         Raises AdapterError, after which nothing has changed, and EngineDead.
         """
         path = str(folder) if "://" in str(folder) else os.path.abspath(folder)
@@ -267,7 +274,7 @@ class EngineClient:
         return await self._ask(lambda ticket: RemoveAdapter(ticket, name, revision))
 
     async def close(self, timeout: float = STOP_SECONDS) -> None:
-        """End the process; open requests get no more frames. Idempotent."""
+        """End the process; no frame follows, so that open requests stay unfinished. Idempotent."""
         self._stop_reading()
         engine, self._engine = self._engine, None
         self._error = self._error or EngineDead("the engine is closed")
@@ -373,7 +380,7 @@ class EngineClient:
                 self._started.set_result(self.ready)
             return
         except BaseException:
-            # a callback failed; the frames after it are still read
+            # even if a callback raises, the remaining frames are read
             self._loop.call_soon(self._readable)
             raise
         self._loop.call_soon(self._readable)
@@ -381,7 +388,7 @@ class EngineClient:
     def _exited_elsewhere(self, status: int) -> None:
         """Report the process's exit to the event loop, from the thread that waits for it."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it its callbacks
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for this
             self._loop.call_soon_threadsafe(self._exited, status)
 
     def _exited(self, status: int) -> None:

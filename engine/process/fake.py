@@ -1,11 +1,11 @@
-"""FakeCore: an engine core without a model, for tests and benchmarks of everything around it.
+"""FakeCore: an engine core without a model, for tests and benchmarks of the rest of the system.
 
 `EngineConfig(model="fake:key=value,...")` selects it. The token at position p of a sequence is
 first + p % (vocab_size - first). The token depends only on the position, and on the adapter's name
-and revision, the version of changed weights and the digests of images, which shift p. A token's
-log-probability depends only on the token. So a stream that was resumed elsewhere can be checked for
-gaps and repeats, and the CPU cost of router and client is measured without a model's. The embedding
-of a text is [number of tokens, sum of their ids, first id, last id].
+and revision, the version of updated weights and the digests of images, which shift p. A token's
+log-probability depends only on the token. So a stream that was resumed on another replica can be
+checked for gaps and repeats, and the CPU cost of router and client is measured without that of a
+model. The embedding of a text is [number of tokens, sum of their ids, first id, last id].
 """
 
 import os
@@ -48,7 +48,7 @@ from engine.scheduling.orders.updates import Pause, WeightUpdates
 from engine.scheduling.pacing.step_timer import StepTimer
 
 PREFIX = "fake:"
-STEP_TOKENS = 2048  # reported value; a step takes whatever waits
+STEP_TOKENS = 2048  # the reported token budget; a fake step computes all waiting tokens
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,17 +57,17 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first: smallest token id produced.
     tokens_per_step: tokens of each running request in a step.
     step_seconds: duration of each step.
-    answer_tokens: tokens after which an answer ends with the end token; 0 = never.
+    answer_tokens: number of tokens after which an answer ends with the end token; 0 = never.
     eos: the end token.
-    poison: a prompt with this token fails alone.
+    poison: a request whose prompt has this token fails.
     adapter_seconds: time that an adapter takes to reach the device.
     fail_start: raise at start.
     fail_step: the step that raises.
     exit_step: the step in which the process exits without a message.
     hang_step: the step that never ends.
-    lethal: a prompt with this token ends the process.
-    lethal_at: number of the answer's token, from 0, in whose step the process ends, or later.
-    lethal_after: tokens that the request must have produced in this process before.
+    lethal: a request whose prompt has this token ends the process.
+    lethal_at: index of the answer's token from whose step on the request ends the process.
+    lethal_after: number of tokens that the request must first produce in this process.
     lost_at_signal: after SIGUSR1 the next step raises, as if the device were lost.
     wake_seconds: duration of a wake.
     fail_wake: raise at a wake.
@@ -105,13 +105,13 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _routed(tokens: list[int]) -> RoutedExperts:
-    """Return the experts of tokens in two layers: the last two hexadecimal digits of its id."""
+    """Return two layers' experts for tokens: the last two hexadecimal digits of each token's id."""
     data = bytes(digit for token in tokens for digit in (token & 15, token >> 4 & 15) * 2)
     return RoutedExperts((len(tokens), 2, 2), "uint8", data)
 
 
 class FakeWeights:
-    """Dummy weights: an update reads no file of its folder."""
+    """A WeightLoader that reads no files."""
 
     def holds(self, folder: str) -> bool:
         return False
@@ -120,11 +120,11 @@ class FakeWeights:
         """Do nothing: there are no names or shapes to compare."""
 
     def load(self, folder: str) -> None:
-        """Do nothing; the version's name shifts the tokens that the fake core makes."""
+        """Do nothing: the core itself shifts its tokens by the version's name."""
 
 
 class FakeReceiver:
-    """A receiver of a trainer's weights that reads no tensor and makes an empty folder for them.
+    """A receiver of a trainer's weights that reads no tensor and creates an empty folder.
 
     info: each init_info and update_info received so far.
     """
@@ -183,7 +183,7 @@ class FakeReceiver:
 
 
 class FakeMemory:
-    """The fake core's memory, which is never really freed or allocated."""
+    """The memory of the fake core; a sleep frees nothing."""
 
     def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
         """Do nothing."""

@@ -1,8 +1,9 @@
-"""FirstStart: compiles kernels in parallel where an engine starts first on a machine.
+"""FirstStart: compiles kernels in parallel when an engine starts for the first time on a machine.
 
-A later start finds its kernels in Triton's cache, and would only lose time by looking for them. An
-empty file in that cache, named after all that kernels depend on, marks a finished first start. The
-name does not include the kind of device: another kind's kernels are compiled one by one.
+A later start finds its kernels in Triton's cache, and would only lose time by searching for missing
+ones. A finished first start leaves an empty file in that cache, whose name is a digest of
+everything that kernels depend on. The digest does not include the kind of device: kernels for
+another kind are compiled one by one.
 """
 
 import logging
@@ -18,7 +19,7 @@ from kernels.launch.cache import cache_folder
 from kernels.launch.compiling import Compilers
 
 _ROOT = Path(__file__).resolve().parents[2]
-# exists on a machine with CUDA devices; checked without importing torch
+# exists on machines with CUDA devices; allows a check without importing torch
 _DRIVER = Path("/dev/nvidiactl")
 
 logger = logging.getLogger("manta.engine")
@@ -33,8 +34,7 @@ class FirstStart:
 
     def __init__(self, config: EngineConfig) -> None:
         self.compilers: Compilers | None = None
-        # With several ranks, communication cannot be left out when kernels are launched to be
-        # compiled.
+        # Not with several ranks: launches that only record kernels cannot leave out communication.
         if config.device == "cpu" or config.num_ranks > 1 or not _DRIVER.exists():
             return
         try:

@@ -1,4 +1,5 @@
-"""The first steps of an engine process: tie its life to its parent's, and set its threads."""
+"""The start of an engine process: reads its start message, ends it with its parent, sets
+threads."""
 
 import ctypes
 import os
@@ -10,9 +11,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def read_start() -> bytes:
-    """Read the start order, one line on stdin; return b"" if the parent has ended.
+    """Read the start message, one line on stdin; return b"" if the parent has ended.
 
-    Nothing else is ever written to stdin, and its end is the parent's end.
+    Nothing else is ever written to stdin, so its end means that the parent has ended.
     """
     line = b""
     while not line.endswith(b"\n"):
@@ -24,7 +25,7 @@ def read_start() -> bytes:
 
 
 def tie_to_parent(parent: int) -> None:
-    """Make this process end when its parent ends, whatever this process is doing then.
+    """Make the kernel end this process when its parent ends, in any state.
 
     parent: the parent's process id.
     """
@@ -42,14 +43,14 @@ def _watch_parent() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Set OpenMP's environment before torch is imported, as OpenMP reads it only once.
+    """Set OpenMP's environment variables, before torch is imported and OpenMP reads them.
 
     count: the number of threads; 0 leaves the choice to the engine core.
     """
-    # A thread that waits for the others of its step burns a core. GNU OpenMP spins 300,000 times by
-    # default, 14 ms, in which a second engine or a router on the same cores gets nothing done. Two
-    # engines on two cores were measured at a sixth of their speed. 30,000 spins take a millisecond,
-    # several times the pause between two matmuls of a step.
+    # An OpenMP thread that waits for the other threads of its step spins on a core. GNU OpenMP
+    # spins 300,000 times by default, 14 ms, in which a second engine or a router cannot use the
+    # core. Two engines on two cores were measured at a sixth of their speed. 30,000 spins take a
+    # millisecond, several times the pause between two matmuls of a step.
     os.environ["GOMP_SPINCOUNT"] = "30000"
     if count:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

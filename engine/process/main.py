@@ -1,8 +1,8 @@
 """The engine process: `python -m engine.process.main`, started by its owner `EngineProcess`.
 
-It reads its configuration as one line of JSON from stdin, connects to two sockets that the parent
-has bound, and runs the step loop. It never outlives its parent: stdin closes when the parent ends,
-and on Linux the kernel kills it when the parent's spawning thread ends.
+The process reads its configuration as one line of JSON from stdin, connects to two sockets that the
+parent has bound, and runs the step loop. It never outlives its parent: stdin closes when the parent
+ends, and on Linux the kernel kills this process when the parent's spawning thread ends.
 """
 
 import contextlib
@@ -51,21 +51,22 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
 logger = logging.getLogger("manta.engine")
 
-LAST_FRAME_MS = 1000  # how long to wait until the parent has read the last frame
-RANK_EXIT_SECONDS = 0.2  # how long to wait where the step loop may hang in an all-reduce
+LAST_FRAME_MS = 1000  # maximum milliseconds to wait until the parent has read the last frame
+# seconds to wait for the step loop, which may hang in an all-reduce, after a rank's exit
+RANK_EXIT_SECONDS = 0.2
 PULSE_SECONDS = 0.5
 # Idle milliseconds before invariants are checked. The check takes 11 ms for a large device's
 # blocks, and a client that sends one request after another would wait for it each time.
 QUIET_MS = 500
-# Longest wait without work; the core then drops adapters that were not used for a day.
+# Maximum wait without work, after which the core drops adapters that were not used for a day.
 IDLE_MS = 3_600_000
 
 
 class EngineStart(msgspec.Struct, forbid_unknown_fields=True):
-    """The order on stdin that starts an engine process.
+    """The message on stdin that starts an engine process.
 
     core: a key of CORES.
-    directory: the working directory, so that relative paths mean the same as in the parent.
+    directory: the parent's working directory, to which relative paths refer.
     inbox, outbox: zmq addresses to pull from and push to.
     parent: the parent's process id.
     spawned: monotonic seconds just before the process was created.
@@ -112,19 +113,19 @@ class Core(Protocol):
     def remove_adapter(self, message: RemoveAdapter) -> None: ...
 
     def answers(self) -> list[AdapterAnswer | Answer]:
-        """Return the answers to orders that were carried out or failed since the last call."""
+        """Return the answers to messages that were handled, or have failed, since the last call."""
         ...
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
-        """Set the function to call, from any thread, when an adapter was loaded.
+        """Set the function to call, from any thread, when `has_work` or `answers` may have changed.
 
-        `has_work` or `answers` then changes without a message or a step.
+        This happens for example when an adapter is loaded.
         """
         ...
 
 
-Report = Callable[[str, float], None]  # (phase, fraction done)
-Fail = Callable[[MantaError], None]  # ends this process, from any thread
+Report = Callable[[str, float], None]  # called with (phase, completed fraction)
+Fail = Callable[[MantaError], None]  # ends this process with an error; called from any thread
 
 
 def _model(
@@ -132,15 +133,15 @@ def _model(
 ) -> tuple[Core, Ready]:
     began, config = time.monotonic(), start.config
     report("imports", 0.0)
-    # Started before the imports, so that compilers or other ranks import at the same time.
+    # Compilers and other ranks are started first, so that all processes import at the same time.
     nodes = place(config, Places())
     first, ranks = FirstStart(config), None
     if config.num_ranks > 1:
         ranks = Ranks(config, fail, nodes, start.remote)
         ends.callback(ranks.close)
-    if nodes:  # binds this process only after the others, as they inherit its affinity
+    if nodes:  # bound only after the other processes were started, as they inherit the affinity
         bind(nodes[0])
-    # imports torch, which takes seconds that a fake core must not pay
+    # imported here, as torch takes seconds that a fake core must not spend
     from engine.factory import build
     from kernels.launch.compiling import report_late
 
@@ -170,9 +171,9 @@ CORES: dict[
 
 
 class EngineLoop:
-    """The engine process's loop: take messages, run a step, send one frame.
+    """The engine process's loop: it handles messages, runs a step, and sends one frame.
 
-    Without work it waits for messages, an hour at most.
+    Without work the loop waits for messages, for at most an hour.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._refused: list[Delta] = []
         self._stopped = False
-        self._ticket = 0  # ticket of the last order carried out
+        self._ticket = 0  # ticket of the last handled message
         self._taken: list[int] = []  # requests that no frame has counted yet
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._woken, False)
@@ -197,15 +198,15 @@ class EngineLoop:
         core.on_loaded(self._wake)
 
     def _wake(self) -> None:
-        """End the wait for input. Thread-safe."""
-        # the pipe is full of earlier calls, so the loop wakes anyway
+        """Wake the loop if it waits for input. Thread-safe."""
+        # if the pipe is full of earlier calls, the loop wakes anyway
         with contextlib.suppress(BlockingIOError):
             os.write(self._waker, b"x")
 
     def run(self) -> None:
         """Run the loop until "stop".
 
-        Raises what `Core.step` raises: after a failed step no valid state is left.
+        Raises any exception of `Core.step`, after which no valid state is left.
         """
         core = self._core
         checked = False
@@ -214,7 +215,7 @@ class EngineLoop:
             if busy:
                 checked = False
             elif not checked and not self._wait_for_input(QUIET_MS):
-                core.check_integrity()  # a leak shows here, where no request should hold anything
+                core.check_integrity()  # finds leaks while no request should hold anything
                 checked = True
             asked = self._take_input(block=not busy)
             while not self._stopped and (delay := core.launch_delay()) >= 0.001:
@@ -235,11 +236,11 @@ class EngineLoop:
                 gone, lowered = core.take_evicted()
                 frame = StepFrame(core.stats(), deltas, b"", self._ticket, taken, gone, lowered)
                 self._send(frame)
-            for answer in answers:  # after the frame that shows what the order has done
+            for answer in answers:  # sent after the frame that shows the message's effect
                 self._send(answer)
 
     def pulse(self) -> Pulse:
-        """Return a heartbeat that says what the loop does; called from another thread."""
+        """Return a heartbeat with the loop's current activity; called from another thread."""
         doing = "input" if self._waiting else ""
         if self.stepping:
             doing = "device" if self._core.on_device else "step"
@@ -252,7 +253,7 @@ class EngineLoop:
         return bool(events)
 
     def _take_input(self, *, block: bool) -> bool:
-        """Handle all messages that have arrived; return whether a frame was asked for.
+        """Handle all messages that have arrived; return whether one of them requests a frame.
 
         block: whether to wait for a message first.
         """
@@ -313,7 +314,7 @@ class EngineLoop:
             self._stopped = True
 
     def _refuse(self, raw: memoryview, reason: str) -> None:
-        """Refuse one malformed request, without ending the others."""
+        """Answer one malformed request with an error, without effect on others."""
         fields = msgspec.msgpack.decode(raw)
         if isinstance(fields, list) and len(fields) > 1 and isinstance(fields[1], int):
             self._refused.append(Delta(fields[1], [], "error", error=f"invalid_value: {reason}"))
@@ -334,7 +335,7 @@ class LogToParent(logging.Handler):
 
 
 def _give_pulse(loop: EngineLoop, send: Callable[[FromEngine], None]) -> None:
-    """Send heartbeats, also during long steps; a stopped process sends none."""
+    """Send heartbeats on this thread, also during long steps; a stopped process sends none."""
     while True:
         send(loop.pulse())
         time.sleep(PULSE_SECONDS)
@@ -348,7 +349,7 @@ def _failure(error: Exception, doing: str) -> Failed:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignored, as the parent decides when to stop
     line = read_start()
     if not line:
         return 1
@@ -356,17 +357,18 @@ def main() -> int:
     tie_to_parent(start.parent)
     os.chdir(start.directory)
     set_threads(start.config.num_threads)
-    # Another thread that runs Python may keep the step loop waiting this long. The default is 5 ms,
-    # the time of a step.
+    # The maximum time for which another Python thread delays the step loop. The default of 5 ms is
+    # as long as a step.
     sys.setswitchinterval(5e-4)
     began = time.monotonic()
-    gc.disable()  # until `gc.freeze` below: what a start makes is kept
+    gc.disable()  # disabled until `gc.freeze` below, as objects of the start are permanent
 
     context = zmq.Context()
     inbox = context.socket(zmq.PULL)
     outbox = context.socket(zmq.PUSH)
     for socket, address in ((inbox, start.inbox), (outbox, start.outbox)):
-        socket.set_hwm(0)  # the parent reads frames or is gone; a limit would stall the step loop
+        # unlimited, as a limit could stall the step loop; the parent reads all frames or has ended
+        socket.set_hwm(0)
         socket.connect(address)
     encoder = msgspec.msgpack.Encoder()
 
@@ -391,7 +393,7 @@ def main() -> int:
             send(Progress(phase, fraction))
 
     def fail(error: MantaError) -> None:
-        """End the process after a rank has exited, because the running step would never end."""
+        """End the process after a rank has exited, as the running step would never end."""
         send(_failure(error, "a rank has ended"))
         time.sleep(RANK_EXIT_SECONDS)
         os._exit(1)
@@ -425,7 +427,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The interpreter is not shut down: destructors of device libraries can hang, and none is
+    # The interpreter is not shut down, as destructors of device libraries can hang and are not
     # needed.
     status = main()
     sys.stdout.flush()

@@ -1,8 +1,8 @@
 """The process of a rank: `python -m engine.process.rank`.
 
 `engine.parallel.ranks.Ranks` starts it, or on another node `engine.parallel.rank_host.RankHost`.
-The process holds its part of the model and runs each step with rank 0, from which it receives the
-sampled tokens. It knows nothing of requests.
+The process has a part of the model, and runs each step together with rank 0, from which it receives
+the sampled tokens. It knows nothing of requests.
 """
 
 import contextlib
@@ -40,7 +40,8 @@ logger = logging.getLogger("manta.engine")
 
 
 class RankLoop:
-    """The loop that runs rank 0's calls. A call is a method's name and its arguments."""
+    """The loop that runs rank 0's calls, each of which is the name of a method and its
+    arguments."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class RankLoop:
         self._memory = memory
         self._place = place
         self._calls = calls
-        # None: the step has failed
+        # the steps in flight; None = the step has failed
         self._launched: deque[DeviceResult | StagedResult | None] = deque()
 
     def run(self) -> None:
@@ -73,7 +74,8 @@ class RankLoop:
         self._launched.append(None)
         with self._failing():
             self._launched[-1] = self._runner.launch(batch)
-            # At most two steps are in flight, as on rank 0; steps that `conclude` ends may be more.
+            # At most two steps are in flight, as on rank 0; more in a pipeline, where `conclude`
+            # ends them.
             over = getattr(self._launched[0], "concluded", not self._concludes)
             if len(self._launched) > 1 and over:
                 self._wait_for_oldest()
@@ -103,9 +105,10 @@ class RankLoop:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Fail the step on the ranks that wait for this rank, if the block raises an exception.
+        """If the `with` block raises, mark the step as failed for the ranks that wait for this
+        rank.
 
-        Rank 0 then gives up the step on all ranks.
+        Rank 0 then abandons the step on all ranks.
         """
         from engine.parallel.shared_memory import RankFailed
 
@@ -121,7 +124,7 @@ class RankLoop:
             self._place.fail(error)
 
     def recover(self) -> None:
-        """Recover from a step that failed on any rank, and reply whether the device can go on."""
+        """Recover from a step that failed on any rank, and reply whether the device is usable."""
         self._launched.clear()
         done = self._runner.recover()
         self._place.join_round()
@@ -143,8 +146,10 @@ class RankLoop:
         self._calls.send(True)
 
     def wake(self, parts: list[str]) -> None:
-        """Allocate the memory that the sleep freed, and reply. Raises MantaError, which ends the
-        process."""
+        """Allocate freed parts of this rank's memory, and reply.
+
+        Raises MantaError, which ends the process.
+        """
         assert self._memory is not None
         self._memory.wake(parts)
         self._calls.send(True)
@@ -152,7 +157,8 @@ class RankLoop:
     def store_blocks(self, pairs: "Pairs", states: "Pairs") -> None:
         """Begin to copy KV blocks to host memory; see `HostCopies.store`."""
         assert self._runner.host is not None
-        self._runner.host.store(pairs, states)  # if a store fails, later loads of its slots fail
+        # a failure is not reported, as later loads of these slots then fail
+        self._runner.host.store(pairs, states)
 
     def load_blocks(self, ticket: int, pairs: "Pairs", states: "Pairs") -> None:
         """Begin to copy KV blocks from host memory, and reply whether that succeeded."""
@@ -237,7 +243,7 @@ def main() -> int:
     ours = logging.getLogger("manta")
     ours.addHandler(_LogToRank0(reports))
     ours.propagate = False
-    ours.setLevel(logging.WARNING)  # rank 0 logs what is common to all ranks
+    ours.setLevel(logging.WARNING)  # only warnings, as rank 0 logs what is common to all ranks
     try:
         if start.node is not None:
             bind(start.node)

@@ -1,4 +1,4 @@
-"""EngineProcess: starts one engine process, owns the parent's sockets to it, and awaits its end."""
+"""EngineProcess: starts one engine process, owns the parent's sockets, and waits for its end."""
 
 import contextlib
 import os
@@ -27,14 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 class EngineProcess:
     """The owner of an engine process, from its start to its end.
 
-    A separate thread creates the process and then waits for it. The kernel's parent-death signal
-    follows the thread that forked, not the process, and waiting there reports the end without
-    polling.
+    A separate thread creates the process and waits for its end, which needs no polling. The thread
+    must live as long as the process, as the kernel's parent-death signal is sent when the thread
+    ends that forked.
 
     on_exit: called from that thread with the exit status.
     remote: the engine's ranks on other nodes, if there are any.
-    frames: zmq PULL socket to read from, in one thread only.
-    Raises ConfigError if there is no folder for its sockets, EngineDead if no process can be
+    frames: the zmq PULL socket for frames, to be read in one thread only.
+    Raises ConfigError if there is no folder for the sockets, EngineDead if no process can be
     created.
     """
 
@@ -89,11 +89,13 @@ class EngineProcess:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "engine.process.main"],
-                # the package's folder, installed or not; the child then changes to our directory
+                # the folder of the package, so that the child can import it; the child then changes
+                # to this process's directory
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
-                stdout=2,  # output of libraries belongs in the log
-                process_group=0,  # Ctrl-C at a terminal reaches only the parent
+                stdout=2,  # to stderr, so that output of libraries is in the log
+                # a separate group, so that Ctrl-C at a terminal reaches only the parent
+                process_group=0,
             )
         except OSError as error:
             self._spawn_error = error
@@ -101,7 +103,7 @@ class EngineProcess:
             return
         self._process = process
         assert process.stdin is not None
-        # it died already, which its exit status will show
+        # the process died already, which its exit status will show
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(self._start) + b"\n")
             process.stdin.flush()
@@ -118,7 +120,7 @@ class EngineProcess:
             if self._requests.closed:
                 raise EngineDead("the engine is closed")
             try:
-                # zmq copies small messages all the same, and not the pixels of images.
+                # Without a copy for large messages, such as pixels; zmq copies small ones anyway.
                 self._requests.send(raw, zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 raise EngineDead("the engine process is gone") from None
@@ -126,20 +128,20 @@ class EngineProcess:
     def hide(self) -> None:
         """Remove the sockets' folder, which connected sockets do not need.
 
-        A killed process then cannot leave it behind.
+        So a killed parent leaves no folder behind.
         """
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Send SIGKILL to the engine process; legal at any time."""
+        """Send SIGKILL to the engine process, in any state."""
         if self._process is not None:
             self._process.kill()
 
     def close(self, timeout: float) -> None:
         """Ask the process to stop, kill it after `timeout` seconds, and release its resources.
 
-        These are the process, its thread, the sockets and files. Blocks. Idempotent. The caller
-        must have stopped reading frames.
+        The resources are the process, its thread, the sockets and files. The call blocks and is
+        idempotent. The caller must have stopped reading frames.
         """
         with contextlib.suppress(EngineDead):
             self.send(Control("stop"))
