@@ -1,6 +1,6 @@
 """build(config) -> (EngineCore, Ready): connects model, memory, runner and scheduler.
 
-It runs in the engine process.
+This package runs in the engine process.
 """
 
 from engine.factory.core import build, build_alone, build_rank

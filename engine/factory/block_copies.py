@@ -1,4 +1,4 @@
-"""The copies of KV blocks outside the device: in host memory, on disk, on their way to replicas."""
+"""Builds the host tier, the disk tier and the moves of KV blocks between replicas."""
 
 import logging
 from hashlib import blake2b
@@ -27,14 +27,15 @@ from kernels.exported_memory import ExportedMemory, OpenedMemory
 
 logger = logging.getLogger("manta.engine")
 
-_LEAST_LOADED = 256  # tokens; a GPU computes fewer about as fast as it loads them
-# Bytes of host memory for blocks on their way to other replicas, and as much for their way here.
+# minimum number of tokens to load on a GPU, which computes fewer about as fast as it loads them
+_LEAST_LOADED = 256
+# Bytes of host memory for blocks that are sent to other replicas, and again for received blocks.
 _STAGED_CUDA, _STAGED_CPU = 128 << 20, 32 << 20
-_LEAST_STAGED = 4  # blocks
+_LEAST_STAGED = 4  # minimum number of staged blocks in each direction
 
 
 def host_tier(part: RankPart, config: CoreConfig, ranked: RankedRunner | None) -> HostTier | None:
-    """Return the host tier of KV blocks; None if the engine keeps no blocks in host memory.
+    """Build the host tier of KV blocks; None if it is not configured.
 
     Raises ConfigError.
     """
@@ -62,7 +63,7 @@ def host_tier(part: RankPart, config: CoreConfig, ranked: RankedRunner | None) -
     return HostTier(plan, copies, len(config.kinds), files)
 
 
-# Settings that change no byte of a block, so that files outlive a change of them.
+# Settings that do not change a block's bytes, so that files stay valid when these settings change.
 _OF_NO_BLOCK = {
     "host_kv_bytes", "host_kv_store", "disk_kv_bytes", "disk_kv_folder", "disk_kv_clear",
     "disk_kv_key_file", "snapshot_bytes", "kv_cache_bytes", "num_blocks", "memory_fraction",
@@ -74,7 +75,7 @@ _OF_NO_BLOCK = {
 
 
 def _disk_files(part: RankPart, config: CoreConfig) -> DiskFiles:
-    """Return the files of KV blocks below the host tier. Raises ConfigError."""
+    """Build the files of the disk tier. Raises ConfigError."""
     settings, host = part.resolved.config, part.runner.host
     assert host is not None
     device = part.resolved.device
@@ -102,8 +103,10 @@ def _slot_memory(slots: HostSlots) -> SlotMemory:
 
 
 def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
-    """Return the moves of KV blocks between replicas, with their staging memory; None if the engine
-    has none. Raises ConfigError."""
+    """Build the moves of KV blocks between replicas, with their staging memory.
+
+    None if they are not configured. Raises ConfigError.
+    """
     resolved, runner = part.resolved, part.runner
     if not resolved.config.kv_moves:
         return None
@@ -131,7 +134,7 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
         repr([(tuple(part().shape[::2]), config.block_size) for part in copies.blocks.parts]),
         repr(resolved.config.speculation),
     ]
-    if resolved.config.deterministic:  # only equal devices compute the same bits
+    if resolved.config.deterministic:  # only devices of the same kind compute the same bits
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         meaning.append(name)
     digest = blake2b("\0".join(meaning).encode(), digest_size=16).digest()
@@ -153,7 +156,7 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
 
 
 class _DeviceStaging(NamedTuple):
-    """Device memory for `num_slots` blocks on their way to other GPUs of the machine."""
+    """Device memory that stages `num_slots` blocks for other GPUs on the machine."""
 
     memory: ExportedMemory
     num_slots: int
@@ -162,7 +165,7 @@ class _DeviceStaging(NamedTuple):
 def _device_staging(
     device: torch.device, block_bytes: int, num_blocks: int
 ) -> _DeviceStaging | None:
-    """Return the device memory from which other GPUs read blocks; None if there is none."""
+    """Allocate the device memory from which other GPUs read blocks; None if they cannot."""
     if device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(device).total_memory
@@ -175,9 +178,9 @@ def _device_staging(
 
 
 def _shared_slots(count: int, slot_bytes: int, staged: _DeviceStaging | None) -> OwnSlots | None:
-    """Return the slots that others of the machine may map; None if the system has no such memory.
+    """Create the slots that other processes on the machine may map; None if the system cannot.
 
-    count: number of slots of host memory.
+    count: number of slots in host memory.
     """
     try:
         if staged is None:
@@ -185,6 +188,6 @@ def _shared_slots(count: int, slot_bytes: int, staged: _DeviceStaging | None) ->
         return OwnSlots(count, slot_bytes, staged.num_slots, staged.memory.handle)
     except OSError as error:
         logger.warning("KV blocks go to other replicas over TCP alone: no shared memory: %s", error)
-        if staged is not None:  # nobody would get to know of it
+        if staged is not None:  # without shared slots no other process could find the device memory
             staged.memory.close()
         return None

@@ -1,4 +1,4 @@
-"""build(config) -> (EngineCore, Ready): connects a rank's part with the scheduler."""
+"""build(config) -> (EngineCore, Ready): builds rank 0's model and memory, and the scheduler."""
 
 import gc
 from collections.abc import Callable
@@ -53,9 +53,9 @@ def build(
 ) -> tuple[EngineCore, Ready]:
     """Build the engine core: load the model and decide how memory is used.
 
-    Returns the core, and the message that tells the parent what it has.
+    Returns the core, and the Ready message for the parent process.
 
-    compilers: compile kernels at a first start on a machine; the caller closes them.
+    compilers: the kernel compilers of a first start on a machine; the caller closes them.
     ranks: the other ranks of a divided model; the caller closes them.
     Raises ConfigError for anything that a user can correct.
     """
@@ -134,8 +134,8 @@ def build(
 def _weights(
     part: RankPart, ranks: Ranks | None, ranked: RankedRunner | None
 ) -> WeightLoader | None:
-    """Return the loader by which `update_weights` replaces the weights; None for a pooling model,
-    whose head the loader would not replace."""
+    """Return the loader for weight updates; None for a pooling model, whose head it cannot
+    replace."""
     if part.pooling is not None:
         return None
     if ranks is None or ranked is None:
@@ -144,14 +144,14 @@ def _weights(
 
 
 def _receiver(part: RankPart, ranks: Ranks | None) -> WeightTransfer | None:
-    """Return the receiver of weights from a trainer; None if the engine can take none.
+    """Return the receiver of weights from a trainer; None if that is not supported.
 
-    A pooling model takes none, nor a model on several nodes, whose ranks would not find the folder.
+    Pooling models do not support it, nor do models on several nodes, which do not share the folder.
     """
     resolved = part.resolved
     if part.pooling is not None or resolved.config.pipeline_nodes > 1:
         return None
-    # Tensors are held on the device only if no sleep frees its memory.
+    # Received tensors stay on the device only if no sleep frees its memory.
     hold = part.refill.hold if ranks is None and part.memory is None else None
     num_bytes = max(checkpoint_bytes(resolved.folder), part.runner.model.num_bytes)
     return WeightTransfer(
@@ -166,11 +166,11 @@ def _receiver(part: RankPart, ranks: Ranks | None) -> WeightTransfer | None:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return available_host_memory() // 2  # transferred files take host memory, too
+    return available_host_memory() // 2  # half of it, as transferred files take host memory too
 
 
 def _memory(part: RankPart, ranks: Ranks | None) -> Sleeper | None:
-    """Return the memory that a sleep frees; None if the engine cannot sleep."""
+    """Return the object that frees memory for a sleep; None if the engine cannot sleep."""
     if part.memory is None:
         return None
     if part.growth is not None:
@@ -183,8 +183,8 @@ def build_rank(
 ) -> tuple[ModelRunner, Refill, Place, AdapterLoader | None, SleepMemory | None]:
     """Build the part of the model on a rank other than the first.
 
-    Returns the rank's runner, the Refill that replaces its weights, its place among the ranks, the
-    loader of its adapter slots, and the memory that it frees for a sleep.
+    Returns the rank's runner, the Refill for weight updates, its place among the ranks, the loader
+    of its adapter slots, and the memory that a sleep frees.
 
     memory, meet: see `engine.parallel.rendezvous.other`.
     """
@@ -196,9 +196,9 @@ def build_rank(
 
 
 def build_alone(config: EngineConfig) -> tuple[Resolved, ModelRunner, Refill]:
-    """Build a model on one rank for a caller that lays out batches itself, without a scheduler.
+    """Build a model on one rank, without a scheduler, for a caller that builds batches itself.
 
-    Returns the resolved config, the runner, and the Refill that replaces the weights.
+    Returns the resolved config, the runner, and the Refill for weight updates.
 
     Raises ConfigError.
     """
@@ -209,7 +209,7 @@ def build_alone(config: EngineConfig) -> tuple[Resolved, ModelRunner, Refill]:
 def _rehearse(core: EngineCore) -> None:
     """Serve a few short requests, so that the first real one finds all kernels compiled and loaded.
 
-    The first requests compile kernels. From the last one the scheduler learns prompt tokens' time.
+    The last request also gives the scheduler a first estimate of the time of a prompt token.
     """
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     if not core.config.generates:
@@ -218,7 +218,9 @@ def _rehearse(core: EngineCore) -> None:
     tier = core.scheduler.tier
     disk = None if tier is None else tier.disk
     if tier is not None:
-        tier.disk = None  # prompts in an earlier engine's files would not be computed
+        # otherwise prompts could be loaded from an earlier engine's files, without computing
+        # anything
+        tier.disk = None
     for number, length in enumerate((5, 100, 100)):
         ids = [0] * min(length, longest)
         core.add_request(EngineRequest(number, ids, len(ids), params, seed=0))

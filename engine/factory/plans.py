@@ -1,4 +1,4 @@
-"""The plans that a scheduler gets for a model: its images, snapshots, grammars and key."""
+"""Settings of a scheduler that depend on the model: images, snapshots, grammars, model key."""
 
 import logging
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from engine.text.tokenizer import declared_special
 logger = logging.getLogger("manta.engine")
 
 
-_END_BYTES = 1 << 16  # bytes at both ends of a weight file that tell it from others
+_END_BYTES = 1 << 16  # number of bytes at both ends of a weight file that identify its contents
 
 
 def no_routes(resolved: Resolved) -> str:
-    """Return why requests for the experts of their tokens are refused; "" = they are not."""
+    """Return why requests that ask for the chosen experts are refused; "" = they are accepted."""
     if resolved.model.experts is None:
         return "this model has no experts"
     if resolved.stages > 1 or resolved.kv_ranks > 1:
@@ -81,9 +81,9 @@ def free_blocks(config: EngineConfig, device: torch.device) -> Callable[[int], F
 
 
 def model_key(resolved: Resolved) -> str:
-    """Return a key that changes with the weights, and is the same on all machines.
+    """Return a key that identifies the model's weights, and is the same on all machines.
 
-    Weight files are read at their ends only: different trainings differ there, too.
+    Only the ends of weight files are read, in which differently trained weights also differ.
     """
     folder, config = resolved.folder, resolved.config
     state = blake2b((folder / "config.json").read_bytes(), digest_size=16)
@@ -104,7 +104,8 @@ def model_key(resolved: Resolved) -> str:
 
 
 def read_grammars(resolved: Resolved) -> Grammars:
-    """Read the vocabulary for structured output now; later it would block the step loop."""
+    """Read the vocabulary for structured output at the start, as a later read would block the step
+    loop."""
     model = resolved.model
     try:
         ends = model.eos_token_ids

@@ -45,7 +45,7 @@ from kernels.launch.device import act_as
 logger = logging.getLogger("manta.engine")
 
 
-# (phase, fraction done); while weights load, the phase also has ": " and their progress.
+# Called with (phase, completed fraction); while weights load, the phase ends with their progress.
 Progress = Callable[[str, float], None]
 _LOG_SECONDS = 5.0
 
@@ -77,13 +77,13 @@ class RankPart:
     resolved: Resolved
     place: Place
     runner: ModelRunner
-    plan: MemoryPlan | None  # on the CPU None except on a node's first rank
+    plan: MemoryPlan | None  # None on the CPU, except on a node's first rank
     adapters: DeviceAdapters | None
     host_bytes: int  # bytes of host memory for adapters
     pooling: Pooling | None
-    memory: SleepMemory | None  # None unless the engine may sleep
+    memory: SleepMemory | None  # None if the engine cannot sleep
     refill: Refill
-    growth: KVGrowth | None  # None unless KV memory grows
+    growth: KVGrowth | None  # None if KV memory does not grow
 
 
 def build_part(
@@ -98,14 +98,15 @@ def build_part(
     phases.start("device")
     resolved = resolve(config, rank)
     device = resolved.device
-    # The first launch needs the digest. Hashing takes half a second, most of it without the GIL.
+    # The first kernel launch needs the compiler's digest, which takes half a second, most of it
+    # without the GIL.
     hashing = Thread(target=hash_compiler, name="hash-compiler", daemon=True)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         hashing.start()
         if config.gpu_capability is not None:
             act_as(acting(config, "", torch.cuda.get_device_capability(device)))
-        # creates the CUDA context here, so that its memory is not counted elsewhere
+        # creates the CUDA context now, so that its memory is not attributed to later allocations
         torch.zeros(1, device=device)
     else:
         torch.set_num_threads(resolved.num_threads)
@@ -130,7 +131,7 @@ def build_part(
         )
         settings = read_speculation(config.speculation)
         drafter = build_drafter(settings, model, config.quantization)
-        # no memory page is touched yet
+        # measured before memory pages of weights are touched
         if device.type == "cpu" and not rank % config.ranks_per_node:
             parts: list[Sized] = [*parts_here(resolved, model)]
             if drafter is not None:
@@ -143,12 +144,13 @@ def build_part(
         )
         if device.type == "cuda":
             torch.cuda.synchronize()
-            # From here on the cores are for the step loop and the threads that read adapters. Each
-            # thread would otherwise get a pool of torch's threads, which spin on all cores.
+            # From here on the cores are for the step loop and the threads that read adapters.
+            # Otherwise each of these threads would get a pool of torch's threads, which spin on all
+            # cores.
             torch.set_num_threads(resolved.num_threads)
         if drafter is not None and settings is not None:
             load_drafter(drafter, settings, folder, config.seed or 0)
-    # waits until all ranks' weights are loaded, so that free memory is measured without them
+    # a barrier: all ranks load their weights before free memory is measured
     place.world.least(rank)
     phases.end("weights")
 
@@ -194,7 +196,7 @@ def _sleep_memory(resolved: Resolved, model: object) -> SleepMemory | None:
         return None
     memory = sleep_memory(device)
     with fits_on(device, "the weights", WEIGHTS_TOO_LARGE, param="model"):
-        # Adapters with virtual tokens write rows of the embedding table.
+        # Adapters with virtual tokens change rows of the embedding table.
         host_bytes = available_host_memory() // config.ranks_per_node
         memory.keep(model, host_bytes, written=config.max_virtual_tokens > 0)
     return memory
@@ -211,9 +213,9 @@ def _handed_on(resolved: Resolved) -> Activations:
 
 
 def _tell(progress: Progress | None) -> Callable[[Loading], None]:
-    """Return a function that reports loading progress.
+    """Return a function that logs loading progress and passes it to `progress`.
 
-    The log gets a line every few seconds and at the end; a waiting caller gets each report.
+    The log gets a line every few seconds and at the end; `progress` gets each report.
     """
     logged = 0.0
 

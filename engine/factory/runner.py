@@ -51,9 +51,10 @@ from kernels.launch.compiling import Compilers
 logger = logging.getLogger("manta.engine")
 
 
-_OTHERS = "CUDA context and other processes"  # a purpose of the memory plan
-_SHARE_SECONDS = 10.0  # longest wait for other engines' KV memory at the start
-_ANY = 1 << 62  # number of blocks that never lowers the minimum over ranks
+# row of the memory plan for memory that is not the engine's
+_OTHERS = "CUDA context and other processes"
+_SHARE_SECONDS = 10.0  # maximum seconds to wait for other engines' KV memory at the start
+_ANY = 1 << 62  # number of blocks of a rank that does not limit the minimum over ranks
 
 
 def graph_sizes(resolved: Resolved) -> Sequence[int]:
@@ -135,7 +136,7 @@ def build_runner(
         if compilers is not None:
             _hand_over(compilers, resolved, model, lambda: runner_with(4, model.one_layer()))
         activations = _measure_step(resolved, runner_with)
-        # recurrent states are counted separately
+        # subtracted, as the plan counts recurrent states separately
         activations -= (max_num_seqs + 1) * groups.state_bytes
         free, total = torch.cuda.mem_get_info(device)
         ours = torch.cuda.memory_reserved(device) + (0 if memory is None else memory.num_bytes)
@@ -157,7 +158,7 @@ def build_runner(
             resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes, host_kv=host_kv
         )
     num_blocks = place.world.least(_ANY if plan is None else plan.num_blocks)
-    # A stage without recurrent layers has room for any number of snapshots.
+    # A pipeline stage without recurrent layers does not limit the number of snapshots.
     bounds = plan is not None and bool(groups.recurrent or not resolved.model.recurrent)
     snapshots = place.world.least(plan.snapshots if plan is not None and bounds else _ANY)
     if plan is not None:
@@ -177,7 +178,8 @@ def build_runner(
         growth = None
         if pages is not None and share is not None and plan is not None:
             plan.num_blocks = pages.rounded(num_blocks)
-            pages.grow(plan.num_blocks)  # as the first cache's last pages hold more than was asked
+            # again, as whole pages of the first cache hold more blocks than were requested
+            pages.grow(plan.num_blocks)
             runner.set_pages(pages)
             growth = KVGrowth(pages, share, plan.num_blocks)
     if config.host_kv_bytes:
@@ -190,9 +192,9 @@ def build_runner(
 def _share(
     config: EngineConfig, plan: MemoryPlan, device: torch.device, memory: SleepMemory | None
 ) -> KVShare:
-    """Return this engine's share of the device's KV memory, with its first blocks claimed.
+    """Open this engine's share of the device's KV memory, and claim memory for its first blocks.
 
-    Raises ConfigError if the other engines of the device leave less.
+    Raises ConfigError if other engines on the device leave too little.
     """
     if device.type == "cuda":
         name = str(torch.cuda.get_device_properties(device).uuid)
@@ -209,7 +211,8 @@ def _share(
 
     def kept() -> int:
         if device.type != "cuda":
-            return 0  # on the CPU what is free changes with all processes
+            # not reserved on the CPU, where other processes change the free memory anyway
+            return 0
         reserved = torch.cuda.memory_reserved(device) + (0 if memory is None else memory.num_bytes)
         return max(0, beside - reserved)
 
@@ -243,7 +246,7 @@ def _host_kv(config: EngineConfig) -> int:
 def _take_host_memory(
     runner: ModelRunner, num_blocks: int, num_states: int, device: torch.device
 ) -> None:
-    """Allocate the host tier of a runner for num_blocks and num_states snapshots.
+    """Allocate host memory in a runner for num_blocks KV blocks and num_states snapshots.
 
     Raises ConfigError.
     """
@@ -262,12 +265,12 @@ def _take_host_memory(
 def _hand_over(
     compilers: Compilers, resolved: Resolved, model: Model, make_runner: Callable[[], ModelRunner]
 ) -> None:
-    """Give the compilers every kernel that the rest of the start will launch.
+    """Pass every kernel that the rest of the start will launch to the compilers.
 
-    Meanwhile the GEMMs of graphs are tuned, which needs none of these kernels.
+    Meanwhile the GEMMs of CUDA graphs are tuned, which needs none of these kernels. A failure is
+    only logged, as a broken kernel fails again at its launch.
 
-    make_runner: makes the runner of a model of one layer.
-    A failure is only logged: a kernel that is needed fails again where it is launched.
+    make_runner: returns the runner of a model of one layer.
     """
     try:
         runner = make_runner()
@@ -285,7 +288,7 @@ def _hand_over(
 def _measure_step(resolved: Resolved, runner_with: Callable[[int], ModelRunner]) -> int:
     """Run the largest step with a few KV blocks; return the bytes of its activations.
 
-    runner_with(blocks): makes the runner.
+    runner_with: returns a runner with the given number of KV blocks.
     """
     device = resolved.device
     torch.cuda.reset_peak_memory_stats(device)

@@ -17,9 +17,9 @@ from engine.text.tokenizer import Tokenizer
 
 
 class AsyncEngine(RequestManager):
-    """An engine process for asyncio, made by `start`.
+    """An engine process for asyncio, created by `start`.
 
-    Coroutines must run on the event loop of `start`; request handles may be used anywhere.
+    Coroutines must run on the event loop of `start`; request handles may be used on any thread.
     """
 
     @classmethod
@@ -31,7 +31,7 @@ class AsyncEngine(RequestManager):
         progress: OnProgress | None = None,
         timeout: float = START_SECONDS,
     ) -> "AsyncEngine":
-        """Start an engine process and return it once it can serve; arguments: see `LLM`.
+        """Start an engine process, and return once it can serve; arguments: see `LLM`.
 
         Raises ConfigError, EngineDead.
         """
@@ -45,7 +45,7 @@ class AsyncEngine(RequestManager):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Start a request and yield its new output as it comes; options: see `start_request`.
+        """Start a request and yield new output as it arrives; options: see `start_request`.
 
         Closing the iterator, or cancelling the task that iterates, cancels the request.
         Raises RequestFailed if a choice failed, after all other output was yielded.
@@ -82,23 +82,23 @@ class AsyncEngine(RequestManager):
         return await self._stats()
 
     async def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None:
-        """Free memory of the device, once no request runs; return when it is free.
+        """Free memory of the device, once no request runs; return when the memory is freed.
 
         Requests that a pause keeps are computed again after the wake.
 
         level: 0 only pauses, as `pause("keep")`; 1 moves the weights to host memory; 2 drops the
             weights, so that requests are refused until `update_weights`.
         tags: the parts to free, "weights" and "kv_cache"; none = both.
-        After level 1 the next request, or `wake`, takes the memory again. Raises ConfigError
+        After level 1 the next request, or `wake`, allocates the memory again. Raises ConfigError
         without `sleep_in_host_memory`, InvalidRequest, EngineDead.
         """
         await self._sleep(level, tags)
 
     async def wake(self, tags: Sequence[str] = ()) -> None:
-        """End the sleep; return when the memory is there.
+        """End the sleep; return when the memory is allocated.
 
-        tags: the parts to take, "weights" and "kv_cache"; none = both, and the end of level 0.
-        Raises InvalidRequest, EngineDead, with the code device_taken if the device no longer has
+        tags: the parts to allocate, "weights" and "kv_cache"; none = both, and the end of level 0.
+        Raises InvalidRequest, or EngineDead with the code device_taken if the device no longer has
         the memory.
         """
         await self._wake(tags)
@@ -108,23 +108,23 @@ class AsyncEngine(RequestManager):
     ) -> None:
         """Replace the weights, between two steps, by a checkpoint of the same model.
 
-        Running requests go on under the new weights; `CompletionOutput.versions` tells which tokens
-        have which. Names, shapes, dtypes and quantisation are those of the model's own folder.
+        Running requests continue with the new weights; `CompletionOutput.versions` has the version
+        of each token. Names, shapes, dtypes and quantisation must be those of the model's folder.
 
-        source: a folder of safetensors, or (name, tensor) pairs on any device, all of the
-            checkpoint. They are sent before any step waits. Or vLLM's `update_info`, whose tensors
-            the engine takes from the trainer; after `start_weight_update` it may be a part.
+        source: a folder of safetensors; or (name, tensor) pairs on any device, all of the
+            checkpoint, which are sent while steps run; or vLLM's `update_info`, whose tensors the
+            engine receives from the trainer, and which may be a part after `start_weight_update`.
         version: the name of the new weights; "" = the number of updates so far.
-        recompute: whether running requests compute their keys again. Otherwise old keys stay.
-        Raises UpdateFailed, after which the old weights serve on, and EngineDead.
+        recompute: whether running requests compute their KV again. Otherwise they keep the old KV.
+        Raises UpdateFailed, after which the old weights stay in use, and EngineDead.
         """
         await self._update_weights(source, version, recompute)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Join a trainer's group, from which `update_weights` takes tensors.
+        """Join a trainer's group, from which `update_weights` receives tensors.
 
-        init_info: vLLM's; {} for weights that a trainer on this machine shares. `WeightSender` is
-            the trainer's end.
+        init_info: vLLM's `init_info`; {} for weights that a trainer on this machine shares.
+            `WeightSender` is the trainer's side.
         Raises UpdateFailed, EngineDead.
         """
         await self._client.transfer_weights("init", dict(init_info))
@@ -137,24 +137,24 @@ class AsyncEngine(RequestManager):
         await self._client.transfer_weights("start")
 
     async def finish_weight_update(self, *, version: str = "", recompute: bool = False) -> None:
-        """Replace the weights by the tensors taken since `start_weight_update`.
+        """Replace the weights by the tensors received since `start_weight_update`.
 
         version, recompute: see `update_weights`.
-        Raises UpdateFailed, after which the old weights serve on, and EngineDead.
+        Raises UpdateFailed, after which the old weights stay in use, and EngineDead.
         """
         await self._finish_update(version, recompute)
 
     async def pause(self, mode: str = "keep") -> None:
         """Hold new requests back until `resume`; return once no step runs.
 
-        mode: "abort" ends running requests with what they have, "wait" lets them finish, and "keep"
-            keeps them, to go on at `resume`.
+        mode: "abort" ends running requests with their current output, "wait" lets them finish, and
+            "keep" stops them until `resume`.
         Raises InvalidRequest, EngineDead.
         """
         await self._client.pause(mode)
 
     async def resume(self) -> None:
-        """End a pause: kept and waiting requests go on. Raises EngineDead."""
+        """End a pause, so that kept and waiting requests continue. Raises EngineDead."""
         await self._resume()
 
     async def close(self) -> None:

@@ -1,6 +1,7 @@
 """RequestHandle: one request in flight, read from threads or from asyncio.
 
-The thread that receives the engine's frames writes to it; any thread or event loop reads.
+The thread that receives the engine's frames writes to the handle; any thread or event loop may
+read.
 """
 
 import asyncio
@@ -17,12 +18,13 @@ from engine.library.outputs import RequestOutput, RequestStatus
 from engine.library.progress import RequestProgress
 from engine.messages import Delta
 
-Find = Callable[[], RequestOutput | EllipsisType | None]  # `...`: there is no output yet
+# returns output, None at the end, or `...` if there is no output yet
+Find = Callable[[], RequestOutput | EllipsisType | None]
 Wake = Callable[[], None]
 
 
 class RequestHandle:
-    """A request that `start_request` of an `LLM` or `AsyncEngine` started.
+    """A request that was started by `start_request` of an `LLM` or `AsyncEngine`.
 
       for out in handle: ...          blocking, the new output       get, get_nowait
       async for out in handle: ...    the same for asyncio
@@ -30,33 +32,33 @@ class RequestHandle:
       await handle                    the same for asyncio
       with handle: ...                releases it at the end
 
-    Blocking calls must not be made on the event loop that an AsyncEngine runs on. After ``release``
-    everything but release raises RequestReleased. Waiting calls raise EngineDead if the engine
-    process ends first; earlier output can still be read. A wait that ends early (timeout,
-    cancellation) leaves the request running.
+    Blocking calls must not be made on the event loop of an AsyncEngine. After ``release`` all other
+    methods raise RequestReleased. Waiting calls raise EngineDead if the engine process ends first;
+    earlier output can still be read. A wait that ends early (timeout, cancellation) leaves the
+    request running.
     """
 
     def __init__(
         self, progress: RequestProgress, ids: Sequence[int], abort: Callable[[list[int]], None]
     ) -> None:
-        """Make the handle of a request.
+        """Create the handle of a request.
 
         ids: the engine's id of each choice.
-        abort: called with the ids of open choices; each of them then ends with an "abort" delta.
+        abort: aborts open choices by their ids; each then ends with an "abort" delta.
         """
-        self._progress: RequestProgress | None = progress  # None = released
+        self._progress: RequestProgress | None = progress  # None after `release`
         self._ids = ids
         self._abort = abort
         self._error: MantaError | None = None
         self._lock = threading.Lock()
-        # wake function of each waiting reader -> the output that it waits for
+        # wake function of each waiting reader -> the reader's `Find`
         self._waits: dict[Wake, Find] = {}
 
     # Called by `RequestManager`, which started the request.
 
     def _push(self, choice: int, delta: Delta, version: str = "") -> bool:
-        """Add a choice's delta; return whether a stop string ended it, so that the engine must
-        abort it.
+        """Add a choice's delta; return whether a stop string ended the choice, which the engine
+        must then abort.
 
         version: the version of the weights that sampled the delta's tokens.
         """
@@ -82,7 +84,7 @@ class RequestHandle:
             return RequestStatus.INTERRUPTED if self._error else progress.status()
 
     def get(self, timeout: float | None = None) -> RequestOutput | None:
-        """Wait for new output and return it; None when the request has ended and all was read.
+        """Wait for new output and return it; None once all output of an ended request was returned.
 
         Raises TimeoutError after timeout seconds.
         """
@@ -95,8 +97,7 @@ class RequestHandle:
         return None if out is ... else out
 
     def sync(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end and return the whole request; `get` still returns what it has not
-        returned.
+        """Wait for the end and return the whole output, without effect on later calls of `get`.
 
         Raises TimeoutError after timeout seconds.
         """
@@ -114,7 +115,8 @@ class RequestHandle:
         self._abort([self._ids[choice] for choice in choices])
 
     def release(self) -> None:
-        """Cancel the request if it runs, and free its memory. Idempotent; later use is an error."""
+        """Cancel the request if it runs, and free its memory. Idempotent; other calls then
+        raise."""
         with self._lock:
             progress, self._progress = self._progress, None
             self._wake()
@@ -140,7 +142,7 @@ class RequestHandle:
         assert out is not None
         return out
 
-    # Waiting: `find` is called under the lock, and again after each wake.
+    # Waiting: `find` is called with the lock held, and again after each wake.
 
     def _block(self, find: Find, timeout: float | None) -> RequestOutput | None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -169,8 +171,7 @@ class RequestHandle:
                 raise
 
     def _ask(self, find: Find, wake: Wake) -> RequestOutput | EllipsisType | None:
-        """Return the output that `find` finds; else register `wake`, to be called once there may
-        be some."""
+        """Return the output of `find`; if there is none yet, register `wake` and return `...`."""
         with self._lock:
             output = find()
             if output is ...:
@@ -214,7 +215,7 @@ class RequestHandle:
 def _resolve(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]") -> None:
     """Resolve a future of the event loop, from any thread."""
     if asyncio._get_running_loop() is not loop:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if the loop is closed
             loop.call_soon_threadsafe(_set, future)
     else:
         _set(future)

@@ -1,4 +1,4 @@
-"""HarnessModel: an LLM as the model of lm-evaluation-harness, which the extra `eval` installs."""
+"""HarnessModel: an adapter of `LLM` to lm-evaluation-harness, which the extra `eval` installs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +16,16 @@ from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 _SCORED = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-_CHUNK = 256  # prompts whose tokens' log-probabilities are in memory at once
-_MAX_TOKENS = 256  # longest answer of a task without a limit: the library's default
+_CHUNK = 256  # maximum number of prompts whose log-probabilities are in memory at once
+_MAX_TOKENS = 256  # maximum number of answer tokens for a task without a limit, as in the library
 
-Pair = tuple[Any, list[int], list[int]]  # the library's key, context and continuation
+Pair = tuple[Any, list[int], list[int]]  # the library's (key, context tokens, continuation tokens)
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no types
-    """The model that `lm_eval.simple_evaluate(model=HarnessModel(llm))` asks.
+    """A model for `lm_eval.simple_evaluate(model=HarnessModel(llm))`.
 
-    Texts are tokenised, and too long ones cut at their beginning, as by the library's `hf` model.
+    Texts are tokenised, and truncated at their beginning, as by the library's `hf` model.
     Raises ConfigError for a model without a tokenizer, or without a first token for an empty
     context.
     """
@@ -34,7 +34,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         super().__init__()
         self._llm = llm
         self._tokenizer = _tokenizer(llm)
-        # The engine always makes a token, which needs a place behind the prompt.
+        # The engine always samples a token, which needs a position after the prompt.
         self._longest = llm.ready.max_model_len - 1
         own = self._tokenizer.token_id(self._tokenizer.special_tokens.get("eos_token", ""))
         ends = [*([] if own is None else [own]), *self._tokenizer.eos_token_ids]
@@ -57,7 +57,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of the token before a text without a context."""
+        """The id of the token that serves as the context of a text without one."""
         return self._prefix
 
     @property
@@ -66,7 +66,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         return self._llm.config.model.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return "": the model's own template, which `apply_chat_template` takes."""
+        """Return "", which stands for the model's own template in `apply_chat_template`."""
         return ""
 
     def apply_chat_template(
@@ -89,7 +89,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
     ) -> list[int]:
         """Encode a text.
 
-        add_special_tokens: None adds the tokenizer's own unless the text begins with them.
+        add_special_tokens: None adds the tokenizer's special tokens unless the text begins with
+            them.
         """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._prefix_text)
@@ -98,7 +99,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability, and whether it is the greedy one."""
+        """Return, for each request, (log-probability of the continuation, whether it is greedy)."""
         results: list[tuple[float, bool]] = []
         with tqdm(total=len(requests), desc="Log-likelihoods", disable=disable_tqdm) as bar:
             for start in range(0, len(requests), _CHUNK):
@@ -121,14 +122,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of each text, in windows of the context's length."""
+        """Return the log-probability of each whole text, computed in windows of the context
+        length."""
         pairs: list[Pair] = []
         counts = []
         for request in requests:
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self._longest - 1,  # beside the token that is predicted last
+                max_seq_len=self._longest - 1,  # the last token of a window is only predicted
                 context_len=1,
             )
             before = len(pairs)
@@ -140,7 +142,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each context, up to the first of the request's `until`."""
         prompts, params = [], []
-        for seed, request in enumerate(requests):  # repeats of a sampled answer differ
+        # the seed differs, so that repeats of a sampled answer differ
+        for seed, request in enumerate(requests):
             context, options = request.args
             settings = self._settings(options, seed)
             room = self._longest + 1 - (settings.max_tokens or 0)
@@ -201,7 +204,8 @@ def _tokenizer(llm: LLM) -> Tokenizer:
 
 
 def _score(output: RequestOutput, count: int) -> tuple[float, bool]:
-    """Return the log-probability of a prompt's last tokens, and whether each is the likeliest."""
+    """Return (log-probability of a prompt's last `count` tokens, whether each is the most
+    likely)."""
     assert output.prompt_logprobs is not None
     tokens = [token for token in output.prompt_logprobs[-count:] if token] if count else []
     return sum(token.logprob for token in tokens), all(token.rank == 1 for token in tokens)

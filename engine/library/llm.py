@@ -43,7 +43,7 @@ _POOLED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
 def make_config(model: str, fields: Mapping[str, Any]) -> EngineConfig:
     """Return an EngineConfig from keyword arguments.
 
-    Raises ConfigError naming an unknown or invalid one.
+    Raises ConfigError naming an unknown or invalid argument.
     """
     known = EngineConfig.__struct_fields__
     for name in fields:
@@ -55,7 +55,7 @@ def make_config(model: str, fields: Mapping[str, Any]) -> EngineConfig:
 
 
 class LLM(RequestManager):
-    """A model in its own engine process, with blocking calls. Thread-safe.
+    """A model in a separate engine process, with blocking calls. Thread-safe.
 
      with LLM("folder", max_model_len=2048) as llm:
       outputs = llm.generate(["Hello", "The sea"], SamplingParams(max_tokens=32))
@@ -65,7 +65,7 @@ class LLM(RequestManager):
     progress: called with (phase, fraction) while the engine starts.
     timeout: seconds that the start may take.
     fields: fields of `EngineConfig`.
-    Raises ConfigError if it cannot start with these settings, EngineDead if it dies.
+    Raises ConfigError if the engine cannot start with these settings, EngineDead if it dies.
     """
 
     def __init__(
@@ -95,20 +95,20 @@ class LLM(RequestManager):
         detokenize: bool = True,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many (text or token ids); the outputs are in the same order.
+        """Generate outputs for one prompt or many (text or token ids), in the same order.
 
-        A prompt with images is {"prompt": text, "images": [...]}: its text has the model's
-        placeholder for each, and an image is one of Pillow, a file's bytes, its path, or a data:
-        URL. "videos" has clips: lists of images, or {"video": [...], "fps": 2}. Pictures are read
-        before any prompt runs, and resized while others run.
+        A prompt with images is {"prompt": text, "images": [...]}. The text has the model's
+        placeholder for each image, and an image is a Pillow image, a file's bytes, its path, or a
+        data: URL. "videos" has videos: lists of images, or {"video": [...], "fps": 2}. Images are
+        read before any prompt runs, and resized while other prompts run.
 
-        params: for all prompts, or one for each.
-        adapter: a name known by `add_adapter`, for all prompts or one for each; "" = the model
-            itself.
-        detokenize: False leaves text "", which saves time.
+        params: the sampling parameters for all prompts, or a list with one for each.
+        adapter: a name from `add_adapter` for all prompts, or a list with one for each; "" = the
+            model itself.
+        detokenize: whether to set the outputs' text; False saves time.
         progress: whether to show a progress bar; None = only at a terminal.
-        All prompts are checked before any is run. A request that fails while the others go on has
-        finish_reason "error".
+        All prompts are checked before any prompt runs. A request that fails later has finish_reason
+        "error"; the others continue.
         Raises InvalidRequest, EngineDead.
         """
         many = _as_list(prompts)
@@ -128,10 +128,11 @@ class LLM(RequestManager):
         progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Generate the answer to one chat or many, rendered by the model's chat template.
+        """Generate answers to one chat or many, rendered by the model's chat template.
 
-        A part of a content may be {"type": "image", "image": ...} or {"type": "video", "video":
-        [...], "fps": 2}, with images as in `generate`, or image_url or video_url with a data: URL.
+        A message's content may have parts {"type": "image", "image": ...} and {"type": "video",
+        "video": [...], "fps": 2}, with images as in `generate`, or image_url and video_url with a
+        data: URL.
 
         template: variables of the template, e.g. enable_thinking=False.
         """
@@ -154,9 +155,9 @@ class LLM(RequestManager):
 
         The checkpoint's sentence-transformers files decide the pooling.
 
-        prompt_name: the name of a checkpoint's prompt that goes before each text; "" = none.
-        dimensions: number of first elements to keep, for models trained for that; None = all.
-        truncate: whether too long texts are cut at their end.
+        prompt_name: the name of the checkpoint's prompt to put before each text; "" = none.
+        dimensions: the number of leading elements to return, for Matryoshka models; None = all.
+        truncate: whether texts that are too long are cut at their end.
         Raises InvalidRequest, EngineDead, RequestFailed.
         """
         # Only programs that ask for embeddings need NumPy and torch.
@@ -212,7 +213,7 @@ class LLM(RequestManager):
             for handle in _tracked(handles) if show else handles:
                 outputs.append(handle.sync())
         finally:
-            # after an interrupted wait, too, so that no request goes on running
+            # also after an interrupted wait, so that no request continues to run
             for handle in handles:
                 handle.release()
         return outputs
@@ -242,23 +243,23 @@ class LLM(RequestManager):
     ) -> None:
         """Replace the weights, between two steps, by a checkpoint of the same model.
 
-        Running requests go on under the new weights; `CompletionOutput.versions` tells which tokens
-        have which. Names, shapes, dtypes and quantisation are those of the model's own folder.
+        Running requests continue with the new weights; `CompletionOutput.versions` has the version
+        of each token. Names, shapes, dtypes and quantisation must be those of the model's folder.
 
-        source: a folder of safetensors, or (name, tensor) pairs on any device, all of the
-            checkpoint. They are sent before any step waits. Or vLLM's `update_info`, whose tensors
-            the engine takes from the trainer; after `start_weight_update` it may be a part.
+        source: a folder of safetensors; or (name, tensor) pairs on any device, all of the
+            checkpoint, which are sent while steps run; or vLLM's `update_info`, whose tensors the
+            engine receives from the trainer, and which may be a part after `start_weight_update`.
         version: the name of the new weights; "" = the number of updates so far.
-        recompute: whether running requests compute their keys again. Otherwise old keys stay.
-        Raises UpdateFailed, after which the old weights serve on, and EngineDead.
+        recompute: whether running requests compute their KV again. Otherwise they keep the old KV.
+        Raises UpdateFailed, after which the old weights stay in use, and EngineDead.
         """
         self._loop.call(self._update_weights(source, version, recompute))
 
     def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Join a trainer's group, from which `update_weights` takes tensors.
+        """Join a trainer's group, from which `update_weights` receives tensors.
 
-        init_info: vLLM's; {} for weights that a trainer on this machine shares. `WeightSender` is
-            the trainer's end.
+        init_info: vLLM's `init_info`; {} for weights that a trainer on this machine shares.
+            `WeightSender` is the trainer's side.
         Raises UpdateFailed, EngineDead.
         """
         self._loop.call(self._client.transfer_weights("init", dict(init_info)))
@@ -271,44 +272,44 @@ class LLM(RequestManager):
         self._loop.call(self._client.transfer_weights("start"))
 
     def finish_weight_update(self, *, version: str = "", recompute: bool = False) -> None:
-        """Replace the weights by the tensors taken since `start_weight_update`.
+        """Replace the weights by the tensors received since `start_weight_update`.
 
         version, recompute: see `update_weights`.
-        Raises UpdateFailed, after which the old weights serve on, and EngineDead.
+        Raises UpdateFailed, after which the old weights stay in use, and EngineDead.
         """
         self._loop.call(self._finish_update(version, recompute))
 
     def pause(self, mode: str = "keep") -> None:
         """Hold new requests back until `resume`; return once no step runs.
 
-        mode: "abort" ends running requests with what they have, "wait" lets them finish, and "keep"
-            keeps them, to go on at `resume`.
+        mode: "abort" ends running requests with their current output, "wait" lets them finish, and
+            "keep" stops them until `resume`.
         Raises InvalidRequest, EngineDead.
         """
         self._loop.call(self._client.pause(mode))
 
     def resume(self) -> None:
-        """End a pause: kept and waiting requests go on. Raises EngineDead."""
+        """End a pause, so that kept and waiting requests continue. Raises EngineDead."""
         self._loop.call(self._resume())
 
     def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None:
-        """Free memory of the device, once no request runs; return when it is free.
+        """Free memory of the device, once no request runs; return when the memory is freed.
 
         Requests that a pause keeps are computed again after the wake.
 
         level: 0 only pauses, as `pause("keep")`; 1 moves the weights to host memory; 2 drops the
             weights, so that requests are refused until `update_weights`.
         tags: the parts to free, "weights" and "kv_cache"; none = both.
-        After level 1 the next request, or `wake`, takes the memory again. Raises ConfigError
+        After level 1 the next request, or `wake`, allocates the memory again. Raises ConfigError
         without `sleep_in_host_memory`, InvalidRequest, EngineDead.
         """
         self._loop.call(self._sleep(level, tags))
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        """End the sleep; return when the memory is there.
+        """End the sleep; return when the memory is allocated.
 
-        tags: the parts to take, "weights" and "kv_cache"; none = both, and the end of level 0.
-        Raises InvalidRequest, EngineDead, with the code device_taken if the device no longer has
+        tags: the parts to allocate, "weights" and "kv_cache"; none = both, and the end of level 0.
+        Raises InvalidRequest, or EngineDead with the code device_taken if the device no longer has
         the memory.
         """
         self._loop.call(self._wake(tags))
@@ -327,7 +328,7 @@ class LLM(RequestManager):
 
 
 class _LoopThread:
-    """An event loop in a thread, for callers that block. The thread runs until it is closed."""
+    """An event loop in a thread, for blocking callers. The thread runs until `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -345,7 +346,7 @@ class _LoopThread:
         await self._closed.wait()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread and return its result. Raises EngineDead once closed."""
+        """Run a coroutine in the thread and return its result. Raises EngineDead after `close`."""
         with self._lock:
             if self._ended:
                 work.close()
@@ -354,7 +355,7 @@ class _LoopThread:
         return future.result()
 
     def close(self) -> None:
-        """Cancel all running calls, wait for their ends, and end the thread. Idempotent."""
+        """Cancel all running calls, wait until they have ended, and end the thread. Idempotent."""
         with self._lock:
             if not self._ended:
                 self._ended = True

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class RequestStatus(enum.StrEnum):
     """The status of a request. FINISHED and INTERRUPTED are final."""
 
-    INIT = "init"  # no token yet
+    INIT = "init"  # no token is sampled yet
     CONTEXT_FINISHED = "context_finished"  # the prompt is computed and the first token sampled
     GENERATING = "generating"
     FINISHED = "finished"  # ended by an end token, a stop string or the length
@@ -23,17 +23,18 @@ class RequestStatus(enum.StrEnum):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """The output of one choice: all of it in a result, only the new part in a stream.
+    """The output of one choice: the whole output in a result, only the new part in a stream.
 
     text: "" when the request was started with detokenize=False.
     token_ids: the tokens of the output, the end token included.
-    finish_reason: None while it runs; "stop", "length", "abort" or "error".
-    stop_reason: the stop string or the id from stop_token_ids that ended it.
-    logprobs: one for each of token_ids, if asked for.
+    finish_reason: None while the choice runs; "stop", "length", "abort" or "error".
+    stop_reason: the stop string, or the id from stop_token_ids, that ended the choice.
+    logprobs: one for each of token_ids, if requested.
     error: "code: message" with finish_reason "error".
     vector: the prompt's embedding, with `pooled`, as little-endian float32 bytes.
-    routed_experts: [tokens of prompt and output - 1, layers, experts of a token], once it has
-        ended; only if asked for. See `engine.messages.RoutedExperts`.
+    routed_experts: [tokens of prompt and output - 1, layers, experts of a token], once the choice
+        has
+        ended; only if requested. See `engine.messages.RoutedExperts`.
     versions: (version of the weights, number of tokens) of each part of token_ids, in order.
     """
 
@@ -51,12 +52,13 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The output of a request: all its choices in a result, those with new output in a stream.
+    """The output of a request: all choices in a result, only those with new output in a stream.
 
-    prompt: the text if the caller gave text.
-    num_cached_tokens: prompt tokens that came from the prefix cache; None while unknown.
-    prompt_logprobs: None for the first prompt token, then one for each token; only if asked for. A
-        stream has them only with the output with which they arrived.
+    prompt: the prompt's text; None if the caller passed token ids.
+    num_cached_tokens: number of prompt tokens found in the prefix cache; None while unknown.
+    prompt_logprobs: None for the first prompt token, then one for each token; only if requested. In
+        a
+        stream only one output has them.
     finished: whether every choice has ended, so that this output is the last.
     """
 

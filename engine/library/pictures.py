@@ -1,4 +1,4 @@
-"""read_messages, read_pictures, read_clips: pictures and clips in chats and prompts of programs."""
+"""read_messages, read_pictures, read_clips: read images and videos in chats and prompts."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,17 +15,17 @@ from engine.images.picture_file import PictureFile, upright_rgb
 
 Message = Mapping[str, Any]
 
-_ROLES = ("user", "tool")  # roles whose messages may have pictures
+_ROLES = ("user", "tool")  # roles whose messages may have images
 _CLIPS = ("video", "video_url")
 _TYPES = ("text", "refusal", "image", "image_url", *_CLIPS)
 _FORMS = "an image of Pillow, a file's bytes, its path, or a data: URL"
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://|file:", re.IGNORECASE)
-_MAX_FILE = 2**28  # bytes of a picture in a data: URL
+_MAX_FILE = 2**28  # maximum bytes of a picture in a data: URL
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a prompt. image: RGB. detail: one of `DETAILS`."""
+    """A picture of a prompt: an RGB image, and its `detail`, one of `DETAILS`."""
 
     image: Pillow.Image
     detail: str = "auto"
@@ -33,11 +33,11 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A clip of a prompt.
+    """A video of a prompt.
 
     images: its frames in RGB.
-    fps: frames a second.
-    place: path of the field that has the clip, such as "videos[0]", for errors.
+    fps: frames per second.
+    place: path of the field that has the video, such as "videos[0]", for errors.
     """
 
     images: list[Pillow.Image]
@@ -49,9 +49,9 @@ Visual = Picture | Clip
 
 
 def read_messages(chat: Sequence[Message]) -> tuple[list[Message], list[Visual]]:
-    """Return a chat with the template's placeholders for visuals, and its pictures and clips.
+    """Return a chat with placeholders in place of pictures and clips, and these in order.
 
-    Raises InvalidRequest naming a message or part that cannot be used.
+    Raises InvalidRequest naming an invalid message or part.
     """
     pictures: list[Visual] = []
     messages = [_read(message, f"messages[{i}]", pictures) for i, message in enumerate(chat)]
@@ -59,7 +59,7 @@ def read_messages(chat: Sequence[Message]) -> tuple[list[Message], list[Visual]]
 
 
 def read_pictures(images: Any) -> list[Visual]:
-    """Return the pictures of a prompt. images: one, or several. Raises InvalidRequest."""
+    """Open the pictures of a prompt. images: one image or several. Raises InvalidRequest."""
     if isinstance(images, (str, bytes, bytearray, Path, Pillow.Image)):
         images = [images]
     if isinstance(images, Mapping) or not isinstance(images, Iterable):
@@ -72,10 +72,10 @@ def read_pictures(images: Any) -> list[Visual]:
 
 
 def read_clips(videos: Any) -> list[Visual]:
-    """Return the clips of a prompt. Raises InvalidRequest.
+    """Open the clips of a prompt. Raises InvalidRequest.
 
-    videos: several clips, each a list of frames, or {"video": frames, "fps": frames a second}.
-        Frames in one data: URL, or in such an object, may be the only clip.
+    videos: a list of clips, each a list of frames or {"video": frames, "fps": frames per second}. A
+        single clip may be such an object, or a data: URL with its frames.
     """
     if isinstance(videos, (str, Mapping)):
         videos = [videos]
@@ -101,7 +101,10 @@ def read_clips(videos: Any) -> list[Visual]:
 
 
 def _read(message: Message, path: str, pictures: list[Visual]) -> Message:
-    """Return a message whose pictures and clips are placeholders; add them to pictures."""
+    """Replace a message's pictures and clips by placeholders; return the new message.
+
+    pictures: gets the pictures and clips.
+    """
     if message.get("images"):
         raise InvalidRequest(
             f"{path}.images is not read; put each image into its content, as "
@@ -142,7 +145,8 @@ def _read(message: Message, path: str, pictures: list[Visual]) -> Message:
 
 
 def _type(part: Any, place: str) -> str:
-    """Return a part's type; "text" for a part that has only a text. Raises InvalidRequest."""
+    """Return the type of a message part; "text" for a part with only a text. Raises
+    InvalidRequest."""
     if not isinstance(part, Mapping):
         raise InvalidRequest(
             f"{place} must be an object with a type", param=place, code="invalid_type"
@@ -188,9 +192,9 @@ def _clip(part: Message, kind: str, place: str) -> Clip:
 
 
 def _of_frames(frames: Any, at: str, fps: float, place: str) -> Clip:
-    """Return a clip of frames. Raises InvalidRequest.
+    """Return a clip with opened frames. Raises InvalidRequest.
 
-    at, place: paths of the field with the frames, and of the clip's field.
+    at, place: the paths, for errors, of the field with the frames and of the clip's field.
     """
     if isinstance(frames, str):
         try:
@@ -217,9 +221,9 @@ def _value(fields: Message, key: str, place: str) -> Any:
 
 
 def _open(image: Any, place: str) -> Pillow.Image:
-    """Return an image in RGB. Raises InvalidRequest.
+    """Open an image as RGB. Raises InvalidRequest.
 
-    image: an image of Pillow, a file's bytes, its path, or a data: URL.
+    image: a Pillow image, a file's bytes, its path, or a data: URL.
     """
     if isinstance(image, Pillow.Image):
         return upright_rgb(image)
@@ -238,7 +242,7 @@ def _open(image: Any, place: str) -> Pillow.Image:
     except InvalidRequest as error:
         message = f"{place}: an image {error.message}"
         raise InvalidRequest(message, param=place, code=error.code) from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+    except (OSError, ValueError) as error:  # a path with a null byte raises ValueError
         message = f"{place}: an image cannot be read: {error}"
         raise InvalidRequest(message, param=place, code="invalid_image") from None
     raise InvalidRequest(

@@ -1,6 +1,6 @@
-"""RequestProgress: the outputs of a request, and how much of them was read. Not thread-safe.
+"""RequestProgress: a request's output, and how much of it was read. Not thread-safe.
 
-Text is decoded in bulk when it is read, except where a stop string must be found at once.
+Tokens are decoded in bulk when the text is read, except where a stop string must be found at once.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class _ChoiceState:
-    """The state of a choice: its tokens, how many were decoded to text, and how many were read.
+    """The state of a choice: its tokens, and how many of them were decoded and read.
 
-    eager: whether tokens are decoded as they come (to find stop strings), not when they are read.
+    eager: whether to decode tokens when they arrive, to find stop strings, instead of when read.
     """
 
     __slots__ = ("_decoded", "_decoder", "_eager", "_read", "_stop_token", "_texts", "whole")
 
     def __init__(self, index: int, decoder: "ChoiceDecoder | None", eager: bool) -> None:
-        self.whole = CompletionOutput(index)  # all output so far; its text is only set by `all`
+        self.whole = CompletionOutput(index)  # the whole output so far; only `all` sets its text
         self._decoder = decoder
         self._eager = eager
         self._texts: list[str] = []
@@ -69,7 +69,7 @@ class _ChoiceState:
         return decoded.finish_reason, decoded.num_tokens
 
     def _catch_up(self) -> None:
-        """Decode the tokens that have come since the last call."""
+        """Decode the tokens that have arrived since the last call."""
         decoder, tokens = self._decoder, self.whole.token_ids
         if decoder is None or self._eager or decoder.finished:
             return
@@ -100,7 +100,7 @@ class _ChoiceState:
 
 
 def _add_version(versions: list[tuple[str, int]], version: str, count: int) -> None:
-    """Add the weights' version of `count` further tokens to `versions`, in place."""
+    """Append `count` tokens with a version of the weights to `versions`, in place."""
     if not count:
         return
     if versions and versions[-1][0] == version:
@@ -123,7 +123,7 @@ class RequestProgress:
 
     running: the number of choices that have not ended.
     decoders: the decoder of each choice; None leaves its text "".
-    eager: whether to decode each delta as it comes.
+    eager: whether to decode each delta when it arrives.
     """
 
     def __init__(
@@ -143,8 +143,10 @@ class RequestProgress:
         self._prompt_logprobs_read = 0
 
     def push_delta(self, index: int, delta: Delta, version: str = "") -> bool:
-        """Add a delta of a choice; return whether a stop string ended it, which the engine does
-        not know."""
+        """Add a delta of a choice; return whether a stop string ended the choice.
+
+        The engine does not know of stop strings, so the caller must abort the choice.
+        """
         choice = self._choices[index]
         if choice.ended:
             return False
@@ -157,7 +159,7 @@ class RequestProgress:
         return ended and not delta.finish
 
     def open(self) -> list[int]:
-        """Return the indices of the choices that still run."""
+        """Return the indices of the running choices."""
         return [choice.whole.index for choice in self._choices if not choice.ended]
 
     def status(self) -> RequestStatus:

@@ -40,14 +40,15 @@ Messages = Sequence[Mapping[str, Any]]
 # or a data: URL], "videos": [a list of such frames, or {"video": frames, "fps": frames a second}]}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-_MOST_THREADS = 8  # threads for the images of a batch of prompts
+_MOST_THREADS = 8  # maximum number of threads that process the images of a batch of prompts
 
 
 @dataclass(slots=True)
 class EncodedPrompt:
-    """The checked token ids of a prompt, and its pictures.
+    """The checked token ids of a prompt, and its images.
 
-    images: resizes, hashes and returns the pictures, in milliseconds each; `list` = no pictures.
+    images: a function that resizes and hashes the images, and returns them; it takes milliseconds
+        for each. `list` = no images.
     verbatim: as in `EngineRequest`.
     """
 
@@ -57,7 +58,7 @@ class EncodedPrompt:
 
 
 def images_ahead(prompts: Sequence[EncodedPrompt]) -> Iterator[EncodedPrompt]:
-    """Yield the prompts in order, while threads make the images of a few after them."""
+    """Yield the prompts in order, while threads process the images of the next few prompts."""
     if all(prompt.images is list for prompt in prompts):
         yield from prompts
         return
@@ -73,7 +74,7 @@ def images_ahead(prompts: Sequence[EncodedPrompt]) -> Iterator[EncodedPrompt]:
 
 
 def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -> Tokenizer | None:
-    """Return the given tokenizer, or that of the model folder.
+    """Return a given Tokenizer, or load one from a given folder or the model's folder.
 
     Returns None for a folder without a tokenizer, and for a fake engine. Prompts must then be token
     ids, and answers have no text.
@@ -100,10 +101,10 @@ def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -
 class Prompts:
     """An encoder of prompts into checked token ids.
 
-    Every method raises InvalidRequest if a prompt is empty, too long or not of this model.
+    Every method raises InvalidRequest if a prompt is empty, too long or invalid for the model.
 
-    tokenizer: None allows only prompts of token ids.
-    model: the model's folder, which says whether it takes images.
+    tokenizer: the model's tokenizer; None allows only prompts of token ids.
+    model: the model's folder, whose files decide whether the model takes images.
     images: see `EngineConfig`.
     """
 
@@ -138,8 +139,10 @@ class Prompts:
     def encode_chat(
         self, chat: Messages, options: Mapping[str, Any] | None = None
     ) -> EncodedPrompt:
-        """Encode a chat, whose parts may be {"type": "image", "image": ...} or image_url, with
-        detail, or {"type": "video", "video": [frames]} or video_url, with fps.
+        """Encode a chat, which may have image and video parts.
+
+        Image parts are {"type": "image", "image": ...} or image_url, with an optional detail. Video
+        parts are {"type": "video", "video": [frames]} or video_url, with an optional fps.
 
         options: arguments of `Tokenizer.encode_chat`.
         """
@@ -171,11 +174,12 @@ class Prompts:
         param: str,
         text: str | None = None,
     ) -> EncodedPrompt:
-        """Return a prompt whose placeholders are expanded to its images' tokens.
+        """Encode a prompt with its placeholders expanded to the images' tokens.
 
-        encode: returns the tokens of the prompt's text, after a given function has changed it.
-        text: the program's text, whose placeholders say in which order pictures and clips stand;
-            None = they are in the order in which the template writes them.
+        encode: returns the tokens of the prompt's text, after applying a given function to the
+            text.
+        text: the prompt's text, whose placeholders decide the order of pictures and clips; None =
+            `pictures` is in the order of the template's placeholders.
         """
         if not pictures:
             return EncodedPrompt(self._checked(encode(None)))
@@ -196,7 +200,7 @@ class Prompts:
         places = [place for _, place in placed]
         ids = encode(lambda written: surround(written, places))
         ids, starts = expand_placeholders(ids, self._text().token_id, places, len(places))
-        self._checked(ids)  # before any work on pixels
+        self._checked(ids)  # checked before any work on pixels
         layouts = [(picture, layout) for picture, place in placed for layout in place.layouts]
 
         def images() -> list[Image]:
@@ -210,8 +214,7 @@ class Prompts:
         return EncodedPrompt(ids, images)
 
     def encode_all(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
-        """Encode many prompts, texts on all cores. An error names the prompt, e.g.
-        ``prompts[3]``."""
+        """Encode many prompts, using all cores. An error names the prompt, e.g. ``prompts[3]``."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         every: Sequence[Prompt] = prompts
         if len(texts) == len(prompts) > 1:
@@ -227,9 +230,9 @@ class Prompts:
     def encode_pooled(
         self, texts: Sequence[Prompt], before: str, limit: int, *, truncate: bool
     ) -> list[list[int]]:
-        """Encode texts that will be embedded.
+        """Encode texts for embedding requests.
 
-        before: the text that is put before each text.
+        before: a prefix for each text.
         limit: the maximum number of tokens of one text.
         truncate: whether longer texts are cut.
         """
@@ -258,9 +261,9 @@ class Prompts:
         return self._tokenizer
 
     def _checked(self, ids: list[int], limit: int | None = None) -> list[int]:
-        """Return the ids of a prompt after checking them.
+        """Check the token ids of a prompt, and return them.
 
-        limit: the prompt must have fewer tokens than this; None = the context.
+        limit: the prompt must have fewer tokens than this; None = the context length.
         """
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -299,7 +302,7 @@ def as_list(prompt: Any) -> Any:
 
 
 def is_token_id(value: object) -> bool:
-    """Whether the value is one integer. An array of one integer is a prompt instead."""
+    """Whether the value is a single integer, not an array of one integer, which is a prompt."""
     return isinstance(value, int) or (
         hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
     )
@@ -331,7 +334,7 @@ def _token_id(token: object) -> int:
 
 
 def _place(processor: ImageProcessor, picture: Visual, param: str) -> Place:
-    """Return the tokens of a picture or clip in a prompt. Raises InvalidRequest."""
+    """Return the placeholder tokens of a picture or clip in a prompt. Raises InvalidRequest."""
     clip = isinstance(picture, Clip)
     try:
         if isinstance(picture, Clip):
@@ -349,7 +352,7 @@ def _place(processor: ImageProcessor, picture: Visual, param: str) -> Place:
 def _in_order(text: str, placed: list[tuple[Visual, Place]]) -> list[tuple[Visual, Place]]:
     """Return the pictures and clips of a text in the order of their placeholders.
 
-    Raises InvalidRequest for another number of placeholders than of pictures or of clips.
+    Raises InvalidRequest if the numbers of placeholders and of pictures or clips differ.
     """
     ordered: list[tuple[int, tuple[Visual, Place]]] = []
     for placeholder in dict.fromkeys(place.placeholder for _, place in placed):

@@ -1,4 +1,4 @@
-"""RequestManager: starts the requests of one engine and passes its frames to their handles."""
+"""RequestManager: starts the requests of one engine, and passes deltas to their handles."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,8 @@ class RequestManager:
 
     Coroutines must run on the event loop of `_start`; other methods may run on any thread.
 
-    tokenizer: None allows only prompts of token ids, and answers have no text.
+    tokenizer: the model's tokenizer; None allows only prompts of token ids, and answers have no
+        text.
     """
 
     ready: Ready  # set once started
@@ -40,11 +41,11 @@ class RequestManager:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self._dozes = False  # a sleep of level 0 has paused the engine
+        self._dozes = False  # whether a sleep of level 0 has paused the engine
         self._client = EngineClient(self._on_frame, self._on_death)
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[RequestHandle, int]] = {}  # engine id -> (handle, choice)
-        # ticket of an order "stats" -> the call that waits for the frame with this ticket
+        # ticket of a "stats" message -> the call that waits for the frame with this ticket
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
 
     @property
@@ -68,12 +69,12 @@ class RequestManager:
 
         Prompts with images are as in `LLM.generate` and `LLM.chat`.
 
-        detokenize: False leaves text "".
-        priority: smaller runs earlier.
+        detokenize: whether to set the output's text.
+        priority: requests with smaller numbers run earlier.
         cache_salt: only requests of the same salt share cached prefixes.
-        adapter: a name known by `add_adapter`.
-        prediction: text or tokens that the answer is expected to have, for drafts.
-        speculate: whether the engine may draft; the answer is the same.
+        adapter: a name from `add_adapter`; "" = the model itself.
+        prediction: text or tokens that the answer probably contains, for drafts.
+        speculate: whether the engine may use drafts, which do not change the answer.
         Raises InvalidRequest, EngineDead.
         """
         expected: Sequence[int] = ()
@@ -109,9 +110,9 @@ class RequestManager:
         prediction: Sequence[int] = (),
         speculate: bool = True,
     ) -> RequestHandle:
-        """Start an engine request for each of n choices of a checked prompt; return their handle.
+        """Start an engine request for each of the n choices of a checked prompt; return the handle.
 
-        All choices have one seed.
+        All choices have the same seed.
         """
         token_ids, images = encoded.ids, encoded.images()
         if self._client.stats.weights_dropped:
@@ -193,7 +194,8 @@ class RequestManager:
         await self._replace(folder, version, recompute)
 
     async def _replace(self, folder: str, version: str, recompute: bool) -> None:
-        """Replace the weights by what a trainer has sent into a folder."""
+        """Replace the weights by those that a trainer has sent, and that the engine knows by a
+        folder."""
         try:
             await self._update_weights(folder, version, recompute)
         except UpdateFailed:
@@ -221,7 +223,8 @@ class RequestManager:
 
     def _abort(self, ids: list[int]) -> None:
         if ids:
-            with contextlib.suppress(EngineDead):  # a dead engine has nothing to abort
+            # raised by a dead engine, in which nothing can be aborted
+            with contextlib.suppress(EngineDead):
                 self._client.abort(ids)
 
     # The methods below run on the event loop.
@@ -248,7 +251,7 @@ class RequestManager:
     def _on_frame(self, frame: StepFrame) -> None:
         try:
             self._deliver(frame)
-        # this frame's output is lost, and its readers would wait for ever
+        # all requests must end, as this frame's output is lost and its readers would wait forever
         except Exception as error:
             self._on_death(EngineDead(f"reading the engine's frames failed: {error!r}"))
             raise
@@ -269,7 +272,7 @@ class RequestManager:
                 future.set_result(frame.stats)
 
     def _on_death(self, error: MantaError) -> None:
-        """End all waiting requests and calls with this error."""
+        """End all open requests and waiting calls with an error."""
         entries, self._open = self._open, {}
         for handle, _ in entries.values():
             handle._fail(error)
@@ -281,9 +284,9 @@ class RequestManager:
 def each_params(
     params: Any, count: int, tokenizer: Tokenizer | None = None
 ) -> list[SamplingParams]:
-    """Return the sampling parameters of each of `count` prompts. Raises InvalidRequest.
+    """Return a list with the sampling parameters of each of `count` prompts. Raises InvalidRequest.
 
-    params: one for all, a list, or None for the values that the model's authors recommend
+    params: parameters for all prompts, a list, or None for the defaults of the model's authors
         (`Tokenizer.sampling_defaults`).
     """
     if params is None:

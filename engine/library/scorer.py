@@ -1,4 +1,5 @@
-"""Scorer: a model's forward pass in the caller's process, by a deterministic engine's kernels."""
+"""Scorer: a model's forward pass in the caller's process, with the kernels of a deterministic
+engine."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,12 +29,12 @@ _ROW = 0
 class Scorer:
     """The logits and log-probabilities of token ids, computed in this process. Not thread-safe.
 
-    In deterministic mode they are bit for bit those of an engine's answers, where weights, kind of
-    device, dtype and `num_threads` are the same: the trainer's side of a rollout.
+    In deterministic mode the results equal those of an engine's answers bit for bit, if weights,
+    kind of device, dtype and `num_threads` are the same. A trainer uses it for rollouts.
 
     model: a folder with config.json and safetensors.
-    fields: fields of `EngineConfig`; deterministic is on unless it is given.
-    Raises ConfigError for settings of several ranks, adapters and speculation, among others.
+    fields: fields of `EngineConfig`; deterministic is on by default.
+    Raises ConfigError for unsupported settings, such as several ranks, adapters or speculation.
     """
 
     def __init__(self, model: str | Path, **fields: Any) -> None:
@@ -47,17 +48,19 @@ class Scorer:
             blocks = max(1, self._blocks * self._num_groups)
             config = msgspec.structs.replace(config, num_blocks=blocks)
         self._resolved, self._runner, self._refill = build_alone(config)
-        # Matmuls of torch sum in an order that depends on the number of threads.
+        # The order of additions in torch's matmuls depends on the number of threads.
         self._threads = torch.get_num_threads()
         torch.set_num_threads(threads)
         self._step = 0
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        """Return the raw logits of the token after each of token_ids.
+        """Return the raw logits after each of token_ids, [n, vocab_size] float32 on the model's
+        device.
 
-        token_ids: [n >= 1]. Returns [n, vocab_size] float32 on the engine's device.
-        Raises InvalidRequest for ids outside the vocabulary or more than the context holds.
+        token_ids: [n >= 1].
+        Raises InvalidRequest for ids outside the vocabulary, or for more ids than the context
+        length.
         """
         ids = self._checked(token_ids)
         with self._own_threads():
@@ -73,10 +76,12 @@ class Scorer:
     ) -> Tensor:
         """Return the log-probability of each token of an answer, [len(token_ids)] float32.
 
-        They are those that an engine with the scorer's fields reports for an answer with these
-        params: raw or processed by params.logprobs_mode, else by the field `logprobs_mode` (raw).
+        The result equals what an engine with the scorer's fields reports for an answer with these
+        params. They are raw or processed by params.logprobs_mode, or else by the field
+        `logprobs_mode`.
 
-        prompt_token_ids: [m >= 1]. token_ids: [n], the answer.
+        prompt_token_ids: [m >= 1].
+        token_ids: [n], the answer.
         Raises InvalidRequest, also for params with lists of allowed or bad tokens, or a grammar.
         """
         params = SamplingParams() if params is None else params
@@ -95,7 +100,7 @@ class Scorer:
         sampling, scores = self._runner.sampling, []
         with self._own_threads():
             for logits, first in self._logits(row, len(prompt) - 1):
-                # The last row predicts the token after the answer, which nobody asked for.
+                # Without the last row, which predicts the token after the answer.
                 count = min(len(logits), len(ids) - 1 - first)
                 if count <= 0:
                     continue
@@ -115,7 +120,8 @@ class Scorer:
         """Replace the weights by a checkpoint of the same model.
 
         source: a folder of safetensors, or (name, tensor) pairs on any device, all of the
-            checkpoint. Raises UpdateFailed, after which the old weights stay.
+            checkpoint.
+        Raises UpdateFailed, after which the old weights stay in use.
         """
         if isinstance(source, Mapping):
             raise UpdateFailed(
@@ -158,7 +164,8 @@ class Scorer:
             torch.set_num_threads(threads)
 
     def _logits(self, row: NewRow, first: int) -> Iterator[tuple[Tensor, int]]:
-        """Yield logits [at most 64, vocab_size] from position `first` on, and their position."""
+        """Yield (logits [at most 64, vocab_size], their first position), from position `first`
+        on."""
         runner, ids = self._runner, row.token_ids
         runner.sampling.set_row(row)
         runner.forward.set_row(row)
@@ -185,7 +192,7 @@ class Scorer:
 
 
 def _check(config: EngineConfig) -> None:
-    """Raise ConfigError for settings that a scorer has no part of."""
+    """Raise ConfigError for settings that a scorer does not support."""
     refused = {
         "tensor_parallel": config.tensor_parallel > 1,
         "pipeline_parallel": config.pipeline_parallel > 1,

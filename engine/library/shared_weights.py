@@ -1,4 +1,4 @@
-"""SharedWeights: a trainer's tensors in shared memory, for engines on its node."""
+"""SharedWeights: copies a trainer's tensors to shared memory, for engines on the same node."""
 
 from collections.abc import Iterable
 from multiprocessing.shared_memory import SharedMemory
@@ -10,15 +10,18 @@ from torch import Tensor
 
 
 class SharedWeights:
-    """A copy of tensors in one segment of shared memory, which lives as long as `with` lasts.
+    """A copy of tensors in one segment of shared memory, which a `with` block frees at its end.
 
-    update_info: the message by which engines read the tensors, as `LLM.update_weights` and
-        `Client.take_weights` take it after `init_weight_transfer({})`.
+    update_info: the message by which engines find the tensors, an argument of `LLM.update_weights`
+        and `Client.take_weights` after `init_weight_transfer({})`.
     """
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the tensors. tensors: (name, tensor) pairs on any device. Raises OSError."""
+        """Copy the tensors to shared memory. Raises OSError.
+
+        tensors: (name, tensor) pairs on any device.
+        """
         pairs = [(name, tensor.detach().contiguous()) for name, tensor in tensors]
         self._memory = SharedMemory(create=True, size=max(1, sum(t.nbytes for _, t in pairs)))
         segment = torch.frombuffer(self._memory.buf, dtype=torch.uint8)
@@ -35,7 +38,7 @@ class SharedWeights:
         }
 
     def close(self) -> None:
-        """Release the memory, once all engines have answered."""
+        """Release the memory. Call this once all engines have answered."""
         self._memory.close()
         self._memory.unlink()
 

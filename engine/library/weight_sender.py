@@ -1,7 +1,8 @@
-"""WeightSender: a trainer's end of the transports by which engines take weights.
+"""WeightSender: sends a trainer's weights to engines, over NCCL or gloo.
 
-Messages go another way, such as HTTP: `init_info` to /init_weight_transfer_engine, `update_info` to
-/update_weights. Both messages are vLLM's, so the sender works for vLLM's engines too.
+The messages that announce weights are sent separately, for example over HTTP: `init_info` to
+/init_weight_transfer_engine, `update_info` to /update_weights. Both messages are vLLM's, so the
+sender works for vLLM's engines too.
 """
 
 import threading
@@ -18,13 +19,13 @@ _BUFFER = 1 << 30
 
 
 class WeightSender:
-    """Rank 0 of a group of one trainer and its engines.
+    """The sender of weights: rank 0 in a group of one trainer and its engines.
 
-    address, port: where engines reach this process; the port must be free.
+    address, port: the address at which engines reach this process; the port must be free.
     receivers: number of engines (`GET /get_world_size`).
     device: the device of the tensors: NCCL connects GPUs, gloo CPUs.
-    packed: whether tensors share broadcasts of about buffer_bytes.
-    seconds: longest wait for the engines.
+    packed: whether tensors are packed into broadcasts of about buffer_bytes.
+    seconds: timeout for the engines.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class WeightSender:
             self._failure = error
 
     def update_info(self, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Return the message that announces tensors, which `send` sends in the same order."""
+        """Return the message that announces tensors; call `send` with the tensors in the same
+        order."""
         info: dict[str, Any] = {
             "names": [name for name, _ in tensors],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
@@ -76,9 +78,9 @@ class WeightSender:
 
     @torch.no_grad()
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Broadcast tensors to all engines, while the order to take them is under way.
+        """Broadcast tensors to all engines, after the `update_info` message was sent to them.
 
-        Returns once the last one is sent. Raises UpdateFailed.
+        Returns once the last tensor is sent. Raises UpdateFailed.
         """
         self._opening.join()
         if self._failure is not None:

@@ -1,6 +1,6 @@
-"""Connections between rank 0 and other nodes of a cluster with further ranks.
+"""Connections between rank 0 and the ranks on other nodes of a cluster.
 
-They carry what pipes carry inside a machine: pickled Python objects. So both sides first prove that
+They carry pickled Python objects, like the pipes inside a machine. So both sides first prove that
 they have the same key. Nothing is encrypted.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 
 _CONNECT_SECONDS = 20.0
 _HANDSHAKE_SECONDS = 5
-# A node that does not answer, as after a power cut, is given up after about 8 seconds.
+# TCP keepalive: a node that does not respond, as after a power cut, counts as lost after 8 seconds.
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 2, 2, 3
 _UNANSWERED_MS = 8000
 _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
@@ -26,9 +26,9 @@ _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 class RemoteRanks(msgspec.Struct, frozen=True):
     """The ranks of an engine on other nodes.
 
-    address: the address of rank 0's node, at which other nodes reach it.
+    address: the address at which other nodes reach rank 0's node.
     hosts: address and port of each other node's `RankHost`, in the order of ranks.
-    key: the secret that both sides have.
+    key: the secret shared by all nodes.
     """
 
     address: str
@@ -37,7 +37,8 @@ class RemoteRanks(msgspec.Struct, frozen=True):
 
 
 def connect(address: str, port: int, key: bytes) -> "Connection[Any, Any]":
-    """Return a connection to a node, both of whose sides have proved that they have the key.
+    """Connect to a node, and return the connection after both sides have proved that they have the
+    key.
 
     Raises OSError, EOFError, AuthenticationError.
     """
@@ -55,7 +56,7 @@ def connect(address: str, port: int, key: bytes) -> "Connection[Any, Any]":
 
 
 def accept(listener: socket.socket, key: bytes) -> "Connection[Any, Any]":
-    """Return the next accepted connection whose other side has the key.
+    """Accept connections until the other side of one proves that it has the key; return that one.
 
     Raises OSError once the listener is closed.
     """
@@ -73,18 +74,19 @@ def accept(listener: socket.socket, key: bytes) -> "Connection[Any, Any]":
 
 
 def hang_up(connection: "Connection[Any, Any]", how: int = socket.SHUT_WR) -> None:
-    """Tell the other side that nothing more will be sent.
+    """Shut down a connection, so that the other side reads its end.
 
-    With SHUT_RDWR, threads on this side that wait for the connection stop too.
+    how: SHUT_WR ends only sending; SHUT_RDWR also wakes threads of this process that wait for data.
     """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.shutdown(how)
 
 
 def use_interface(address: str) -> None:
-    """Make gloo and NCCL use the interface of this address, here and in child processes.
+    """Make gloo and NCCL use the interface with an address, here and in child processes.
 
-    Nothing changes if the environment names an interface, or no interface has this first address.
+    Nothing changes if the environment names an interface, or if the address is no interface's
+    first.
     """
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

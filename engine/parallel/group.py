@@ -1,4 +1,4 @@
-"""TensorParallelGroup: the part of a layer that this process has, and all-reduces over parts."""
+"""TensorParallelGroup: how layers are divided among ranks, and the ranks' collective operations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from engine.errors import ConfigError
 class TensorParallelGroup:
     """The ranks that divide layers. Every rank makes the same calls in the same order.
 
-    Layers ask the group which part they keep. With size 1 a layer keeps everything and nothing is
-    communicated. With more ranks this class only computes the parts; `SharedMemoryGroup` and
-    `DistributedGroup` also communicate.
+    The group tells layers which part they have. With size 1 a layer has everything and nothing is
+    communicated. With more ranks this class only computes the parts; its subclasses
+    `SharedMemoryGroup` and `DistributedGroup` also communicate.
     """
 
     rank: int = 0
@@ -27,7 +27,7 @@ class TensorParallelGroup:
     def part(self, total: int, what: str) -> tuple[int, int]:
         """Return this rank's half-open range (begin, end) of `total` heads, experts or columns.
 
-        what: the name of what is divided, for the error.
+        what: the name of the divided items, for the error.
         Raises ConfigError if the number of ranks does not divide `total`.
         """
         if total % self.size:
@@ -40,7 +40,7 @@ class TensorParallelGroup:
         return self.rank * units, (self.rank + 1) * units
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return this rank's half-open ranges of query and key heads; see `divide_heads`.
+        """Return this rank's half-open ranges of query heads and KV heads; see `divide_heads`.
 
         Raises ConfigError if the heads cannot be divided.
         """
@@ -61,7 +61,7 @@ class TensorParallelGroup:
         return min(rank * units, total), min((rank + 1) * units, total)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """All-reduce x in place and return it; the sum has the same bits on every rank."""
+        """All-reduce (sum) x in place and return x, which has the same bits on every rank."""
         self._alone()
         return x
 
@@ -74,7 +74,7 @@ class TensorParallelGroup:
     ) -> Tensor | None:
         """Run `add_reduced` and the RMSNorm of the residual as one kernel; return the norm.
 
-        The norm is in new memory. Without such a kernel the method does nothing and returns None.
+        Without such a kernel the method does nothing and returns None.
         """
         return None
 
@@ -84,7 +84,7 @@ class TensorParallelGroup:
         return self.size == 1
 
     def all_can(self, attempt: Callable[[], bool]) -> bool:
-        """Return whether `attempt` succeeds on all ranks; its all-reduces change nothing."""
+        """Return whether `attempt` returns True on all ranks; all-reduces inside it are skipped."""
         return attempt()
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ class TensorParallelGroup:
         return x
 
     def least(self, number: int) -> int:
-        """Return the smallest number that any rank passes. This is also a barrier."""
+        """Return the minimum of the ranks' numbers; the call is also a barrier."""
         self._alone()
         return number
 
@@ -144,13 +144,13 @@ class DistributedGroup(TensorParallelGroup):
         return self.beside(self.gather(self.padded(x, total)), total)
 
     def padded(self, x: Tensor, total: int) -> Tensor:
-        """Return x [n, columns], padded to the first rank's number of the `total` columns."""
+        """Return x [n, columns], padded to the number of columns of the rank with the most."""
         lacking = -(-total // self.size) - x.shape[1]
         return torch.nn.functional.pad(x, (0, lacking)) if lacking else x
 
     @staticmethod
     def beside(parts: Tensor, total: int) -> Tensor:
-        """Return the `padded` parts of all ranks, [ranks, n, columns], joined to [n, total]."""
+        """Concatenate the `padded` parts of all ranks, [ranks, n, columns], to [n, total]."""
         return parts.movedim(0, 1).flatten(1)[:, :total].contiguous()
 
     def broadcast(self, x: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """Link: sends a pipeline's activations from each stage to the next, and from the last to the first.
 
-`SharedMemoryLink` is for processes of one machine. Its memory has a line of counters and some slots
-for each stage:
+`SharedMemoryLink` is for processes on one machine. Its memory has a cache line of counters and some
+slots for each stage:
 
  counters | stage 0: sent, failed | stage 1: sent, failed | ...
  slots    | stage 0: step 0, 1, ... | stage 1: step 0, 1, ... | ...
 
-A stage has as many slots as there are steps in flight. The first stage launches a step after it has
-the oldest step's result, which has then passed all stages. So a slot is free when it is written
-again. Where a stage has several ranks, all have the same activations, and each sends them to its
-counterpart in the next stage by its own link.
+A stage has as many slots as there are steps in flight. The first stage launches a further step only
+after it has the oldest step's result, which has then passed all stages. So a slot is free when it
+is written again. If a stage has several ranks, all have the same activations, and each sends them
+over a separate link to the rank with the same number in the next stage.
 """
 
 import mmap
@@ -25,17 +25,17 @@ from torch import Tensor
 from engine.parallel.shared_memory import LINE_WORDS, RankFailed, SharedMemoryGroup, wait_for
 from engine.parallel.stages import Stage
 
-_SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # indices of words in a line
+_SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # indices of a stage's counters
 
 
 class Link(Protocol):
-    """The connection over which a rank sends activations to the next pipeline stage.
+    """The connection over which a rank exchanges activations with the adjacent pipeline stages.
 
-    Steps pass in the order of launches.
+    Steps are sent and received in the order of launches.
     """
 
     def begin(self) -> None:
-        """Count a step that this rank launches."""
+        """Begin the next step, which this rank is about to launch."""
         ...
 
     def send(self, x: Tensor) -> None:
@@ -43,20 +43,20 @@ class Link(Protocol):
         ...
 
     def receive(self, rows: int) -> Tensor:
-        """Return the output [rows, hidden_size] of the stage before; the caller may overwrite it.
+        """Return the previous stage's output [rows, hidden_size]; the caller may overwrite it.
 
-        Outputs come in the order of steps, the oldest first. Raises RankFailed.
+        Outputs are returned in the order of steps, the oldest first. Raises RankFailed.
         """
         ...
 
 
 class SharedMemoryLink:
-    """The link between stages that are processes of one machine.
+    """The link between stages that are processes on one machine.
 
     world: the group of all ranks.
     descriptor: the descriptor of the shared file; it can be closed afterwards.
     at: the offset of the first link's memory in the file.
-    number: the number of this link, and of this rank in its stage.
+    number: the number of this link, which is the rank's number in its stage.
     steps: the number of steps in flight at once.
     shape: (the maximum number of tokens in a step, hidden_size).
     """
@@ -88,7 +88,7 @@ class SharedMemoryLink:
             self._size, steps, slot
         )
         self._begun = self._received = 0
-        self._waiting = 0  # the step whose output rank 0 waits for
+        self._waiting = 0  # the step whose output rank 0 waits for; 0 = none
 
     def begin(self) -> None:
         self._begun += 1
@@ -96,15 +96,15 @@ class SharedMemoryLink:
     def send(self, x: Tensor) -> None:
         x = x.to(self._dtype)
         self._place(self._rank, self._begun)[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-        # the fence makes the data visible before the count, on any processor
+        # a memory fence, which makes the data visible before the counter on any processor
         with self._world.fence:
             self._words[self._rank * LINE_WORDS + _SENT] = self._begun
 
     def receive(self, rows: int) -> Tensor:
-        # Rank 0 launches further steps before it takes the oldest one's result.
+        # Rank 0 launches further steps before it receives the oldest one's result.
         step = self._begun if self._rank else self._received + 1
         before = (self._rank - 1) % self._size
-        self._check(step)  # a step after a failed one has no valid input
+        self._check(step)  # raises after a failure, as later steps have no valid input
         self._waiting = step
         wait_for(self._words, before * LINE_WORDS + _SENT, step, lambda: self._check(step))
         self._waiting = 0
@@ -126,13 +126,14 @@ class SharedMemoryLink:
                 raise RankFailed(f"the step has failed on stage {rank} of {self._size}")
 
     def stragglers(self) -> list[tuple[int, int]]:
-        """Return [(the first stage that rank 0 waits for, steps that it has finished)], or []."""
+        """Return [(first stage that delays rank 0, number of steps it has finished)]; [] without a
+        wait."""
         sent = [self._words[rank * LINE_WORDS + _SENT] for rank in range(self._size)]
         behind = [(rank, done) for rank, done in enumerate(sent) if rank and done < self._waiting]
         return behind[:1]
 
     def fail(self) -> None:
-        """Tell the stages that wait for this rank that the last begun step has failed."""
+        """Mark the last begun step as failed, for the stages that wait for this rank."""
         line = self._rank * LINE_WORDS
         if self._words[line + _FAILED] <= self._world.round:  # only the first failure is recorded
             self._words[line + _FAILED_STEP] = self._begun
@@ -140,7 +141,7 @@ class SharedMemoryLink:
                 self._words[line + _FAILED] = self._world.round + 1
 
     def join_round(self) -> None:
-        """Reset the step counters after a failure. Legal when no other rank is in a step."""
+        """Reset the step counters after a failure; no other rank may be in a step."""
         self._begun = self._received = 0
         self._words[self._rank * LINE_WORDS + _SENT] = 0
 
@@ -148,12 +149,12 @@ class SharedMemoryLink:
 class DistributedLink:
     """The link between stages that communicate over torch.distributed.
 
-    Each link of the ring has its own process group, so that no link waits for another. Sending is
-    asynchronous and ordered after the kernels that compute the tensors.
+    Each link of the ring has a separate process group, so that no link waits for another. Sends are
+    asynchronous, after the kernels that compute the tensors.
 
-    ranks: the ranks of the stages that this link connects, in their order.
-    groups: this rank's process groups with the next rank and with the rank before.
-    steps: the number of steps in flight at once, whose tensors are kept.
+    ranks: the ranks of the ring, in the order of stages.
+    groups: this rank's process groups with the next rank and with the previous rank.
+    steps: the number of steps in flight at once, whose sent tensors must be kept.
     """
 
     def __init__(
@@ -177,10 +178,11 @@ class DistributedLink:
     def send(self, x: Tensor) -> None:
         if not x.numel():
             return
-        # gloo reads the tensor while the next step runs, which may reuse its memory.
+        # A copy for gloo, which reads the tensor while the next step may reuse the memory.
         x = x.to(self._dtype, copy=self._device.type == "cpu").contiguous()
         self._sent.append((dist.isend(x, self._next, group=self._outward), x))
-        if len(self._sent) > self._steps:  # the oldest was received long ago
+        # the oldest send has completed, as more steps have begun since than can be in flight
+        if len(self._sent) > self._steps:
             work, _ = self._sent.pop(0)
             work.wait()
 
@@ -194,7 +196,7 @@ class DistributedLink:
 
 
 def ring(ranks: Sequence[int]) -> list[Any]:
-    """Make a process group of each rank and the next one; all ranks make them in the same order."""
+    """Create a process group of each rank and the next; all ranks call this in the same order."""
     return [dist.new_group([rank, ranks[(at + 1) % len(ranks)]]) for at, rank in enumerate(ranks)]
 
 

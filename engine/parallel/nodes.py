@@ -1,9 +1,8 @@
-"""Nodes of a machine (NUMA), and how a process is bound to one.
+"""The NUMA nodes of a machine, and the binding of processes to them.
 
 A core reads its own node's memory at full rate, and other nodes' memory through a shared link. So a
 process with threads on one node and weights on another is slower than a bound one. `place` chooses
-the node of each rank. `bind` is called in the rank itself, before its threads start and its memory
-is touched.
+the node of each rank. Each rank calls `bind` before its threads start and its memory is touched.
 """
 
 import contextlib
@@ -24,17 +23,17 @@ from engine.errors import ConfigError
 SYSFS = Path("/sys/devices/system/node")
 STATUS = Path("/proc/self/status")
 
-# From <linux/mempolicy.h>: prefer this node's memory, then use others. With MPOL_BIND the kernel
+# From <linux/mempolicy.h>: prefer one node's memory, then use others. With MPOL_BIND the kernel
 # would kill the process when the node is full.
 MPOL_PREFERRED = 1
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-_MASK_WORDS = 16  # words of 64 nodes: all nodes that Linux can have
+_MASK_WORDS = 16  # number of 64-bit words of a mask for all nodes that Linux supports
 
 logger = logging.getLogger("manta.engine")
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A NUMA node, or a share of one.
+    """A NUMA node, or a rank's share of its cores.
 
     cores: the cores that may be used, ascending.
     memory: whether the process may allocate memory there.
@@ -71,10 +70,10 @@ def _numbers(text: str) -> list[int]:
 def read_nodes(
     allowed: Collection[int] | None = None, sysfs: Path = SYSFS, status: Path = STATUS
 ) -> list[Node]:
-    """Return the nodes with cores that this process may use, each with these cores alone.
+    """Return the nodes with cores that this process may use, with only these cores.
 
     Cores that a container, a cpuset or taskset excludes are left out. If the system lists no nodes,
-    all cores are one node.
+    all cores form one node.
 
     allowed: the cores that may be used; None = this process's affinity.
     """
@@ -95,7 +94,7 @@ def read_nodes(
 
 
 def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node]:
-    """Return each rank's share of the nodes; there are no more nodes than ranks.
+    """Divide the nodes' cores among ranks; there must not be more nodes than ranks.
 
     Consecutive ranks, which communicate the most, share a node. Raises ConfigError.
     """
@@ -116,7 +115,7 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
                 param="numa",
             )
         for at in range(per_node):
-            # Remaining cores stay unused: a rank with more cores would only wait for the others.
+            # Remaining cores stay unused, as a rank with more cores would only wait for the others.
             shares.append(Node(node.number, node.cores[at * count : (at + 1) * count], node.memory))
     least = min(len(node.cores) for node in shares)
     if num_threads > least:
@@ -130,12 +129,12 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
 
 
 class Places:
-    """The locks by which this user's engines take different NUMA nodes of this machine.
+    """The lock files by which this user's engines choose different NUMA nodes of a machine.
 
-    Each engine locks a file, and the lock ends with its process in any case.
+    The system releases an engine's locks when its process ends in any way.
 
-    folder: None = in the machine's temporary folder. If no folder can be written, nodes are taken
-        in order.
+    folder: the folder of the lock files; None = in the temporary folder. If no folder is writable,
+        nodes are taken in order.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -144,7 +143,7 @@ class Places:
         self._held: list[int] = []
 
     def take_nodes(self, nodes: Sequence[Node], count: int) -> list[Node]:
-        """Lock and return the nodes that the fewest engines use.
+        """Lock and return the `count` nodes that the fewest engines use.
 
         The locks end with this process.
         """
@@ -208,10 +207,10 @@ def bind(
     set_affinity: Callable[[int, Collection[int]], None] | None = None,
     set_memory: Callable[[int, int], None] = set_mempolicy,
 ) -> None:
-    """Bind this thread, and all threads that it starts later, to the node's cores.
+    """Bind this thread, and all threads that it starts later, to the node's cores and memory.
 
-    Their memory comes from the node while it has some. Raises ConfigError if the process may not
-    use the cores.
+    Memory comes from other nodes only when the node's is full. Raises ConfigError if the process
+    may not use the cores.
     """
     try:
         (set_affinity or os.sched_setaffinity)(0, node.cores)
@@ -226,5 +225,6 @@ def bind(
     try:
         set_memory(MPOL_PREFERRED, node.number)
     except OSError as error:
-        # Without a policy a page is allocated where it is first touched, by threads that are bound.
+        # Only logged: without a policy, pages are allocated on the node of the bound thread that
+        # first touches them.
         logger.info("numa: memory has no policy (%s)", error)

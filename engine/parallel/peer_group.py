@@ -15,10 +15,10 @@ from engine.parallel.group import DistributedGroup
 from engine.parallel.shared_memory import RankFailed
 from kernels.device_memory import reaches
 
-# Number of ranks -> (largest message in bytes for one-shot all-reduce, largest for peer memory,
-# above which NCCL is used). `python -m bench.kernels.sums` measures these limits. Two ranks: on two
-# H200 with NVLink, where one shot is fastest up to the memory's limit. Four and eight: as measured
-# by vLLM (pull requests 24111 and 24532).
+# Number of ranks -> (maximum message bytes of one-shot all-reduce, maximum message bytes of peer
+# memory); larger messages use NCCL. `python -m bench.kernels.sums` measures these limits. Two
+# ranks: measured on two H200 with NVLink, where one-shot is fastest up to the size of peer memory.
+# Four and eight: as measured by vLLM (pull requests 24111 and 24532).
 CROSSINGS = {2: (16 << 20, 16 << 20), 4: (1 << 20, 8 << 20), 8: (256 << 10, 8 << 20)}
 
 logger = logging.getLogger("manta.engine")
@@ -29,9 +29,12 @@ class PeerGroup(DistributedGroup):
     """The group of ranks on GPUs that can access each other's memory.
 
     memory: `kernels.all_reduce.PeerMemory`, whose kernels can be captured.
-    exact: whether an all-reduce must have the same bits for any message size. NCCL, which chooses
-        its order of additions by size, is then not used for all-reduces.
-    NCCL is not used either if process_group has another backend, as where ranks share a device.
+    exact: whether an element's sum must have the same bits for any message size. All-reduces then
+        do
+        not use NCCL, whose order of additions depends on the size.
+
+    NCCL is not used either if process_group has another backend, as it does when ranks share a
+    device.
     """
 
     memory: Any = None
@@ -111,10 +114,11 @@ class PeerGroup(DistributedGroup):
 
 
 def over_peers(group: DistributedGroup, device: torch.device, exact: bool) -> DistributedGroup:
-    """Return a PeerGroup of the group's ranks, or the group itself with a warning in the log.
+    """Return a PeerGroup of the group's ranks if their devices can access each other's memory.
 
-    The group is returned if the devices cannot access each other's memory. All ranks call this
-    together. exact: see PeerGroup.
+    Otherwise log a warning and return the group itself. All ranks call this together.
+
+    exact: see PeerGroup.
     """
     here = torch.tensor([device.index], device=group.device)
     devices = [int(number) for number in group.gather(here).flatten()]
@@ -136,7 +140,8 @@ def over_peers(group: DistributedGroup, device: torch.device, exact: bool) -> Di
 
 
 def _open(group: DistributedGroup, device: torch.device) -> Any:
-    import torch.distributed._symmetric_memory as symmetric  # only on CUDA, like Triton
+    # imported here, as it exists only with CUDA
+    import torch.distributed._symmetric_memory as symmetric
 
     from kernels.all_reduce import PeerMemory, region_bytes
 
@@ -144,5 +149,5 @@ def _open(group: DistributedGroup, device: torch.device) -> Any:
     region.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(region, group.process_group)
-    group.least(0)  # no rank may signal before all memory is zeroed
+    group.least(0)  # a barrier, as no rank may signal before all memory is zeroed
     return PeerMemory.over(group.rank, handle.buffer_ptrs, device, holder=(region, handle))

@@ -16,14 +16,14 @@ from engine.parallel.ranks import RankProcesses, RankReport
 class RankHost(RankProcesses):
     """The host of an engine's ranks on another node than rank 0's.
 
-    It waits for rank 0, starts this node's ranks and forwards their reports. It ends them when rank
-    0's connection ends. The ranks end with this process too.
+    The host waits for rank 0's connection, starts this node's ranks and forwards their reports.
+    When the connection or this process ends, so do the ranks.
 
     config: rank 0's config, but with this node's model folder.
     node: the number of this node, from 1 on.
     address: the address at which other nodes reach this one.
     key: see `RemoteRanks`.
-    port: the port that the host listens on.
+    port: the port on which the host listens.
     Raises ConfigError, OSError.
     """
 
@@ -36,7 +36,8 @@ class RankHost(RankProcesses):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
-        # The kernel kills the ranks when the thread that started them ends.
+        # One thread for the host's lifetime, as the kernel kills the ranks when the thread that
+        # started them ends.
         self._thread = threading.Thread(target=self._run, name="rank-host", daemon=True)
         self._thread.start()
 
@@ -45,12 +46,12 @@ class RankHost(RankProcesses):
             with self._listener:
                 reports = self._reports = accept(self._listener, self._key)
                 ends = [self._accept_pair() for _ in range(self.per_node)]
-        except OSError:  # closed before rank 0 connected
+        except OSError:  # the host was closed before rank 0 connected
             return
         try:
             for number, (calls, adapters) in enumerate(ends, self._first):
                 self._spawn(number, calls, adapters)
-            reports.recv()  # rank 0 only ever closes the connection
+            reports.recv()  # waits for the end of the connection, on which rank 0 sends nothing
         except MantaError as error:
             self._report(number, RankReport(error.message, error.code, error.param))
         except (EOFError, OSError):
@@ -78,7 +79,7 @@ class RankHost(RankProcesses):
         """End the ranks and wait for their end. Idempotent."""
         self._closing = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends a wait for rank 0
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread if it waits for rank 0
         with self._reports_lock:
             if self._reports is not None:
                 hang_up(self._reports, socket.SHUT_RDWR)

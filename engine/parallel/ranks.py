@@ -1,8 +1,8 @@
-"""Ranks: the worker processes with the other parts of a model, and calls to them.
+"""Ranks: the worker processes with the other parts of a model, and rank 0's calls to them.
 
-Rank 0 is the engine process. It calls methods of the others (`engine.process.rank.RankLoop`)
+Rank 0 is the engine process. It calls methods of the other ranks (`engine.process.rank.RankLoop`)
 through a pipe, or through a connection to another node of the cluster. A successful call has no
-reply: ranks wait for each other in a step's all-reduces. When a rank exits, the pipe of its reports
+reply, as ranks wait for each other in a step's all-reduces. When a rank exits, its report pipe
 closes and rank 0 stops the engine. The ranks end with rank 0.
 """
 
@@ -34,9 +34,9 @@ logger = logging.getLogger("manta.engine")
 
 
 class RankStart(msgspec.Struct, forbid_unknown_fields=True):
-    """The start order on a rank's stdin.
+    """The start message on a rank's stdin.
 
-    memory: the descriptor of the file that ranks share.
+    memory: the descriptor of the shared memory file of the ranks.
     calls, adapters, reports: the descriptors of the rank's ends of its pipes.
     node: the node that the rank binds itself to; None = no node.
     """
@@ -76,16 +76,17 @@ class _Process:
 
 
 class RankProcesses:
-    """The processes on this machine that are ranks of an engine.
+    """The rank processes of an engine on this machine.
 
-    They end when the thread ends that makes this object.
+    The processes end when the thread ends that created this object.
 
     nodes: the node of each rank of this machine, if they are bound (`engine.parallel.nodes.place`).
     address: this machine's address in a cluster, if there are ranks on other nodes.
-    memory: the descriptor of the unnamed file that the ranks share.
+    memory: the descriptor of the ranks' shared memory, an unnamed file.
     """
 
-    PROGRAM: Sequence[str] = ("-m", "engine.process.rank")  # arguments of Python
+    # Python's arguments in a rank's command line
+    PROGRAM: Sequence[str] = ("-m", "engine.process.rank")
 
     def __init__(
         self, config: EngineConfig, nodes: Sequence[Node] = (), address: str | None = None
@@ -95,7 +96,7 @@ class RankProcesses:
         self.size, self.stages = config.num_ranks, config.pipeline_parallel
         self.per_node = config.ranks_per_node
         self.memory = os.memfd_create("manta-ranks")
-        # Larger than needed: memory pages are only allocated when they are first used.
+        # Far larger than needed, as memory pages are only allocated when they are first used.
         os.ftruncate(self.memory, 1 << 40)
         self._config = config
         self._nodes = nodes
@@ -113,7 +114,7 @@ class RankProcesses:
     ) -> None:
         """Start a rank's process and the thread that watches it.
 
-        calls, adapters: the rank's ends of its pipes, which are closed here.
+        calls, adapters: the rank's ends of its pipes, which this function closes.
         Raises EngineDead.
         """
         reports, last = Pipe(duplex=False)
@@ -133,9 +134,9 @@ class RankProcesses:
         threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True).start()
 
     def _start(self, start: RankStart, passed: Sequence[int]) -> "subprocess.Popen[bytes]":
-        """Start a rank's process, write its start order, and return the process.
+        """Start a rank's process, write its start message, and return the process.
 
-        passed: the descriptors that it inherits.
+        passed: the descriptors that the process inherits.
         """
         process = subprocess.Popen(
             [sys.executable, *self.PROGRAM],
@@ -188,9 +189,10 @@ class RankProcesses:
 
 
 class Ranks(RankProcesses):
-    """The ranks 1 to config.num_ranks - 1, which begin to import and load at once.
+    """The ranks 1 to config.num_ranks - 1, which begin to import and to load when this is created.
 
-    Ranks of this machine are processes. Ranks of other nodes are reached through their `RankHost`.
+    Ranks on this machine are child processes. Ranks on other nodes are reached through their
+    `RankHost`.
 
     on_death: called with the error, from a thread, once a rank has ended unexpectedly.
     remote: the hosts of the other nodes, if there are any.
@@ -253,7 +255,10 @@ class Ranks(RankProcesses):
             ) from None
 
     def _follow(self, reports: "Connection[Any, Any]", first: int, address: str) -> None:
-        """Forward the log of another node's ranks, from rank `first` on, and report their end."""
+        """Forward the log lines of another node's ranks, and report their end; runs on a thread.
+
+        first: the number of the node's first rank.
+        """
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, report, status = reports.recv()
@@ -263,7 +268,7 @@ class Ranks(RankProcesses):
                     self._on_exit(number, status, report, f" on {address}")
         last = first + self.per_node - 1
         which = f"rank {first}" if last == first else f"ranks {first} to {last}"
-        # Their process, their node or the network has failed.
+        # The host's process, its node or the network has failed.
         lost = f"{which} of {self.size} of the engine: the connection to {address} has ended"
         self._lost(EngineDead(lost, code="engine_killed"))
 
@@ -295,7 +300,7 @@ class Ranks(RankProcesses):
         return replies
 
     def load_adapter(self, path: str, digest: str, slot: int) -> None:
-        """Load an adapter into a slot of every rank that no step uses. Thread-safe.
+        """Load an adapter into an unused slot of every rank. Thread-safe.
 
         Raises AdapterError.
         """

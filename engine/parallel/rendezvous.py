@@ -1,4 +1,4 @@
-"""Rendezvous: connects the ranks of a model, once each knows its device."""
+"""Rendezvous: connects the ranks of a model, after each has chosen its device."""
 
 import logging
 import os
@@ -23,19 +23,20 @@ from engine.parallel.stages import Stage
 
 BACKEND = "nccl"  # torch.distributed's backend between GPUs; CPUs of several nodes use gloo
 _HOST = "127.0.0.1"
-_STRAGGLER_SECONDS = (5, 30, 300)  # delays after which a rank that others wait for is logged
+# seconds of waiting after which a rank that delays the others is logged
+_STRAGGLER_SECONDS = (5, 30, 300)
 
 logger = logging.getLogger("manta.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The groups, the pipeline stage and the link by which one rank works with the others.
+    """A rank's groups, pipeline stage and link, by which it communicates with the other ranks.
 
-    world: the group of all ranks, in which they agree on numbers.
-    group: the group that divides layers, which is that of the rank's stage.
+    world: the group of all ranks.
+    group: the tensor-parallel group of the rank's stage.
     stage: the pipeline stage, which decides the rank's layers.
-    link: the link to the stages before and after this one.
+    link: the link to the previous and the next stage.
     groups: on rank 0, the groups of all stages, if they differ from the world.
     """
 
@@ -49,14 +50,14 @@ class Place:
     def recovers(self) -> bool:
         """Whether ranks can continue after a failed step.
 
-        GPU kernels that wait cannot be aborted.
+        Only on the CPU, as waiting GPU kernels cannot be aborted.
         """
         return isinstance(self.world, SharedMemoryGroup)
 
     def fail(self, error: Exception) -> None:
-        """Tell the ranks that wait for this rank that its step has failed with this error.
+        """Mark this rank's step as failed, for the ranks that wait for this rank.
 
-        A rank with a stage group and a link forwards a failure from either to the other.
+        A failure that arrived through the group is passed on to the link, and the reverse.
         """
         assert self.recovers
         meets = [meeting for meeting in (self.link, self.group) if meeting is not None]
@@ -67,13 +68,13 @@ class Place:
                 meeting.fail()
 
     def begin_round(self) -> None:
-        """End the other ranks' waits for the failed step. Only on rank 0."""
+        """Release the ranks that wait in the failed step; only rank 0 calls this."""
         for group in (self.world, *self.groups):
             assert isinstance(group, SharedMemoryGroup)
             group.begin_round()
 
     def join_round(self) -> None:
-        """Reset counters after a failed step. Legal when no rank is in a step."""
+        """Reset counters after a failed step; no rank may be in a step."""
         for meeting in (self.world, self.group, self.link):
             if isinstance(meeting, SharedMemoryGroup | SharedMemoryLink):
                 meeting.join_round()
@@ -97,8 +98,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """The size of the activations that pipeline stages send: of up to `steps` steps at once, each
-    of up to `tokens` tokens."""
+    """The maximum size of the activations that pipeline stages send.
+
+    Up to `steps` steps are in flight at once, each with up to `tokens` tokens.
+    """
 
     steps: int
     tokens: int
@@ -106,13 +109,13 @@ class Activations:
     dtype: torch.dtype
 
 
-# (device, activations that a rank sends, whether all-reduces must have the same bits for any
-# message size) -> the rank's place.
+# Connects a rank: (device, size of the activations that it sends, `exact` of PeerGroup) -> its
+# place.
 Open = Callable[[torch.device, Activations, bool], Place]
 
 
 def alone(device: torch.device, handed_on: Activations, exact: bool) -> Place:
-    """Return the place of a rank that has the whole model; the arguments are those of `Open`."""
+    """Return the place of the only rank, which has the whole model; an `Open` function."""
     return Place()
 
 
@@ -129,7 +132,7 @@ def first(ranks: Ranks) -> Open:
             return place
         host = ranks.address or _HOST
         family = AF_INET6 if ":" in host else AF_INET
-        # listens on this interface only
+        # listens only on this interface
         listener = create_server((host, 0), family=family, backlog=size)
         port = listener.getsockname()[1]
         store = TCPStore(
@@ -148,7 +151,7 @@ def other(
     """Return the function that opens the place of a rank other than 0.
 
     memory: the descriptor of the ranks' shared file, as in `distributed`.
-    meet: waits for the address that rank 0 sends by `meet_at`.
+    meet: a function that waits for the address that rank 0 sends by `meet_at`, and returns it.
     """
     size, stages, per_node = config.num_ranks, config.pipeline_parallel, config.ranks_per_node
 
@@ -168,9 +171,9 @@ def other(
 
 
 def _check_alike(store: Store, rank: int, per_node: int, device: torch.device) -> None:
-    """Raise ConfigError if the GPUs of this rank's node are of another kind than rank 0's.
+    """Raise ConfigError if the GPUs of this rank's node differ from those of rank 0's node.
 
-    `engine.resolve` compares the GPUs of one node.
+    `engine.resolve` already compares the GPUs of one node.
     """
     if device.type == "cpu" or rank % per_node:
         return
@@ -198,14 +201,15 @@ def same_kind(store: Store, rank: int, kind: str) -> None:
 
 
 def _shared(rank: int, size: int, stages: int, memory: int, handed_on: Activations) -> Place:
-    """Open the place of a rank whose groups and link all lie in one shared memory file.
+    """Open the place of a rank whose groups and link all use one shared memory file.
 
-    The file has the world, then the stages' groups if stages have several ranks, then the links.
+    The file has the memory of the world group, then of the stages' groups if stages have several
+    ranks, then of the links.
     """
     world = SharedMemoryGroup.open(rank, size, memory)
     if stages == 1:
         return Place(world, world)
-    per_stage = size // stages  # number of a stage's ranks, which are consecutive
+    per_stage = size // stages  # number of ranks of a stage; they are consecutive
     number, member = divmod(rank, per_stage)
     at = world.num_bytes(size)
     group, groups = TensorParallelGroup(), []
@@ -251,7 +255,9 @@ def distributed(
     """Open and return the place of a rank that communicates over torch.distributed.
 
     exact: see PeerGroup.
-    memory: on the CPU, the file that a stage's ranks share, which are on one machine.
+    memory: on the CPU, the descriptor of the shared memory file of a stage's ranks, which are on
+        one
+        machine.
     """
     backend = "gloo" if device.type == "cpu" else BACKEND
     library = backend == "nccl"

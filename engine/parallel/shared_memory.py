@@ -1,15 +1,15 @@
-"""SharedMemoryGroup: ranks that are processes of one machine, with all-reduce in shared memory.
+"""SharedMemoryGroup: ranks that are processes on one machine, with all-reduce in shared memory.
 
-The memory is an unnamed file that rank 0 creates and the others inherit. It has a line of counters
-for each rank, and two slots for each rank, used alternately:
+The memory is an unnamed file that rank 0 creates and the others inherit. It has a cache line of
+counters for each rank, and two slots for each rank, used alternately:
 
  counters | rank 0: meetings, failed | rank 1: meetings, failed | ...
  slots    | turn 0: rank 0, rank 1, ... | turn 1: rank 0, rank 1, ...
 
-In a meeting each rank copies its piece into its slot, increments its counter, waits until all
-counters are as high, and reads all slots. One wait is enough: a rank reuses the slots of meeting k
-in meeting k + 2. By then it has seen all others count k + 1, which they do after reading those of
-k.
+A meeting is one all-gather. Each rank copies its piece into its slot, increments its counter, waits
+until all counters are as high, and reads all slots. One wait is enough: a rank reuses the slots of
+meeting k in meeting k + 2. By then it has seen all counters at k + 1, and ranks count k + 1 only
+after reading the slots of k.
 """
 
 import contextlib
@@ -35,9 +35,10 @@ from kernels.cpu.meeting import (
 
 __all__ = ["LINE_WORDS", "RankFailed", "SharedMemoryGroup", "wait_for"]
 
-SLOT = 1 << 22  # bytes of a piece; larger tensors are sent in several
-_LOOKS = 4000  # polls before a rank yields its core; longer than two running ranks usually differ
-_YIELDS = 2000  # yields before it sleeps
+SLOT = 1 << 22  # bytes of a piece; larger tensors are sent in several pieces
+# number of polls before a rank yields its core, enough for the usual delay between running ranks
+_LOOKS = 4000
+_YIELDS = 2000  # number of yields before a rank sleeps
 _SLEEP, _NAP = 5e-5, 5e-3  # seconds: shortest and longest sleep
 
 
@@ -48,7 +49,7 @@ class RankFailed(Exception):
 def wait_for(words: memoryview, at: int, wanted: int, check: Callable[[], None]) -> None:
     """Wait until words[at] >= wanted.
 
-    check: called now and then; an exception from it ends the wait.
+    check: called from time to time; its exception ends the wait.
     """
     for _ in range(_LOOKS):
         if words[at] >= wanted:
@@ -61,18 +62,19 @@ def wait_for(words: memoryview, at: int, wanted: int, check: Callable[[], None])
     began = time.monotonic()
     while words[at] < wanted:
         check()
-        # Sleeps get longer, so that a rank that waits for ever does not look busy.
+        # Sleeps get longer, so that a rank with a long wait uses little CPU time.
         time.sleep(min(max(_SLEEP, (time.monotonic() - began) / 20), _NAP))
 
 
 @dataclass(slots=True)
 class _State:
     memory: mmap.mmap
-    words: memoryview  # int64, all counter lines
+    words: memoryview  # int64, the counters of all ranks
     slots: list[list[Tensor]]  # [2][size] uint8
-    kernel: Meeting | None  # None: this machine cannot compile it
-    dry: bool = False  # all-reduces change nothing
-    # Whether `least` is running: other ranks may load weights for minutes, and are no stragglers.
+    kernel: Meeting | None  # a compiled meeting; None = this machine has no compiler
+    dry: bool = False  # whether all-reduces are skipped, see `all_can`
+    # Whether `least` is running, in which ranks may wait for minutes while others load weights, so
+    # that no rank counts as a straggler.
     agrees: bool = False
     round: int = 0
     fence: threading.Lock = field(default_factory=threading.Lock)
@@ -80,9 +82,9 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryGroup(TensorParallelGroup):
-    """The group of ranks that are processes of one machine.
+    """The group of ranks that are processes on one machine.
 
-    state: the tensors over the shared file, made by `open`.
+    state: the group's shared memory and this rank's counters, created by `open`.
     """
 
     state: _State | None = None
@@ -110,7 +112,7 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return the bytes of a group's memory; other contents of the file follow after it."""
+        """Return the bytes of the memory of a group with `size` ranks."""
         return size * (8 * LINE_WORDS + 2 * SLOT)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -160,7 +162,7 @@ class SharedMemoryGroup(TensorParallelGroup):
                 kernel.all_reduce(piece)
                 self.check()
                 continue
-            # Added in the order of ranks on every rank, so that all have the same bits.
+            # Every rank adds in the order of ranks, so that all results have the same bits.
             first, second, *others = self._meet(piece)
             torch.add(first, second, out=piece)
             for other in others:
@@ -207,7 +209,7 @@ class SharedMemoryGroup(TensorParallelGroup):
     def _meet(self, piece: Tensor) -> list[Tensor]:
         """All-gather tensors of equal length; return each rank's tensor. Raises RankFailed.
 
-        The result is a view of shared memory, which the exchange after the next one overwrites.
+        The results are views of shared memory, which the meeting after the next overwrites.
         """
         state = self.state
         assert state is not None
@@ -215,7 +217,8 @@ class SharedMemoryGroup(TensorParallelGroup):
         wanted, size = words[mine] + 1, piece.nbytes
         slots = state.slots[words[mine] & 1]
         slots[self.rank][:size].view(piece.dtype).copy_(piece)
-        with state.fence:  # the fence makes the piece visible before the count, on any processor
+        # a memory fence, which makes the piece visible before the counter on any processor
+        with state.fence:
             words[mine] = wanted
         for rank in range(self.size):
             self._wait(state, rank * LINE_WORDS, wanted)
@@ -227,8 +230,8 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     @property
     def fence(self) -> threading.Lock:
-        """The lock that orders writes: a reader that sees a write under it sees all earlier
-        writes."""
+        """A lock that serves as a memory fence: who sees a write made under the lock also sees all
+        earlier writes."""
         assert self.state is not None
         return self.state.fence
 
@@ -239,7 +242,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         return self.state.round
 
     def check_round(self) -> None:
-        """Raise RankFailed if rank 0 has given up the steps of this round."""
+        """Raise RankFailed if rank 0 has abandoned the steps of this round."""
         assert self.state is not None
         if self.state.words[ROUND] != self.state.round:
             raise RankFailed("the step was given up")
@@ -251,16 +254,16 @@ class SharedMemoryGroup(TensorParallelGroup):
             raise RankFailed(f"the step has failed on rank {rank} of {self.size}")
 
     def behind(self) -> list[tuple[int, int]]:
-        """Return (rank, number of its exchanges) of the ranks that have joined fewer than others.
+        """Return (rank, number of its meetings) of the ranks that have joined fewer than others.
 
-        The list is empty if no rank waits in an exchange.
+        The list is empty if no rank waits in a meeting.
         """
         assert self.state is not None
         met = [self.state.words[rank * LINE_WORDS] for rank in range(self.size)]
         return [(rank, count) for rank, count in enumerate(met) if count < max(met)]
 
     def stragglers(self) -> list[tuple[int, int]]:
-        """Return each rank that this rank waits for in a step, with its count of meetings."""
+        """Return (rank, number of its meetings) of each rank that delays this rank in a step."""
         state = self.state
         assert state is not None
         if state.agrees:
@@ -271,19 +274,19 @@ class SharedMemoryGroup(TensorParallelGroup):
     # ---- after a step that failed
 
     def fail(self) -> None:
-        """Tell the ranks that wait for this rank that its step has failed."""
+        """Mark this rank's step as failed, for the ranks that wait for this rank."""
         assert self.state is not None
         if self.state.words[FAILED] <= self.state.round:  # only the first failure is recorded
             self.state.words[FAILED_ON] = self.rank
             self.state.words[FAILED] = self.state.round + 1
 
     def begin_round(self) -> None:
-        """End the other ranks' waits of this round. Only on rank 0."""
+        """Release the ranks that wait in this round; only rank 0 calls this."""
         assert self.state is not None and self.rank == 0
         self.state.words[ROUND] += 1
 
     def join_round(self) -> None:
-        """Reset the counters. Legal when no other rank is in a meeting or about to enter one."""
+        """Reset the counters; no other rank may be in a meeting or about to enter one."""
         state = self.state
         assert state is not None
         state.round = state.words[ROUND]

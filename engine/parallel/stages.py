@@ -1,7 +1,7 @@
-"""Stage: the layers that a rank has in a pipeline. No torch here.
+"""Stage: the layers of a pipeline stage. No torch here.
 
-The first stage also has the embedding and the head. So requests, scheduler and sampler are on the
-rank where tokens enter and logits leave, tokens are never sent, and a tied head exists only once:
+The first stage also has the embedding and the LM head. So scheduler and sampler are on the rank
+that embeds tokens and computes logits, tokens are never sent, and a tied head exists only once:
 
  rank 0   embedding, layers 0 .. a      head, sampler
  rank 1                     layers a .. b  |
@@ -37,24 +37,24 @@ class Stage:
         """Return the layers of this stage, at least one.
 
         costs: the cost of each layer, in any unit.
-        ends: the cost of embedding and head, which the first stage has in addition.
+        ends: the cost of embedding and LM head, which the first stage has in addition.
         """
         cuts = divide(costs, ends, self.count)
         return range(cuts[self.number], cuts[self.number + 1])
 
 
 def divide(costs: Sequence[int], ends: int, count: int) -> list[int]:
-    """Divide consecutive layers into `count` stages whose largest cost is the least possible.
+    """Divide consecutive layers into `count` stages, with the smallest possible maximum cost.
 
     Returns [0, the first layer of each further stage, the number of layers].
 
     costs: the cost of each layer, in any unit.
-    ends: the further cost of the first stage.
+    ends: the additional cost of the first stage.
     """
     sums = list(accumulate(costs, initial=0))
     total = len(costs)
-    # best[i]: the least possible largest cost of the pieces so far, if they have the layers before
-    # i.
+    # best[i]: the smallest possible maximum cost of the stages so far, if they have the layers
+    # before i.
     best = [ends + sums[i] for i in range(total + 1)]
     cuts: list[list[int]] = []
     for piece in range(1, count):
