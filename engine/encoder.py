@@ -112,8 +112,7 @@ class ImageEncoder:
         """Return the embeddings of an image in the format of `Image.rows`.
 
         Raises InvalidRequest for an image whose pixels contradict its declared size, or that has
-        more
-        embeddings than `engine.image_cache_tokens`.
+        more embeddings than `engine.image_cache_tokens`.
         """
         if image.size > self._model.largest:
             raise InvalidRequest(f"an image of {image.size} embeddings is too large here")

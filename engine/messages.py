@@ -400,8 +400,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     prefix_hashes: hashes of prompts that other routers sent to this replica; set by the replica.
     ticket: the ticket of the newest message that the engine had handled before this frame.
     taken: ids of requests that `stats` counts for the first time, including refused ones. Until
-        then
-        the router that sent a request adds it to the figures.
+        then the router that sent a request adds it to the figures.
     gone: joined hashes of prefixes that have left the prefix cache and the lower tiers.
     lowered: joined hashes of prefixes that have left the prefix cache but are in a lower tier.
     """

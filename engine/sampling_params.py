@@ -84,11 +84,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     all
         of the above. None = `EngineConfig.logprobs_mode`.
     prompt_logprobs: None = none; k = raw log-probabilities of each prompt token but the first, and
-        of
-        the k most likely tokens at its position.
+        of the k most likely tokens at its position.
     structured: the constraint of the output, such as a grammar. The output ends where the grammar
-        is
-        complete, or at an end token where the grammar is satisfied. stop_token_ids end it only
+        is complete, or at an end token where the grammar is satisfied. stop_token_ids end it only
     there,
         and min_tokens and ignore_eos apply as long as the grammar allows other tokens. With finish
         "length" the output is only a prefix of a valid one.

@@ -19,8 +19,7 @@ class QuantFormat:
     code: "int", integers around zero; "uint", unsigned integers with an offset; "e4m3", 8-bit
         floats; "nf4", the 16 numbers of NF4.
     group: number of inputs that share a scale (and an offset); 0 = all inputs of an output. CUDA
-        uses
-        64 or 32 if the group does not divide a row.
+        uses 64 or 32 if the group does not divide a row.
     scale: dtype of scales and offsets.
     head: the name of the LM head's format on CUDA; "" = this one.
     activations: bits of activations in steps of many tokens. With 16, CUDA does not quantise them

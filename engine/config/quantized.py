@@ -45,8 +45,8 @@ class Scheme:
     zeros_less_one: whether zero points are stored less one (kind "gptq").
     ordered: whether a tensor has the group index of each input (act-order).
     weight, scale, total: the suffixes of the tensor names of codes, scales and the scale of the
+        whole matrix, which differ among files of one kind; total "" = there is no scale of the
         whole
-        matrix, which differ among files of one kind; total "" = there is no scale of the whole
     matrix.
     divides: whether weights are divided by the scale of the whole matrix (kind "nvfp4").
     nested: whether scales are quantised to 8 bits themselves (kind "nf4").
@@ -92,8 +92,7 @@ class Quantized:
 
     method: the name in config.json.
     rules: (patterns of names without ".weight", format or None for unquantised). The first rule
-        with
-        a matching pattern applies; a matrix without a rule is unquantised. `modules` and
+        with a matching pattern applies; a matrix without a rule is unquantised. `modules` and
     `expression`
         create patterns.
     types: name of a quantised matrix -> its GGUF block type (method "gguf").

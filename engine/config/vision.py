@@ -21,11 +21,9 @@ class VisionConfig:
         which is `Wrapper.images`.
     image_token_id: the placeholder token that embeddings of pictures replace.
     clip_token_id: the placeholder token that embeddings of videos replace; None = the model takes
-        no
-        videos.
+        no videos.
     names: (prefix of the tower's tensor names in a checkpoint, Manta's prefix) pairs; the first
-        match
-        applies.
+        match applies.
     hidden_size: the width of the tower's layers.
     out_size: the width of an embedding without DeepStack levels, which is that of the text model.
     mean, deviation: normalisation of pixels from 0 to 1, by colour.

@@ -33,8 +33,7 @@ class CompletionOutput:
     error: "code: message" with finish_reason "error".
     vector: the prompt's embedding, with `pooled`, as little-endian float32 bytes.
     routed_experts: [tokens of prompt and output - 1, layers, experts of a token], once the choice
-        has
-        ended; only if requested. See `engine.messages.RoutedExperts`.
+        has ended; only if requested. See `engine.messages.RoutedExperts`.
     versions: (version of the weights, number of tokens) of each part of token_ids, in order.
     """
 
@@ -57,8 +56,7 @@ class RequestOutput:
     prompt: the prompt's text; None if the caller passed token ids.
     num_cached_tokens: number of prompt tokens found in the prefix cache; None while unknown.
     prompt_logprobs: None for the first prompt token, then one for each token; only if requested. In
-        a
-        stream only one output has them.
+        a stream only one output has them.
     finished: whether every choice has ended, so that this output is the last.
     """
 

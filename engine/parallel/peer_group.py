@@ -30,8 +30,7 @@ class PeerGroup(DistributedGroup):
 
     memory: `kernels.all_reduce.PeerMemory`, whose kernels can be captured.
     exact: whether an element's sum must have the same bits for any message size. All-reduces then
-        do
-        not use NCCL, whose order of additions depends on the size.
+        do not use NCCL, whose order of additions depends on the size.
 
     NCCL is not used either if process_group has another backend, as it does when ranks share a
     device.

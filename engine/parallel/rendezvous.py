@@ -256,8 +256,7 @@ def distributed(
 
     exact: see PeerGroup.
     memory: on the CPU, the descriptor of the shared memory file of a stage's ranks, which are on
-        one
-        machine.
+        one machine.
     """
     backend = "gloo" if device.type == "cpu" else BACKEND
     library = backend == "nccl"

@@ -147,13 +147,11 @@ class StepImages:
 
         encoder: the vision encoder; None on a pipeline stage other than the first.
         cache: [embeddings, hidden_size * (1 + DeepStack levels)], memory for embeddings; [0, ...]
-            without
-            an encoder.
+            without an encoder.
         cos_sin: the rotary table of all layers, if the model uses M-RoPE; else None.
         apart: whether each image is encoded in a separate batch, for deterministic embeddings.
         mutual: the KV groups in which an image's tokens attend to each other in both directions, in
-            a
-            model with such attention; None = all.
+            a model with such attention; None = all.
         stream: the stream of encodes, on CUDA; None = steps and encodes run in launch order.
         group: the ranks that divide several images among themselves; None = this rank encodes all.
         """

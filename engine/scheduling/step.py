@@ -98,8 +98,7 @@ class LaunchedStep:
         Call this once.
 
         end_tokens: end tokens of all requests, for a quick test: `Request.stops_at` is called only
-            if
-            one of them was sampled.
+            if one of them was sampled.
         """
         assert result.step == self.step
         drafted: _DraftResult | None = None

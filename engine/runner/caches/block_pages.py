@@ -216,8 +216,7 @@ class BlockPages:
         """Prepare to unmap the blocks from num_blocks on, which no request has.
 
         Later steps no longer read these blocks. Returns a function that waits for the launched
-        steps and
-        unmaps the pages; None while copies from freed blocks may be in flight.
+        steps and unmaps the pages; None while copies from freed blocks may be in flight.
         """
         if self.copying():
             return None

@@ -75,8 +75,7 @@ class HostSlots:
     """Slots of host memory, each for one item of the device: a KV block, or a snapshot.
 
     parts: a function for each cache that returns the device memory of all items, uint8 [rows,
-        items,
-        bytes of a row].
+        items, bytes of a row].
     num_bytes: size of an item.
     Raises RuntimeError if the memory cannot be pinned.
     """
@@ -219,8 +218,7 @@ class CpuCopies:
     """The copies of an engine on the CPU (`engine.scheduling.memory.host_plan.HostCopies`).
 
     num_states: number of slots for snapshots, equal on all ranks, even if this rank has no
-        recurrent
-        layer.
+        recurrent layer.
     """
 
     def __init__(

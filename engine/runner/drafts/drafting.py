@@ -44,8 +44,7 @@ class Drafting:
         """Set up drafting.
 
         inputs: builds the inputs of a draft model's passes, with room for max_tokens and one more
-            token
-            for each row; None for a drafter that reads the target model's hidden states.
+            token for each row; None for a drafter that reads the target model's hidden states.
         max_tokens: the maximum number of tokens in a step.
         """
         self.passes, self.kv, self.reads_states = passes, passes.kv, passes.drafter.reads_states

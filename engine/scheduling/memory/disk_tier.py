@@ -259,8 +259,7 @@ class DiskTier:
         """Return how far a prefix reaches in memory and on disk.
 
         The result is (number of leading entries of the table in memory, the table including blocks
-        on
-        disk, [key of the snapshot to read] if one is needed).
+        on disk, [key of the snapshot to read] if one is needed).
         """
         host, groups = self._host, pool.num_groups
         either = [

@@ -54,8 +54,7 @@ class HostCopies(Protocol):
         """Begin to copy device blocks to host slots; return False if that failed.
 
         All steps that write the blocks must be done. Later steps and loads that write them wait for
-        the
-        copies.
+        the copies.
 
         pairs: (block, slot) pairs.
         states: (device slot of a snapshot, host slot) pairs.

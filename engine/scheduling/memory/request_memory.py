@@ -134,8 +134,7 @@ class RequestMemory:
         """Return and clear the names of evicted prefixes, as two joined byte strings.
 
         The first has the prefixes that left all caches since the last call, the second those that
-        are
-        now only in host memory or on disk.
+        are now only in host memory or on disk.
         """
         evicted = bytes(self._gone), bytes(self._lowered)
         self._gone.clear()

@@ -267,8 +267,7 @@ class Snapshots:
         """Register a loaded state in its reserved slot as a block's snapshot.
 
         The slot is freed instead if the digest is b"", or its block has left the cache or already
-        has a
-        snapshot.
+        has a snapshot.
         """
         self._reserved.remove(slot)
         if not digest or digest in self._slots or not self._resident(digest):
@@ -346,8 +345,7 @@ class Snapshots:
         """Drop a block's snapshot, for example because the block has left the prefix cache.
 
         A copy into its slot that is scheduled for this step still takes place, as a request that
-        begins
-        in this step may start from the snapshot.
+        begins in this step may start from the snapshot.
         """
         slot = self._slots.pop(digest, None)
         if slot is not None:

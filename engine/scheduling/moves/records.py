@@ -14,8 +14,7 @@ class MovePlan:
     slots: number of host-memory slots for each direction, of block_bytes each.
     device_slots: number of device-memory slots to send from, numbered after those of host memory.
     compatibility: digest of everything that decides what a block's bytes mean, except the version
-        of
-        the weights.
+        of the weights.
     token_bytes: bytes of a token's KV in all KV groups.
     """
 

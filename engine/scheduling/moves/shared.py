@@ -143,8 +143,7 @@ class Sharing:
 
     own: the engine's slots.
     attach: registers another engine's host slots as sources of copies, and returns the number of
-        the
-        first one. Raises RuntimeError. Called from any thread.
+        the first one. Raises RuntimeError. Called from any thread.
     attach_device: registers slots in device memory, given their handle and the number of the other
         engine's host slots.
     detach: unregisters slots, given the number of the first one.
@@ -183,8 +182,7 @@ class Borrowed:
         """Tell the source that the slots were read.
 
         The step loop calls this, so it must not block: if the socket's buffer has no room, the
-        source
-        does not read, and the connection is closed.
+        source does not read, and the connection is closed.
         """
         numbers = b"".join(NUMBER.pack(slot - self.slots.first) for slot in slots)
         with self._changed:

@@ -84,8 +84,7 @@ class BatchPace:
         """Return the limits of a step with batch work and other requests.
 
         The result is (maximum number of batch work's decodes, of its prompt tokens, and of the
-        other
-        requests' prompt tokens).
+        other requests' prompt tokens).
 
         rows: the maximum number of requests that may run.
         budget: maximum number of tokens of a step.

@@ -15,8 +15,7 @@ class StepCosts:
 
     steps: the number of observed steps.
     costs: [4], the seconds of a step, of each decode, of each token of the decodes' contexts, and
-        of
-        each prompt token.
+        of each prompt token.
     """
 
     def __init__(self) -> None:
