@@ -1,8 +1,8 @@
 """Chat templates: the model's own jinja file, rendered in a sandbox with limits on time and size.
 
-The template comes from the operator's checkpoint, the messages from any client. So nothing of a
-request is ever compiled, and the work that a request can cause in a template is bounded: time is
-checked in every iteration of every loop, size at every piece of output.
+The template comes from the operator's checkpoint, but the messages come from any client. So nothing
+of a request is ever compiled as jinja, and a render's work is bounded: each iteration of a loop
+checks the time, and each piece of output the size.
 """
 
 import contextlib
@@ -34,18 +34,19 @@ from engine.text.template_contents import (
     with_image_places,
 )
 
-# CPU time of this thread, so that no request is refused on a busy machine; a thousand messages take
-# some 10 ms.
+# Seconds of this thread's CPU time, so that a busy machine refuses no request. A thousand messages
+# take some 10 ms.
 MAX_SECONDS = 0.25
-MAX_CHARS = 8_000_000  # more characters than any context has
-MAX_REPEAT = 1_000_000  # largest 'x' * n, and n ** n, inside a template
-MAX_DEPTH = 64  # nested lists and objects in messages and tools
-MAX_REASON = 300  # characters of a template's refusal, which may quote the messages
-_SEARCH_SECONDS = 0.02  # limit for finding the message at fault; a hundred messages take some 5 ms
+MAX_CHARS = 8_000_000  # maximum characters of a rendered chat, more than any context has
+MAX_REPEAT = 1_000_000  # maximum length of 'x' * n, and maximum n ** n, in a template
+MAX_DEPTH = 64  # maximum depth of nested lists and objects in messages and tools
+MAX_REASON = 300  # maximum characters of a template's error message, which may quote the messages
+# maximum seconds of the search for the message at fault; a hundred messages take some 5 ms
+_SEARCH_SECONDS = 0.02
 
 # Name of a context variable; a request cannot pass names with a leading underscore.
 _CLOCK = "_render_deadline"
-# jinja's error message
+# jinja's error message for a missing field
 _MISSING = re.compile(r"'dict object' has no attribute '([A-Za-z_]\w{0,63})'")
 # fields of a message
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
@@ -68,12 +69,13 @@ class _TooMuch(Exception):
 class _Refused(Exception):
     """The error that a template raises by raise_exception.
 
-    Its message is the template author's, so clients may see it.
+    The error's text is written by the template's author, so clients may see it.
     """
 
 
 class _Generation(Extension):
-    """The tag ``{% generation %}``, which marks assistant text for training and does nothing."""
+    """The tag ``{% generation %}``, which marks assistant text for training and has no effect
+    here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -90,7 +92,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Make each loop check the clock: `for x in xs` becomes `for x in xs | _bounded`."""
+        """Parse a template, and make each loop check the time: `for x in xs` becomes `for x in xs |
+        _bounded`."""
         tree = super()._parse(source, name, filename)
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = nodes.Filter(loop.iter, "_bounded", [], [], None, None, lineno=loop.lineno)
@@ -148,7 +151,7 @@ def _environment() -> _Environment:
 
 
 class ChatTemplate:
-    """A model's chat template, or its pair of "default" and "tool_use".
+    """A model's chat template, or its two templates "default" and "tool_use".
 
     sources: name -> jinja source; "default" must be there.
     special_tokens: values of ``bos_token``, ``eos_token`` and so on in the template.
@@ -160,7 +163,7 @@ class ChatTemplate:
         self.sources = dict(sources)
         self.special_tokens = dict(special_tokens)
         self._compiled: dict[str, jinja2.Template] = {}
-        self._forms: dict[str, dict[str, Form]] = {}  # template -> role -> form of its contents
+        self._forms: dict[str, dict[str, Form]] = {}  # template name -> role -> form of contents
         for name, source in sources.items():
             try:
                 self._compiled[name] = env.from_string(source)
@@ -171,7 +174,7 @@ class ChatTemplate:
     def load(cls, folder: Path, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
         """Read the template of a checkpoint's folder; return None if it has none.
 
-        The first kind found is used, as in transformers: chat_template.jinja (and
+        The first source that exists is used, as in transformers: chat_template.jinja (and
         additional_chat_templates/), chat_template.json, tokenizer_config.json.
         """
         sources: dict[str, str] = {}
@@ -206,11 +209,14 @@ class ChatTemplate:
 
     @cached_property
     def silent(self) -> bool:
-        """Whether the template renders the user's messages without their text."""
+        """Whether the template omits the text of user messages."""
         return self.forms("default")["user"].silent
 
     def forms(self, name: str) -> dict[str, Form]:
-        """Return, by role, in which form (a string or parts) this template renders contents."""
+        """Return, for each role, the forms of message content that a template renders.
+
+        name: the template's name.
+        """
         known = self._forms.get(name)
         if known is None:
 
@@ -224,7 +230,8 @@ class ChatTemplate:
         return known
 
     def plain_turns(self) -> str:
-        """Return all text that the template writes around turns without tools or thinking."""
+        """Return all text that the template writes around messages of chats without tools and
+        thinking."""
         if self.forms("default")["user"] == Form():
             return ""  # the template renders no chat
         user, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
@@ -300,7 +307,7 @@ class ChatTemplate:
     def _refusal(
         self, error: Exception, template: jinja2.Template, context: dict[str, Any]
     ) -> InvalidRequest:
-        """Return the caller's error, which names the message at fault and what is wrong with it."""
+        """Return the error for the client, which names the message at fault and the reason."""
         chat: list[dict[str, Any]] = context["messages"]
         index = _first_at_fault(error, template, context)
         where = "messages" if index is None else f"messages[{index}]"
@@ -326,7 +333,8 @@ class ChatTemplate:
 
 
 def _place_of_images(folder: Path) -> str:
-    """Return `Wrapper.place` of the model in a folder; "" for a model that takes no pictures."""
+    """Return the image placeholder (`Wrapper.place`) of a folder's model; "" without image
+    support."""
     if not (folder / "config.json").is_file():
         return ""
     config = Reader.from_file(folder / "config.json")
@@ -353,7 +361,8 @@ def _first_at_fault(
 ) -> int | None:
     """Return the index of the first message with which the template raises the same error.
 
-    Returns None if the template fails with any chat, only lacks a user message, or takes too long.
+    Returns None if the template fails for every chat, if the chat only lacks a user message, or if
+    the search takes too long.
     """
     chat: list[dict[str, Any]] = context["messages"]
     deadline = time.thread_time() + _SEARCH_SECONDS
@@ -374,12 +383,14 @@ def _first_at_fault(
     def fails(messages: list[dict[str, Any]]) -> bool:
         """Whether the template raises the same error for these messages.
 
-        If not, a user's message is added: a shortened chat may fail only because it lacks one.
+        If not, they are tried again with a user message added, as a shortened chat may fail only
+        for lack of one.
         """
         refusal = raised(messages)
         return refusal == ours or (refusal is not None and raised([*messages, asked]) == ours)
 
-    fine, failing = 0, len(chat)  # counts of leading messages with which it renders, and fails
+    # numbers of leading messages with which the template renders, and fails
+    fine, failing = 0, len(chat)
     try:
         if raised([asked]) == ours or raised([*chat, asked]) is None:
             return None
@@ -399,7 +410,8 @@ def _of_tools(message: Mapping[str, Any]) -> bool:
 
 
 def map_strings(value: Any, change: Callable[[str], str], depth: int = MAX_DEPTH) -> Any:
-    """Return a copy of JSON-like data with every string, also dictionary keys, changed.
+    """Return a copy of JSON-like data with a function applied to every string, dictionary keys
+    included.
 
     Raises InvalidRequest for more than `depth` levels.
     """

@@ -1,4 +1,4 @@
-"""ControlTokens: the tokens that must not appear in a message as text."""
+"""ControlTokens: the control tokens that clients must not be able to type in a message."""
 
 import re
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ _TAG = re.compile(r"</?\w+>")  # tags that people also write, such as <think>
 class ControlTokens:
     """The control tokens of a tokenizer.
 
-    text: matches a control token.
-    span: matches a control token and the spaces that it absorbs.
-    reach: characters of the longest control token.
+    text: a pattern that matches a control token.
+    span: a pattern that matches a control token and the spaces that the token absorbs.
+    reach: number of characters of the longest control token.
     """
 
     ids: frozenset[int]
@@ -27,10 +27,11 @@ class ControlTokens:
 
     @classmethod
     def of(cls, added: Mapping[int, AddedToken], template: ChatTemplate | None) -> "ControlTokens":
-        """Return the special tokens among added tokens, and other tokens that the template writes.
+        """Return the control tokens of a tokenizer: special tokens, and others that the template
+        writes.
 
-        The tokens that delimit turns of DeepSeek and Cohere are not special. A tag such as
-        <tool_call> is a control token only if the template writes it around a plain turn.
+        The tokens that delimit messages of DeepSeek and Cohere are not special. A tag such as
+        <tool_call> is a control token only if the template writes it around a plain message.
 
         added: id -> added token.
         """

@@ -22,7 +22,7 @@ class DeclaredTokens:
 
     added: tokens with their flags.
     named: control tokens, such as bos_token.
-    more: control tokens, unless `added` has them as ordinary tokens.
+    more: further control tokens, unless `added` has them as ordinary tokens.
     """
 
     added: tuple[AddedToken, ...]
@@ -31,7 +31,7 @@ class DeclaredTokens:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], named: Iterable[str], path: Path) -> "DeclaredTokens":
-        """Read the content of tokenizer_config.json.
+        """Read the tokens from the content of tokenizer_config.json.
 
         path: the file's path, for errors.
         Raises ConfigError.
@@ -60,7 +60,8 @@ class DeclaredTokens:
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Add the declared tokens to a tokenizer, as transformers does.
 
-        A token without an id would get one that the model does not have, and is left out.
+        Tokens that are not in the vocabulary are left out, as they would get ids that the model
+        does not have.
         """
         present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         tokens = {**present, **{token.content: token for token in self.added}}

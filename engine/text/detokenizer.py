@@ -1,8 +1,8 @@
-"""ChoiceDecoder: the text of one choice, with stop strings and its end.
+"""ChoiceDecoder: decodes one choice's tokens to text, and finds stop strings and end tokens.
 
-As with `TextStream` the text depends only on the ids, not on how they were split into calls. After
-a failover a new decoder gets the same prompt, and the emitted ids in a single call. The new decoder
-then continues exactly where the old one was.
+The text depends only on the ids, not on how they are split into calls. After a failover a new
+decoder gets the same prompt, and all emitted ids in a single call. It then continues exactly where
+the old decoder was.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ class Decoded(msgspec.Struct, frozen=True):
 
     text: new text, certain to belong to the output.
     finish_reason: None while the choice runs; "stop", "length", "abort" or "error".
-    stop_reason: the stop string, or the id from stop_token_ids, that ended it; None for the model's
-        own end token.
-    num_tokens: how many tokens of this call belong to the output, up to the end token or the token
-        that completes a stop string.
+    stop_reason: the stop string, or the id from stop_token_ids, that ended the choice; None for the
+        model's own end token.
+    num_tokens: how many tokens of this call belong to the output: those up to the end token, or to
+        the token that completes a stop string.
     offsets: with ``offsets=True``, the character offset in the whole output where the text of each
         token begins.
     """
@@ -41,11 +41,11 @@ class ChoiceDecoder:
     """A decoder of one choice's tokens to text, which finds stop strings and end tokens.
 
     A stop string that ends within the first ``min_tokens`` tokens is ordinary text. Of several stop
-    strings the one that is complete first wins, then the longest. Text is held back only while it
-    may still become a stop string.
+    strings the one that is complete first applies, and of these the longest. Text is held back only
+    while it may become a part of a stop string.
 
-    prompt: the ids before the choice, as in `TextStream`.
-    offsets: whether to return where each token's text begins.
+    prompt: the prompt's ids, as in `TextStream`.
+    offsets: whether to set `Decoded.offsets`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ChoiceDecoder:
     def feed(
         self, token_ids: Sequence[int], finish: str = "", stop_token: int | None = None
     ) -> Decoded:
-        """Decode the tokens of a `Delta`; after the end, return nothing more.
+        """Decode the tokens of a `Delta`; after the choice's end, return an empty text.
 
         finish, stop_token: the fields of the Delta.
         """
@@ -95,8 +95,8 @@ class ChoiceDecoder:
         out: list[str] = []
         offsets: list[int] = []
         banned = min(shown, max(0, self._min_tokens - self.num_tokens))
-        # The first min_tokens tokens are decoded separately, so that their text is not searched.
-        # With offsets every token is decoded separately.
+        # The first min_tokens tokens are decoded separately, so that their text is not searched for
+        # stop strings. With offsets every token is decoded separately.
         cuts = list(range(1, shown + 1)) if self._offsets else sorted({banned, shown} - {0})
         begin = 0
         for cut in cuts:
@@ -168,7 +168,7 @@ class ChoiceDecoder:
     def _tokens_until(self, part: Sequence[int], before: Any, end: int, new: str) -> int:
         """Return how many tokens of `part` are needed for the first `end` characters of its text.
 
-        before: the state of the text stream before `part`.
+        before: a copy of the text stream's state before `part`.
         new: the text of `part`.
         """
         if len(part) == 1:

@@ -1,4 +1,4 @@
-"""FillMarks: the control tokens that ask a model to fill in the middle between two texts."""
+"""FillMarks: the control tokens of fill-in-the-middle (FIM) prompts."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ _MARKS = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )
-# The same of models that take the text after the gap first: Seed-Coder and Codestral. Codestral has
-# no control token before the answer.
+# The same for models whose prompts have the text after the gap first: Seed-Coder and Codestral.
+# Codestral has no control token before the answer.
 _SUFFIX_FIRST = (
     ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
     ("[PREFIX]", "[SUFFIX]", ""),
 )
-# Tokens that models write after the filled gap.
+# Tokens that end a model's answer.
 _ENDS = (
     *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<file_sep>", "<|repo_name|>"),
     *("▁<EOT>", "<EOT>", "<|file_separator|>"),
@@ -41,8 +41,8 @@ Encode = Callable[[str], list[int]]
 class Gap:
     """The texts around a gap.
 
-    middle: the beginning of the text that fills the gap.
-    files: names and texts of other files that the model should know.
+    middle: the beginning of the answer.
+    files: (name, text) of other files for the prompt.
     """
 
     prefix: str
@@ -53,13 +53,13 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class FillMarks:
-    """The ids of a model's control tokens for filling in the middle.
+    """The ids of a model's control tokens for fill-in-the-middle.
 
-    prefix, suffix: the tokens before the text before the gap, and before the text after it.
+    prefix, suffix: the tokens that introduce the text before the gap, and the text after the gap.
     middle: the token before the answer; None if the model has none.
-    suffix_first: whether the text after the gap stands first in the prompt.
+    suffix_first: whether the prompt has the text after the gap first.
     ends: tokens that end an answer.
-    repository, file: the tokens before the names of these; None if the model has none.
+    repository, file: the tokens before the name of a repository and of a file; None = none.
     """
 
     prefix: int
@@ -78,9 +78,9 @@ class FillMarks:
         return _known[tokenizer]
 
     def ids(self, tokenizer: Tokenizer, gap: Gap, limit: int, *, special: bool = True) -> list[int]:
-        """Return the token ids of the prompt that asks for the text in a gap.
+        """Return the token ids of a fill-in-the-middle prompt.
 
-        special: whether to add the BOS that tokenizer.json has.
+        special: whether to add the special tokens that tokenizer.json adds, such as a BOS.
         Raises TooManyTokens for a text that surely has more than `limit` tokens.
         """
 

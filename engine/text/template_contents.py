@@ -1,8 +1,9 @@
-"""find_forms, shaped: give a message's content the form that a chat template takes.
+"""find_forms, shaped: convert a message's content to the form that a chat template renders.
 
-The forms are a text and a list of parts. A text model's template prints `message.content`. A vision
-model's template may go through the parts and print nothing of a text, without an error.
-`find_forms` renders a random marker in both forms for each role, and so finds the right form.
+The forms are a string and a list of parts. A text model's template prints `message.content`. A
+vision model's template may iterate over parts, and then omits a string without an error.
+`find_forms` renders a random marker in both forms for each role, to see which form a template
+shows.
 """
 
 import json
@@ -17,7 +18,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
 _WORD = re.compile(r"\w+")
 
-# Jinja code that replaces a content that is a list of parts by one text, with PLACE for images.
+# Jinja code that converts contents that are lists of parts to one string, with PLACE for images.
 _PLACES = """{%- set shown = namespace(messages=[]) -%}
 {%- for message in messages -%}
 {%- if message.content is sequence and message.content is not string -%}
@@ -50,18 +51,20 @@ class Form(NamedTuple):
     def silent(self) -> bool:
         """Whether the template renders the role's messages without an error but omits their text.
 
-        The rendered prompt would then lack what the client wrote.
+        The rendered prompt would then lack the client's text.
         """
         return not self.text and not self.parts and False in self
 
 
 def find_forms(render: Callable[[list[Message]], str]) -> dict[str, Form]:
-    """Find, for each role, in which form a chat template renders the content of messages.
+    """Find, for each role, the forms in which a chat template renders the content of messages.
 
     render: a function that returns the template's text of a chat; it may raise any exception.
     """
-    mark = f"{secrets.randbelow(10**24):024d}"  # digits survive every filter of a template
-    as_object = re.compile(rf"""["']text["']\s*:\s*["']{mark}""")  # a list printed as an object
+    mark = f"{secrets.randbelow(10**24):024d}"  # digits, as no filter of a template changes them
+    as_object = re.compile(
+        rf"""["']text["']\s*:\s*["']{mark}"""
+    )  # a list that was printed as an object
 
     def shows(before: list[Message], role: str, content: Any, after: list[Message]) -> bool | None:
         try:
@@ -76,7 +79,8 @@ def find_forms(render: Callable[[list[Message]], str]) -> dict[str, Form]:
 
     forms = {"user": form([], "user", [])}
     if forms["user"] == Form():
-        return forms  # no chat renders; more tries could each run into a time limit
+        # the template renders no chat, and each further try might reach the time limit
+        return forms
     user = shaped({"role": "user", "content": "x"}, forms)
     call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     call_in_parts = {**call, "content": [{"type": "text", "text": "x"}]}
@@ -92,9 +96,10 @@ def _named(role: str) -> Message:
 
 
 def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
-    """Return a message in the form that the template takes.
+    """Return a message whose content has the form that the template renders.
 
-    Fields that are None are left out. The reasoning is stored under each name that templates use.
+    Fields that are None are left out. The reasoning is stored under all field names that templates
+    use.
 
     Raises InvalidRequest for parts that are not text.
     """
@@ -118,7 +123,8 @@ def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
 
 
 def with_image_places(source: str, place: str) -> str:
-    """Return a chat template that writes `place` for an image; `source` if it writes images."""
+    """Return a chat template changed to write `place` for images, unless it already writes
+    images."""
     if "image" in source or place.strip() in source:
         return source
     return _PLACES.replace("PLACE", json.dumps(place)) + source
@@ -135,11 +141,11 @@ def text_of(content: Any) -> str:
 
 
 def check_shown(rendered: str, chat: Sequence[Mapping[str, Any]], silent: bool) -> None:
-    """Refuse a prompt that lacks the user's last message.
+    """Check that a rendered prompt has the text of the user's last message.
 
-    A template may trim, escape or quote a text, so it is enough if a word of the text is there.
+    A template may trim, escape or quote the text, so one word of the text is sufficient.
 
-    silent: whether the template shows no text of users at all.
+    silent: whether the template omits all text of user messages.
     Raises InvalidRequest.
     """
     last = len(chat) - 1
@@ -161,10 +167,10 @@ def check_shown(rendered: str, chat: Sequence[Mapping[str, Any]], silent: bool) 
 
 
 class Opening:
-    """A chat whose last message is left unfinished, so that the model continues it.
+    """A chat whose last message is unfinished, so that the model continues the message.
 
-    A random marker is put after the message's text, and all that the template writes from the
-    marker on is cut. A search for the text itself would fail: "e" is also in a template's words.
+    A random marker is put after the message's text, and the rendered prompt is cut at the marker. A
+    search for the text itself could find other text of the template.
 
     chat: the messages, with the marker.
     Raises InvalidRequest if the last message has no text.
@@ -174,7 +180,7 @@ class Opening:
         self._mark = f"{secrets.randbelow(10**24):024d}"
         final = dict(chat[-1])
         content = final.get("content")
-        marked = f"{self._mark} "  # the space shows whether the template trims
+        marked = f"{self._mark} "  # the space shows whether the template trims contents
         if isinstance(content, str):
             self._text = content
             final["content"] = content + marked

@@ -1,8 +1,8 @@
 """TextStream: converts token ids to text incrementally, exactly and quickly.
 
-The text depends only on the ids, not on how they were split into calls. `tokenizers.DecodeStream`
-cannot be used. It drops an unfinished end, and it raises or differs on bytes that are not valid
-UTF-8. A model at a high temperature does produce such bytes.
+The text depends only on the ids, not on how they are split into calls. `tokenizers.DecodeStream`
+cannot be used: it drops an incomplete character at the end, and it raises errors or differs for
+invalid UTF-8, which models produce at high temperatures.
 """
 
 import codecs
@@ -23,7 +23,7 @@ codecs.register_error("manta-replace-each-byte", _replace_each_byte)
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's printable characters for the 256 bytes."""
+    """Return the map of GPT-2's printable characters to the 256 bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in plain}
     for byte in range(256):
@@ -35,8 +35,8 @@ def _byte_of_char() -> dict[str, int]:
 BYTE_OF_CHAR = _byte_of_char()
 
 
-_CHARACTER = 4  # bytes of UTF-8 at most
-_TAIL = 6  # the start of a text may depend on this many tokens before it
+_CHARACTER = 4  # maximum bytes of a character in UTF-8
+_TAIL = 6  # number of preceding tokens on which the start of a text may depend
 
 
 def _unfinished(utf8: codecs.IncrementalDecoder) -> str:
@@ -68,7 +68,7 @@ class _DecodeStream(Protocol):
 class _Pieces(dict[int, Any]):
     """A table of each token's contribution to the text, filled on first use.
 
-    A vocabulary has 150,000 tokens and an answer uses few.
+    It is filled on demand, as a vocabulary may have 150,000 tokens and an answer uses few.
     """
 
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool, scheme: "_Scheme") -> None:
@@ -117,7 +117,7 @@ class _Scheme:
     def piece(self, token: str | None) -> Any:
         """Return the contribution of a token to the text.
 
-        For a byte-level tokenizer these are bytes. With byte fallback it is a str, bytes for a
+        For a byte-level tokenizer the result is bytes. With byte fallback it is a str, bytes for a
         token <0xNN>, and None for an unknown id.
 
         token: the token as in the vocabulary; None = an unknown id.
@@ -142,7 +142,7 @@ class _Scheme:
 
 
 class _ByteStream:
-    """A stream for GPT-2's style: each token is bytes, and the text is their UTF-8."""
+    """A stream for byte-level tokenizers (GPT-2's style): the joined tokens are UTF-8 bytes."""
 
     def __init__(self, pieces: _Pieces) -> None:
         self._piece = pieces.__getitem__
@@ -158,7 +158,8 @@ class _ByteStream:
         tail = b""
         for token in reversed(token_ids):
             tail = self._piece(token) + tail
-            if len(tail) >= _CHARACTER:  # the unfinished character begins in these bytes
+            # an incomplete character at the end begins within these bytes
+            if len(tail) >= _CHARACTER:
                 break
         self._utf8.decode(tail)
         return _unfinished(self._utf8) if self._utf8.getstate()[0] else ""
@@ -171,7 +172,9 @@ class _ByteStream:
 
 
 class _FallbackStream:
-    """A stream for sentencepiece's style: tokens are text, and unknown characters single bytes.
+    """A stream for byte-fallback tokenizers (sentencepiece's style).
+
+    Tokens are text, and characters outside the vocabulary are sequences of byte tokens.
 
     Bytes that never become a character are replaced one by one, and valid characters next to them
     are kept, as sentencepiece does. (`tokenizers` replaces the whole run of byte tokens, so
@@ -182,7 +185,7 @@ class _FallbackStream:
         self._piece = pieces.__getitem__
         self._utf8 = codecs.getincrementaldecoder("utf-8")("manta-replace-each-byte")
         self._strip, self._left = (
-            strip  # characters that may still be cut from the start of the text
+            strip  # number of characters that may still be stripped from the start of the text
         )
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -204,7 +207,7 @@ class _FallbackStream:
         return self._stripped(self._utf8.decode(b"", True))
 
     def follow(self, token_ids: Sequence[int]) -> str:
-        for token in token_ids:  # only the text's start may be cut
+        for token in token_ids:  # only the text's start may be stripped
             if not self._left:
                 break
             self.feed([token])
@@ -236,10 +239,10 @@ class _FallbackStream:
 
 
 class _WindowStream:
-    """A stream for any other decoder: it decodes a window of recent tokens and emits the growth.
+    """A stream for any other decoder: it decodes a window of recent tokens, and emits the new text.
 
-    The window starts at the last place where the text was whole. So a decoder whose spaces depend
-    on the previous token sees that token.
+    The window starts where the text last ended with a complete character. It includes the previous
+    token, on which a decoder's spaces may depend.
     """
 
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool) -> None:
@@ -247,7 +250,7 @@ class _WindowStream:
         self._skip = skip_special
         self._special = tokenizer.special_ids
         self._ids: list[int] = []
-        self._read = 0  # how many of _ids are already in the emitted text
+        self._read = 0  # number of leading _ids whose text is emitted
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
@@ -281,7 +284,7 @@ class _WindowStream:
         self._ids.reverse()
         text = self._text(self._ids)
         self._read = len(self._ids)
-        # Each byte of a character is at most one token.
+        # A character has at most _CHARACTER bytes, and as many tokens.
         while self._read and len(self._ids) - self._read < _CHARACTER:
             whole = self._text(self._ids[: self._read])
             if not whole.endswith("\ufffd"):
@@ -306,7 +309,7 @@ class Tables:
         self._backend = tokenizer.backend
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token; none for an id outside the vocabulary."""
+        """Return the bytes of one token; b"" for an id outside the vocabulary."""
         if self.scheme.kind == "window":
             text: str = self._backend.decode([token_id], skip_special_tokens=False)
             return text.encode()
@@ -317,12 +320,12 @@ class Tables:
 class TextStream:
     """An incremental decoder of one sequence of token ids.
 
-    ``feed`` returns the characters that are now certain; an unfinished UTF-8 sequence is held back.
-    ``finish`` returns the rest. Together they give ``Tokenizer.decode`` of all ids, however the ids
-    were split. The cost is O(1) per token.
+    ``feed`` returns the characters that are final; an incomplete UTF-8 sequence is held back.
+    ``finish`` returns the rest. The joined results equal ``Tokenizer.decode`` of all ids, however
+    the ids are split. The cost is O(1) per token.
 
-    prompt: the ids before the text. The text is then the part of ``decode(prompt + ids)`` after
-        ``decode(prompt)``. Where the prompt ends inside a character that the ids complete, the text
+    prompt: the ids before the text. The text is the part of ``decode(prompt + ids)`` after
+        ``decode(prompt)``. If the prompt ends inside a character that the ids complete, the text
         begins with that character.
     """
 
@@ -353,7 +356,7 @@ class TextStream:
 class _BehindUnfinished:
     """A stream after a prompt whose last character is incomplete.
 
-    shown: the replacement characters that the prompt's text has for that character. They are not
+    shown: the replacement characters in the prompt's text for that character, which are not
         repeated if the output does not complete the character.
     """
 

@@ -1,6 +1,6 @@
 """missing_ids: finds the ids of a model's vocabulary that its tokenizer lacks.
 
-An embedding may have more rows than the tokenizer has ids. These rows are padding without meaning.
+An embedding may have more rows than the tokenizer has ids. The additional rows are padding.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 
 
 class _Model(msgspec.Struct):
-    vocab: dict[str, int] | list[Any] = {}  # a list indexed by id in a unigram model
+    vocab: dict[str, int] | list[Any] = {}  # a dict token -> id, or in a unigram model a list by id
 
 
 class _Added(msgspec.Struct):
@@ -27,8 +27,8 @@ class _Tokenizer(msgspec.Struct):
 def missing_ids(folder: Path, vocab_size: int) -> list[int]:
     """Return the ids below vocab_size that tokenizer.json does not have, ascending.
 
-    Returns [] if there is no such file. Only the needed fields are decoded, which takes a third of
-    a second for the largest file.
+    Returns [] without a tokenizer.json. Only the required fields are decoded, which takes a third
+    of a second for the largest file.
     Raises ConfigError.
     """
     path = folder / "tokenizer.json"

@@ -27,16 +27,16 @@ from engine.text.text_stream import Tables, TextStream
 # character. `encode_batch_fast` releases it, and costs some 50 microseconds more.
 LONG = 16_384
 
-# A longer text per token of the limit may exceed the limit, though most texts have fewer tokens.
-# Its tokens are estimated in pieces before it is encoded as a whole.
+# A text with more characters than this for each token of its limit may exceed the limit. Its number
+# of tokens is estimated in pieces before the whole text is encoded.
 _CHARS_A_TOKEN = 4
-_PIECE = 16_384  # in characters
+_PIECE = 16_384  # characters of a piece
 
 
 class TooManyTokens(InvalidRequest):
     """An error for a text that has more tokens than its limit.
 
-    at_least: the number of its tokens, or a lower bound.
+    at_least: the number of the text's tokens, or a lower bound.
     """
 
     code = "context_length_exceeded"
@@ -51,14 +51,14 @@ class Tokenizer:
     """The tokenizer of one model, immutable after load and safe to share between threads.
 
     vocab_size: the number of ids, including added tokens (the logits may be wider).
-    bos_token_id: None if the model has none.
+    bos_token_id: the BOS token; None if the model has none.
     sampling_defaults: fields of SamplingParams that generation_config.json or the operator sets.
     eos_token_ids: ids that end an answer, from generation_config.json, config.json and the
         tokenizer.
-    special_ids: ids of control tokens, which decode leaves out by default.
-    mark_ids: ids of tokens that a grammar has to name: control tokens, added tokens in angle
-        brackets, and tokens that end an answer.
-    chat_template: None if the checkpoint has none.
+    special_ids: ids of control tokens, which `decode` leaves out by default.
+    mark_ids: ids of tokens that are allowed only where a grammar names them: control tokens, added
+        tokens in angle brackets, and tokens that end an answer.
+    chat_template: the chat template; None if the checkpoint has none.
     same: a loaded tokenizer with the same backend, whose tables are shared; None = there is none.
     """
 
@@ -73,8 +73,8 @@ class Tokenizer:
         response_template: Any = None,
         same: "Tokenizer | None" = None,
     ) -> None:
-        # The library refuses to change a backend that another thread uses. In a shared backend both
-        # settings are off already.
+        # Changed only if necessary, as the library refuses to change a backend that another thread
+        # uses. A shared backend has both settings off already.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
@@ -82,7 +82,8 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
-        self.response_template = response_template  # as in the checkpoint, or None
+        # the checkpoint's response_template; None = it has none
+        self.response_template = response_template
         self.sampling_defaults = dict(sampling_defaults or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._longest: int = _longest(backend) if same is None else same._longest
@@ -95,7 +96,7 @@ class Tokenizer:
         self.mark_ids = frozenset(
             i for i, token in added.items() if is_mark(token.content, token.special)
         ).union(i for i in ends if backend.id_to_token(i) is not None)
-        self.tables = Tables(self)  # used by TextStream
+        self.tables = Tables(self)  # tables of TextStream
         # The same model without added tokens, so that no text is encoded as an added token.
         self._plain = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
@@ -114,9 +115,9 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Read tokenizer.json and the other files of its folder.
 
-        Tokenizers in use that have the same tokenizer.json share the library's object.
+        Loaded tokenizers with the same tokenizer.json share the library's object.
 
-        generation_config: where sampling defaults are from (EngineConfig.generation_config).
+        generation_config: the source of sampling defaults (EngineConfig.generation_config).
         chat_template: jinja source to use instead of the checkpoint's templates.
         Raises ConfigError if tokenizer.json is missing or a file is invalid.
         """
@@ -135,7 +136,7 @@ class Tokenizer:
         same = _in_use.get(digest)
         try:
             backend = tokenizers.Tokenizer.from_buffer(content) if same is None else same.backend
-        except Exception as error:  # the library raises plain Exception
+        except Exception as error:  # the library raises no more specific class
             raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
         if same is None:
             declared.add_to(backend)
@@ -171,11 +172,11 @@ class Tokenizer:
         max_tokens: int | None = None,
         keep_end: bool = False,
     ) -> list[int]:
-        """Encode a text. Other threads run while a long text is encoded.
+        """Encode a text, without holding the GIL for a long text.
 
         add_special_tokens: whether to add the tokens that tokenizer.json adds, such as a BOS.
-        max_tokens: the limit to which a longer text is cut, between its special tokens.
-        keep_end: whether the text is cut at its beginning instead of its end.
+        max_tokens: the limit to which a longer text is truncated, between its special tokens.
+        keep_end: whether to truncate the text at its beginning instead of its end.
         """
         if max_tokens is None:
             return _encode(self.backend, text, add_special_tokens)
@@ -192,7 +193,7 @@ class Tokenizer:
         return ids[:before] + inner + ids[before + len(plain) :]
 
     def written(self, text: str, ids: Sequence[int]) -> tuple[int, int]:
-        """Return the half-open range of a prompt's ids that encode its text.
+        """Return the half-open range of the ids of a prompt that encode the prompt's text.
 
         Special tokens that were added, such as a BOS, are outside of the range, unless the text
         spells them.
@@ -221,8 +222,8 @@ class Tokenizer:
 
         Returns the ids, and the indices of the second text's ids.
 
-        max_tokens: the limit beyond which text is dropped from the ends of both texts, roughly.
-        keep_end: whether text is dropped from the beginning of the second text instead.
+        max_tokens: the approximate limit, to which both texts are truncated at their ends.
+        keep_end: whether to truncate the second text at its beginning instead.
         """
         most = (max_tokens + 1) * self._longest
         first, second = first[:most], second[-most:] if keep_end else second[:most]
@@ -243,16 +244,17 @@ class Tokenizer:
         return [item.ids for item in encodings]
 
     def check_length(self, text: str, limit: int) -> None:
-        """Refuse a text that surely has more than `limit` tokens, before it is encoded as a whole.
+        """Refuse a text that certainly has more than `limit` tokens, without encoding the whole
+        text.
 
-        Most texts are too short for that and cost nothing here. The others cost the encoding of the
-        tokens up to the limit.
+        Most texts are so short that this needs no work. For others it encodes the text up to the
+        limit.
         Raises TooManyTokens.
         """
         if len(text) <= _CHARS_A_TOKEN * limit:
             return
-        # Each piece is encoded separately. A cut only changes tokens near it: those across the cut
-        # fall apart, and merges in the word around them may differ.
+        # Pieces are encoded separately. A cut between pieces changes only nearby tokens: it splits
+        # one, and merges within the same word may differ.
         slack = 2 * self._longest
         size = max(_PIECE, 32 * slack)
         at_least = 0
@@ -263,16 +265,17 @@ class Tokenizer:
                 raise TooManyTokens(at_least, limit)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encode a text in which control tokens are only characters."""
+        """Encode a text in which control tokens are treated as plain characters."""
         ids = _encode(self._plain, text, add_special_tokens=False)
         if self._control.ids.isdisjoint(ids):
             return ids
-        # In a vocabulary converted from sentencepiece's, merges may still make a control token from
-        # its characters.
+        # In a vocabulary converted from sentencepiece's, merges may still produce a control token
+        # from its characters.
         whole: list[int] = []
         for token in ids:
             written = self.token_text(token) if token in self._control.ids else ""
-            letters = written if written in text else ""  # else it stands for an unknown character
+            # if not, the token stands for an unknown character
+            letters = written if written in text else ""
             whole += [t.id for char in letters for t in self._plain.model.tokenize(char)] or [token]
         return whole
 
@@ -296,9 +299,10 @@ class Tokenizer:
         Control tokens typed inside a message or a tool are encoded as plain characters. So a
         message cannot end its turn or start another role with ``<|im_end|>``.
 
-        max_tokens: the limit; a chat that surely has more tokens is not encoded.
+        max_tokens: the limit; a chat that certainly has more tokens is not encoded.
         options: as in `ChatTemplate.render`.
-        edit: changes the rendered text, in which typed control tokens are replaced by digits.
+        edit: a function applied to the rendered text, in which typed control tokens are replaced by
+            digits.
         Raises InvalidRequest if the model has no template, or the template refuses the messages;
         TooManyTokens.
         """
@@ -353,13 +357,13 @@ class Tokenizer:
         If the text between two of the template's control tokens has such digits, all of it is
         encoded by `encode_plain`.
 
-        nonce: the beginning of all such digits.
+        nonce: the common prefix of all such digits.
         typed: digits -> the typed control token.
         """
         marker = re.compile(nonce + r"\d{6}")
         ids: list[int] = []
         start = 0  # start of the text not encoded yet
-        end = 0  # end of the last control token seen
+        end = 0  # end of the last control token
         stops = [(m.start(), m.end()) for m in self._control.span.finditer(text)]
         for left, right in [*stops, (len(text), len(text))]:
             stretch = text[end:left]
@@ -377,7 +381,8 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         prompt: Sequence[int] = (),
     ) -> str:
-        """Return the text of ids that follow a prompt; `TextStream` returns it piece by piece."""
+        """Return the text of ids that follow a prompt; see `TextStream` for incremental
+        decoding."""
         stream = TextStream(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
         return stream.feed(list(token_ids)) + stream.finish()
 
@@ -386,21 +391,21 @@ class Tokenizer:
         return self.tables.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token; bytes that are no whole character become U+FFFD."""
+        """Return the text of one token; incomplete characters become U+FFFD."""
         return self.tables.token_bytes(token_id).decode("utf-8", "replace")
 
 
-# The tokenizers in use, by the digest of tokenizer.json and of the tokens that other files declare.
-# The library holds the GIL while it reads one: 0.1 to 0.3 s for 50,000 to 150,000 tokens. During
-# that time a router that loads one more model sends nothing of the others. Models of a family often
-# have the same file.
+# The loaded tokenizers, by the digest of tokenizer.json and of the tokens that other files declare.
+# Models of a family often have the same file, and sharing saves reading it again, for which the
+# library holds the GIL: 0.1 to 0.3 s for 50,000 to 150,000 tokens. During that time a router cannot
+# serve its other models.
 _in_use: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
 
 
 def _substitute(
     pattern: re.Pattern[str], change: Callable[[re.Match[str]], str], text: str, reach: int
 ) -> str:
-    """Return ``pattern.sub(change, text)``, made in slices so that other threads can run.
+    """Return ``pattern.sub(change, text)``, computed in slices so that other threads can run.
 
     One call would hold the interpreter lock for a tenth of a second on megabytes that nearly match.
 
@@ -439,7 +444,8 @@ def _longest(backend: tokenizers.Tokenizer) -> int:
     longest = 1
     for token_id in range(backend.get_vocab_size(with_added_tokens=True)):
         token = backend.id_to_token(token_id)
-        if token is None:  # a gap: some ids are larger than the size
+        # a gap in the ids, so that some ids are larger than the vocabulary's size
+        if token is None:
             return max(map(len, backend.get_vocab(with_added_tokens=True)))
         longest = max(longest, len(token))
     return longest
@@ -456,18 +462,18 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _sampling_defaults(folder: Path, source: str | Mapping[str, float]) -> dict[str, Any]:
-    """Return the sampling values of requests that name none, as fields of SamplingParams.
+    """Return the default sampling parameters of requests, as fields of SamplingParams.
 
     source: "auto" for the values of generation_config.json, "none" for no values, or a mapping of
         the operator's values, which override those of generation_config.json.
-    Raises ConfigError for values that SamplingParams does not take.
+    Raises ConfigError for values that SamplingParams refuses.
     """
     if source == "none":
         return {}
     own = {} if isinstance(source, str) else dict(source)
     path = folder / "generation_config.json"
     values = _json(path)
-    if values.get("do_sample") is False:  # the other values have no effect then
+    if values.get("do_sample") is False:  # the file's other values then have no effect
         return {"temperature": 0.0, **own}
     defaults = {name: values[name] for name in DEFAULTS if values.get(name) is not None}
     try:
@@ -480,8 +486,8 @@ def _sampling_defaults(folder: Path, source: str | Mapping[str, float]) -> dict[
 def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTokens]:
     """Read the files that accompany tokenizer.json.
 
-    Returns (keys of special_tokens_map.json and tokenizer_config.json, special tokens by key, all
-    declared tokens).
+    Returns (settings of special_tokens_map.json and tokenizer_config.json, special tokens by key,
+    all declared tokens).
     """
     named = {
         **_json(folder / "special_tokens_map.json"),
@@ -501,9 +507,9 @@ def declared_special(folder: str | Path) -> frozenset[str]:
 
 
 def _named(name: str, value: Any) -> str | None:
-    """Return the text of a special token, or None.
+    """Return the text of a special token in a settings file; None if the entry names none.
 
-    The value is either the text, as in "bos_token": "<s>", or an object such as {"content": "<s>"}.
+    value: the text, as in "bos_token": "<s>", or an object such as {"content": "<s>"}.
     """
     if not name.endswith("_token"):
         return None
@@ -513,9 +519,9 @@ def _named(name: str, value: Any) -> str | None:
 
 
 def _without_first_prefix(splitter: Any) -> Any:
-    """Return a splitter that adds no space before the first word.
+    """Return a pre-tokenizer without the option to add a space before the first word.
 
-    The pieces of a chat are not the start of a text.
+    A piece of a chat is not the start of a text.
     """
     if isinstance(splitter, pre_tokenizers.Metaspace) and splitter.prepend_scheme == "first":
         return pre_tokenizers.Metaspace(
