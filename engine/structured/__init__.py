@@ -1,4 +1,4 @@
-"""Structured output: grammars of a request, and the tokens that they allow at each step.
+"""Structured output: the grammars of requests, and the tokens that they allow at each step.
 
-llguidance does the matching; no torch here.
+The matching is done by llguidance. No torch here.
 """

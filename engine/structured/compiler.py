@@ -20,19 +20,19 @@ from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, places
 from engine.structured.marks import hide_marks
 
-CACHED = 128  # number of grammars
-LEXERS = 32  # maximum of lexers of one grammar
-# maximum of lexers of all grammars; the states of one take 0.2 to 1 MB, more for large grammars
+CACHED = 128  # maximum number of cached grammars
+LEXERS = 32  # maximum number of lexers of one grammar
+# maximum number of lexers of all grammars; each takes 0.2 to 1 MB, or more for large grammars
 MOST_LEXERS = 512
 _QUICK = 0.05  # seconds; a grammar that takes longer to compile has a single lexer
 
-# A grammar that is too expensive for one step ends its own request. llguidance uses some 14,000
-# units of fuel in a millisecond.
+# Limits for each step, at which a request with an expensive grammar fails. llguidance uses some
+# 14,000 units of fuel in a millisecond.
 _LIMITS = llg.LLParserLimits(
     step_lexer_fuel=150_000,
     initial_lexer_fuel=1_000_000,
     step_max_items=50_000,
-    max_items_in_row=8_000,  # an optional property of an object takes four
+    max_items_in_row=8_000,  # an optional property of an object takes four items
     max_grammar_size=500_000,
     max_lexer_states=50_000,  # states of 1 to 2 kB each
     verbose_errors=False,  # verbose errors would quote the output
@@ -44,15 +44,15 @@ _JSON_OPTIONS: Any = {
 }
 # words in llguidance's errors about limits
 _TOO_MUCH = ("fuel", "too large", "too many", "too complex", "limit", "max is")
-_NOTHING = "NoExtension"  # llguidance's error for a grammar that allows nothing
-_SHOWN = 300  # characters of the compiler's message that an error quotes
-_KEYWORDS = (  # the most likely first
+_NOTHING = "NoExtension"  # llguidance's error for a grammar that no output satisfies
+_SHOWN = 300  # maximum characters of the compiler's message that an error quotes
+_KEYWORDS = (  # keywords that errors may be about, the most likely first
     *("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf", "pattern"),
     *("format", "$ref", "minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum"),
     *("exclusiveMinimum", "exclusiveMaximum", "additionalProperties", "required", "enum"),
     *("const", "type", "items", "prefixItems", "properties", "allOf", "anyOf"),
 )
-# Words in errors about a keyword that they do not name.
+# keyword -> words in errors about it that do not name the keyword
 _SIGNS: dict[str, tuple[str, ...]] = {
     "min/maxProperties": ("minProperties", "maxProperties"),
     "look": ("pattern", "patternProperties"),
@@ -60,9 +60,9 @@ _SIGNS: dict[str, tuple[str, ...]] = {
     "Pointer": ("$ref",),
     "Resource": ("$ref",),
 }
-# Classes of tokens that a lexeme allows as a whole, so that their part of a mask is precomputed:
-# spaces, and string characters by number. They are llguidance's own except for the first two
-# numbers, for strings near their maxLength, whose masks took a seventh longer without them.
+# Classes of tokens whose part of a mask is precomputed, because lexemes often allow the whole
+# class: spaces, and string characters by number. They are llguidance's defaults and two further
+# classes, for strings near their maxLength, whose masks took a seventh longer without these.
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(rf'[^"\\\x00-\x1F\x7F]{many}' for many in ("{1,3}", "{1,6}", "{1,10}", "{1,30}", "+")),
@@ -72,11 +72,11 @@ _LARK_PARTS = re.compile(
     r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^\s<>\[\]"/][^\s<>]*>|</[^\s<>]+>'
 )
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
-_TRIES = 16  # compilations to find which use of a keyword is at fault
+_TRIES = 16  # maximum number of compilations in the search for the keyword at fault
 
 
 class Vocabulary:
-    """The tokens of a model, in the form that the matcher takes.
+    """The tokens of a model in llguidance's form.
 
     num_tokens: the width of the logits.
     end_ids: end tokens of an answer, allowed where the grammar is satisfied.
@@ -89,7 +89,7 @@ class Vocabulary:
         end_ids: Sequence[int],
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        """Make a vocabulary from llguidance's tokens.
+        """Create a vocabulary from llguidance's tokens.
 
         marks: id -> real name of the control tokens that `tokens` has under secret names (see
             `hide_marks`); None = this is an outline.
@@ -109,9 +109,9 @@ class Vocabulary:
         return text
 
     def spells(self, text: str) -> bool:
-        """Whether the vocabulary's tokens spell the characters of a grammar's source unchanged.
+        """Whether tokens spell the characters of a grammar's source unchanged.
 
-        Llama 2's vocabulary, for example, writes a space as "▁".
+        They do not in Llama 2's vocabulary, for example, which writes a space as "▁".
         """
         if self._is_outline:  # an outline has a token for each byte
             return True
@@ -137,9 +137,9 @@ class Vocabulary:
         end_ids: Sequence[int],
         declared: Iterable[str] = (),
     ) -> "Vocabulary":
-        """Read the vocabulary of a checkpoint: 0.4 s for 49,000 tokens, and 55 MB for 131,000.
+        """Read the vocabulary of a checkpoint, holding the GIL.
 
-        The interpreter lock is held meanwhile.
+        This takes 0.4 s for 49,000 tokens, and 55 MB of memory for 131,000.
 
         declared: control tokens that tokenizer.json has as ordinary tokens.
         Raises InvalidRequest (structured_not_supported) without a tokenizer.json, or for a kind of
@@ -161,16 +161,17 @@ class Vocabulary:
     def outline(
         cls, special: Mapping[int, str], num_tokens: int, end_ids: Sequence[int]
     ) -> "Vocabulary":
-        """Make a small vocabulary (10 MB) with which to test whether a grammar compiles.
+        """Create a small vocabulary (10 MB) with which to test whether a grammar compiles.
 
-        It has single bytes, and special tokens by their names and ids. Its masks have no meaning.
+        Its tokens are single bytes, and the special tokens with their names and ids. Masks for it
+        are not usable.
         """
         outline: Any = _Outline(special, num_tokens, end_ids)
         return cls(llg.LLTokenizer(outline), num_tokens, end_ids)
 
 
 class _Outline:
-    """A small tokenizer with the interface that llguidance calls."""
+    """A small tokenizer with the interface that llguidance expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -201,7 +202,7 @@ def _not_supported(why: str) -> InvalidRequest:
 
 
 class Use:
-    """The lease of a lexer by one request, which ends when this object is deleted.
+    """One request's lease of a lexer, which ends when this object is deleted.
 
     number: the lexer's number.
     """
@@ -213,7 +214,7 @@ class Use:
 
 
 class _Lexer:
-    """The lexer that copies of one matcher share; its states are computed on first use."""
+    """A lexer, which all copies of one matcher share; its states are computed on first use."""
 
     def __init__(self) -> None:
         self.matcher: Future[Any] = Future()
@@ -223,8 +224,8 @@ class _Lexer:
 class _Known:
     """A compiled grammar with its lexers.
 
-    Two requests that share a lexer wait for each other's masks, so each request has its own lexer,
-    up to `LEXERS`. Lexers are made only when needed, as each has to compute the states again.
+    Requests that share a lexer wait for each other's masks, so each request gets a separate lexer,
+    up to `LEXERS`. Lexers are created only when needed, as each computes its states again.
     """
 
     def __init__(self) -> None:
@@ -244,9 +245,10 @@ class Compiler:
         self._known: OrderedDict[Grammar, _Known] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> Any:
-        """Return a matcher in its initial state, to be copied.
+        """Return a grammar's matcher in its initial state, which the caller must copy before use.
 
-        It blocks for milliseconds in most schemas, seconds in the worst, while other threads run.
+        The call blocks for milliseconds with most schemas and for seconds with the worst, without
+        the GIL.
 
         Raises InvalidRequest: invalid_grammar, unsatisfiable_schema, grammar_too_complex;
         UnsupportedSchema.
@@ -254,9 +256,11 @@ class Compiler:
         return _result(self._compiled(grammar).lexers[0].matcher)
 
     def matcher(self, grammar: Grammar) -> tuple[Any, Use]:
-        """Return a request's own matcher in its initial state, and its lease of the lexer.
+        """Return a new matcher in its initial state for one request, and the request's lease of a
+        lexer.
 
-        The request keeps the lease as long as the matcher. Blocks and raises as `compile` does.
+        The request must keep the lease as long as the matcher. The call blocks and raises as
+        `compile` does.
         """
         known = self._compiled(grammar)
         first = _result(known.lexers[0].matcher)
@@ -274,8 +278,9 @@ class Compiler:
             matcher, error = self._try(grammar.kind, grammar.text)
             lexer.matcher.set_result(first if error else matcher)
         own = lexer.matcher.result().deep_copy()
-        own.compute_bitmask()  # the matcher keeps the mask for the request's first step
-        if own.is_error():  # the lexer is full of states for other requests
+        # computes the mask of the request's first step, which the matcher keeps
+        own.compute_bitmask()
+        if own.is_error():  # the lexer has reached its limit of states
             matcher, error = self._try(grammar.kind, grammar.text)
             if not error:
                 anew: Future[Any] = Future()
@@ -285,7 +290,7 @@ class Compiler:
         return own, use
 
     def _compiled(self, grammar: Grammar) -> _Known:
-        """Return the cached grammar once its first matcher is compiled or has failed."""
+        """Return the cached grammar, compiling its first matcher if necessary."""
         with self._lock:
             known = self._known.get(grammar)
             mine = known is None
@@ -311,7 +316,7 @@ class Compiler:
         return known
 
     def _trim(self) -> None:
-        """Drop the least recently used grammars, but not the newest. Needs the lock."""
+        """Drop the least recently used grammars, but not the newest; the caller holds the lock."""
         lexers = sum(len(known.lexers) for known in self._known.values())
         while len(self._known) > CACHED or (lexers > MOST_LEXERS and len(self._known) > 1):
             _, gone = self._known.popitem(last=False)
@@ -347,7 +352,7 @@ class Compiler:
             native = _unforced(native)
         matcher = llg.LLMatcher(self.vocabulary.tokens, native, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
-            # Some grammars are too large for their first step, some allow nothing at all.
+            # Some grammars are too large for their first step, and some allow no token at all.
             probe = matcher.deep_copy()
             probe.compute_bitmask()
             for begin in '{"':
@@ -391,7 +396,7 @@ class Compiler:
                 holder[keyword] = value
                 if now != error:
                     return pointer
-            if keyword == "pattern":  # several patterns may be at fault: try each alone
+            if keyword == "pattern":  # with several patterns, each is compiled alone
                 for pointer, holder in holders:
                     alone = {"type": "string", keyword: holder[keyword]}
                     if self._try("json_schema", json.dumps(alone))[1]:
@@ -401,7 +406,8 @@ class Compiler:
 
 def _result(found: Future[Any]) -> Any:
     error = found.exception()
-    if isinstance(error, InvalidRequest):  # several threads must not raise the same object
+    # copied, as several threads must not raise the same object
+    if isinstance(error, InvalidRequest):
         raise copy(error).with_traceback(None)
     return found.result()
 
@@ -412,7 +418,7 @@ def is_too_much(error: str) -> bool:
 
 
 def _unforced(native: str) -> str:
-    """Return a grammar in llguidance's JSON form, `native`, with forced tokens switched off."""
+    """Return a grammar with forced tokens switched off. native: its JSON form of llguidance."""
     option = '%llguidance {"no_forcing": true}\n'
     if not native.startswith("{"):
         return option + native

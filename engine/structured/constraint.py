@@ -16,12 +16,12 @@ NOTHING_LEFT = "no_token_left: the grammar, allowed_token_ids and bad_words leav
 
 
 class Constraint:
-    """The constraint of one choice, a function of its output's ids alone.
+    """The constraint of one choice, whose state depends only on the output's ids.
 
-    Every sampled token has to be passed to `accept_token` in order, wherever it was sampled.
+    Every sampled token has to be passed to `accept_token` in order, also tokens of another replica.
 
-    stop_ids: end tokens of the request, in addition to the model's. They end the output, and are
-        allowed, only where the grammar is satisfied; elsewhere they are text.
+    stop_ids: end tokens of the request, in addition to the model's. They end the output only where
+        the grammar is satisfied; elsewhere they are ordinary tokens.
     min_tokens, ignore_eos: forbid end tokens, unless the grammar allows nothing else.
     """
 
@@ -41,11 +41,11 @@ class Constraint:
         use: Use | None = None,
         limits: TokenLimits | None = None,
     ) -> None:
-        """Make the constraint of a choice.
+        """Create the constraint of a choice.
 
-        matcher: the choice's own matcher, in its initial state.
+        matcher: a matcher for this choice alone, in its initial state.
         use: the lease that `Compiler.matcher` returned with the matcher.
-        thinking, limits: further limits of the choice's tokens; None = none.
+        thinking, limits: the thinking budget, and the lists of allowed and bad tokens; None = none.
         """
         self._thinking: ThinkingCount | None = None
         if thinking is not None:
@@ -54,7 +54,7 @@ class Constraint:
         self._limits = limits
         self.vocabulary = vocabulary
         self._stops = frozenset(stop_ids) - vocabulary.end_ids
-        self._left = min_tokens  # tokens before the output may end
+        self._left = min_tokens  # number of further tokens before the output may end
         self._free_ends = not ignore_eos
         self.use = use
         self.sampled_in = 0  # the last launched step that samples a token of the choice
@@ -68,11 +68,11 @@ class Constraint:
         limits: TokenLimits,
         output: Sequence[int],
     ) -> "Constraint":
-        """Make a constraint of allowed and bad tokens alone, without a grammar.
+        """Create a constraint with only allowed and bad tokens, without a grammar.
 
         num_tokens: the size of the vocabulary.
         stop_ids: the tokens that end the request, the model's end tokens included.
-        output: the tokens that were sampled before.
+        output: the tokens that were already sampled.
         """
         vocabulary = Vocabulary(None, num_tokens, ())
         constraint = cls(AnyToken(), vocabulary, stop_ids, min_tokens, limits=limits)
@@ -85,7 +85,7 @@ class Constraint:
         return not isinstance(self._matcher, AnyToken)
 
     def resume(self, token_ids: Sequence[int]) -> bool:
-        """Advance by tokens that were sampled elsewhere; return whether they fit the grammar."""
+        """Advance by the tokens of an earlier replica; return whether the grammar allows them."""
         self._left -= len(token_ids)
         for token in token_ids:
             self._observe(token)
@@ -135,7 +135,7 @@ class Constraint:
     def forced(self) -> list[int]:
         """Return the next tokens that the grammar determines, except the last of them.
 
-        In place of the last one a longer token may fit too, which continues with free text.
+        The last one is left out, as a longer token that continues with free text may fit too.
         """
         text = self._matcher.compute_ff_bytes() if self.grammatical else b""
         if len(text) < 2:
@@ -151,7 +151,7 @@ class Constraint:
     def finish_mask(self, mask: Masks) -> str:
         """Apply end tokens, and allowed and bad tokens, to the matcher's mask [num_words] int32.
 
-        Without a grammar the mask is filled here. Returns why there is no valid mask, or "".
+        Without a grammar this fills the whole mask. Returns why no token is allowed; "" = some are.
         """
         if not self.grammatical:
             mask[:] = _ALL

@@ -22,17 +22,17 @@ _LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 def to_lark(text: str) -> str:
-    """Return the Lark grammar, with `start` for `root`.
+    """Return a GBNF grammar in Lark, where `root` becomes `start`.
 
-    Rules that lead to no recursion become terminals, which match greedily. A grammar without
-    recursion is one expression, in which they may end anywhere.
+    Rules without recursion become terminals, which match greedily. A grammar without any recursion
+    becomes one expression, in which rules need not match greedily.
     Raises ValueError for invalid GBNF.
     """
     try:
         rules = GrammarParser().parse(_LONG_ESCAPE.sub(_short, text))
     except RecursionError:
         raise ValueError("its groups are too deep") from None
-    except Exception as error:  # the parser's exceptions have no common class
+    except Exception as error:  # the parser's exceptions have no common base class
         raise ValueError(str(error)) from None
     if "root" not in rules:
         raise ValueError("it has no rule root")
@@ -48,7 +48,7 @@ def to_lark(text: str) -> str:
 
 
 def _short(match: re.Match[str]) -> str:
-    r"""Return a \u or \U escape as the parser takes it: a character, or \x for an ASCII one."""
+    r"""Replace a \u or \U escape by its character, or by \x for ASCII, as the parser needs it."""
     code = int(match[2] or match[3] or "0", 16)
     if match[1] or code > 0x10FFFF or 0xD800 <= code < 0xE000:
         return match[0]
@@ -63,7 +63,7 @@ def _named(node: ASTNode | RuleNode) -> Iterator[str]:
 
 
 def _regular(uses: Mapping[str, list[str]]) -> list[str]:
-    """Return the rules that reach no recursive rule, each after the rules that it uses."""
+    """Return the names of rules that use no recursive rule, each after the rules that it uses."""
     users: dict[str, list[str]] = {name: [] for name in uses}
     open_uses = {name: len(used) for name, used in uses.items()}
     for name, used in uses.items():
@@ -84,7 +84,8 @@ def _lark(node: ASTNode, names: Mapping[str, str]) -> str:
     if isinstance(node, LiteralNode):
         return json.dumps(_ESCAPE.sub(_character, node.value), ensure_ascii=False)
     if isinstance(node, RegexNode):
-        # In GBNF a dot matches line breaks, too, and & and ~ in classes are plain characters.
+        # In GBNF a dot also matches line breaks, and & and ~ in character classes are plain
+        # characters.
         return "/(.|\\n)/" if node.rx == "." else f"/{re.sub('[&~]', _escaped, node.rx)}/"
     if isinstance(node, RepetitionNode):
         times = f"{node.min_times},{'' if node.max_times is None else node.max_times}"

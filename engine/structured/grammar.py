@@ -1,4 +1,4 @@
-"""Grammar: a grammar that an output has to satisfy, as plain data in a request."""
+"""Grammar: the grammar of a request's output, as data in the request."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.structured.json_schema import enforceable
 
-MAX_BYTES = 256 * 1024  # bytes of a grammar's text
+MAX_BYTES = 256 * 1024  # maximum bytes of a grammar's text
 MAX_CHOICES = 4096
 
 
@@ -23,7 +23,7 @@ class Grammar(msgspec.Struct, frozen=True):
      lark          llguidance's Lark; the rule to begin with is `start`
      gbnf          llama.cpp's; the rule to begin with is `root`
 
-    Only its size is checked here; whether it can be enforced shows when it is compiled.
+    Only the text's size is checked here. Compilation shows whether the grammar can be enforced.
     Raises InvalidRequest (grammar_too_large).
     """
 
@@ -40,10 +40,11 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def json_schema(cls, schema: Any, *, strict: bool = True) -> "Grammar":
-        """Return the grammar of JSON documents of a schema (an object, or its text).
+        """Return the grammar of JSON documents that are valid for a schema (an object, or its
+        text).
 
-        strict: whether to refuse schemas that cannot be enforced. Otherwise such keywords are left
-            out, which `enforceable` lists.
+        strict: whether to refuse schemas with keywords that cannot be enforced. Otherwise these
+            keywords are ignored; `enforceable` lists them.
         Raises UnsupportedSchema, InvalidRequest.
         """
         if isinstance(schema, str):

@@ -1,8 +1,8 @@
 """enforceable: rewrites a JSON Schema so that it can be enforced token by token.
 
-llguidance never accepts an invalid document of a schema that it compiles, and refuses schemas with
-unknown keywords. Some keywords mean nothing where they stand, some can be rewritten, and the others
-are listed by JSON pointers (RFC 6901).
+llguidance enforces all keywords of a schema that it compiles, and refuses schemas with other
+keywords. Of those, some have no effect and are dropped, some can be rewritten, and the others are
+listed by JSON pointers (RFC 6901).
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 
-MAX_NODES = 20_000  # number of schemas inside a schema
+MAX_NODES = 20_000  # maximum number of schemas inside a schema
 MAX_DEPTH = 64
-_MOST_BRANCHES = 64  # most branches of a oneOf, which are compared in pairs
+_MOST_BRANCHES = 64  # maximum branches of a oneOf, which are compared in pairs
 
-# Enforced formats, and further formats of JSON Schema. By the specification any other is an
-# annotation.
+# Enforced formats, and further formats of JSON Schema. By the specification all other formats are
+# annotations.
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
@@ -70,10 +70,11 @@ def enforceable(schema: Any, *, strict: bool) -> tuple[dict[str, Any], list[str]
     `prefixItems`. Integers without bounds get those of 64 bits, as a model might write digits
     endlessly.
 
-    strict: raise UnsupportedSchema for the first keyword that restricts documents and cannot be
-        enforced. A `format` that the specification does not define restricts nothing and is only
-        listed.
     Literals (`const`, `enum`, `default`, `examples`) are not inspected.
+
+    strict: whether to raise UnsupportedSchema for the first keyword that restricts documents and
+        cannot be enforced. A `format` that the specification does not define restricts nothing and
+        is only listed.
     """
     walk = _Walk(schema, strict)
     return walk.root, walk.left_out
@@ -105,7 +106,7 @@ class _Walk:
         reduced: dict[str, Any] = {}
         for name, value in schema.items():
             here = f"{at}/{_escaped(name)}"
-            if name == "x-guidance":  # options of the compiler, which callers must not set
+            if name == "x-guidance":  # options of llguidance, which clients must not set
                 continue
             if name in _MAPS and isinstance(value, dict):
                 value = {
@@ -126,7 +127,7 @@ class _Walk:
                     self._leave_out(name, here)
                 continue
             elif name in _BESIDE:
-                continue  # handled with `if` and `contains`
+                continue  # handled together with `if` and `contains`
             elif name == "format" and isinstance(value, str) and value not in FORMATS:
                 if value in _OTHER_FORMATS:
                     self._leave_out(f'format "{value}"', here)
@@ -147,7 +148,7 @@ class _Walk:
         self.left_out.append(at)
 
     def _reword(self, schema: dict[str, Any]) -> None:
-        """Rewrite keywords in place into the forms that llguidance takes."""
+        """Rewrite a schema's keywords, in place, to forms that llguidance supports."""
         items = schema.get("items")
         if isinstance(items, list) and not self._old:
             del schema["items"]
@@ -169,7 +170,8 @@ class _Walk:
     # ---- oneOf ---------------------------------------------------------------------------------
 
     def _disjoint(self, branches: list[Any]) -> bool:
-        """Whether certainly no document is valid under two of the branches."""
+        """Whether the branches provably exclude each other: no document is valid for two of
+        them."""
         if len(branches) > _MOST_BRANCHES:
             return False
         seen = [self._resolved(branch) for branch in branches]
@@ -193,7 +195,7 @@ def _is_old(draft: Any) -> bool:
 
 
 def _exclude(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether certainly no value is valid under both schemas."""
+    """Whether provably no value is valid for both schemas."""
     kinds_a, kinds_b = _kinds(a), _kinds(b)
     if kinds_a is None or kinds_b is None:
         return False
@@ -209,7 +211,8 @@ def _exclude(a: dict[str, Any], b: dict[str, Any]) -> bool:
     properties_a, properties_b = a.get("properties"), b.get("properties")
     if not isinstance(properties_a, dict) or not isinstance(properties_b, dict):
         return False
-    # If one schema requires a property, a document with it must satisfy both schemas there.
+    # If one schema requires a property, a document valid for both has a value that is valid for
+    # both of the property's schemas.
     for tag in tags:
         tag_a, tag_b = properties_a.get(tag), properties_b.get(tag)
         if isinstance(tag_a, dict) and isinstance(tag_b, dict) and _exclude(tag_a, tag_b):

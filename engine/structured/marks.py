@@ -1,4 +1,5 @@
-"""hide_marks: renames control tokens in a tokenizer.json, so that no grammar's text spells them."""
+"""hide_marks: renames control tokens in a tokenizer.json, so that a grammar's text cannot spell
+them."""
 
 import secrets
 from collections.abc import Iterable
@@ -10,10 +11,10 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def is_mark(content: str, special: bool) -> bool:
-    """Whether an added token may appear only where a grammar names it.
+    """Whether llguidance allows an added token only where a grammar names the token.
 
-    llguidance treats as control tokens all special tokens, and any in angle brackets, such as
-    Qwen's <tool_call>.
+    It treats all special tokens as control tokens, and all tokens in angle brackets, such as Qwen's
+    <tool_call>.
     """
     return special or (content.startswith("<") and content.endswith(">"))
 
@@ -21,11 +22,11 @@ def is_mark(content: str, special: bool) -> bool:
 def hide_marks(
     raw: bytes, end_ids: Iterable[int] = (), declared: Iterable[str] = ()
 ) -> tuple[str, dict[int, str]]:
-    """Give the control tokens of a tokenizer.json secret names.
+    """Rename the control tokens of a tokenizer.json to secret names.
 
-    Returns the new text of tokenizer.json, and {id: real name}. llguidance tokenizes the text that
-    a grammar forces. If a constant spells "<tool_call>" or "<|im_end|>", llguidance would find the
-    control token, and then forbid this very token, as it is not text.
+    Returns the new text of tokenizer.json, and {id: real name}. The reason is that llguidance
+    tokenizes the text that a grammar forces. If a constant spelled "<tool_call>" or "<|im_end|>",
+    it would become the control token, which llguidance then forbids, as it is not text.
 
     raw: the text of tokenizer.json.
     end_ids: end tokens, which are renamed even if they are ordinary tokens.
@@ -37,7 +38,7 @@ def hide_marks(
     model = content["model"]
     vocab = model.get("vocab")
     pieces: Iterable[tuple[str, int]] = vocab.items() if isinstance(vocab, dict) else ()
-    if isinstance(vocab, list):  # Unigram, where the id is the index
+    if isinstance(vocab, list):  # a Unigram model, where the index is the id
         pieces = ((name, i) for i, (name, _) in enumerate(vocab))
     ends, special = set(end_ids), set(declared)
     present = {token["id"] for token in added}
@@ -62,7 +63,8 @@ def hide_marks(
     if isinstance(vocab, dict):
         for name in names.keys() & vocab.keys():
             vocab[names[name]] = vocab.pop(name)
-        if model.get("merges"):  # a merge is a pair, or a text with a space between its parts
+        # a merge is a pair, or a string of two parts with a space between them
+        if model.get("merges"):
             pairs = (
                 (merge, merge.split(" ") if isinstance(merge, str) else merge)
                 for merge in model["merges"]
@@ -74,13 +76,14 @@ def hide_marks(
         model["vocab"] = [[names.get(name, name), score] for name, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    content["post_processor"] = None  # it would add control tokens to forced text
+    content["post_processor"] = None  # removed, as it would add control tokens to forced text
     content["normalizer"] = _spaces_alone(content.get("normalizer"))
     return msgspec.json.encode(content).decode(), marks
 
 
 def _spaces_alone(normalizer: Any) -> Any:
-    """Return a tokenizer's normalizer with only its steps that rewrite spaces; None without any."""
+    """Return a tokenizer's normalizer with only the steps that rewrite spaces; None if it has
+    none."""
     if not isinstance(normalizer, dict):
         return None
     if normalizer.get("type") == "Sequence":

@@ -1,4 +1,4 @@
-"""Grammars: makes the constraints of new requests on other threads than the step loop's."""
+"""Grammars: creates the constraints of new requests on threads beside the step loop."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -14,13 +14,13 @@ from engine.structured.token_limits import TokenLimits
 
 logger = logging.getLogger("manta.engine")
 
-_THREADS = 2  # threads, so that a grammar that takes seconds does not delay others
+_THREADS = 2  # number of threads; more than one, so that a slow grammar does not delay others
 
 Prepared = tuple[int, Constraint | MantaError]
 
 
 class Grammars:
-    """The maker of constraints: call `ask`, then `poll`, both in the step loop's thread.
+    """The creator of constraints: call `ask`, then `poll`, both on the step loop's thread.
 
     vocabulary: the model's vocabulary, or the error with which every request is refused.
     """
@@ -51,9 +51,9 @@ class Grammars:
         thinking: ThinkingBudget | None = None,
         limits: TokenLimits | None = None,
     ) -> None:
-        """Begin to make the constraint of request `id`, which `poll` returns later.
+        """Begin to create the constraint of request `id`, which `poll` returns later.
 
-        output: tokens that were sampled before.
+        output: the request's tokens that were already sampled.
         stop_ids, min_tokens, ignore_eos, thinking, limits: see `Constraint`.
         """
 
@@ -86,7 +86,7 @@ class Grammars:
         self._wake()
 
     def poll(self) -> list[Prepared]:
-        """Return the results since the last call."""
+        """Return the constraints that were created, or failed, since the last call."""
         results = []
         while not self._done.empty():
             results.append(self._done.get())

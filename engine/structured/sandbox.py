@@ -1,9 +1,9 @@
-"""GrammarSandbox: compiles a grammar from a request in a separate process first.
+"""GrammarSandbox: tests in a child process whether a request's grammar compiles.
 
-A compilation cannot be stopped, takes minutes for some grammars of a few kilobytes, and overflows
-the stack for a long chain of rules, which ends the process. So a child process tries it, with an
-alarm clock and half of a thread's stack. If that succeeds, the grammar is compiled again where it
-is used.
+A compilation cannot be stopped and takes minutes for some grammars of a few kilobytes. A long chain
+of rules overflows the stack, which ends the process. So a child process tries the compilation
+first, with a time limit and half of a thread's stack. If that succeeds, the grammar is compiled
+again where it is used.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema
 
 ROOT = Path(__file__).parents[2]
-CHILDREN = 2  # maximum of child processes, which are started when needed
-START_SECONDS = 60.0  # for the start of a child on a busy machine
-KNOWN = 256  # number of grammars whose outcome is remembered
+CHILDREN = 2  # maximum number of child processes, which are started on demand
+START_SECONDS = 60.0  # maximum seconds of a child's start on a busy machine
+KNOWN = 256  # maximum number of grammars whose outcome is remembered
 
-_STACK = 4 << 20  # bytes; usual threads have 8 MiB
+_STACK = 4 << 20  # bytes; half of a thread's usual 8 MiB
 _MEMORY = 8 << 30  # bytes of address space
 
 
@@ -55,7 +55,7 @@ class _Outcome(msgspec.Struct):
 
 
 class GrammarSandbox:
-    """The trial compiler of grammars for one vocabulary; see `Vocabulary.outline`. Thread-safe."""
+    """A pool of child processes that compile grammars for `Vocabulary.outline`. Thread-safe."""
 
     def __init__(self, special: Mapping[int, str], num_tokens: int, end_ids: Sequence[int]) -> None:
         self._setup = _Setup(dict(special), num_tokens, list(end_ids))
@@ -68,9 +68,9 @@ class GrammarSandbox:
     def check(self, grammar: Grammar, seconds: float) -> None:
         """Compile a grammar in a child process; blocks.
 
-        seconds: time limit.
-        Raises the errors of `Compiler.compile`, and grammar_too_complex for too much time, memory
-        or stack.
+        seconds: the time limit.
+        Raises the errors of `Compiler.compile`, and grammar_too_complex if time, memory or stack
+        exceed the limits.
         """
         with self._lock:
             outcome = self._known.get(grammar)
@@ -108,7 +108,8 @@ class GrammarSandbox:
 
 
 class _Child:
-    """A child process that compiles grammars; it ends when its parent's end closes its input."""
+    """A child process that compiles grammars; it ends when its input closes, as on its parent's
+    end."""
 
     def __init__(self, setup: _Setup) -> None:
         self._process = subprocess.Popen(
@@ -119,16 +120,16 @@ class _Child:
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
-        # Without this, a collected Popen whose child still runs goes into `subprocess._active`, and
-        # the child with its pipes stays open.
+        # Without this, a garbage-collected Popen with a running child would go into
+        # `subprocess._active`, and the child would run on.
         weakref.finalize(self, self._process.kill)
         self._rest = b""
         self.ask(msgspec.json.encode(setup), START_SECONDS)
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Return the child's answer to a line, for which it has the given seconds.
+        """Send a line to the child, and return the child's answer.
 
-        Raises EOFError or OSError if the child has ended or takes too long.
+        Raises EOFError or OSError if the child has ended or takes longer than `seconds`.
         """
         process = self._process
         assert process.stdin is not None and process.stdout is not None
@@ -165,7 +166,8 @@ def _serve() -> None:
     from engine.structured.compiler import Compiler, Vocabulary
 
     def line() -> bytes:
-        """Return the next line and start its time limit; an alarm ends the process even in Rust."""
+        """Return the next line, and set an alarm at its time limit, which ends the process even in
+        Rust."""
         signal.alarm(0)
         seconds, _, content = sys.stdin.buffer.readline().partition(b" ")
         if not content:

@@ -22,13 +22,13 @@ def host_memory(rows: int, words: int) -> Masks:
 
 
 class StepGrammars:
-    """A filler of masks. One thread uses it, and must wait for a step's masks before the next."""
+    """The threads that fill masks. One thread calls the methods, for one step at a time."""
 
     def __init__(self, num_threads: int, steps: int = 1, memory: HostMemory = host_memory) -> None:
-        """Set up the filler.
+        """Set up the threads.
 
-        num_threads: threads that fill masks.
-        steps: steps whose masks may be in use at once, including those being filled.
+        num_threads: the number of threads.
+        steps: number of steps whose masks may be in use at once, including those being filled.
         memory: allocates masks, which are reused until a step needs more rows.
         """
         self._threads = max(1, num_threads)
@@ -38,17 +38,17 @@ class StepGrammars:
         self._buffers: list[Masks | None] = [None] * steps
 
     def begin(self, constraints: Sequence[Constraint]) -> Callable[[], Filled]:
-        """Begin to fill masks on other threads; return a function that waits for them, to be called
+        """Begin to fill masks on other threads; return a function that waits for them. Call that
         once.
 
         The constraints must not change meanwhile. The function returns
         - masks [n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is 1 if token t may come
         next.
           They are valid until `steps` later calls.
-        - index of a constraint -> why it allows no token: "code: message".
+        - {index of a constraint that allows no token: "code: message"}.
         """
         masks = self._room(len(constraints), -(-constraints[0].vocabulary.num_tokens // 32))
-        # Constraints that share a lexer are adjacent, so that one thread fills them.
+        # Constraints that share a lexer are adjacent, so that the same thread fills their masks.
         lexers = [
             0 if constraint.use is None else constraint.use.number for constraint in constraints
         ]
@@ -75,8 +75,8 @@ class StepGrammars:
             llg_numpy.fill_next_token_bitmask_par(self._pool, rows, masks)
 
         filling = self._beside.submit(fill)
-        # Wait until the thread of `fill` has the interpreter lock, which it releases when grammars
-        # begin. Otherwise `fill` would begin only when this thread has computed its part.
+        # Waits until the thread of `fill` has acquired the GIL, which it releases when grammars
+        # run. Otherwise `fill` would begin only after this thread has computed its part.
         entered.acquire()
 
         def wait() -> Filled:
@@ -90,7 +90,7 @@ class StepGrammars:
         return self.begin(constraints)()
 
     def _room(self, rows: int, words: int) -> Masks:
-        """Return the least recently used buffer, [rows, words], with undefined content."""
+        """Return the least recently used mask buffer, [rows, words], with undefined content."""
         buffer = self._buffers.pop(0)
         if buffer is None or len(buffer) < rows or buffer.shape[1] != words:
             buffer = self._memory(1 << (rows - 1).bit_length(), words)

@@ -1,4 +1,4 @@
-"""ThinkingBudget, ThinkingCount: the limit of a request's thinking tokens, and their count."""
+"""ThinkingBudget, ThinkingCount: a limit on a request's thinking tokens, and their count."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,13 @@ import msgspec
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """The limit of a request's thinking tokens.
+    """The limit on a request's thinking tokens.
 
-    tokens: thinking tokens before the end tag is forced; the tags themselves do not count.
+    tokens: number of thinking tokens before the end tag is forced; the tags themselves do not
+        count.
     end: token ids of the end tag, such as </think>.
-    ends: texts that end thinking, the end tag's included.
-    start: text of the tag that begins thinking; "" if the prompt ends inside thinking.
+    ends: texts that end thinking, including the end tag.
+    start: the text of the tag that begins thinking; "" if the prompt ends inside thinking.
     """
 
     tokens: int
@@ -21,9 +22,9 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
 
 
 class ThinkingCount:
-    """The count of an output's thinking tokens, a function of its ids alone.
+    """The count of an output's thinking tokens, which depends only on the output's ids.
 
-    text_of: gives the bytes of a token; for a special token its name.
+    text_of: returns the bytes of a token; for a special token its name.
     """
 
     __slots__ = (
@@ -47,7 +48,8 @@ class ThinkingCount:
         self._tail = b""
         self._used = 0
         self._at = 0  # number of tokens of the forced end tag so far
-        self.inside: bool | None = None if self._start else True  # None: thinking may still begin
+        # whether thinking is in progress; None = it may still begin
+        self.inside: bool | None = None if self._start else True
 
     def accept_token(self, token: int) -> None:
         if self.inside is False:
@@ -72,7 +74,7 @@ class ThinkingCount:
     def forced(self) -> int | None:
         """The token that must come next if the grammar allows it; None = any.
 
-        The grammar does not allow it inside a character.
+        A grammar does not allow the end tag inside an incomplete character.
         """
         if self.inside and self._used >= self._budget.tokens:
             return self._budget.end[self._at]

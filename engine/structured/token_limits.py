@@ -9,10 +9,10 @@ Masks = NDArray[np.int32]
 
 
 class TokenLimits:
-    """The limits that `allowed_token_ids` and bad words set on the tokens of one output.
+    """The limits on the tokens of one output by `allowed_token_ids` and bad words.
 
-    Every token has to be passed to `accept_token` in order, wherever it was sampled. A mask is
-    [num_words] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
+    Every token has to be passed to `accept_token` in order, also tokens of another replica. A mask
+    is [num_words] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
     """
 
     __slots__ = ("_allowed", "_bad", "_endings", "_longest", "_tail")
@@ -30,7 +30,8 @@ class TokenLimits:
         self._allowed: Masks | None = _mask(allowed, num_words) if allowed else None
         single = [ids[0] for ids in bad if len(ids) == 1]
         self._bad: Masks | None = _mask(single, num_words) if single else None
-        # all tokens of a bad sequence but the last -> the last tokens, which may not follow these
+        # all tokens of a bad sequence but the last -> the last tokens of such sequences, which are
+        # forbidden next
         self._endings: dict[tuple[int, ...], list[int]] = {}
         for ids in bad:
             if len(ids) > 1:
@@ -76,7 +77,8 @@ def _mask(ids: Sequence[int], num_words: int) -> Masks:
 
 
 class AnyToken:
-    """A matcher with llguidance's interface that allows any tokens; it stands for no grammar."""
+    """A matcher with llguidance's interface that allows all tokens, for requests without a
+    grammar."""
 
     def deep_copy(self) -> "AnyToken":
         """Return itself, as it has no state."""
@@ -84,27 +86,27 @@ class AnyToken:
 
     @staticmethod
     def consume_token(token: int) -> bool:
-        """Return whether the next token fits the grammar, which is always so here."""
+        """Return True: every token fits."""
         return True
 
     @staticmethod
     def try_consume_tokens(token_ids: list[int]) -> int:
-        """Take tokens and return how many fit: all."""
+        """Return the number of tokens, as all fit."""
         return len(token_ids)
 
     @staticmethod
     def is_accepting() -> bool:
-        """Return whether the text may end here."""
+        """Return whether the text may end here, which is always so."""
         return True
 
     @staticmethod
     def is_stopped() -> bool:
-        """Return whether the text must end here."""
+        """Return whether the text must end here, which is never so."""
         return False
 
     @staticmethod
     def is_error() -> bool:
-        """Return whether the grammar has failed."""
+        """Return whether the grammar has failed, which is never so."""
         return False
 
     @staticmethod
