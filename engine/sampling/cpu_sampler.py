@@ -1,4 +1,4 @@
-"""Sampling on the CPU, in NumPy: exact, but skipping work that cannot change the result.
+"""Sampling on the CPU, in NumPy: exact, without work that cannot change the result.
 
 Logits are float32 [num_samples, vocab]; the parameters of sample s are those of row rows[s] in a
 `ParameterRows`. NumPy's reductions over a vocabulary are vectorised, unlike torch's argmax and
@@ -32,8 +32,8 @@ FIRST_GROUPS = 4
 def edit(x: F32, params: ParameterRows, row: int, position: int, history: I32) -> None:
     """Apply a row's bias, penalties and bans to its logits x [vocab], in place.
 
-    position: number of the request's tokens so far.
-    history: [position] int32, these tokens.
+    position: the number of the request's tokens so far.
+    history: [position] int32, the request's tokens so far.
     """
     words, floats, needs = params.words[row], params.floats[row], params.needs[row]
     num_prompt = int(words[word.NUM_PROMPT])
@@ -41,11 +41,11 @@ def edit(x: F32, params: ParameterRows, row: int, position: int, history: I32) -
         n = words[word.NUM_BIAS]
         x[words[word.BIAS_IDS :][:n]] += floats[word.BIAS_VALUES :][:n]
     if needs & PENALISED:
-        # Assignments through repeated indices write the same value, so each token is penalised
-        # once.
+        # Repeated tokens are penalised once, as assignments through repeated indices write the same
+        # value.
         repetition = floats[word.REPETITION]
         if repetition != 1:
-            words_seen = history[history < x.size]  # without virtual tokens
+            words_seen = history[history < x.size]  # excludes virtual tokens
             seen = x[words_seen]
             x[words_seen] = np.where(seen > 0, seen / repetition, seen * repetition)
         output, counts = np.unique(history[num_prompt:], return_counts=True)
@@ -74,8 +74,8 @@ def choose(
     """Choose a token for each row of edited logits x [num_samples, vocab].
 
     rows, positions: the row of each sample, and the position of its new token.
-    Returns tokens [num_samples] and bad [num_samples]: whether a row has no valid token; its token
-    is then 0. Overwrites the logits of rows with filters.
+    Returns (tokens [num_samples], bad [num_samples]); a bad row has no valid token, and its token
+    is 0. The logits of rows with filters are overwritten.
     """
     sampled = [s for s, row in enumerate(rows) if params.needs[row] & SAMPLED]
     if len(sampled) < len(rows):
@@ -98,13 +98,13 @@ def choose(
             which = np.array(sampled)[finite]
             words = params.words[[rows[s] for s in which]]
             tokens[which] = _gumbel_argmax(x, which, group_best[finite], words, positions[which])
-    bad = ~np.isfinite(best)  # NaN, +inf and all -inf show up in the maximum
+    bad = ~np.isfinite(best)  # the maximum is not finite if a row has NaN or +inf, or only -inf
     tokens[bad] = 0
     return tokens, bad
 
 
 def _group_max(x: F32) -> F32:
-    """Return the largest logit of x [vocab] in each of philox's groups; NaN if one is NaN."""
+    """Return the largest logit of x [vocab] in each of philox's token groups; NaN if one is NaN."""
     size = philox.TOKENS_PER_BLOCK
     whole = x.size // size * size
     out = np.full((-(-x.size // size), philox.GROUPS_PER_BLOCK), -np.inf, np.float32)
@@ -124,9 +124,11 @@ def _group_max(x: F32) -> F32:
 def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: I64) -> I64:
     """Return the argmax over tokens of logit / temperature + gumbel: token ids [n].
 
-    source: the rows of x that are sampled [n].
-    A group's best logit and smallest exponential noise bound its scores. Groups with the highest
-    bounds are computed first, then only those whose bound is not below the best score found.
+    A group's best logit and smallest exponential noise give an upper bound of its scores. Groups
+    with the highest bounds are computed first, then only those whose bound is not below the best
+    score.
+
+    source: [n], the rows of x to sample.
     """
     count, num_groups = group_best.shape
     floats = words.view(np.float32)
@@ -150,7 +152,7 @@ def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: 
         inside = ids < x.shape[1]
         score = x[source[which][:, None], np.where(inside, ids, 0)] * scale[which][:, None] + noise
         score[~inside] = -np.inf
-        lane = score.argmax(1)  # the first of equals, as ids ascend with the lane
+        lane = score.argmax(1)  # argmax returns the first of equals, as ids ascend with the lane
         score, ids = score[n, lane], ids[n, lane]
         for i, s, token in zip(which.tolist(), score.tolist(), ids.tolist(), strict=True):
             if s > best[i] or (s == best[i] and token < tokens[i]):
@@ -160,8 +162,7 @@ def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: 
     few = min(FIRST_GROUPS, num_groups)
     first = np.argpartition(bound, num_groups - few, axis=1)[:, num_groups - few :]
     compute(np.repeat(np.arange(count), few), first.reshape(-1))
-    # The slack covers logarithms that differ in the last bit between the two computations of a
-    # score.
+    # The slack of 1e-3 covers logarithms that differ in the last bit between bound and score.
     which, groups = np.nonzero(bound >= (best - 1e-3)[:, None])
     if len(which):
         compute(which, groups)
@@ -172,7 +173,8 @@ def top(x: F32, k: int, group_best: F32 | None = None) -> I64:
     """Return the ids of the k largest logits of x [vocab] without NaN: best first, ties by id."""
     group_best = _group_max(x) if group_best is None else group_best
     ids = np.arange(x.size)
-    if k < group_best.size:  # k groups have a logit this large, so no smaller one is needed
+    # at least k groups have a logit this large, so smaller ones are not needed
+    if k < group_best.size:
         ids = np.flatnonzero(
             x >= np.partition(group_best, group_best.size - k)[group_best.size - k]
         )
@@ -180,8 +182,10 @@ def top(x: F32, k: int, group_best: F32 | None = None) -> I64:
 
 
 def _allowed(x: F32, group_best: F32, words: I32) -> I64:
-    """Return the ids of tokens that min_p, then top_k, then top_p keep; the largest logit is
-    finite."""
+    """Return the ids of the tokens that remain after min_p, then top_k, then top_p.
+
+    The largest logit must be finite.
+    """
     floats = words.view(np.float32)
     scale, top_p, log_min_p = floats[[word.INV_TEMPERATURE, word.TOP_P, word.LOG_MIN_P]]
     top_k = int(words[word.TOP_K])
@@ -200,13 +204,13 @@ def _allowed(x: F32, group_best: F32, words: I32) -> I64:
 
 
 def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
-    """Return the ids of the most likely tokens that hold top_p of the mass at or above log_min_p.
+    """Return the ids of the fewest most likely tokens with a share top_p of the probability.
 
-    Ties are broken by id.
+    Only tokens at or above log_min_p count. Ties are broken by id. Sorting a flat distribution
+    would take longer than all other work. So the function first searches for a lower bound, and
+    then bisects the range of the last token until few tokens remain to be sorted.
 
     gap: difference of each log-probability from the largest, [vocab] in the order of x [vocab].
-    Sorting a flat distribution would cost more than everything else. So a lower bound is searched
-    first, then the range of the last token is halved until few tokens are left to sort.
     """
     weight = np.exp(gap)
     if log_min_p > -np.inf:
@@ -237,11 +241,11 @@ def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
 
 
 def logprobs(x: F32, token: int, k: int, scale: float = 1.0) -> tuple[float, int, I64, F32, float]:
-    """Compute a token's log-probabilities from logits x [vocab] times scale.
+    """Compute the log-probabilities of a token and of the top k from logits x [vocab] times scale.
 
-    Returns the token's log-probability, its rank from 1, ids and log-probabilities of the top k,
-    and log of the sum of exp(x * scale). If the logits are not finite, all are NaN, and ids are the
-    first k.
+    Returns (the token's log-probability, its rank from 1, ids of the top k, their
+    log-probabilities, log-sum-exp of x * scale). If the logits are not finite, all values are NaN,
+    and ids are the first k.
     """
     best = x.max()
     if not np.isfinite(best):

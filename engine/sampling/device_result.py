@@ -1,6 +1,6 @@
 """DeviceResult: the pending result of a launched step, whose tokens are copied to the host.
 
-Its `wait` waits for the device and returns the StepResult.
+`DeviceResult.wait` waits for the device and returns the StepResult.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +19,23 @@ class DeviceResult:
     """The pending result of a launched step. Call `wait` once, in launch order."""
 
     step: int
-    # [num_samples] int64 on the host (pinned on CUDA); -1 = that row's logits were not finite
+    # [num_samples] int64 on the host (pinned on CUDA); -1 = the row's logits were not finite
     tokens: Tensor
-    entries: Sequence[int] | None  # batch index of each sample; None = sample i is entry i
+    # index of each sample's entry in the batch; None = sample i is entry i
+    entries: Sequence[int] | None
     event: "torch.cuda.Event | None" = None
     logprobs: "HostLogprobs | None" = None
     prompt_logprobs: list[tuple[int, "HostLogprobs"]] = field(default_factory=list)
-    pooled: "tuple[list[int], Tensor] | None" = None  # (entries, [hidden_size] float32 of each)
+    # (entries, pooled hidden states [entries, hidden_size] float32)
+    pooled: "tuple[list[int], Tensor] | None" = None
     # (entry, the experts of its tokens [length, num_layers, chosen])
     routes: list[tuple[int, Tensor]] = field(default_factory=list)
     drafts: Tensor | None = None  # new drafts [proposals, most] int64 on the host
-    drafted: "torch.cuda.Event | None" = None  # when the drafts are on the host
-    # Launches the sampling once the masks have come; None: it was launched.
+    drafted: "torch.cuda.Event | None" = None  # event after the copy of the drafts to the host
+    # Launches the sampling with the given masks; None = sampling was launched.
     unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
-    # Returns the seconds of encodes that are done and of waits for them; the step must be done.
+    # Returns (seconds of finished encodes, seconds of waits for them); called once the step is
+    # done.
     encode_seconds: Callable[[], tuple[float, float]] | None = None
     check: Callable[[], None] | None = None  # checks the step's all-reduces; raises RankFailed
 
@@ -43,7 +46,7 @@ class DeviceResult:
         launch(masks)
 
     def conclude(self) -> None:
-        """Do nothing, as the whole step is launched already."""
+        """Do nothing, as the whole step is already launched."""
 
     def wait(self) -> StepResult:
         """Block until the step is done on the device and return its result.
@@ -89,7 +92,7 @@ class DeviceResult:
         return result
 
     def _read_drafts(self) -> NDArray[np.int64]:
-        """Block until the drafts are computed, and return those of each proposal."""
+        """Block until the drafts are computed, and return them, [proposals, most]."""
         assert self.drafts is not None
         if self.drafted is not None:
             self.drafted.synchronize()
@@ -109,7 +112,8 @@ class HostLogprobs:
     top_ids: Tensor  # [n, k] int64
     top_logprobs: Tensor  # [n, k] float32
     total: Tensor  # [n] float32
-    counts: list[int]  # [n] number of alternatives for item i; -1 = no log-probabilities at all
+    # [n] number of alternatives to report for each token; -1 = no log-probabilities
+    counts: list[int]
 
     def items(self, tokens: list[int] | None = None) -> list[tuple[int, TokenLogprobs | None]]:
         ids = tokens if tokens is not None else self.token_ids.tolist()

@@ -15,8 +15,8 @@ from kernels.sampling import layout as word
 # Bits of the operations that a row needs in addition to the argmax.
 SAMPLED, FILTERED, BIASED, PENALISED, BANNED = 1, 2, 4, 8, 16
 
-# Below this temperature a scaled gap of one float32 step exceeds any noise. So the row is treated
-# as greedy, which avoids overflow.
+# Rows with lower temperatures are greedy, which avoids overflow: the smallest difference of two
+# float32 logits, divided by the temperature, would exceed any noise.
 MIN_TEMPERATURE = 1e-5
 
 
@@ -25,9 +25,9 @@ class ParameterRows:
 
     words: [num_rows, word.NUM_WORDS] int32 on the host; floats is the same memory as float32.
     device_words: the copy, as of the last `flush`; None on the CPU.
-    processed: for each row, whether its log-probabilities are of the distribution that is sampled
-        from.
-    needs: by row, the bits of the operations that it needs, such as SAMPLED. Rows start as greedy.
+    processed: for each row, whether it reports processed log-probabilities (`logprobs_mode`).
+    needs: for each row, the bits of the operations that it needs, such as SAMPLED. Rows start as
+        greedy.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ParameterRows:
         device: torch.device,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
-        """Set up rows; requests that name no mode of log-probabilities have logprobs_mode."""
+        """Set up the rows. logprobs_mode: the default of requests without a `logprobs_mode`."""
         self._vocab_size = vocab_size
         self._logprobs_mode = logprobs_mode
         self._device = device
@@ -76,7 +76,7 @@ class ParameterRows:
         self.processed[row] = params.logprobs is not None and mode == "processed_logprobs"
         words[word.PROCESSED] = self.processed[row]
 
-        # Tokens outside the vocabulary need no bias and no ban.
+        # Token ids outside the vocabulary are ignored.
         vocab = self._vocab_size
         bias = {
             token: value
@@ -105,11 +105,12 @@ class ParameterRows:
         self._changed.add(row)
 
     def scale(self, row: int) -> float:
-        """Return the factor by which processed logits of a row are scaled; 1 where it is greedy."""
+        """Return the factor of a row's logits in processed log-probabilities; 1 for a greedy
+        row."""
         return float(self.floats[row, word.INV_TEMPERATURE]) or 1.0
 
     def flush(self) -> None:
-        """Send changed rows to the device: one asynchronous copy, or nothing."""
+        """Copy changed rows to the device, in one asynchronous copy if there are any."""
         if not self._changed:
             return
         changed = sorted(self._changed)

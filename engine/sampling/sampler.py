@@ -30,15 +30,15 @@ _MINUS_INF = -0x800000  # the bits of float32 -inf, as int32
 class SamplePlan:
     """The sampler's operations for a batch, decided on the host. Equal plans launch equal kernels.
 
-    logprobs: the maximum number of alternatives that any row reports; -1 = no row reports any.
-    processed: whether some row reports log-probabilities of the distribution that it samples from.
+    logprobs: the maximum number of alternatives that any row reports; -1 = no log-probabilities.
+    processed: whether some row reports processed log-probabilities.
     """
 
-    sampled: bool = False  # some row has a temperature
-    filtered: bool = False  # ... and top_k, top_p or min_p
+    sampled: bool = False  # whether some row has a temperature
+    filtered: bool = False  # whether some row with a temperature has top_k, top_p or min_p
     biased: bool = False
     penalised: bool = False
-    banned: bool = False  # min_tokens may forbid end tokens
+    banned: bool = False  # whether min_tokens may forbid end tokens
     logprobs: int = -1
     processed: bool = False
 
@@ -58,7 +58,7 @@ class SamplePlan:
         return not (self.filtered or self.edits) and self.logprobs < 0
 
 
-# All operations, and the maximum number of log-probabilities of a request.
+# The plan with all operations, and with the maximum number of log-probabilities.
 MOST = SamplePlan(
     sampled=True,
     filtered=True,
@@ -83,15 +83,18 @@ class Masked:
     def upload(
         cls, which: Sequence[int], count: int, masks: NDArray[np.int32], device: torch.device
     ) -> "Masked":
-        """Upload masks to the device; asynchronous on CUDA, and without a host copy for masks that
-        `memory` has allocated.
+        """Upload masks to the device, asynchronously on CUDA.
 
-        which: the samples, among `count`, that have these masks.
+        Masks in memory from `Masked.memory` are not copied on the host.
+
+        which: for each mask the index of its sample.
+        count: the number of all samples.
         """
         index = torch.full((count,), -1, dtype=torch.int32)
         index[list(which)] = torch.arange(len(which), dtype=torch.int32)
         words = torch.from_numpy(masks)
-        if device.type == "cuda":  # pinned memory is reused only after the copy is done
+        # torch's allocator reuses pinned memory only after the copy is done
+        if device.type == "cuda":
             index = index.pin_memory().to(device, non_blocking=True)
             words = words.pin_memory().to(device, non_blocking=True)
         return cls(index, words)
@@ -121,26 +124,27 @@ class Masked:
 class Sampled:
     """The sampled tokens, and log-probabilities if the plan has them. Tokens of bad rows are 0.
 
-    Rows that asked for no log-probabilities hold undefined values. k is the plan's `logprobs`.
+    Log-probabilities of rows that do not report them are undefined. k is the plan's `logprobs`.
     """
 
     tokens: Tensor  # [S] int64
-    bad: Tensor  # [S] bool: NaN, +inf or all -inf, so that the row has no valid token
-    logprob: Tensor | None = None  # [S] float32, as `SamplingParams.logprobs_mode` has it
+    # [S] bool: whether the row's logits have NaN or +inf, or only -inf, so that no token is valid
+    bad: Tensor
+    logprob: Tensor | None = None  # [S] float32, in the row's `logprobs_mode`
     rank: Tensor | None = None  # [S] int64, 1 = most likely
     top_ids: Tensor | None = None  # [S, k] int64
     top_logprobs: Tensor | None = None  # [S, k] float32
-    total: Tensor | None = None  # [S] float32, log of the sum of exp(logits)
+    total: Tensor | None = None  # [S] float32, log-sum-exp of the logits
 
 
 class Sampler:
     """The sampling parameters of every row, and the sampling of tokens. No method waits for the
     device.
 
-    never: ids that are never chosen, ascending, as no text has them. Raw log-probabilities still
-        cover all ids.
-    part: half-open range of ids whose logits this rank has, for `best`; None = all.
-    logprobs_mode: the mode of requests that name none.
+    never: ids that are never chosen, ascending, as the tokenizer lacks them. Raw log-probabilities
+        still cover all ids.
+    part: half-open range of the ids in this rank's vocabulary shard, for `best`; None = all.
+    logprobs_mode: the default of requests without a mode.
     """
 
     def __init__(
@@ -152,7 +156,7 @@ class Sampler:
         part: tuple[int, int] | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
-        # Such ids at the end of the vocabulary cost nothing: sampling reads only the ids before.
+        # Such ids at the end of the vocabulary need no ban: sampling reads only the ids before.
         gone = set(never)
         while vocab_size - 1 in gone:
             vocab_size -= 1
@@ -165,8 +169,8 @@ class Sampler:
         self._rows = ParameterRows(max_rows, vocab_size, device, logprobs_mode)
         self._scratch: Tensor | None = None
         if device.type == "cuda":
-            # For penalties, 64 entries at a time; allocated here because memory is planned only
-            # once.
+            # Buffers for penalties, 64 entries at a time; allocated here, as memory is planned only
+            # at the start.
             shape = (min(max_rows, 64), vocab_size)
             self._scratch = torch.zeros(shape, dtype=torch.int32, device=device)
 
@@ -179,7 +183,7 @@ class Sampler:
         self._rows.flush()
 
     def plan(self, rows: Collection[int]) -> SamplePlan:
-        """Return the cheapest plan with all that the given rows' sampling parameters need."""
+        """Return the cheapest plan with all operations that the given rows need."""
         needs = 0
         for bits in set(map(self._rows.needs.__getitem__, rows)):
             needs |= bits
@@ -196,7 +200,7 @@ class Sampler:
     def best(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Find the largest logit in this rank's shard of the vocabulary, for `of_best`.
 
-        Returns [2, S] int32: the bits of the logit in float32, and its id, the lowest of equals.
+        Returns [2, S] int32: the float32 bits of the logit, and the token id, the lowest of equals.
 
         logits: [S, part], may be overwritten.
         rows: [S] int64, the row of each sample.
@@ -216,9 +220,9 @@ class Sampler:
         return torch.stack([values.view(torch.int32), (ids + first).to(torch.int32)])
 
     def of_best(self, parts: Tensor) -> Sampled:
-        """Return the most likely tokens, from the results of `best` on all ranks.
+        """Return the most likely tokens of the whole vocabulary.
 
-        parts: [parts, 2, S] int32, in the order of the parts.
+        parts: [ranks, 2, S] int32, the results of `best` on all ranks.
         """
         if self._rows.device_words is not None:
             from kernels.sampling.choose import best_of_parts
@@ -232,7 +236,7 @@ class Sampler:
 
     @staticmethod
     def simple_plan(greedy: bool) -> SamplePlan:
-        """Return the plan of a batch whose rows all are greedy, or else have only a temperature."""
+        """Return the plan of a batch of only greedy rows, or of rows with only a temperature."""
         return SamplePlan(sampled=not greedy)
 
     def sample(
@@ -252,8 +256,8 @@ class Sampler:
         positions: [S] int64 on the logits' device, contiguous, the position of each new token.
         tokens: [max_rows, max_len] int32, the rows' tokens so far; read only by penalties.
         plan: a plan with at least the operations of these rows.
-        masked: masks of these samples, applied after all other edits.
-        targets: [S] int64, tokens to report log-probabilities of, instead of the choice.
+        masked: grammar masks of these samples, applied after all other edits.
+        targets: [S] int64, tokens whose log-probabilities to report, instead of the chosen tokens.
         """
         assert rows.is_contiguous() and positions.is_contiguous()
         self.flush()
@@ -281,8 +285,8 @@ class Sampler:
         assert words is not None and self._scratch is not None
         raw = logits
         logits = logits[:, : self._width]
-        # Filters and log-probabilities must see masked logits. Otherwise the sampling kernel itself
-        # applies the masks.
+        # Masks are applied here if filters or log-probabilities need masked logits, otherwise in
+        # the sampling kernel.
         masks = None if masked is None else (masked.mask_of, masked.masks)
         early = masks is not None and (plan.filtered or plan.processed)
         changes = plan.edits or early or self._holes is not None
@@ -302,7 +306,7 @@ class Sampler:
         filters = None
         if plan.filtered or plan.processed:
             filters = filter_thresholds(logits, rows, words)
-        # With masks a greedy batch uses the sampling kernel, which is compiled already.
+        # With masks a greedy batch also uses the sampling kernel, which is already compiled.
         sampled = plan.sampled or masks is not None
         chosen, bad = choose(
             logits,
@@ -364,13 +368,13 @@ class Sampler:
     def prompt_logprobs(
         self, logits: Tensor, targets: Tensor, k: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Compute log-probabilities of a prompt's next tokens.
+        """Compute the log-probabilities of prompt tokens.
 
-        logits: raw [T, vocab].
-        targets: the tokens that came next, [T] int64.
+        logits: [T, vocab], raw, at the positions before the tokens.
+        targets: [T] int64, the tokens.
         Returns the targets' log-probabilities [T] float32 and ranks [T] int64; ids of the k most
-        likely tokens [T, k] int64 and their log-probabilities [T, k] float32; log of the sum of
-        exp(logits) [T] float32.
+        likely tokens [T, k] int64 and their log-probabilities [T, k] float32; log-sum-exp of the
+        logits [T] float32.
         """
         if self._rows.device_words is not None:
             from kernels.sampling.logprobs import logprobs
@@ -385,8 +389,8 @@ def _host_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute log-probabilities of tokens; see `Sampler.prompt_logprobs`.
 
-    scored: for each token its logits [vocab], and the factor that they are scaled with.
-    wanted: the alternatives that each wants; -1 = no log-probabilities.
+    scored: for each token (logits [vocab], factor by which to scale the logits).
+    wanted: for each token the number of alternatives; -1 = no log-probabilities.
     """
     count = len(tokens)
     k = min(k, *(len(logits) for logits, _ in scored)) if scored else k

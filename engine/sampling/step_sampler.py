@@ -1,7 +1,7 @@
 """StepSampler: turns a step's hidden states into tokens and log-probabilities for the host.
 
-Add lines here with care: they run once a step, and nothing may wait for the device (no .item(),
-.cpu(), .tolist(), no indexing by a boolean mask).
+Add lines here with care: the code runs once a step, and nothing may wait for the device (no
+.item(), .cpu(), .tolist(), no indexing by a boolean mask).
 """
 
 from collections import deque
@@ -22,8 +22,8 @@ from engine.sampling.device_result import DeviceResult, HostLogprobs
 from engine.sampling.sampler import Masked, Sampled, SamplePlan, Sampler
 from kernels.metadata import AttentionMeta
 
-# Samples tokens under masks [M, ceil(vocab / 32)], which must not change until that is done. None
-# on a rank that does not sample.
+# Launches sampling with masks [M, ceil(vocab / 32)], which must not change until it is done, or
+# with None on a rank that does not sample.
 MaskedChoice = Callable[[NDArray[np.int32] | None], Tensor]
 
 
@@ -36,20 +36,20 @@ class Head(Protocol):
     def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
         """Compute logits of hidden states [n, hidden_size]; see `engine.models.registry.Model`.
 
-        whole: whether for the whole vocabulary, or for this rank's share.
+        whole: whether to compute logits of the whole vocabulary, or only of this rank's shard.
         """
         ...
 
 
 class GraphChoices(Protocol):
-    """The sampling of tokens as CUDA graphs, by the (entries, tokens) that a step is padded to."""
+    """The interface of the sampling graphs. size: the (entries, tokens) of the padded step."""
 
     def choose(self, size: tuple[int, int], plan: SamplePlan) -> Tensor:
         """Sample the next token of each sampling entry and write it into the entry's row.
 
         Returns [entries] int64, padded.
 
-        plan: a simple plan.
+        plan: a plan for which `SamplePlan.simple` is true.
         """
         ...
 
@@ -60,7 +60,7 @@ class GraphChoices(Protocol):
     def places(self, count: int, mixed: bool) -> tuple[Tensor, Tensor]:
         """Return copies of the rows and positions of the step's new tokens, [count] int64 each.
 
-        mixed: whether the step has prompts' chunks beside decodes.
+        mixed: whether the step has chunks of prompts.
         """
         ...
 
@@ -69,18 +69,18 @@ class GraphChoices(Protocol):
 class Hidden:
     """The hidden states of a launched step, after the final norm.
 
-    states: [n, hidden_size], of all tokens or only of sampled ones.
+    states: [n, hidden_size], of all tokens or only of those that sample.
     places: rows and positions of the new tokens, [num_samples] int64 each; None = `graphs.places`.
-    last: indices in `states` of sampled tokens, [num_samples] int64; None = all.
-    are_logits: whether `states` are logits already, [n, vocab_size].
+    last: indices in `states` of the tokens that sample, [num_samples] int64; None = all.
+    are_logits: whether `states` already are logits, [n, vocab_size].
     graphs: the sampling graphs, if the step was a CUDA graph.
     size: the (entries, tokens) of the step's graph.
-    metas: the step's attention metas, by KV group; None where `read` has them, or no drafter
-        needs them.
-    every: the states of all tokens of the step, for a drafter; None = `states` has them.
-    read: launches a drafter's pass over the step's tokens as a graph and returns its rows; None =
-        there is no such graph.
-    routes: (entry, the experts of its tokens [length, num_layers, chosen]), where asked for.
+    metas: the step's attention metas, by KV group, for a drafter; None if `read` is set or there is
+        no drafter.
+    every: the hidden states of all tokens of the step, for a drafter; None = `states` has them.
+    read: launches a drafter's pass over the step's tokens as a CUDA graph and returns its output
+        rows; None = there is no such graph.
+    routes: (entry, the experts of its tokens [length, num_layers, chosen]), where requested.
     """
 
     states: Tensor
@@ -100,12 +100,12 @@ class StepSamples:
     """The sampling entries of a batch."""
 
     rows: list[int]  # [num_samples]
-    entries: list[int] | None  # batch index of each; None = all entries are decodes
+    entries: list[int] | None  # index of each entry in the batch; None = all entries are decodes
     plan: SamplePlan
 
 
 class StepSampler:
-    """The sampling of steps, with log-probabilities and pooling where rows ask for them."""
+    """The sampling of steps, with log-probabilities and pooling for requests that need them."""
 
     def __init__(
         self, head: Head, sampler: Sampler, tokens: Tensor, pooling: Pooling | None = None
@@ -121,8 +121,8 @@ class StepSampler:
         self._device = tokens.device
         self.cuda = tokens.device.type == "cuda"
         count = len(tokens) - 1
-        # Rows of logits at once: as many as sample in the largest step, for which memory is
-        # planned. Fewer than 64 would save little memory (16 MiB) and lose time.
+        # Maximum rows of logits computed at once: the number of samples of the largest step, for
+        # which memory is planned. Fewer than 64 would save little memory (16 MiB) and lose time.
         self._logits_rows = max(count, 64)
         if self.cuda:
             # Step n's results are read while n + 1 is in flight, so two host buffers alternate.
@@ -130,8 +130,9 @@ class StepSampler:
                 torch.empty(count, dtype=torch.int64, pin_memory=True) for _ in range(2)
             ]
         self._buffer = 0
-        # For each row, on the host: the alternatives it wants (as in HostLogprobs.counts), the
-        # length of its prompt, the virtual tokens in it, and whether its hidden states are pooled.
+        # For each row, on the host: the number of alternatives (as in HostLogprobs.counts), the
+        # length of its prompt, the number of virtual tokens in the prompt, and whether its hidden
+        # states are pooled.
         self._logprobs = [-1] * count
         self._prompt_logprobs = [-1] * count
         self._num_prompt = [0] * count
@@ -163,9 +164,9 @@ class StepSampler:
         return any(self._prompt_logprobs[row] >= 0 or self._pooled[row] for row in batch.rows)
 
     def launch(self, batch: Batch, samples: StepSamples, hidden: Hidden) -> DeviceResult:
-        """Launch prompts' log-probabilities, pooling and the sampling; return the pending result.
+        """Launch prompt log-probabilities, pooling and sampling; return the pending result.
 
-        With masks `DeviceResult.sample` launches the sampling.
+        If the batch has masks, `DeviceResult.sample` launches the sampling later.
         """
         prompt_logprobs: list[tuple[int, HostLogprobs]] = []
         pooled = None
@@ -184,7 +185,7 @@ class StepSampler:
         return result
 
     def launch_nothing(self, step: int) -> DeviceResult:
-        """Return the result of a step without samples, or whose samples another stage takes."""
+        """Return the result of a step without samples, or of a step that another stage samples."""
         return self._to_host(step, torch.empty(0, dtype=torch.int64), None)
 
     def _launch_graph_choice(
@@ -224,7 +225,7 @@ class StepSampler:
             if sampled.logprob is not None:
                 result.logprobs = self._logprobs_to_host(sampled, samples.rows)
                 if result.event is not None:
-                    result.event.record()  # recorded again after these copies
+                    result.event.record()  # recorded again, after these copies
             return result
 
         if not masked or self._head.group.rank:  # only the first rank has the masks
@@ -255,7 +256,7 @@ class StepSampler:
         Returns -1 as the token of a row whose logits are not finite.
         """
         group = self._head.group
-        if by_parts:  # all ranks choose the same token
+        if by_parts:  # all ranks compute the same result
             sampled = self.sampler.of_best(group.gather(self.sampler.best(logits, rows)))
         elif group.rank:  # other ranks do not have all logits
             tokens = rows.new_empty(rows.shape)
@@ -267,7 +268,7 @@ class StepSampler:
         if not self.cuda:
             self._write_on_host(sampled, rows, positions)
             return sampled
-        # bad rows get 0, which is never read
+        # rows without a valid token get 0, which is never read
         self._tokens[rows, positions] = sampled.tokens.to(torch.int32)
         sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
         return sampled
@@ -275,7 +276,7 @@ class StepSampler:
     def _write_on_host(self, sampled: Sampled, rows: Tensor, positions: Tensor) -> None:
         """Write tokens into their rows on the CPU.
 
-        numpy is used, as three torch operations would take as long as a layer of a small model.
+        This uses numpy, as three torch operations would take as long as a layer of a small model.
         Tokens of bad rows are written too, but never read.
         """
         chosen, bad = sampled.tokens.numpy(), sampled.bad.numpy()
@@ -295,7 +296,8 @@ class StepSampler:
         return DeviceResult(step, host, entries, event, check=self._head.group.check)
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        """Return a host copy of the tensor, valid once the device has finished."""
+        """Launch a copy of the tensor to the host, and return the copy, valid once the device is
+        done."""
         return tensor.to("cpu", non_blocking=True) if self.cuda else tensor
 
     def _logprobs_to_host(self, sampled: Sampled, rows: list[int]) -> HostLogprobs:
@@ -315,9 +317,10 @@ class StepSampler:
     def _launch_pooled(
         self, batch: Batch, hidden: Tensor, mode: str
     ) -> tuple[list[int], Tensor] | None:
-        """Return the vectors that this step's chunks add to the embeddings of their texts.
+        """Launch the pooling of this step's chunks of texts to embed.
 
-        The result is the entries, and [entries, hidden_size] float32; None without such entries.
+        Returns (entries, [entries, hidden_size] float32), as in `StepResult.pooled`; None without
+        such entries.
         """
         entries, spans = [], []
         at = 0
@@ -341,9 +344,9 @@ class StepSampler:
     def _launch_prompt_logprobs(
         self, batch: Batch, hidden: Tensor
     ) -> list[tuple[int, HostLogprobs]]:
-        """Launch and return the log-probabilities of the prompt tokens that chunks predict.
+        """Launch the log-probabilities of the prompt tokens that chunks predict.
 
-        The result has (entry, its log-probabilities) pairs.
+        Returns (entry, its log-probabilities) pairs.
         """
         logprobs = []
         at = 0
@@ -372,9 +375,9 @@ class StepSampler:
     ) -> HostLogprobs:
         """Launch the log-probabilities of prompt tokens, and return them.
 
-        slices: logits [at most _logits_rows, vocab_size], in order.
-        targets: the tokens [n] int64.
-        wanted: the number of alternatives for each.
+        slices: logits [at most _logits_rows, vocab_size] of consecutive tokens, in order.
+        targets: [n] int64, the tokens.
+        wanted: the number of alternatives for each token.
         """
         pieces = [
             self.sampler.prompt_logprobs(logits, next_ids, wanted)
