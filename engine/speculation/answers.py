@@ -1,4 +1,4 @@
-"""Answers: earlier answers that later requests of the same key draft from, for a limited time."""
+"""Answers: stores answers for a limited time, as drafts for later requests with the same key."""
 
 import time
 from array import array
@@ -8,27 +8,28 @@ from collections.abc import Callable
 from engine.speculation.suffixes import Suffixes, stands_in
 
 _AGE = 900.0  # seconds after which an answer is forgotten
-_PIECE = 1_024  # most tokens indexed in one call: under 0.4 ms
-_SEEN = 16_384  # newest tokens of a table in which `contain` searches
+_PIECE = 1_024  # maximum tokens indexed in one call, which takes under 0.4 ms
+_SEEN = 16_384  # number of a table's newest tokens in which `contain` searches
 _SHARE = 4  # a key has at most a fourth of all tokens, so one tenant cannot evict all others
 
 
 class _Answers:
-    """The earlier answers of one key, in one array of tokens that later requests draft from.
+    """The earlier answers of one key, in one indexed array of tokens.
 
     A new answer waits as a list, and `read_newest` copies it into the array when drafts are
-    computed. Copying a token that the processor's caches have lost takes 0.1 us, so no answer is
-    copied while no request drafts.
+    computed. Copying takes 0.1 us for each token that is not in the processor's caches, so answers
+    are not copied while no request drafts.
     """
 
     __slots__ = ("arrivals", "num_waiting", "suffixes", "waiting")
 
     def __init__(self) -> None:
         self.suffixes: Suffixes[array[int]] = Suffixes(array("i"))
-        self.arrivals: deque[tuple[float, int]] = deque()  # (time, tokens), oldest first
-        # (time, tokens, where the answer begins and ends in them), oldest first
+        # (time, number of tokens) of the answers in the array, oldest first
+        self.arrivals: deque[tuple[float, int]] = deque()
+        # (time, tokens, begin and end of the answer in the tokens) of waiting answers, oldest first
         self.waiting: deque[tuple[float, list[int], int, int]] = deque()
-        self.num_waiting = 0  # tokens of the waiting answers
+        self.num_waiting = 0  # number of tokens of the waiting answers
 
     def read_newest(self, before: float, most: int) -> None:
         """Append the newest waiting answer to the array, unless it is older than `before`."""
@@ -43,7 +44,8 @@ class _Answers:
     def forget(self, before: float, most: int) -> None:
         """Forget answers older than `before`, and the oldest beyond `most` tokens.
 
-        The remaining tokens are indexed again, so answers are dropped once half of the tokens can.
+        As the remaining tokens must be indexed again, answers are only dropped once half of the
+        tokens can be.
         """
         while self.num_waiting > most or (self.waiting and self.waiting[0][0] < before):
             _, _, begin, end = self.waiting.popleft()
@@ -77,9 +79,9 @@ class Answers:
         return sum(len(t.suffixes.tokens) + t.num_waiting for t in self._tables.values())
 
     def find(self, key: bytes) -> "Suffixes[array[int]] | None":
-        """Return the answers of this key; None = there are none. Valid until the next call.
+        """Return the index of a key's answers, valid until the next call; None = there are none.
 
-        New answers are read and indexed here, at most _PIECE tokens a call.
+        This reads and indexes new answers, at most _PIECE tokens a call.
         """
         if (table := self._read(key)) is None:
             return None
@@ -89,7 +91,7 @@ class Answers:
         return suffixes
 
     def contain(self, key: bytes, tokens: bytes) -> bool:
-        """Whether one of the key's newest answers contains a run of tokens.
+        """Whether the key's newest answers contain a sequence of tokens.
 
         tokens: int32 each.
         """
@@ -97,7 +99,8 @@ class Answers:
         return table is not None and stands_in(table.suffixes.tokens[-_SEEN:], tokens)
 
     def add(self, key: bytes, tokens: list[int], begin: int = 0) -> None:
-        """Add tokens[begin:], an answer, to the table of this key; the list must not change."""
+        """Add an answer, tokens[begin:], to the table of a key; the list must not change
+        afterwards."""
         most = self._most_tokens // _SHARE
         end = min(len(tokens), begin + most // 4)
         if begin >= end:  # no answer, or no room for any

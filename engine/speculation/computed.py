@@ -10,7 +10,7 @@ ON_DEVICE = -1  # a draft in its request's row on the device, which the host doe
 
 
 class ComputedDrafts:
-    """The drafts of one request, which no call returns: steps compute and verify them."""
+    """The drafts of one request that a model computes; steps compute and verify them."""
 
     __slots__ = ("num_tokens",)
 
@@ -22,11 +22,11 @@ class ComputedDrafts:
         self.num_tokens += len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """Return no tokens."""
+        """Return no tokens, as drafts stay on the device."""
         return []
 
     def end(self) -> None:
-        """Do nothing, as a model learns from no answer."""
+        """Do nothing, as a draft model does not use earlier answers."""
 
 
 class ComputedDrafter:

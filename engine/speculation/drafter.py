@@ -1,12 +1,12 @@
 """Drafter, Drafts: the interface between the scheduler and drafters of speculative decoding.
 
     drafts = drafter.begin(token_ids, num_prompt, prediction, key)   when a request first drafts
-    drafts.extend(tokens)                                            text that came since, in order
+    drafts.extend(tokens)                                            newly accepted tokens, in order
     drafts.propose(most)                                             0 to `most` next tokens
     drafts.end()                                                     when the request ends
 
-`extend` may come late: the scheduler need not call it in steps without drafts, so speculation that
-is off costs nothing. `Drafts.num_tokens` says from where on tokens are missing.
+`extend` may be called late: the scheduler need not call it in steps without drafts, so paused
+speculation costs nothing. `Drafts.num_tokens` is the number of tokens that the drafts have.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Drafts(Protocol):
-    """The drafts of one request. They depend on the request's text and on no step's result."""
+    """The source of one request's drafts."""
 
     @property
     def num_tokens(self) -> int:
@@ -26,13 +26,13 @@ class Drafts(Protocol):
         ...
 
     def propose(self, most: int) -> list[int]:
-        """Return 0 to `most` tokens that may continue the text; it changes nothing."""
+        """Return 0 to `most` tokens that may continue the text; the state does not change."""
         ...
 
     def end(self) -> None:
-        """Add the answer to those that later requests of the same key draft from.
+        """Store the answer as a source of drafts for later requests with the same key.
 
-        Legal once, as the last call.
+        This is the last call.
         """
         ...
 

@@ -1,68 +1,73 @@
-"""DraftLengths: how many drafts of look-up a step verifies, by measured step times and acceptance.
+"""DraftLengths: how many look-up drafts a step verifies, by measured step times and acceptance.
 
-model_lengths.py decides about drafts of a model.
+For drafts of a model see model_lengths.py.
 
     record = DraftRecord()                              one for each request that may draft
-    most = lengths.begin_step(entries)                  before each step; 0 = ask no drafter
-    if length := lengths.look_due():                    while it is 0: check one request, whether
+    most = lengths.begin_step(entries)                  before each step; 0 = no drafts
+    if length := lengths.look_due():                    while that is 0: check one request for
+    whether
         lengths.note_look(repeats)                      its last `length` tokens occur earlier
     drafts = source.propose(lengths.limit(record))
     [most] = lengths.worth([record], [len(drafts)])     drop tokens that cost more than they gain
     lengths.observe_drafts([record], [drafted], [accepted])      verified drafts (drafted >= 1)
     lengths.observe_step(entries, drafts, seconds)      each step of decodes alone
 
-The controller decides twice, from figures that the engine measures:
+The controller makes two decisions, from measured times and acceptance:
 
 1. For each draft: a token is verified if its acceptance probability exceeds the price of a row, the
-   share of a step's time for one more token. Probabilities are those of drafts of equal length (a
-   draft is long where its match is long), corrected by the request's earlier acceptance.
+   share of a step's time for one more token. Probabilities are measured by length of draft, as
+   longer drafts come from longer matches, and corrected by the request's earlier acceptance.
 2. For steps: blocks of steps with drafts alternate with short blocks without. If the blocks with
    drafts give fewer tokens a second, drafts pause for 64 steps (a rest), later for up to 256. They
-   pause too if none is accepted, as asking drafters takes time. A rest goes on while checks (looks)
-   of one request every few steps find no text that repeats.
+   also pause if none is accepted, as drafting takes time. A rest continues while checks (looks) of
+   one request every few steps find no repeated text.
 """
 
 import math
 from collections.abc import Sequence
 
 # ---- Blocks and rests, in steps
-_SETTLING = 2  # unmeasured first steps of a block: a step of the block before may be in flight
+_SETTLING = 2  # unmeasured first steps of a block, as a step of the previous block may be in flight
 _MEASURED = 4  # measured steps of a short block
-_REST, _LONGEST_REST = 64, 256  # first and longest rest
-_LAST = 8  # last steps of a rest, which are measured
+_REST, _LONGEST_REST = 64, 256  # length of the first rest, and maximum
+_LAST = 8  # number of last steps of a rest, which are measured
 _BLANK = 64  # consecutive steps without an accepted draft after which a rest begins
-_LOOK, _LOOK_FEW = 32, 16  # steps between two looks; the second with at most _FEW decodes
-_REPEATED, _REPEATED_FEW = 3, 2  # tokens that have to repeat in a look; the second as above
-_REPEATS = 2  # consecutive looks with a repeat that end a rest begun for lack of accepted drafts
-_FEW = 16  # up to so many decodes in a step, the time for asking drafters is negligible
+_LOOK, _LOOK_FEW = 32, 16  # steps between two looks; the second value with at most _FEW decodes
+# number of tokens that have to repeat in a look; the second value as above
+_REPEATED, _REPEATED_FEW = 3, 2
+# number of consecutive looks with a repeat that end a rest that began for lack of accepted drafts
+_REPEATS = 2
+_FEW = 16  # number of decodes in a step up to which the time for drafting is negligible
 
 # ---- Thresholds. Speed-up: tokens a second with drafts, divided by tokens a second without.
-_KEEPS = 0.994  # least speed-up at which drafts go on
+_KEEPS = 0.994  # minimum speed-up at which drafts continue
 _LOSES = 0.97  # speed-up below which a block ends early and rests become longer
-_NOISE = 0.1  # random error of the measured speed-up with one decode a step; less with more
-_MARGIN = 1.15  # least gain of a draft token, as a multiple of its price
-_LIKELY = 0.7  # first guess of the acceptance of a token of a long draft
-_LEAST_GAIN = 0.004  # accepted drafts per decode below which drafts rest
-_PROBES = 0.004  # maximum share of time for drafts not worth their price, to measure them
+# random error of the measured speed-up with one decode a step; it is less with more decodes
+_NOISE = 0.1
+_MARGIN = 1.15  # minimum gain of a draft token, as a multiple of its price
+_LIKELY = 0.7  # initial estimate of the acceptance of a token of a long draft
+_LEAST_GAIN = 0.004  # accepted drafts per decode below which drafts pause
+_PROBES = 0.004  # maximum share of time for measuring drafts that are not worth their price
 
 # ---- Running means, and the fitted line of a step's extra time over its draft tokens
 _STEP_WEIGHT = 0.15  # weight of a new step with drafts in the means; less with few decodes
 _PLAIN_WEIGHT = 0.15  # weight of a new step without drafts, of which there are few
 _HIT_WEIGHT = 0.04  # weight of a new draft in the mean acceptance
-_FADING = 0.97  # factor of the line's earlier steps at each step with drafts
-_RETURNING = 0.994  # factor at a step without drafts, where the line moves to its first guess
+_FADING = 0.97  # factor on the weight of earlier steps in the line, at each step with drafts
+# factor at a step without drafts, by which the line moves towards its initial estimate
+_RETURNING = 0.994
 _SURPRISE = 0.2  # maximum deviation of a step's time from the line, in steps; outliers are clipped
-# Most fixed extra time of a step with drafts (the line's intercept), in steps; what is beyond it is
-# taken for other programs' load.
+# Maximum fixed extra time of a step with drafts (the line's intercept), in steps; more is
+# attributed to other programs.
 _MOST_FIXED = 0.5
 
 
 class DraftRecord:
     """The record of how many of one request's drafts were accepted; only DraftLengths changes it.
 
-    expected, accepted: fading sums of expected and accepted draft tokens.
-    proposed: the length of the last draft before it was cut.
-    asked: the step in which the request last had a draft.
+    expected, accepted: decaying sums of expected and accepted draft tokens.
+    proposed: the length of the last draft before it was shortened.
+    asked: the number of the step in which the request last had a draft.
     """
 
     __slots__ = ("accepted", "asked", "expected", "proposed")
@@ -100,18 +105,19 @@ class _StepCosts:
     def __init__(self, entries: int) -> None:
         self.noise = _NOISE / entries
         self.plain = 0.0  # seconds of a step without drafts; 0 = not measured
-        self.num_plain = 0  # measured steps without drafts
+        self.num_plain = 0  # number of measured steps without drafts
         self.gain = 0.0  # mean accepted drafts per decode in blocks with drafts
         self.extra = 0.0  # mean time of steps in such blocks beyond `plain`, as a share of `plain`
-        self.measured = 0  # measured steps in blocks with drafts
+        self.measured = 0  # number of measured steps in blocks with drafts
         self.on = False  # whether this block has drafts
         self.resting = False  # whether this block is a rest
-        self.idle = False  # whether it is a rest because no drafts were accepted
-        self.block = self.left = _SETTLING + _MEASURED  # the block's steps; its remaining steps
+        self.idle = False  # whether this rest began because no drafts were accepted
+        # number of the block's steps, and of its remaining steps
+        self.block = self.left = _SETTLING + _MEASURED
         self.settling = _SETTLING
         self.rest = _REST
-        # A line fitted to (draft tokens, time beyond `plain`), by decayed sums. It begins with a
-        # guess: rows cost little up to 32, and at most half of a decode's share beyond.
+        # A line fitted to (draft tokens, time beyond `plain`), by decayed sums. It begins with an
+        # estimate: rows cost little up to 32, and at most half of a decode's share beyond.
         self._entries = entries
         self._sums = self._guess = self._point(entries, min(0.5, entries / 128))
         self.fixed = self.price = 0.0
@@ -123,7 +129,8 @@ class _StepCosts:
         return (1 + self.gain) / (1 + self.extra)
 
     def measure_plain(self, seconds: float) -> None:
-        """Add the time of a step without drafts. The first weigh most, and outliers little."""
+        """Add the time of a step without drafts; the first times have more weight, and outliers
+        less."""
         self.num_plain += 1
         plain = self.plain or seconds
         weight = max(_PLAIN_WEIGHT, 1 / self.num_plain)
@@ -131,11 +138,11 @@ class _StepCosts:
 
     def measure(self, drafts: int, seconds: float, accepted: int) -> None:
         """Add a step of a block with drafts, even if the step itself had none."""
-        # A row costs at most what a decode does; the rest of a longer step is another program's.
+        # A row costs at most as much as a decode; more time is attributed to other programs.
         most = _MOST_FIXED + drafts / self._entries
         extra = min(seconds / self.plain - 1, most)
         if drafts:
-            # One step tells little, as it may have waited for another program.
+            # The deviation of one step is clipped, as it may have waited for another program.
             line = self.fixed + self.price * drafts
             surprise = _SURPRISE * (1 + line)
             point = self._point(drafts, min(max(extra, line - surprise), line + surprise))
@@ -163,12 +170,13 @@ class _StepCosts:
     def _draw(self) -> None:
         """Fit the line to the measured steps: `fixed` is its intercept, `price` its slope."""
         weight, xs, ys, squares, products = self._sums
-        weight += 0.2  # a point at the origin, so that steps with one number of drafts suffice
+        # an artificial point at the origin, so that steps with a single number of drafts suffice
+        weight += 0.2
         spread = squares - xs**2 / weight
         slope = (products - xs * ys / weight) / spread if spread > 1e-6 else 0.0
         slope = min(max(0.0, slope), 1 / self._entries)
         fixed = (ys - slope * xs) / weight
-        if fixed < 0:  # a line through the origin
+        if fixed < 0:  # then the line is forced through the origin
             fixed, slope = 0.0, min(max(0.0, products / squares), 1 / self._entries)
         self.fixed, self.price = min(fixed, _MOST_FIXED), slope
 
@@ -188,11 +196,11 @@ class _StepCosts:
                 self.rest = min(longer, _REST if few else _LONGEST_REST)
         else:
             self.on = True
-            # A block without drafts loses their speed-up, so the larger that is, the rarer such
-            # blocks are.
+            # Blocks without drafts lose the speed-up of drafts, so they are rarer for a larger
+            # speed-up.
             long = 128 if self.value < 1.1 else 512
             self.left = long if pays else _SETTLING + _MEASURED
-            if not pays:  # another trial, on new figures
+            if not pays:  # another trial, with new measurements
                 self.measured = 0
         if pays:
             self.rest = _REST
@@ -200,7 +208,7 @@ class _StepCosts:
         self.block = self.left
 
     def end_early(self) -> bool:
-        """Whether drafts lose speed, or almost none is accepted: the block of steps then ends."""
+        """Whether the block should end, as drafts lose speed or almost none is accepted."""
         steps = self.block - self.left
         if steps >= (_REST if self._entries <= _FEW else _SETTLING + _MEASURED) and (
             self.gain < _LEAST_GAIN
@@ -210,7 +218,7 @@ class _StepCosts:
 
 
 class DraftLengths:
-    """The controller of draft lengths; one for each engine.
+    """The controller of the lengths of look-up drafts; one for each engine.
 
     most: the maximum number of draft tokens of a request in a step.
     """
@@ -221,31 +229,34 @@ class DraftLengths:
         self._costs: dict[int, _StepCosts] = {}
         self._current = _StepCosts(1)
         self._entries = 1
-        # [length of the draft][position]: share of drafts that were accepted up to this position
+        # [length of the draft][position]: share of drafts of this length accepted up to this
+        # position
         self._hits = [
             [(_LIKELY if n >= 4 else 0.3 if n == 1 else 0.4) ** (j + 1) for j in range(n)]
             for n in range(most + 1)
         ]
-        self._probed = 0  # the last step that verified a draft not worth its price, to measure it
-        self._drafted = 0  # draft tokens of the last step
-        self._blank = 0  # consecutive steps that asked for drafts and accepted none
+        self._probed = 0  # the last step that verified a draft only to measure it
+        self._drafted = 0  # number of draft tokens of the last step
+        self._blank = 0  # number of consecutive steps that computed drafts and accepted none
         self._accepted = 0  # accepted draft tokens since the last call of observe_step
-        self._interested = 0  # requests with a draft worth its price, since the last step
+        self._interested = 0  # number of requests with a draft worth its price, since the last step
         self._mean_interested = 1.0
         self._next_look = 0  # the first step in which a look is due again
-        # Since the rest began or was prolonged: looks, looks that found a repeat, and the newest
-        # consecutive looks that did.
+        # Since the rest began or was prolonged: numbers of looks, of looks that found a repeat, and
+        # of the latest consecutive looks that did.
         self._looks = self._repeats = self._in_a_row = 0
 
     def forget_steps(self) -> None:
-        """Forget the measured times of all steps: those of warm-up include compilation."""
+        """Forget the measured times of all steps, as those of the warm-up include compilation."""
         self._costs.clear()
         self._current = _StepCosts(1)
 
     def begin_step(self, entries: int) -> int:
         """Return the maximum number of drafts of a request in the next step; 0 = no drafts at all.
 
-        entries: decoding requests of the step. May be called several times for a step.
+        This may be called several times for a step.
+
+        entries: the number of decoding requests of the step.
         """
         if entries <= 0:
             return 0
@@ -255,13 +266,13 @@ class DraftLengths:
 
     @property
     def dormant(self) -> bool:
-        """Whether the drafter may skip the tokens of steps: False, as they cost look-up nothing."""
+        """Whether the drafter may skip the tokens of steps: False, as look-up reads them for free."""
         return False
 
     def look_due(self) -> int:
         """Return the length of the suffix to check for repeats in a request; 0 = no check is due.
 
-        Legal while `begin_step` returns 0.
+        Call this only while `begin_step` returns 0.
         """
         if self._step < self._next_look or not self._current.resting:
             return 0
@@ -270,7 +281,7 @@ class DraftLengths:
     def note_look(self, repeats: bool) -> None:
         """Record a check of one decoding request for repeated text.
 
-        repeats: whether its text ends with tokens that occurred earlier.
+        repeats: whether the text ends with tokens that occurred earlier.
         """
         self._next_look = self._step + (_LOOK_FEW if self._entries <= _FEW else _LOOK)
         self._looks += 1
@@ -280,19 +291,19 @@ class DraftLengths:
             self.wake()
 
     def wake(self) -> None:
-        """End the steps without drafts, because drafts are likely to be accepted again."""
+        """End the rest, because drafts are likely to be accepted again."""
         if self._current.resting:
             self._begin_block(self._current)
 
     def limit(self, record: DraftRecord) -> int:
-        """Return the maximum of this request's drafts in the step that `begin_step` began."""
+        """Return the maximum number of a request's drafts in the step that `begin_step` began."""
         return self._most if self._current.on else 0
 
     def worth(self, records: Sequence[DraftRecord], lengths: Sequence[int]) -> list[int]:
         """Return, for each request, how many leading tokens of its draft gain more time than they
         cost.
 
-        lengths: tokens of the drafts, each at most `limit`.
+        lengths: the numbers of tokens of the drafts, each at most `limit`.
         """
         return list(map(self._worth, records, lengths))
 
@@ -311,7 +322,7 @@ class DraftLengths:
         if count and record.asked != self._step:
             self._interested += 1
             record.asked = self._step
-        # A step with drafts has a fixed cost, which its requests with drafts share.
+        # The fixed cost of a step with drafts is divided among its requests with drafts.
         share = _MARGIN * costs.fixed * entries / max(1.0, self._mean_interested, self._interested)
         record.proposed = length
         if best > share:
@@ -339,7 +350,7 @@ class DraftLengths:
         self._accepted += accepted
 
     def observe_forced(self, accepted: int) -> None:
-        """Count accepted tokens that a grammar forced, without changing mean acceptance."""
+        """Count accepted tokens that a grammar forced, which do not change the acceptance rates."""
         self._accepted += accepted
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:

@@ -1,9 +1,9 @@
-"""Look-up: drafts the tokens that followed an earlier occurrence of the text's end, as in edits,
-summaries and code.
+"""Look-up: drafts the tokens that followed an earlier occurrence of the text's last tokens.
 
-Sources, the longest match first: the client's `prediction`, the prompt and the answer so far, and
-earlier answers of the same key. A draft is no longer than its match (times `factor`), which gives
-the tokens a step of n-gram look-up for a third fewer rows. Texts without repeats get no drafts.
+This suits edits, summaries and code. The sources are the client's `prediction`, the prompt and the
+answer so far, and earlier answers of the same key; the longest match is used. A draft is at most as
+long as its match times `factor`, which gives as many tokens a step as n-gram look-up with a third
+fewer rows. Texts without repeats get no drafts.
 """
 
 from array import array
@@ -13,23 +13,26 @@ from dataclasses import dataclass
 from engine.speculation.answers import Answers
 from engine.speculation.suffixes import BYTES_PER_TOKEN, Suffixes, stands_in
 
-_TRIES = 8  # maximum occurrences of a pair of tokens that a look-up compares
-_WINDOW = 16_384  # newest tokens of a request that are searched for matches
-_PIECE = 4_096  # tokens indexed in one call, so that a long prompt delays no step: under 1 ms
-_SEEN = 4_096  # newest tokens of a text in which a check for repeats searches
-_LEAD = 16  # last prompt tokens, stored with an answer so that its first tokens can be found
+_TRIES = 8  # maximum number of occurrences of a token pair that a look-up compares
+_WINDOW = 16_384  # number of a request's newest tokens that are searched for matches
+# maximum tokens indexed in one call, which takes under 1 ms, so that a long prompt delays no step
+_PIECE = 4_096
+_SEEN = 4_096  # number of a text's newest tokens in which a check for repeats searches
+# number of last prompt tokens that are stored with an answer, so that its first tokens can be
+# matched
+_LEAD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LookupOptions:
     """The settings of look-up.
 
-    min_match, max_match: the minimum of matching tokens before a draft, and the maximum compared.
+    min_match, max_match: the minimum number of matching tokens, and the maximum that is compared.
     factor: the maximum number of draft tokens for each token of the match.
-    min_probability: a draft ends where its estimated probability falls below. Estimates are shares
-        among up to eight occurrences with equal matches.
-    shared_tokens: the maximum of stored tokens of earlier answers, of all keys; 0 = requests draft
-        from their own text.
+    min_probability: a draft ends where its estimated probability falls below this. The estimates
+        are shares among up to eight occurrences with equal matches.
+    shared_tokens: the maximum number of stored tokens of earlier answers, over all keys; 0 =
+        requests draft only from their own text.
     text_tokens: the maximum number of indexed tokens of all running requests together.
     """
 
@@ -41,9 +44,9 @@ class LookupOptions:
     text_tokens: int = 2**20
 
     def num_bytes(self, num_seqs: int, max_model_len: int) -> int:
-        """Return the maximum of host memory that look-up takes, in bytes.
+        """Return the maximum host memory of look-up in bytes.
 
-        num_seqs, max_model_len: requests that run at once, and the maximum of tokens of each.
+        num_seqs, max_model_len: the maximum numbers of running requests, and of tokens of each.
         """
         texts = num_seqs * min(2 * _WINDOW, max_model_len)
         return (self.shared_tokens + min(self.text_tokens, texts)) * BYTES_PER_TOKEN
@@ -55,7 +58,8 @@ class Lookup:
     def __init__(self, options: LookupOptions) -> None:
         self.options = options
         self.answers = Answers(options.shared_tokens)
-        self.room = options.text_tokens  # tokens of running requests that may still be indexed
+        # number of tokens of running requests that may still be indexed
+        self.room = options.text_tokens
 
     def begin(
         self, token_ids: Sequence[int], num_prompt: int, prediction: Sequence[int], key: bytes
@@ -74,7 +78,7 @@ class Lookup:
     def repeats(self, token_ids: Sequence[int], key: bytes, length: int) -> bool:
         """Whether a text's last `length` tokens occur earlier, in the text or in other answers.
 
-        It needs no state of the request, and takes 12 ns a token of the text.
+        The check needs no state of the request, and takes 12 ns for each token of the text.
         """
         seen = array("i", token_ids[-_SEEN:])
         end = seen[-length:].tobytes()
@@ -109,11 +113,12 @@ class LookupDrafts:
         self._lookup, self._options, self._answers = lookup, lookup.options, lookup.answers
         self._key = key
         self._text = Suffixes(expected + list(token_ids[cut:]))
-        # index in the list of tokens = index in the request's text + offset
+        # offset of the list's indices to those of the request's text
         self._offset = len(expected) - cut
         self._answer_begin = num_prompt
-        # A draft is likely to go on where the last one ended: (length of the list, position of the
-        # match) at the last proposal. A prediction is taken from the answer's first token on.
+        # (length of the list, position of the match) of the last proposal, as the next draft
+        # probably continues where it ended. A prediction is followed from the answer's first token
+        # on.
         self._following = (num_prompt + self._offset, 0) if expected else None
 
     @property
@@ -136,7 +141,7 @@ class LookupDrafts:
         if self._following is not None:
             then, place = self._following
             place += len(tokens) - then
-            if place == 0:  # the answer's first token, with a prediction
+            if place == 0:  # drafts of the answer's first token from a prediction
                 return tokens[:most]
             match = text.match(tokens, place, options.max_match)
             if match >= max(length, options.min_match):

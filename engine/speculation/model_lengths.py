@@ -1,12 +1,12 @@
-"""ModelLengths: how many drafts of a model a step has, by measured step times and acceptance.
+"""ModelLengths: how many drafts a draft model computes, by measured step times and acceptance.
 
 The class has the interface of `DraftLengths`, for drafters that run on the device. Such drafters
 always have drafts, whose acceptance changes little, and each draft costs a pass of the drafter.
-Padding of CUDA graphs makes steps of three drafts a request as long as those of two. So all
-requests get drafts of one length, and each length's step time is measured. Lengths take turns in
-short trials, and the one with the most tokens a second goes on in long blocks. If none gains,
-drafts rest, until the time that drafts have lost is a small share of all steps. A lost trial whose
-drafts were mostly right is repeated soon once, as the first steps of new shapes take longer.
+Padding of CUDA graphs makes steps with three drafts a request as long as those with two. So all
+requests get drafts of equal length, and the step time is measured for each length. Lengths are
+tried in short blocks of steps, and the length with the most tokens a second is used in long blocks.
+If no length gains, drafts pause (rest) until the lost time is a small share of all steps. A lost
+trial with high acceptance is repeated once soon, as the first steps of new shapes take longer.
 """
 
 import math
@@ -17,38 +17,43 @@ from statistics import median
 from engine.speculation.lengths import DraftRecord
 
 # ---- Blocks, in steps
-_SETTLING, _COLD = 2, 6  # unmeasured first steps of a block; further ones of a length's first block
-_MEASURED = 5  # measured steps of a short block
-_LONG, _LONGER = 128, 512  # blocks of the best length; the second where it gains a tenth
+# number of unmeasured first steps of a block, and of further ones in a length's first block
+_SETTLING, _COLD = 2, 6
+_MEASURED = 5  # number of measured steps of a short block
+# steps of a long block of the best length; the second value if the length gains a tenth
+_LONG, _LONGER = 128, 512
 _FIRST_REST, _SECOND_REST, _LONGEST_REST = 32, 512, 8192
-_DORMANT = 128  # in longer rests the drafter reads nothing
-_LAST = 8  # last steps of such a rest, in which the drafter reads
-_RETRIALS = 4  # long blocks until another length is measured again; the first ones come sooner
+_DORMANT = 128  # in longer rests the drafter skips the tokens of steps
+_LAST = 8  # number of last steps of such a rest, in which the drafter processes tokens
+_RETRIALS = 4  # number of long blocks until another length is measured again; fewer at first
 
 # ---- Speed-ups: tokens a second with drafts, divided by tokens a second without
 _LEAST = 1.02  # least speed-up at which drafts go on
-# _LEAST_READING replaces _LEAST while steps without drafts were measured only with a drafter that
-# reads their tokens, which takes up to a tenth of a step. Up to a speed-up of _CLOSE, steps without
-# such reads are measured before drafts go on.
+# _LEAST_READING replaces _LEAST as long as steps without drafts were measured only while the
+# drafter processed their tokens, which takes up to a tenth of a step. For a speed-up below _CLOSE,
+# steps without this work are measured before drafts continue.
 _LEAST_READING, _CLOSE = 1.05, 1.15
-_PROMISING = 1.18  # guessed speed-up at which an untried length is tried at once
-_PROBABLE = 1.7  # tokens of a step at which a lost trial is repeated soon
+_PROMISING = 1.18  # estimated speed-up at which an untried length is tried at once
+_PROBABLE = 1.7  # tokens a step of a request at which a lost trial is repeated soon
 
 _LOSS = 0.003  # maximum share of steps that trials may lose
-_CREDIT = 8.0  # maximum of won steps that later losses are set off against
-_WORST = 4.0  # maximum time of a trial's step, in steps without drafts
-_CHEAPEST = 0.03  # least cost of a draft, in steps without drafts
-_LIKELY = 0.7  # first guess of the acceptance of a draft after accepted ones
-_FEW = 96  # decodes up to which the longest drafts are tried first
-_CHEAP = 0.85  # guessed cost a draft of an untried length, as a share of a tried one's
+_CREDIT = 8.0  # maximum number of gained steps against which later losses are offset
+_WORST = 4.0  # maximum time of a step in a trial, in steps without drafts
+_CHEAPEST = 0.03  # minimum cost of a draft, in steps without drafts
+_LIKELY = 0.7  # initial estimate of the acceptance of a draft after accepted ones
+_FEW = 96  # number of decodes up to which the longest drafts are tried first
+_CHEAP = 0.85  # estimated cost per draft of an untried length, relative to that of a tried one
 _WEIGHT = 0.1  # weight of a new step in a length's mean time
-_HIT_WEIGHT = 0.02  # least weight of a new draft in its mean acceptance; the first weigh more
-_POOR = 0.3  # share of the expected acceptance below which a request gets a draft alone
+# minimum weight of a new draft in the mean acceptance; the first drafts have more
+_HIT_WEIGHT = 0.02
+_POOR = 0.3  # share of the expected acceptance below which a request gets a single draft
 
 
 class _Seconds:
-    """The mean time of a step: the median of the first _MEASURED times, then a running mean that
-    clips outliers."""
+    """The mean time of a step.
+
+    It is the median of the first _MEASURED times, then a running mean that clips outliers.
+    """
 
     __slots__ = ("_first", "value")
 
@@ -74,10 +79,10 @@ class _Seconds:
 
 
 class _Losses:
-    """The time that drafts have lost and not won back, for all numbers of decodes together.
+    """The net time that drafts have lost, over all numbers of decodes together.
 
-    steps: that time, in steps without drafts; it falls by _LOSS a step. Negative after won time,
-        down to -_CREDIT.
+    steps: that time, in steps without drafts, reduced by _LOSS at each step. It is negative after
+        gains, down to -_CREDIT.
     """
 
     __slots__ = ("steps",)
@@ -87,11 +92,11 @@ class _Losses:
 
     @property
     def allow(self) -> bool:
-        """Whether a trial that probably loses may begin."""
+        """Whether a trial that probably loses time may begin."""
         return self.steps <= 1.0
 
     def add(self, steps: float) -> None:
-        """Add lost steps; negative for won ones."""
+        """Add lost time, in steps without drafts; negative for gains."""
         self.steps = max(-_CREDIT, self.steps + steps)
 
     def fade(self) -> None:
@@ -106,9 +111,9 @@ class _Block:
     A block is a number of consecutive steps whose drafts have one length.
 
     length: the length of drafts in the current block; 0 = no drafts.
-    block, left: how many steps the current block has, and how many of them are to come.
-    resting: whether the current block is without drafts because drafts did not pay.
-    dormant: whether the drafter reads nothing in the current block, but for a rest's last steps.
+    block, left: the number of steps of the current block, and of its remaining steps.
+    resting: whether the current block has no drafts because they do not gain.
+    dormant: whether the drafter skips the tokens of the current block, except its last steps.
     """
 
     __slots__ = (
@@ -131,18 +136,20 @@ class _Block:
 
     def __init__(self, entries: int, most: int, losses: _Losses) -> None:
         self._entries, self._losses = entries, losses
-        # by length of drafts; [0]: steps without drafts, in which the drafter does not read
+        # step times by length of drafts; [0] = without drafts and without work of the drafter
         self.seconds = [_Seconds() for _ in range(most + 1)]
-        self._reading = _Seconds()  # steps without drafts in which the drafter reads
-        self._share = 0.0  # time without reading / time with reading; 0 = not known
+        # step times without drafts, while the drafter processes the steps' tokens
+        self._reading = _Seconds()
+        self._share = 0.0  # ratio of the former to the latter without drafts; 0 = unknown
         self._tried: set[int] = set()
-        self._rests = 0  # consecutive rests
+        self._rests = 0  # number of consecutive rests
         self._rest = _SECOND_REST
-        self._blocks = 0  # long blocks so far
+        self._blocks = 0  # number of long blocks so far
         self._begin(0)
 
     def _begin(self, length: int, steps: int = 0, *, dormant: bool = False) -> None:
-        """Begin a block of `steps` steps with drafts of this length; 0 steps: a trial."""
+        """Begin a block of `steps` steps with drafts of this length; 0 = a trial's number of
+        steps."""
         self.length, self.settling = length, _SETTLING
         if length and length not in self._tried:
             self.settling += _COLD
@@ -155,7 +162,7 @@ class _Block:
 
     @property
     def sleeps(self) -> bool:
-        """Whether the drafter need not read the tokens of the next step."""
+        """Whether the drafter may skip the tokens of the next step."""
         return self.dormant and not (self.resting and self.left <= _LAST)
 
     def measure(self, seconds: float) -> None:
@@ -174,7 +181,9 @@ class _Block:
     def speed_up(self, length: int, gain: float) -> float:
         """Return the tokens a second with drafts of a length, divided by those without.
 
-        gain: accepted drafts of a request in a step. An unmeasured time is estimated from others.
+        An unmeasured time is estimated from those of other lengths.
+
+        gain: the mean number of accepted drafts of a request in a step.
         """
         plain, own = self.seconds[0].value, self.seconds[length].value
         if not own:
@@ -185,16 +194,16 @@ class _Block:
         return (1 + gain) * plain / own
 
     def hopeless(self, length: int, gain: float) -> bool:
-        """Whether drafts of a length lose even if they cost the least that drafts can.
+        """Whether drafts of a length lose time even at the minimum cost of drafts.
 
-        gain: accepted drafts of a request in a step.
+        gain: the mean number of accepted drafts of a request in a step.
         """
         return (1 + gain) / (1 + _CHEAPEST * length) < _LEAST
 
     def go_on(self, gains: list[float]) -> None:
         """Begin the next block.
 
-        gains: by length, the expected accepted drafts of a request in a step.
+        gains: by length, the expected number of accepted drafts of a request in a step.
         """
         if not self.seconds[0].value:
             return self._begin(0)
@@ -202,7 +211,7 @@ class _Block:
         lengths = range(1, most + 1)
         measured = [length for length in lengths if self.seconds[length].value]
         if not measured:
-            self._tried.discard(self.length)  # a trial that has ended early
+            self._tried.discard(self.length)  # a trial that ended early is repeated
             first = most if self._entries <= _FEW else 1
             probable = self._losses.allow or gains[first] >= _PROBABLE - 1
             if self.resting or (probable and not self.hopeless(first, gains[first])):
@@ -223,7 +232,8 @@ class _Block:
             return self._begin(0, dormant=True)
         self._rests, self._rest = 0, _SECOND_REST
         if self.length == best and self.block > _LONG // 2:
-            return self._begin(0)  # the time without drafts changes with the texts' lengths
+            # measured again, as the time without drafts changes with the texts' lengths
+            return self._begin(0)
         self._blocks += 1
         others = [length for length in measured if length != best]
         early = self._blocks <= len(others)
@@ -233,11 +243,12 @@ class _Block:
         return self._begin(best, long)
 
     def _lose(self, best: int, gain: float) -> None:
-        """Begin a rest, or the trial after one.
+        """Begin a rest, or the trial after a rest.
 
-        best, gain: the most promising length, and its accepted drafts of a request in a step.
+        best: the most promising length of drafts.
+        gain: the mean number of accepted drafts of a request in a step at that length.
         """
-        if self.resting:  # measure the most promising length again
+        if self.resting:  # after a rest, the most promising length is measured again
             return self._begin(best)
         self._rests += 1
         if self._rests == 1 and gain >= _PROBABLE - 1:
@@ -261,8 +272,9 @@ class ModelLengths:
         self._entries = 1
         self._losses = _Losses()
         self._current = _Block(1, most, self._losses)
-        # by position: the share of accepted drafts among those whose predecessors were accepted
-        # (`_hits`), and the number of these drafts (`_seen`), with 1 for the guess
+        # By position: the share of accepted drafts among those whose predecessors were accepted
+        # (`_hits`), and the number of these drafts (`_seen`), where the initial estimate counts as
+        # 1.
         self._hits = [_LIKELY] * most
         self._seen = [1] * most
 
@@ -273,9 +285,11 @@ class ModelLengths:
         self._current = _Block(1, self._most, self._losses)
 
     def begin_step(self, entries: int) -> int:
-        """Return the drafts that each request gets in the next step; 0 = none.
+        """Return the number of drafts that each request gets in the next step; 0 = none.
 
-        entries: decoding requests of the step. May be called several times for a step.
+        This may be called several times for a step.
+
+        entries: the number of decoding requests of the step.
         """
         if entries <= 0:
             return 0
@@ -285,7 +299,7 @@ class ModelLengths:
 
     @property
     def dormant(self) -> bool:
-        """Whether drafts rest for so long that a drafter need not read the tokens of steps."""
+        """Whether drafts pause for so long that the drafter may skip the tokens of steps."""
         return self._current.sleeps
 
     def limit(self, record: DraftRecord) -> int:
@@ -300,7 +314,7 @@ class ModelLengths:
         """Do nothing; see `look_due`."""
 
     def wake(self) -> None:
-        """Do nothing: no text makes a model's drafts better."""
+        """Do nothing, as predictions do not improve a model's drafts."""
 
     def worth(self, records: Sequence[DraftRecord], lengths: Sequence[int]) -> list[int]:
         """Return how many drafts each request gets, at most the given lengths."""
@@ -322,7 +336,9 @@ class ModelLengths:
             record.accepted = known if known > least else least
         pairs = Counter(zip(drafted, accepted, strict=True))
         for position in range(self._most):
-            tried = right = 0  # drafts at this position after accepted ones
+            # numbers of drafts at this position after accepted ones, and of accepted ones among
+            # these
+            tried = right = 0
             for (count, last), number in pairs.items():
                 if count > position <= last:
                     tried += number
@@ -333,7 +349,7 @@ class ModelLengths:
                 hits[position] += weight * (right / tried - hits[position])
 
     def observe_forced(self, accepted: int) -> None:
-        """Do nothing: what a grammar forces says nothing of a model's drafts."""
+        """Do nothing, as forced tokens are no sample of a model's acceptance."""
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
         """Record the seconds of a step of `entries` decodes and `drafts` draft tokens in all."""
@@ -354,7 +370,7 @@ class ModelLengths:
             current.go_on(self._gains())
 
     def _loses(self, current: _Block) -> bool:
-        """Whether the block's drafts cost more than they give, so that it ends early."""
+        """Whether the block should end early, as its drafts cost more than they gain."""
         length = current.length
         if not length:
             return False
@@ -365,7 +381,7 @@ class ModelLengths:
         return current.speed_up(length, self._gains()[length]) < 1.0
 
     def _gains(self) -> list[float]:
-        """Return, by length, the expected accepted drafts of a request in a step."""
+        """Return, by length, the expected number of accepted drafts of a request in a step."""
         gains, share = [0.0], 1.0
         for hit in self._hits:
             share *= hit

@@ -10,14 +10,15 @@ from engine.speculation.lookup import LookupOptions
 
 logger = logging.getLogger("manta.engine")
 
-TOKENS = 7  # maximum tokens of a draft; with the sampled token a step gives up to eight
+TOKENS = 7  # maximum tokens of a draft; with the sampled token a step gives up to eight tokens
 MAX_TOKENS = 16
 MAX_MATCH = 256
 MAX_SHARED_TOKENS = 2**24
-_ANSWER_TOKENS = 256  # tokens that an answer counts as, where a setting counts answers
-_METHODS = ("lookup", "ngram", "ngram_gpu", "suffix")  # one drafter; vLLM's names are aliases
+_ANSWER_TOKENS = 256  # assumed tokens of an answer, for settings that count answers
+# names of the look-up drafter: Manta's, then vLLM's
+_METHODS = ("lookup", "ngram", "ngram_gpu", "suffix")
 _MODEL_TOKENS = 3  # maximum tokens of a model's draft, each a pass of that model
-# vLLM names MTP layers by model, too
+# vLLM's names of MTP by model
 _MTP_NAMES = (
     "mtp",
     "deepseek_mtp",
@@ -37,7 +38,7 @@ _ALIASES = {
     "suffix_decoding_min_token_prob": "min_probability",
     "suffix_decoding_max_cached_requests": "shared_answers",
 }
-# name -> (type, least, greatest)
+# name -> (type, minimum, maximum)
 _RANGES: Mapping[str, tuple[type, float, float]] = {
     "tokens": (int, 1, MAX_TOKENS),
     "min_match": (int, 1, MAX_MATCH),
@@ -51,15 +52,15 @@ _RANGES: Mapping[str, tuple[type, float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """The settings of an engine that drafts.
+    """The speculation settings of an engine.
 
     tokens: the maximum number of draft tokens of a request in a step.
-    explicit: whether the configuration names a method, and not "auto".
-    rates: the rates of synthetic acceptance (synthetic.py), for as many drafts as there are rates;
-        () = drafts are accepted where they equal the sampled tokens.
-    method: "lookup", or where a model drafts "mtp" (a layer of the checkpoint itself), "eagle3" or
+    explicit: whether the configuration names a method, instead of "auto".
+    rates: the rates of synthetic acceptance (synthetic.py), one for each draft; () = drafts are
+        accepted if they equal the sampled tokens.
+    method: "lookup"; or with a model "mtp" (a layer of the checkpoint itself), "eagle3" or
         "draft_model".
-    model: the folder of the model that drafts; "" = the checkpoint's.
+    model: the folder of the draft model; "" = the checkpoint's.
     """
 
     tokens: int = TOKENS
@@ -76,9 +77,9 @@ class SpeculationSettings:
 
 
 def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettings | None:
-    """Return the settings that a value of `engine.speculation` means; None = off.
+    """Read the value of `engine.speculation`; None = speculation is off. Raises ConfigError.
 
-    YAML 1.1 reads `off` as false. Raises ConfigError.
+    value: the setting's value; false means "off", as YAML 1.1 reads it so.
     """
     if value == "auto" or value is True:
         return SpeculationSettings()
@@ -111,7 +112,7 @@ def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettin
     if "shared_answers" in options:
         options["shared_tokens"] = options.pop("shared_answers") * _ANSWER_TOKENS
     elif method.startswith("ngram"):
-        options.setdefault("shared_tokens", 0)  # drafts then come from the request's own text alone
+        options.setdefault("shared_tokens", 0)  # drafts then come only from the request's own text
     tokens = options.pop("tokens", TOKENS)
     lookup = LookupOptions(**options)
     if lookup.min_match > lookup.max_match:
@@ -129,13 +130,13 @@ def check_speculation(
     admission: str,
     most: int,
 ) -> SpeculationSettings | None:
-    """Return the settings of an engine that speculates; None = it does not.
+    """Return the settings to use; None = the engine does not speculate.
 
-    settings: what the configuration asks for; None = off.
-    generates: whether the model writes text.
-    stages: pipeline stages.
-    most: entries that a step has room for.
-    Raises ConfigError if the configuration asks for what the engine cannot do. With "auto" the
+    settings: the configured settings; None = off.
+    generates: whether the model generates text.
+    stages: number of pipeline stages.
+    most: maximum number of entries of a step.
+    Raises ConfigError if the engine does not support the configured settings. With "auto" the
     result is None instead.
     """
     why = ""
@@ -159,7 +160,7 @@ def check_speculation(
 
 
 def _by_model(method: str, entries: dict[str, Any]) -> SpeculationSettings:
-    """Read the settings of a drafter that is a model. Raises ConfigError."""
+    """Read the settings of a draft model. Raises ConfigError."""
     mtp = method in _MTP_NAMES
     model = "" if mtp else entries.pop("model", "")
     if not mtp and (not model or not isinstance(model, str)):
@@ -199,9 +200,9 @@ def _synthetic(entries: Mapping[str, Any]) -> SpeculationSettings:
 
 
 def _rates(value: Any) -> tuple[float, ...]:
-    """Return the rates of synthetic acceptance, of which benchmarks give one for each draft.
+    """Read the rates of synthetic acceptance, one for each draft.
 
-    value: numbers with spaces between; None = drafts are accepted where they equal the samples.
+    value: numbers separated by spaces; None = no synthetic acceptance, so that the result is ().
     """
     if value is None:
         return ()

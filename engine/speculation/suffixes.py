@@ -1,34 +1,34 @@
-"""Suffixes: where in a list of tokens the end of a text stood before, and what came after it.
+"""Suffixes: finds earlier occurrences of a text's last tokens in a list of tokens.
 
     tokens    a  b  c  a  b  d  ...
-    place              3            of a text that ends with "... c": tokens[3] came next
-    chain     places after the same two tokens, each to the one before it
+    place              3            for a text that ends with "... c": tokens[3] came next
+    chain     links each place after a token pair to the previous place after the same pair
 
-A match is the number of equal tokens before a place, counted backwards. Building costs about
-0.2 us a token and 160 bytes of host memory, so that both can be bounded by tokens.
+A match is the number of equal tokens before a place, counted backwards. The index takes about 0.2
+us and 160 bytes of host memory for each token, so both are bounded by bounding the tokens.
 """
 
 from array import array
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-BYTES_PER_TOKEN = 160  # measured in CPython 3.11: dictionary entries, their keys, list and chain
+BYTES_PER_TOKEN = 160  # measured in CPython 3.11: dictionary entries, keys, list and chain
 
 
 Tokens = TypeVar("Tokens", list[int], "array[int]")
 
 
 class Suffixes(Generic[Tokens]):
-    """An index of a text's token pairs: where each occurs, and where each token occurs last.
+    """An index of the places of a text's token pairs, and of each token's last place.
 
-    tokens: the text. It may grow; `index` makes new tokens known. Ids are below 2**24.
+    tokens: the text, which may grow; `index` indexes new tokens. Ids are below 2**24.
     """
 
     __slots__ = ("_chain", "_pairs", "_singles", "num_indexed", "tokens")
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens: Tokens = tokens
-        self.num_indexed = 0  # leading tokens whose places are indexed
+        self.num_indexed = 0  # number of leading tokens that are indexed
         self._chain = array("i")
         self._pairs: dict[int, int] = {}
         self._singles: dict[int, int] = {}
@@ -51,10 +51,10 @@ class Suffixes(Generic[Tokens]):
     def longest(
         self, text: Sequence[int], least: int, most: int, tries: int
     ) -> tuple[int, list[int]]:
-        """Return the longest match of the text's end: its length, and its positions, newest first.
+        """Return (length of the longest match of a text's last tokens, its places, newest first).
 
-        text: at least one token.
-        least, most: bounds of a match in tokens; below `least` it is (0, []).
+        text: the text, at least one token.
+        least, most: bounds of the match in tokens; for a shorter match the result is (0, []).
         tries: the maximum number of positions to compare, newest first.
         """
         if len(text) < 2 or (place := self._pairs.get(text[-2] << 24 | text[-1], -1)) < 0:
@@ -73,7 +73,7 @@ class Suffixes(Generic[Tokens]):
         return (longest, places) if places else (0, [])
 
     def match(self, text: Sequence[int], place: int, most: int) -> int:
-        """Return how many tokens before `place` equal the text's last ones, up to `most`."""
+        """Return how many tokens before `place` equal the text's last tokens, up to `most`."""
         tokens = self.tokens
         most = min(most, place, len(text))
         length = 0
@@ -82,7 +82,7 @@ class Suffixes(Generic[Tokens]):
         return length
 
     def follow(self, places: list[int], most: int, floor: float) -> list[int]:
-        """Return up to `most` tokens, each the most frequent next token at the given positions.
+        """Return a draft of up to `most` tokens, each the most frequent next token at the places.
 
         floor: the draft ends where the product of the tokens' shares falls below it.
         """
@@ -108,9 +108,9 @@ class Suffixes(Generic[Tokens]):
 
 
 def stands_in(tokens: "array[int]", end: bytes) -> bool:
-    """Whether an array contains a run of tokens, without an index: 1 us for 4,000 tokens.
+    """Whether an array contains a sequence of tokens; this takes 1 us for 4,000 tokens.
 
-    end: the tokens, int32 each.
+    end: the sequence, int32 each.
     """
     place = tokens.tobytes().rfind(end)
     return place >= 0 and place % tokens.itemsize == 0

@@ -1,8 +1,7 @@
-"""SyntheticAcceptance, AnyDrafter: speculation at stated acceptance rates, to measure steps with no
-model that drafts well.
+"""SyntheticAcceptance, AnyDrafter: speculation with given acceptance rates, for benchmarks.
 
-A hash of seed and position decides how many drafts are accepted, whatever their tokens. The text
-goes on with what the model sampled, so it differs from that without speculation: for benchmarks.
+A hash of seed and position decides how many drafts are accepted, whatever their tokens are. The
+output then differs from that without speculation.
 """
 
 from bisect import bisect_right
@@ -12,13 +11,14 @@ from operator import mul
 
 
 class SyntheticAcceptance:
-    """The acceptance of drafts by chance, at stated rates, for benchmarks.
+    """The pseudo-random acceptance of drafts at given rates, for benchmarks.
 
-    rates: the probability of each draft of a step, if all before it are accepted.
+    rates: the acceptance probability of each draft of a step, if all drafts before it are accepted.
     """
 
     def __init__(self, rates: Sequence[float]) -> None:
-        # probabilities of each draft with all before it, in units of the hash, the last first
+        # the probability that each draft and all before it are accepted, scaled to the hash, the
+        # last first
         self._least = [round(share * 2**32) for share in accumulate(rates, mul)][::-1]
 
     def accepted(self, places: Iterable[tuple[int, int, int]]) -> list[int]:
@@ -26,7 +26,7 @@ class SyntheticAcceptance:
 
         places: (seed, choice, position of the first draft) of each request.
         """
-        # The hash of a tuple of integers is the same in all processes, and costs a step little.
+        # The hash of a tuple of integers is cheap, and the same in all processes.
         least, most = self._least, len(self._least)
         return [most - bisect_right(least, hash(place) & 0xFFFFFFFF) for place in places]
 
