@@ -1,1 +1,1 @@
-"""Comparisons of a model's numbers with transformers, with itself and with another format."""
+"""Comparisons of a model's outputs with transformers, between ways to run it, and of formats."""

@@ -1,4 +1,4 @@
-"""Divergence: the difference between next-token distributions and exact ones."""
+"""Divergence: how much next-token distributions differ from exact ones, such as KL divergence."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Divergence:
-    """Sums over the tokens of texts, and the divergence figures that follow from the sums.
+    """The divergence over the tokens of texts, from running sums.
 
     kl: the mean of sum(p * log(p / q)), where p is exact, in nats (Kullback and Leibler 1951).
     same_token: the share of positions at which both distributions have the same most likely token.
     largest: the largest difference of log-probabilities of the texts' own tokens, in nats.
-    perplexities: (exact, other) exp of the mean loss of predicting each token of the texts, except
-        each text's first.
+    perplexities: (exact, other) exp of the mean negative log-probability of each token of the
+        texts, except each text's first.
     """
 
     tokens: int = 0

@@ -39,10 +39,10 @@ def run(
 ) -> list[Output]:
     """Run all prompts, together or one after another; return their outputs in order.
 
-    Asserts that all blocks are free afterwards.
+    The function asserts that all KV blocks are free afterwards.
 
     prompts: token ids of each prompt.
-    params: the parameters of each prompt, or those of all prompts.
+    params: the sampling parameters of each prompt, or one object for all prompts.
     adapters, images: the adapter and the images of each prompt; () = none.
     progress: a function that is called after each step with the number of tokens generated so far.
     """
@@ -63,7 +63,7 @@ def run(
     for wave in [requests] if together else [[request] for request in requests]:
         for request in wave:
             core.add_request(request)
-        # a request may still wait for its adapter to load
+        # without work a request may still wait for its adapter to load
         while core.has_work() or core.scheduler.requests:
             if not core.has_work():
                 continue

@@ -21,7 +21,7 @@ Entry = tuple[Tensor, Sequence[int], int]
 def lay_out(
     entries: Sequence[tuple[Sequence[int], int, int]], block_size: int, padding: int = 0
 ) -> AttentionMeta:
-    """Return the AttentionMeta of a step, laid out as the model runner does it.
+    """Return the AttentionMeta of a step, as the model runner would build it.
 
     entries: (block ids, first position, number of tokens) of each request.
     padding: number of padding tokens at the end.
@@ -53,7 +53,7 @@ def lay_out(
 
 
 def load_model(resolved: Resolved) -> Model:
-    """Load the model without scheduler or runner, as an engine would load it."""
+    """Load a model as an engine would, but without scheduler and runner."""
     config = resolved.config
     model = build_model(
         resolved.model,
@@ -86,7 +86,7 @@ class Paged:
         self.kernels = kernels_for(self.device.type)
         self.block_size = block_size
         groups = kv_groups(model.config, model.head_group.size, model.head_group.rank)
-        # Every group needs its own blocks, since all groups share one pool.
+        # Each KV group needs separate blocks, as all groups share one pool.
         count = num_blocks * len(groups.groups)
         self.kv = KVCache.allocate(
             groups, count, block_size, model.dtype, self.device, form, rows=num_blocks

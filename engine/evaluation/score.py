@@ -28,16 +28,16 @@ from engine.text.tokenizer import Tokenizer
 from kernels.kv.format import KVFormat
 
 BLOCK = 16
-PIECE = 512  # tokens of a text that are computed together, in one context
+PIECE = 512  # tokens of a piece of a text, which is computed in one context
 
 
 @dataclass(slots=True)
 class Score:
     """The scores of one model.
 
-    perplexity: the text's perplexity; each piece of PIECE tokens is a context of its own.
-    tasks: name -> accuracy and number of questions; "acc_norm" is the accuracy of log-probabilities
-        divided by a choice's bytes.
+    perplexity: the text's perplexity; each piece of PIECE tokens is a separate context.
+    tasks: name -> accuracy and number of questions; for "acc_norm" log-probabilities are divided by
+        the number of bytes of the choice.
     """
 
     model: str
@@ -50,7 +50,8 @@ class Score:
 class Agreement:
     """The agreement of a model with another model on one text.
 
-    kl: the mean of sum(p * log(p / q)), p of the other model and q of this one, in nats a token.
+    kl: the mean of sum(p * log(p / q)) in nats a token, where p is the other model's distribution
+        and q this model's.
     same_token: the share of positions at which both models have the same most likely token.
     """
 
@@ -71,7 +72,7 @@ def score(
 
     The agreement is None without `beside` or without a text.
 
-    keep: a folder where the text's log-probabilities are saved.
+    keep: a folder in which to save the text's log-probabilities.
     beside: a folder with another model's saved log-probabilities of the same tokens.
     Raises ConfigError if the other model's tokens differ.
     """
@@ -113,8 +114,8 @@ def compare(
 ) -> tuple[Score, Score, Agreement | None]:
     """Return the scores of both models, `config` first, and the agreement of the two on the text.
 
-    Raises ConfigError before either model is loaded, if their tokenizers give the text other
-    tokens.
+    Raises ConfigError, before either model is loaded, if the models' tokenizers encode the text
+    differently.
     """
     if text and _tokens(config, text) != _tokens(against, text):
         raise _other_tokens(config)
@@ -127,10 +128,10 @@ def compare(
 
 
 def _beside(file: Path, config: EngineConfig, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """Load the other model's log-probabilities of the same chunk of text, saved in `file`.
+    """Load the other model's log-probabilities of the same piece of text from `file`.
 
-    ids, logprobs: the chunk's token ids and log-probabilities by the model of `config`.
-    Raises ConfigError if the other model has other tokens.
+    ids, logprobs: the piece's token ids, and its log-probabilities by the model of `config`.
+    Raises ConfigError if the other model's tokens differ.
     """
     exact = load_file(file) if file.exists() else {"ids": ids.new_empty(0)}
     if not torch.equal(exact["ids"], ids) or exact["logprobs"].shape != logprobs.shape:
@@ -160,7 +161,8 @@ def _pieces(tokenizer: Tokenizer, text: str, longest: int) -> list[Tensor]:
 
 @torch.inference_mode()
 def _logprobs(model: Model, ids: Tensor, form: KVFormat) -> Tensor:
-    """Return the log-probabilities of a chunk, float32 [n, vocab_size] on the CPU, from ids [n]."""
+    """Return the log-probabilities after each of the ids [n], float32 [n, vocab_size] on the
+    CPU."""
     blocks = range(-(-len(ids) // BLOCK))
     (logits,) = Paged(model, len(blocks), BLOCK, form).run((ids, blocks, 0))
     return logits.float().log_softmax(-1).cpu()
@@ -171,7 +173,7 @@ def _choose(model: Model, tokenizer: Tokenizer, task: Task, form: KVFormat) -> d
     for question in task.questions:
         sums = []
         for choice in question.choices:
-            # Spaces at the context's end are counted with the choice, because tokens join them.
+            # Spaces at the context's end belong to the choice, as tokens begin with spaces.
             before = tokenizer.encode(question.context.rstrip(), add_special_tokens=True)
             whole = question.context + choice
             ids = torch.tensor(tokenizer.encode(whole, add_special_tokens=True))

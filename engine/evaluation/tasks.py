@@ -1,7 +1,7 @@
 """Tasks from local files in lm-evaluation-harness's format: a YAML file and JSON lines.
 
 No code of a task is run: templates are rendered in a sandbox, and `!function` is refused.
-These keys are read: task, output_type (multiple_choice, generate_until),
+The keys that are read are task, output_type (multiple_choice, generate_until),
 dataset_kwargs.data_files, test_split, doc_to_text, doc_to_target, doc_to_choice, target_delimiter,
 generation_kwargs (until, max_gen_toks). Examples in the prompt (num_fewshot) and filters are
 refused.
@@ -32,9 +32,9 @@ _KEYS = {
 class Question:
     """A question of a task.
 
-    choices: the choices of multiple_choice, each with the delimiter before it.
-    answer: the index of the right choice.
-    target: the right text of generate_until.
+    choices: the choices of a multiple_choice question, each with the delimiter before it.
+    answer: the index of the correct choice.
+    target: the correct text of a generate_until question.
     """
 
     context: str
@@ -45,7 +45,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task: its questions, and the settings to generate answers.
+    """A task: its questions, and settings for generated answers.
 
     until: strings; a generated answer is cut before the first of them.
     max_tokens: the maximum number of tokens of a generated answer.
@@ -61,7 +61,7 @@ class Task:
 def read_task(path: Path, limit: int | None = None) -> Task:
     """Read a task from its YAML file. Raises ConfigError naming the file and key.
 
-    limit: the maximum number of questions that are read; None = all.
+    limit: the maximum number of questions to read; None = all.
     """
     try:
         settings = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
@@ -160,9 +160,8 @@ class _Reader:
         return [str(choice) for choice in choices]
 
     def _value(self, key: str, number: int, document: dict[str, Any]) -> Any:
-        """Return a field of the document, a number, or a rendered template.
-
-        key: the task's key that names one of these.
+        """Return the value of a task's key for a document: a field, a number, or a rendered
+        template.
         """
         asked = self._task.get(key)
         if isinstance(asked, str) and asked in document:

@@ -1,8 +1,8 @@
-"""traced: records traces, the intermediate tensors of a model at points that every decoder has.
+"""traced: records traces, which are a model's intermediate tensors at certain points.
 
  embedding            the input of the first layer
  layers.3.attention   the output of attention of layer 3, before its norm and the residual
- layers.3.mlp         the output of its MLP or experts, likewise
+ layers.3.mlp         the output of the MLP or experts of layer 3, likewise
  layers.3             the output of layer 3
 
 A layer without attention or MLP lacks that point. A layer with an MLP and experts has
@@ -83,9 +83,9 @@ def _kept(values: Tensor, scale: float = 1.0) -> Tensor:
 
 
 class _BlockTap:
-    """A stand-in for a block that records the block's output in the trace.
+    """A wrapper of attention or an MLP that records the output in the trace.
 
-    The stand-in adds the residual itself, so that the recorded output is without it.
+    The wrapper itself adds the residual, so that the recorded output does not include the residual.
     """
 
     def __init__(self, sublayer: Any, name: str, trace: Trace) -> None:
@@ -108,11 +108,11 @@ class _BlockTap:
 
 
 class _LayerTap:
-    """A stand-in for a layer that records the residual, multiplied by `scale`, in the trace.
+    """A wrapper of a layer that records the residual, multiplied by `scale`, in the trace.
 
     The decoder keeps the residual divided by `scale`.
 
-    first: whether to record the layer's input, too, as the embedding.
+    first: whether to record the layer's input too, as the embedding.
     """
 
     def __init__(self, layer: DecoderLayer, first: bool, scale: float, trace: Trace) -> None:

@@ -1,7 +1,7 @@
-"""Reference: transformers' own model of a folder, with which Manta's model is compared.
+"""Reference: a checkpoint's model in transformers, with which Manta's model is compared.
 
-The class is the one that config.json names, from the library itself. A folder's own code is never
-run, and without a class in the library there is no reference.
+The library must have the class that config.json names; otherwise there is no reference, as code in
+a checkpoint's folder is never run.
 """
 
 import math
@@ -52,9 +52,9 @@ class Reference:
 
     @torch.inference_mode()
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        """Return the most likely continuation, token by token, also beyond end tokens.
+        """Generate `count` tokens greedily, also beyond end tokens.
 
-        Ids that the tokenizer does not have are never chosen.
+        Ids that the tokenizer lacks are never chosen.
         """
         output: list[int] = []
         step, cache = torch.tensor([ids]), None
@@ -130,7 +130,7 @@ def _load(folder: Path, config: ModelConfig, dtype: torch.dtype, attention: str)
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # its loader may raise anything
+    except Exception as error:  # the loader may raise any exception
         reason = (str(error).splitlines() or [""])[0]
         raise NoReference(f"transformers: {type(error).__name__}: {reason[:300]}") from None
     finally:
@@ -150,7 +150,7 @@ def _bytes(folder: Path, dtype: torch.dtype) -> int:
 
 
 def _layers(model: nn.Module, count: int) -> nn.ModuleList:
-    """Return the decoder's layers in a model that may have other towers."""
+    """Return the decoder's layers in a model that may also have encoders."""
     for name, module in model.named_modules():
         there = isinstance(module, nn.ModuleList) and len(module) == count
         if there and not _OTHER_TOWERS.search(name):

@@ -1,7 +1,7 @@
-"""verify: compare a checkpoint in the engine with transformers, and with itself.
+"""verify: compare a checkpoint in the engine with transformers, and different ways to run it.
 
  reference   transformers' greedy text of each prompt, and its trace of prompt and text
- text        the engine's greedy text: together, alone, from the prefix cache
+ text        the engine's greedy text: in a batch, alone, and from the prefix cache
  trace       the engine's trace of the same tokens; logits in chunks, in a batch, after a prefix
 
 One model is in memory at a time; the reference's traces wait on disk.
@@ -40,7 +40,7 @@ FEW = 2  # number of prompts in checks that need a separate pass for each
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The largest differences that rounding explains.
+    """The maximum differences that rounding explains.
 
     logits: the difference of logits, relative to the largest logit; None = only kl is checked.
     kl: the Kullback-Leibler divergence in nats a token.
@@ -57,8 +57,8 @@ class Bounds:
     def of(cls, resolved: Resolved, max_kl: float | None) -> "Bounds":
         """Return the bounds for the model's dtype and weights.
 
-        float32 differs only by the order of sums, 16 bits by the rounding of each activation, and
-        quantised weights by the rounding of the weights.
+        float32 results differ only by the order of additions, 16-bit results by the rounding of
+        each activation, and quantised models by the rounding of weights.
         """
         if in_fewer_bits(resolved):
             return cls(None, 0.1 if max_kl is None else max_kl, 0.5, math.inf)
@@ -68,7 +68,7 @@ class Bounds:
 
 
 def in_fewer_bits(resolved: Resolved) -> str:
-    """Return the name of the weights' quantisation; "" if they are not quantised."""
+    """Return the name of the weights' quantisation; "" for unquantised weights."""
     if resolved.model.quantized is not None:
         return resolved.model.quantized.name
     asked = resolved.config.quantization
@@ -99,7 +99,7 @@ class Difference:
 class Texts:
     """The comparison of greedy texts with other texts.
 
-    ties: number of texts that first differ at two tokens of about equal probability.
+    ties: number of texts whose first difference is between two tokens of about equal probability.
     different: one line for each text that differs for another reason.
     """
 
@@ -113,11 +113,11 @@ class Texts:
 class Report:
     """The results of a verification.
 
-    reference: the name of the reference model; "" = none, and no_reference says why.
+    reference: the name of the reference model; "" = none, for the reason in no_reference.
     layers: point of a trace -> its largest distance over all tokens.
     begins: the first layer beyond the bound, and which of its blocks are; "" if none.
-    own: another kind of step -> its difference from one step over the whole text.
-    own_text: another way to run the prompts -> the comparison of the greedy texts.
+    own: kind of step -> the difference of its logits from one step over the whole text.
+    own_text: way to run the prompts -> the comparison of its greedy texts.
     problems: one line for each difference beyond the bounds.
     """
 
@@ -152,7 +152,7 @@ class Report:
 
 
 class _Logits:
-    """Sums over texts from which a Difference is computed."""
+    """The running sums over texts from which a Difference is computed."""
 
     def __init__(self) -> None:
         self._divergence = Divergence()
@@ -163,7 +163,7 @@ class _Logits:
 
         ids: token ids [n].
         ours: logits of the token after each id [n, vocab_size].
-        theirs: the exact logits, likewise.
+        theirs: the logits to compare with, likewise.
         """
         ours, theirs = ours.float().cpu(), theirs.float().cpu()
         difference = float((ours - theirs).abs().max() / theirs.abs().max())
@@ -199,7 +199,7 @@ def verify(
     options: Options,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Report:
-    """Return the report of a comparison of a checkpoint with transformers and with itself.
+    """Compare a checkpoint with transformers and different ways to run it; return the report.
 
     progress: called with a description of the next step.
     Raises ConfigError for a model that cannot run.
@@ -272,7 +272,7 @@ def _ask_reference(
 ) -> list[list[int]]:
     """Return the reference's greedy texts as token ids; return [] without a reference.
 
-    Its traces are saved in `folder`, and its name or the reason for having none in `report`.
+    The reference's traces are saved in `folder`, and its name, or why there is none, in `report`.
     """
     if options.reference is None:
         report.no_reference = "it was not asked for"
@@ -305,7 +305,7 @@ def _texts(
     max_tokens: int,
     progress: Callable[[str], None],
 ) -> list[Output]:
-    """Return the engine's greedy texts; report the texts that depend on how they are computed."""
+    """Return the engine's greedy texts, and report texts that differ between ways to run them."""
     core, _ = build(config)
     ids = [prompt.ids for prompt in prompts]
     params = SamplingParams(
@@ -384,7 +384,7 @@ def _trace(
     options: Options,
     progress: Callable[[str], None],
 ) -> None:
-    """Compute the engine's traces, and compare each with the reference's trace if there is one."""
+    """Compute the engine's traces, and compare each with the reference's trace if that exists."""
     if folder is None:
         return
     logits = _Logits()
@@ -435,13 +435,13 @@ def _begins(report: Report) -> str:
 def consistency(
     model: Model, sequences: Sequence[Tensor], progress: Callable[[str], None] = lambda phase: None
 ) -> dict[str, Difference]:
-    """Return, by kind of step, the difference of its logits from one step over each whole sequence.
+    """Compare each kind of step with one step over each whole sequence; return kind -> difference.
 
     Only the few longest sequences are computed, [n] token ids each.
     """
     sequences = sorted(sequences, key=len)[-FEW:]
     blocks = _blocks(max(map(len, sequences))) + 1
-    # Block tables in random order, and `others`, blocks of no sequence.
+    # Block tables have random blocks; `others` are blocks of no sequence.
     order = torch.randperm(blocks * len(sequences), generator=torch.Generator().manual_seed(0))
     tables = order.view(len(sequences), blocks).tolist()
     others = list(range(blocks * len(sequences), blocks * len(sequences) + blocks))
@@ -459,8 +459,8 @@ def consistency(
         cuts = sorted({0, count // 5, count // 3, count // 2, max(0, count - 2), count})
         parts = [paged.run((ids[:end], table, start))[0] for start, end in pairwise(cuts)]
         sums_of["chunks"].add_text(ids, torch.cat(parts), want)
-        # Recurrent layers have taken in the whole text by now, and the step continues from the
-        # state after the first tokens. So the first tokens are computed again.
+        # The first tokens are computed again, as recurrent states include the whole text by now,
+        # and the step must continue from the state after these tokens.
         paged.run((ids[: count - 1], table, 0))
         last = paged.run((ids, table, count - 1), (ids, others, 0))[0]
         sums_of["decode"].add_text(ids[-1:], last, want[-1:])
