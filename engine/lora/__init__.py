@@ -1,1 +1,2 @@
-"""Adapters: read, named, moved between disk, host and device, and laid out for a step."""
+"""Adapters: their files and names, their memory on disk, host and device, and their use in
+steps."""

@@ -1,8 +1,8 @@
-"""Compares the base model that an adapter names with the model it is used with. No torch here."""
+"""Compares an adapter's base model with the served model, by name. No torch here."""
 
 import re
 
-# Suffixes of model names on disk: a hash of our cache, the quantisation.
+# Suffixes of model names on disk: the quantisation, or a hash of Manta's cache.
 _SUFFIX = re.compile(r"(?i)([-._](q\d\w*|iq\d\w*|int[48]|fp?(8|16|32)|bf16|gguf|[0-9a-f]{12}))+$")
 # a folder of the hub's cache
 _SNAPSHOT = re.compile(r"models--(?:[^/]+--)?([^/]+)/snapshots/[^/]+$")
@@ -20,10 +20,10 @@ def model_name(path: str) -> str:
 
 
 def another_model(base: str, model: str) -> str:
-    """Return a warning if an adapter was trained for another model, "" otherwise.
+    """Return a warning if an adapter was trained for another model, else "".
 
-    base: the adapter's base_model_name_or_path; "" if it names none.
-    model: the path of the model it is used with.
+    base: the adapter's base_model_name_or_path; "" if it has none.
+    model: the path of the served model.
     """
     if not base or model_name(base).lower() == model_name(model).lower():
         return ""

@@ -1,4 +1,4 @@
-"""Allocates the device memory of adapters that the configuration asks for."""
+"""Allocates the device memory for adapters, by the configuration."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from engine.resolve import Resolved
 def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
     """Return (purpose, bytes) of the device memory that `DeviceAdapters.allocate` takes.
 
-    On the CPU adapters are used in host memory, into which they were read.
+    On the CPU adapters stay in host memory.
     """
     config, cuda = resolved.config, resolved.device.type == "cuda"
     slots, virtual = config.max_loras, config.max_virtual_tokens
@@ -53,7 +53,7 @@ class DeviceAdapters:
 
     @classmethod
     def allocate(cls, resolved: Resolved, model: Model) -> "DeviceAdapters":
-        """Allocate and return the adapter slots; the model's layers get places in their tables."""
+        """Allocate and return the adapter slots, and connect the model's layers to them."""
         config, device = resolved.config, resolved.device
         linears = list(model.linears())
         layout = LoraLayout(linear.spec for linear in linears)

@@ -2,7 +2,7 @@
 
 Slots, and the metadata of decode steps, have fixed addresses, so that CUDA graphs can read them.
 
-The metadata is small and made on the host: one upload for each step with adapters.
+The metadata is small and computed on the host. Each step with adapters uploads it in one copy.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ def slot_sizes(
 ) -> tuple[int, int, int]:
     """Return the sizes of the tensors for adapters on CUDA.
 
-    The sizes are elements of the slots, int32s of their tables, and float32s of a step's partial
-    sums.
+    The result is (elements of the slots, int32s of the slots' tables, float32s of a step's partial
+    sums).
 
     slot_elements: elements of the largest adapter.
     num_parts: the number of parts of the `LoraLayout`.
@@ -32,7 +32,7 @@ def slot_sizes(
     """
     try:
         from kernels.lora import partial_size
-    except ImportError:  # without Triton the plan is for another machine, and misses some MiB
+    except ImportError:  # without Triton the plan is for another machine, and may lack some MiB
         return slots * slot_elements, slots * num_parts * 4, 0
     partial = partial_size(tokens, max_rank, deterministic)
     return slots * slot_elements, slots * num_parts * 4, partial
@@ -43,7 +43,7 @@ class _Layout:
     """The buffers for the metadata of steps on CUDA."""
 
     meta: Tensor  # int32, on the device
-    # Step n + 1 is packed while n runs. Step n + 2 reuses n's buffer after n has ended.
+    # pinned host buffers: step n + 1 is packed while n runs, and n + 2 reuses n's buffer
     staging: list[Tensor]
     staging_index: int = 0
 
@@ -51,7 +51,7 @@ class _Layout:
     def allocate(cls, capacity: int, device: torch.device, steps: int) -> "_Layout":
         """Allocate the buffers.
 
-        capacity: int32s of a step's metadata.
+        capacity: maximum int32s of a step's metadata.
         steps: the number of steps in flight at once.
         """
         return cls(
@@ -75,8 +75,8 @@ class LoraDevice:
     num_parts: the number of parts of the `LoraLayout`.
     deterministic: see `LoraStep`.
     steps: the number of steps in flight at once.
-    layouts: the number of metadata layouts that a step needs: 2 if the layout of a part of its
-        tokens is computed separately.
+    layouts: the number of metadata layouts that a step needs: 2 if some of its tokens also need a
+        separate layout.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LoraDevice:
         self._parts: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(slots)]
         self._cuda = device.type == "cuda"
         tokens = max(max_tokens, max_rows)
-        sizes = (0, slots * num_parts * 4, 0)  # the CPU uses host memory
+        sizes = (0, slots * num_parts * 4, 0)  # on the CPU slots refer to host memory
         if self._cuda:
             sizes = slot_sizes(slots, slot_elements, num_parts, tokens, max_rank, deterministic)
         self._slab = torch.zeros(slots, sizes[0] // slots, dtype=dtype, device=device)
@@ -122,7 +122,7 @@ class LoraDevice:
     # ---- slots ---------------------------------------------------------------------------------
 
     def upload(self, weights: HostLora, slot: int) -> None:
-        """Copy an adapter into a slot that no step uses; return when the copy is done.
+        """Copy an adapter into an unused slot; return when the copy is done.
 
         Thread-safe.
         """
@@ -141,7 +141,7 @@ class LoraDevice:
         return self.lay_out((np.arange(num_tokens) % self.num_slots).astype(np.int16))
 
     def forget(self) -> None:
-        """Take the adapters of `warm_up_step` out of all slots."""
+        """Remove the adapters of `warm_up_step` from all slots."""
         self._table.zero_()
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -152,7 +152,8 @@ class LoraDevice:
         self._used |= slot >= 0
 
     def slots_of(self, batch: Batch) -> "np.ndarray[Any, np.dtype[np.int16]] | None":
-        """Return the slot of each token, -1 = no adapter; None if no token has an adapter."""
+        """Return the slot of each of a batch's tokens, -1 = no adapter; None if no token has
+        one."""
         if not self._used:
             return None
         slots = self._row_slots[batch.rows]
@@ -161,10 +162,10 @@ class LoraDevice:
         return slots if batch.num_decodes == len(slots) else np.repeat(slots, batch.lengths)
 
     def step(self, batch: Batch, *, beside: bool = False) -> LoraStep | None:
-        """Prepare an eager step's LoRA metadata; return None if no token has an adapter.
+        """Upload the LoRA metadata of a step without a CUDA graph; None if no token has an adapter.
 
-        beside: whether the batch is a part of the step that was prepared last, whose metadata must
-            remain valid.
+        beside: whether the batch is a part of the last prepared step, whose metadata must stay
+            valid.
         """
         slots = self.slots_of(batch)
         return None if slots is None else self.lay_out(slots, beside=beside)
@@ -172,7 +173,7 @@ class LoraDevice:
     def lay_out(
         self, slots: "np.ndarray[Any, np.dtype[np.int16]]", *, beside: bool = False
     ) -> LoraStep:
-        """Return an eager step's LoRA metadata, made from its tokens' slots.
+        """Upload the LoRA metadata of a step without a CUDA graph, from its tokens' slots.
 
         slots: the slot of each token; -1 = no adapter.
         beside: see `step`.
@@ -210,7 +211,7 @@ class LoraDevice:
     def _max_tiles(self, tokens: int, block: int) -> int:
         """Return the maximum number of a step's tiles of `block` tokens.
 
-        The tokens of each slot have at most one partial tile.
+        Each slot has at most one partial tile.
         """
         return tokens // block + min(self.num_slots + 1, tokens)
 

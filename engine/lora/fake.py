@@ -10,7 +10,7 @@ from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 class FakeLoader:
     """A `Loader` (`engine.lora.tiers.adapter`) without weights.
 
-    seconds: duration of an upload.
+    seconds: the simulated duration of an upload.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:

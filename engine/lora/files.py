@@ -1,6 +1,6 @@
 """list_tensors, read_tensors: read an adapter's tensors from its file.
 
-They use few large operations, because Python code of this thread may make a running step wait.
+The functions use few large operations, as Python code on this thread may delay a running step.
 """
 
 import os
@@ -17,7 +17,7 @@ from engine.weights.stored import StoredTensor
 
 
 def list_tensors(folder: Path) -> list[StoredTensor]:
-    """Return the tensors of the adapter's file, in the order of the file. Raises AdapterError."""
+    """List the tensors of the adapter's file, in the order of the file. Raises AdapterError."""
     try:
         return read_safetensors(file_in(folder, WEIGHTS_FILE))
     except ConfigError as error:
@@ -27,9 +27,9 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
 def read_tensors(
     stored: Sequence[StoredTensor], digest: Callable[[memoryview], None]
 ) -> list[Tensor]:
-    """Read the values of all tensors of `list_tensors`, as they are stored.
+    """Read the values of all tensors from `list_tensors`, in their stored dtypes.
 
-    digest: a function that is called with the whole file's bytes.
+    digest: called with the bytes of the whole file.
     Raises AdapterError if the file's length has changed.
     """
     path, size = stored[0].file, stored[-1].offset + stored[-1].num_bytes

@@ -20,7 +20,7 @@ logger = logging.getLogger("manta.engine")
 
 @contextmanager
 def _named(path: str, entry: CachedFolder) -> Iterator[None]:
-    """Replace the path of the cached copy by the adapter's URL in errors of the `with` block.
+    """In errors of the `with` block, replace the path of the cached copy by the adapter's URL.
 
     path: the URL.
     entry: the cached copy.
@@ -36,11 +36,11 @@ class AdapterLoader:
     """A `Loader` (`engine.lora.tiers.adapter`) of LoRA and virtual-token adapters.
 
     prompts: the reader and the device memory of virtual tokens; None = such adapters are refused.
-    model: the model's folder. An adapter that was trained for a model of another name is read with
-        a warning: names vary between folders and fine-tuned models, and shapes are checked.
+    model: the model's folder. An adapter for a model with another name only causes a warning, as
+        names vary and shapes are checked.
     lora: the reader and the device memory of LoRA adapters.
-    disk: the cache, by digest, of adapters from object stores. An adapter whose digest is known is
-        read from the cache without asking the store. One that is added by hand is always fetched.
+    disk: the disk cache, by digest, of adapters from object stores. An adapter with a known digest
+        is read from the cache without a request to the store; others are always downloaded.
     """
 
     def __init__(
@@ -54,14 +54,15 @@ class AdapterLoader:
         self._prompts = prompts
         self._disk = disk or DiskCache()
         self._model = model
-        self._warned: set[str] = set()  # digests of adapters that were warned of
+        self._warned: set[str] = set()  # digests of adapters for which a warning was logged
 
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
         if not is_remote(path):
             return self._describe(Path(path), stamp(Path(path)))
         copy = self._disk.find(digest)
         if copy is not None:
-            with copy, suppress(AdapterError):  # a damaged copy; `read` will find out
+            # the cached copy may be damaged, which `read` reports
+            with copy, suppress(AdapterError):
                 return self._describe(copy.folder, digest)
         entry = self._disk.open()
         with fetched(path, entry, weights=False) as seen, _named(path, entry):

@@ -1,6 +1,6 @@
 """PeftConfig: the supported part of an adapter's adapter_config.json. No torch here.
 
-Fields are PEFT's. A field that would change the result and is not supported is refused.
+The fields are PEFT's. Unsupported fields that would change the result are refused.
 """
 
 import json
@@ -28,13 +28,13 @@ class PeftConfig:
 
     kind: a value of KINDS.
     base: base_model_name_or_path; see `engine.lora.base_model`.
-    rank, alpha: the values for every layer that no pattern names.
+    rank, alpha: the values for layers without a matching pattern.
     rslora: whether the scale is alpha / sqrt(rank).
-    rank_pattern, alpha_pattern: (pattern of module names, value) pairs; the first match decides.
-    targets: the last parts of the names of modules that the adapter may change ("q_proj"); None =
-        the modules in its weights file.
-    everywhere: whether the adapter must change all modules of these names.
-    virtual_tokens: number of virtual tokens, of kinds other than LoRA.
+    rank_pattern, alpha_pattern: (pattern of module names, value) pairs; the first match applies.
+    targets: the last parts of the names of the modules that the adapter may change ("q_proj"); None
+        = the modules in its weights file.
+    everywhere: whether the adapter must change all modules with these names.
+    virtual_tokens: the number of virtual tokens; 0 for LoRA.
     layers, heads: the numbers of layers and heads of the model that the adapter was trained for; 0
         = unknown.
     """
@@ -61,7 +61,7 @@ class PeftConfig:
         return int(_match(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of the product of a module's two LoRA matrices."""
+        """Return the factor by which the product of a module's two LoRA matrices is scaled."""
         rank = self.rank_of(module)
         alpha = _match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -131,7 +131,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
 
 
 def stamp(folder: Path) -> str:
-    """Return a text that changes when the adapter's files do, without reading the files.
+    """Return a string that changes when the adapter's files change, without reading the files.
 
     Raises AdapterError.
     """
@@ -145,7 +145,7 @@ def stamp(folder: Path) -> str:
     return state.hexdigest()
 
 
-# Fields that change what an adapter computes -> the supported values, which are PEFT's default.
+# Field that changes what an adapter computes -> the supported values, which include PEFT's default.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "use_dora": (None, False),
@@ -154,7 +154,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "fan_in_fan_out": (None, False, True),  # the base matrix is transposed, not the adapter's
+    # True is supported, as it transposes only the base matrix
+    "fan_in_fan_out": (None, False, True),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "megatron_config": (None,),
@@ -162,7 +163,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "kasa_config": (None, {}),
     "loftq_config": (None, {}),
-    # Other values begin by changing the model's own weights, so that the adapter alone would be
+    # With other values PEFT changes the base model's weights first, so that the adapter alone is
     # wrong.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
     "corda_config": (None, {}),
@@ -221,7 +222,7 @@ class _Reader:
 
     def _targets(self) -> tuple[str, ...] | None:
         value = self._fields.get("target_modules")
-        # a pattern; the weights show which modules it matched
+        # for a pattern, the weights file shows which modules it matched
         if value is None or isinstance(value, str):
             return None
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -235,7 +236,7 @@ class _Reader:
         return ends
 
     def _everywhere(self) -> bool:
-        """Whether target_modules are bare names that no other field restricts."""
+        """Whether target_modules are names without a path, and no other field restricts them."""
         value = self._fields.get("target_modules")
         narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
         return (
@@ -261,7 +262,8 @@ class _Reader:
                 simple = len(key) <= 1000 and repeats <= 3 and not re.search(r"\)[*+{]", key)
             except (re.error, RecursionError):
                 simple = False
-            if not simple:  # matching nested repeats could take for ever
+            # patterns with nested repeats are refused, as matching could take forever
+            if not simple:
                 raise self._error(field, f"{key[:80]!r} is not a pattern that is supported")
         return value
 

@@ -9,7 +9,7 @@ from engine.parallel.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class _OnRanks:
-    """The weights of rank 0's part, and the path where the other ranks read theirs."""
+    """The weights of rank 0's part, and the path from which the other ranks read theirs."""
 
     weights: Any
     path: str
@@ -17,10 +17,10 @@ class _OnRanks:
 
 
 class RankedLoader:
-    """A `Loader` (`engine.lora.tiers.adapter`) for a model of which each rank has a part.
+    """A `Loader` (`engine.lora.tiers.adapter`) for a model that is divided among ranks.
 
-    Ranks other than rank 0 read an adapter when it gets a slot. They refuse files with another
-    digest than those that rank 0 has read.
+    Ranks other than rank 0 read an adapter when it gets a slot. They refuse files whose digest
+    differs from rank 0's.
     """
 
     def __init__(self, loader: Loader, ranks: Ranks) -> None:

@@ -5,17 +5,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Bytes of each of two buffers. One copy engine does all copies to the device, one after the other.
-# So a step's small upload may wait 0.1 to 0.2 ms for a piece of 4 MB; pieces of 16 MB would make it
-# half a millisecond.
+# Bytes of each of two buffers. One copy engine does all copies to the device in sequence. So a
+# step's small upload may wait 0.1 to 0.2 ms for a copy of 4 MB; 16 MB would take half a
+# millisecond.
 STAGING_BYTES = 4 << 20
 
 
 class AdapterUploader:
-    """A copier with its own CUDA stream and two pinned staging buffers, for one thread at a time.
+    """A copier with a separate CUDA stream and two pinned buffers, for one thread at a time.
 
-    Pinning memory while steps run would stall them, so buffers are pinned once. On the CPU it
-    copies directly.
+    Pinning memory would stall running steps, so the buffers are pinned once. On the CPU tensors are
+    copied directly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class AdapterUploader:
             done.synchronize()
 
     def _send(self, source: Tensor, target: Tensor) -> None:
-        """Copy a tensor in chunks; one buffer is filled while the other is being copied."""
+        """Copy a tensor to the device in chunks; one buffer is filled while the other is copied."""
         step = STAGING_BYTES // source.element_size()
         for at in range(0, source.numel(), step):
             piece = source[at : at + step]

@@ -1,9 +1,9 @@
-"""Virtual tokens: learned vectors without an id that an adapter puts before every prompt.
+"""Virtual tokens: learned vectors that an adapter puts before every prompt.
 
-Prompt tuning and p-tuning have a vector for each token, used instead of an embedding. Prefix tuning
-has keys and values for each token and layer, used instead of computed ones. In both cases virtual
-token i is the request's token i. It has a position and a place in a KV block, and chunks, prefix
-cache and preemption treat it like any other token.
+Prompt tuning and p-tuning have an embedding for each virtual token. Prefix tuning has keys and
+values for each virtual token and layer. In both cases virtual token i is the request's token i: it
+has a position and a place in a KV block, and chunks, prefix cache and preemption treat it like any
+other token.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,9 +31,10 @@ from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.uploader import AdapterUploader
 from engine.parallel.group import TensorParallelGroup
 
-PutKV = Callable[[Tensor, Tensor, Tensor], None]  # (block ids, places in the blocks, values)
+# writes KV: (block ids, positions in the blocks, values)
+PutKV = Callable[[Tensor, Tensor, Tensor], None]
 
-# the only tensor in an adapter's file; if there is an encoder, PEFT has run it already
+# the only tensor in an adapter's file; PEFT saves the output of a p-tuning encoder
 TENSOR = "prompt_embeddings"
 
 
@@ -41,9 +42,8 @@ TENSOR = "prompt_embeddings"
 class HostVirtualTokens:
     """The virtual tokens of an adapter in host memory.
 
-    values: a row for each virtual token. Without `prefix` [n, hidden_size] embeddings; with
-        `prefix` [n, 2 * num_layers, num_kv_heads, head_dim], the first layer's keys, its values,
-        the second's ...
+    values: one row for each virtual token: [n, hidden_size] embeddings; with `prefix` [n, 2 *
+        num_layers, num_kv_heads, head_dim], the first layer's keys, its values, the second's ...
     """
 
     values: Tensor
@@ -66,11 +66,11 @@ class VirtualTokensReader:
         group: TensorParallelGroup = TensorParallelGroup(),  # noqa: B008, it is frozen
         layers: range | None = None,
     ) -> None:
-        """Make the reader.
+        """Set up the reader.
 
         max_tokens: the maximum number of virtual tokens of an adapter.
-        group: ranks that divide the heads; this rank reads only keys and values of its heads.
-        layers: the layers whose keys and values are read; None = all.
+        group: the ranks that divide the heads; this rank reads only the KV of its heads.
+        layers: the layers whose KV is read; None = all.
         """
         self._group = group
         self._layers = range(model.num_layers) if layers is None else layers
@@ -128,7 +128,10 @@ class VirtualTokensReader:
         return AdapterDescription(config.kind, 0, 0, [], seen, count)
 
     def read(self, folder: Path, seen: str) -> LoadedAdapter:
-        """Read a whole adapter, and check its names, shape, and that its numbers are finite."""
+        """Read an adapter, and check its tensor's name, shape, and that all numbers are finite.
+
+        seen: the stamp for the description.
+        """
         before = stamp(folder)
         config = read_peft_config(folder)
         described = self._describe(folder, config, seen)
@@ -173,8 +176,8 @@ class VirtualTokensReader:
 class VirtualTokensDevice:
     """Device memory for `max_tokens` virtual tokens in each of `slots` slots.
 
-    embedding: [vocab_size + slots * max_tokens, hidden_size], the model's own table, so that
-        virtual tokens have ids after the vocabulary and are looked up like others.
+    embedding: [vocab_size + slots * max_tokens, hidden_size], the model's embedding table, in which
+        virtual tokens have ids after the vocabulary.
     """
 
     def __init__(
@@ -192,9 +195,9 @@ class VirtualTokensDevice:
 
         embedding: see the class.
         kv_dtype: the dtype of the KV cache.
-        group: ranks that divide the heads.
-        layers: the layers on this stage; None = all. A later stage has its embedding on torch's
-            "meta" device, which keeps no vectors.
+        group: the ranks that divide the heads.
+        layers: the layers of this pipeline stage; None = all. On later stages the embedding is on
+            torch's "meta" device.
         """
         assert embedding.shape[0] == model.vocab_size + slots * max_tokens
         self._max_tokens = max_tokens
@@ -205,7 +208,7 @@ class VirtualTokensDevice:
         _, (begin, end) = group.heads(model.num_heads, model.num_kv_heads)
         count = model.num_layers if layers is None else len(layers)
         shape = (slots, max_tokens, 2 * count, end - begin, model.head_dim)
-        if not self._cuda:  # the CPU uses host memory
+        if not self._cuda:  # on the CPU slots refer to host memory
             shape = (slots, 0, 0, 0, 0)
         self._prefixes = list(torch.zeros(shape, dtype=kv_dtype, device=uploader.device))
 
@@ -214,7 +217,7 @@ class VirtualTokensDevice:
         return self._vectors.nbytes + sum(prefix.nbytes for prefix in self._prefixes)
 
     def upload(self, prompt: HostVirtualTokens, slot: int) -> None:
-        """Copy an adapter into a slot that no step uses; return when the copy is done.
+        """Copy an adapter into an unused slot; return when the copy is done.
 
         Thread-safe.
         """
@@ -235,7 +238,9 @@ class VirtualTokensDevice:
         new.token_ids[: new.num_virtual] = range(first, first + new.num_virtual)
 
     def copy(self, prefixes: Sequence[PrefixCopy], size: int, put: PutKV) -> None:
-        """Copy keys and values of prefixes into blocks of `size` tokens, before a step reads them.
+        """Copy the KV of prefixes into KV blocks, before a step reads them.
+
+        size: tokens of a block.
 
         put: `KVCache.write_entries`.
         """
@@ -244,6 +249,6 @@ class VirtualTokensDevice:
             tokens = torch.arange(prefix.stop - prefix.start)
             blocks = torch.tensor(prefix.blocks)[tokens // size]
             places = torch.stack((blocks, tokens % size))
-            if self._cuda:  # torch keeps the pinned memory until the copy is done
+            if self._cuda:  # torch keeps pinned memory until the copy is done
                 places = places.pin_memory().to(source.device, non_blocking=True)
             put(places[0], places[1], source)

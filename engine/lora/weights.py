@@ -1,9 +1,9 @@
 """HostLora: a LoRA adapter read from PEFT's files, in the layout of a device slot.
 
-A model's linear layers are numbered parts (`LoraLayout`). One blob has A [rank, in] and then B
-[out, rank] of each part that the adapter changes. Ranks are padded with zeros to multiples of 16,
-and B contains the scale. So an upload is one copy of the adapter's own size, whatever ranks the
-slot has room for.
+A model's linear layers are numbered parts (`LoraLayout`). One tensor (blob) has A [rank, in] and
+then B [out, rank] of each part that the adapter changes. Ranks are padded with zeros to multiples
+of 16, and B includes the scale. So an upload is one copy of the adapter's actual size, even if
+slots have room for larger ranks.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -31,7 +31,7 @@ from engine.weights.parameter import num_rows, take_rows
 from engine.weights.stored import StoredTensor
 from kernels.metadata import LoraLinear
 
-UNIT = 16  # ranks are multiples of it, and it is the unit of offsets
+UNIT = 16  # padded ranks are multiples of this, which is also the unit of offsets
 PREFIX = "base_model.model."  # beginning of PEFT's tensor names
 
 
@@ -44,19 +44,19 @@ class LoraLayout:
 
     def __init__(self, specs: Iterable[LinearSpec]) -> None:
         self.parts: list[Part] = []
-        self.layers: list[LoraLinear] = []  # one for each spec
+        self.layers: list[LoraLinear] = []  # the linear layers with their positions in `parts`
         for spec in specs:
             outs = tuple(_height(part) for part in spec.parts)
             self.layers.append(LoraLinear(len(self.parts), spec.in_features, outs))
             self.parts += spec.parts
 
     def num_elements(self, rank: int) -> int:
-        """Return the number of elements of an adapter of this rank on all parts."""
+        """Return the number of elements of an adapter that changes all parts. rank: its rank."""
         return padded(rank) * sum(_width(part) + _height(part) for part in self.parts)
 
 
 def _module_of(tensor: StoredTensor) -> str:
-    """Return the name of a tensor's module in the adapter's base model, as patterns match it."""
+    """Return the name of a tensor's module in the adapter's base model, for matching patterns."""
     return tensor.name.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
@@ -73,7 +73,7 @@ class HostLora:
     """An adapter's matrices in host memory.
 
     blob: all matrices, 1-D in the model's activation dtype.
-    table: [num_parts, 4] int32, as `LoraStep.table`.
+    table: [num_parts, 4] int32, the format of `LoraStep.table`.
     parts: part number -> views (A, B) of the blob.
     """
 
@@ -85,9 +85,9 @@ class HostLora:
 class LoraReader:
     """A reader of LoRA adapters for one model; raises AdapterError for an invalid one.
 
-    renamed: name of a module in the adapter -> its name in the model's record.
-    elsewhere: the modules that only other ranks have.
-    ignored: whether the module of a name, such as one of a vision tower, is never used here.
+    renamed: returns the name in the model's record of an adapter's module.
+    elsewhere: the modules that are only on other ranks.
+    ignored: returns whether a module, such as one of a vision encoder, is not supported for LoRA.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class LoraReader:
         self._numbers = {part.name: number for number, part in enumerate(layout.parts)}
         self._dtype = dtype
         self._max_rank = max_rank
-        self._filling = Lock()  # several threads at once would keep Python from the step loop
+        # one thread at a time, as several would keep the GIL from the step loop
+        self._filling = Lock()
 
     def describe(self, folder: Path, seen: str) -> AdapterDescription:
         """Return the description of an adapter, from its configuration alone. Raises AdapterError.
@@ -125,8 +126,11 @@ class LoraReader:
         return AdapterDescription(config.kind, config.max_rank, 0, targets, seen)
 
     def read(self, folder: Path, seen: str) -> LoadedAdapter:
-        """Read a whole adapter, and check its names, shapes, ranks, and that its numbers are
-        finite."""
+        """Read an adapter, and check its tensors' names, shapes, ranks, and that all numbers are
+        finite.
+
+        seen: the stamp for the description.
+        """
         before = stamp(folder)
         config = read_peft_config(folder)
         described = self._describe(folder, config, seen)

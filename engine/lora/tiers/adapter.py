@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """The description of an adapter's files, from its configuration alone or after reading them.
+    """The description of an adapter, from its configuration alone or from all its files.
 
-    stamp: a text that changes when the files do; "" if a store does not report it.
+    stamp: a string that changes when the files change; "" if a store does not report it.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class AdapterDescription:
 class LoadedAdapter:
     """An adapter in host memory.
 
-    digest: hash of the bytes that were read.
+    digest: hash of the files' bytes.
     """
 
     described: AdapterDescription
@@ -43,9 +43,9 @@ class LoadedAdapter:
 
 
 class Loader(Protocol):
-    """The interface of a reader of adapters, which also copies them to the device.
+    """The interface that reads adapters and copies them to the device.
 
-    The threads of AdapterStore call it.
+    Threads of AdapterStore call the methods.
 
     path: the adapter's folder or URL.
     digest: hash of the expected bytes, by which a cached copy may be found; "" = any bytes.
@@ -53,18 +53,18 @@ class Loader(Protocol):
     """
 
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
-        """Return the description that the configuration gives, without reading weights."""
+        """Return the description from the adapter's configuration, without reading weights."""
         ...
 
     def read(self, path: str, digest: str = "") -> LoadedAdapter: ...
 
     def upload(self, weights: Any, slot: int) -> None:
-        """Copy weights into a slot that no step uses; return when the copy is done."""
+        """Copy weights into an unused slot; return when the copy is done."""
         ...
 
 
 class NoLoader:
-    """The loader of an engine that takes no adapters; it is never called."""
+    """The loader of an engine without adapters, which is never called."""
 
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
         raise NotImplementedError
@@ -77,7 +77,7 @@ class NoLoader:
 
 
 class Adapter:
-    """The state of one revision of one adapter, changed only by the store."""
+    """The state of one revision of an adapter, changed only by the store."""
 
     __slots__ = (
         "digest",
@@ -102,14 +102,15 @@ class Adapter:
         self.path = path
         self.stamp = stamp
         self.digest = ""
-        self.weights: Any = None  # in host memory
+        self.weights: Any = None  # in host memory; None = not loaded
         self.host_bytes = 0
         self.reading: object | None = None  # token of the read that the adapter waits for
         self.error: AdapterError | None = None
         self.failed_at = 0.0
         self.slot: Slot | None = None
-        self.users = 0  # accepted requests that have not ended
-        self.started = 0  # users that have begun, and need the same version of the weights again
+        self.users = 0  # number of accepted requests that have not ended
+        # number of these that have started, which need the same weights again after a preemption
+        self.started = 0
         self.retired = False  # whether this revision was replaced or removed
 
     @property
@@ -119,23 +120,23 @@ class Adapter:
 
     @property
     def blocks_key(self) -> str:
-        """The text that stands for the adapter in the keys of KV blocks.
+        """The adapter's part of the prefix hashes of KV blocks.
 
-        Files of KV blocks outlive the engine, and the next engine may read other bytes under a
-        revision that a user named. `first_stamp` changes with the adapter's files, so these keys
-        differ then.
+        Files of KV blocks outlive the engine, and the next engine may find other adapter files
+        under a revision that a user named. So the key includes `first_stamp`, which changes with
+        the files.
         """
         return f"{self.key} {self.first_stamp}"
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the adapter is prefix tuning, whose virtual tokens are keys and values."""
+        """Whether the adapter is prefix tuning, whose virtual tokens have precomputed KV."""
         return self.info.kind == PREFIX
 
     def is_same(self, info: AdapterInfo, described: AdapterDescription, digest: str) -> bool:
-        """Whether an adapter that is added has this one's revision and, as far as known, bytes.
+        """Whether an added adapter has the revision and, as far as known, the bytes of this one.
 
-        info, described, digest: those of the adapter that is added.
+        info, described, digest: the data of the added adapter.
         """
         if self.info.revision != info.revision:
             return False

@@ -24,8 +24,9 @@ from types import TracebackType
 from engine.errors import AdapterError
 
 DEFAULT_BYTES = 16 << 30
-DOWNLOAD_SECONDS = 100.0  # longest wait for another engine's download of the same adapter
-# longest wait until other threads or engines unlock folders that could be removed
+# maximum seconds to wait for another engine's download of the same adapter
+DOWNLOAD_SECONDS = 100.0
+# maximum seconds to wait until other threads or engines unlock folders that could be removed
 ROOM_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -35,8 +36,8 @@ _RESERVED = "reserved"
 class CachedFolder:
     """A folder of the cache that this thread keeps locked until `close`.
 
-    filled: whether it has an adapter's files. Otherwise it is empty, and `close` removes it unless
-        `keep` was called before.
+    filled: whether the folder has an adapter's files. Otherwise it is empty, and `close` removes it
+        unless `keep` was called before.
     """
 
     def __init__(self, cache: "DiskCache", folder: Path, lock: int, *, filled: bool) -> None:
@@ -59,13 +60,13 @@ class CachedFolder:
     def reserve(self, num_bytes: int) -> None:
         """Reserve room for the files that will be written to this folder.
 
-        Raises AdapterError: adapter_incompatible if num_bytes is more than the budget.
-        Raises AdapterError: storage_full if other adapters keep the room for too long.
+        Raises AdapterError: adapter_incompatible if num_bytes exceeds the budget.
+        Raises AdapterError: storage_full if other adapters do not free the room in time.
         """
         self._cache.reserve(self, num_bytes)
 
     def keep(self, digest: str) -> None:
-        """Mark the folder as complete, so that its digest finds it from now on."""
+        """Mark the folder as complete, so that it can be found by its digest."""
         self._cache.keep(self, digest)
 
     def become(self, folder: Path) -> None:
@@ -86,9 +87,9 @@ class CachedFolder:
 class DiskCache:
     """The cache of downloaded adapters on the disk, shared by all engines of a user.
 
-    folder: where the cache creates its own folder at first use; "" = the machine's temporary
-        folder.
-    budget: bytes; 0 = the smaller of 16 GiB and a quarter of the free space.
+    folder: the parent of the cache's folder, which the first use creates; "" = the machine's
+        temporary folder.
+    budget: maximum bytes; 0 = the smaller of 16 GiB and a quarter of the free space.
     """
 
     def __init__(self, folder: str = "", budget: int = 0) -> None:
@@ -101,16 +102,16 @@ class DiskCache:
             return sum(size for _, size in self._folders().values())
 
     def find(self, digest: str) -> CachedFolder | None:
-        """Return the adapter with this digest, None if it is not cached. Raises AdapterError."""
+        """Return the adapter with a digest; None if it is not cached. Raises AdapterError."""
         with self._alone():
             return self._find(digest)
 
     def open(self, digest: str = "") -> CachedFolder:
-        """Return the adapter with this digest, or else an empty folder to fill.
+        """Return the cached adapter with a digest, or an empty folder into which to download it.
 
-        While another thread or process downloads this digest, the call waits.
+        While another thread or process downloads the same digest, the call waits.
 
-        digest: "" = unknown, which always gives an empty folder.
+        digest: the adapter's digest; "" = unknown, which always gives an empty folder.
         Raises AdapterError storage_full.
         """
         known = digest if _DIGEST.fullmatch(digest) else ""
@@ -164,12 +165,13 @@ class DiskCache:
         with self._alone():
             place = self.folder / digest
             if place.exists():
-                return  # another download was faster; this copy is removed
+                return  # another download has finished first, so this copy is removed
             (entry.folder / _RESERVED).unlink(missing_ok=True)
             entry.folder.rename(place)
             os.utime(place)
             entry.become(place)
-            self._make_room(self._most())  # the download's size may not have been known in advance
+            # again, as the download's size may not have been known in advance
+            self._make_room(self._most())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -190,9 +192,9 @@ class DiskCache:
             ) from None
 
     def _folders(self) -> dict[Path, tuple[int, int]]:
-        """Return {folder: (time of its last use, its bytes)} of all folders of the cache.
+        """Return {folder: (time of last use, bytes)} of all folders of the cache.
 
-        Unfinished folders that killed processes have left behind are removed first.
+        Unfinished folders of killed processes are removed first.
         """
         folders = {}
         for path in self.folder.iterdir():
@@ -221,9 +223,9 @@ class DiskCache:
 
 
 def _lock(folder: Path, kind: int) -> int | None:
-    """Open and lock a folder; return the descriptor, None if it is missing or already locked.
+    """Open and lock a folder; return the descriptor, or None if it is missing or locked.
 
-    kind: the lock, LOCK_SH or LOCK_EX.
+    kind: LOCK_SH or LOCK_EX.
     """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -240,7 +242,7 @@ def _lock(folder: Path, kind: int) -> int | None:
 def _remove_unused(folder: Path) -> bool:
     """Remove a folder unless it is locked, and return whether it no longer exists.
 
-    Needs the `_alone` lock.
+    The caller holds the `_alone` lock.
     """
     lock = _lock(folder, fcntl.LOCK_EX)
     if lock is None:
@@ -251,7 +253,7 @@ def _remove_unused(folder: Path) -> bool:
 
 
 def _look(folder: Path) -> tuple[int, int]:
-    """Return (nanoseconds of a folder's last use, bytes that it takes or will take).
+    """Return (nanoseconds of a folder's last use, bytes of its files or reserved for them).
 
     Both are 0 for a folder that has just been removed.
     """

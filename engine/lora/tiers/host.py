@@ -6,15 +6,15 @@ from collections.abc import Callable, Container
 
 from engine.lora.tiers.adapter import Adapter, LoadedAdapter
 
-# An adapter leaves host memory after this time without use, even if there is room. The time is
-# longer than the nights of an adapter that is used by day.
+# Seconds without use after which an adapter leaves host memory, even if there is room. A day, so
+# that an adapter that is only used by day stays overnight.
 UNUSED_SECONDS = 86_400.0
 
 
 class HostMemory:
     """The adapters whose weights are in host memory, within a budget of bytes.
 
-    budget: bytes; adapters that running requests may need again are kept even beyond the budget.
+    budget: maximum bytes; adapters that running requests may need again are kept even beyond it.
     """
 
     def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,14 +29,14 @@ class HostMemory:
         return self.num_bytes < self._budget
 
     def keep(self, adapter: Adapter, loaded: LoadedAdapter) -> None:
-        """Put the adapter's loaded weights into host memory, and make it the last to be evicted."""
+        """Store an adapter's loaded weights, as the most recently used."""
         adapter.weights, adapter.digest = loaded.weights, loaded.digest
         adapter.host_bytes = loaded.host_bytes
         self.num_bytes += loaded.host_bytes
         self._adapters[adapter] = self._clock()
 
     def touch(self, adapter: Adapter) -> None:
-        """Make the adapter the last to be evicted, if its weights are in host memory."""
+        """Mark the adapter as the most recently used, if its weights are in host memory."""
         if adapter.weights is not None:
             self._adapters[adapter] = self._clock()
             self._adapters.move_to_end(adapter)
@@ -65,7 +65,7 @@ class HostMemory:
     def evict(self, wanted: Container[Adapter]) -> None:
         """Drop the least recently used adapters until the budget is met.
 
-        The newest adapter is kept, because otherwise none could be uploaded.
+        The newest adapter is kept in any case, so that it can be uploaded.
 
         wanted: adapters that wait for a slot.
         """
@@ -76,7 +76,8 @@ class HostMemory:
             uploading = adapter.slot is not None and not adapter.slot.ready
             if adapter is newest or adapter.started or uploading or adapter in wanted:
                 continue
-            if not (adapter.retired and adapter.users):  # a retired adapter could not be read again
+            # a retired adapter with users stays, as it could not be read again
+            if not (adapter.retired and adapter.users):
                 self.forget(adapter)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""AdapterNames: the adapter and revision that each name stands for. No torch here."""
+"""AdapterNames: the current adapter and revision of each name. No torch here."""
 
 from typing import Generic, TypeVar
 
@@ -16,7 +16,8 @@ class AdapterNames(Generic[T]):
 
     def __init__(self) -> None:
         self._current: dict[str, tuple[str, T]] = {}  # name -> (revision, adapter)
-        self._retired: dict[tuple[str, str], T] = {}  # replaced or removed, but still used
+        # (name, revision) -> adapter that was replaced or removed, but is still used
+        self._retired: dict[tuple[str, str], T] = {}
 
     def set_current(self, name: str, revision: str, adapter: T) -> T | None:
         """Make the adapter the current one of its name; return the adapter that it replaces."""
@@ -32,7 +33,7 @@ class AdapterNames(Generic[T]):
     def remove(self, name: str, revision: str = "") -> T:
         """Remove a name and return its adapter.
 
-        Raises AdapterError if the name is unknown or stands for another revision.
+        Raises AdapterError if the name is unknown or has another revision.
         """
         current = self._current.get(name)
         if current is None or revision not in ("", current[0]):

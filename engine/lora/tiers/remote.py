@@ -22,11 +22,11 @@ def is_remote(path: str) -> bool:
 
 @contextmanager
 def fetched(path: str, entry: CachedFolder, *, weights: bool) -> Iterator[str]:
-    """Download an adapter's files into an empty folder; yield a stamp that changes when they do.
+    """Download an adapter's files into an empty folder; yield a stamp that changes with the files.
 
-    The folder is closed afterwards.
+    The folder is closed at the end of the `with` block.
 
-    path: a URL that fsspec knows.
+    path: a URL that fsspec supports.
     entry: the empty folder.
     weights: whether to download the weights; otherwise only the configuration is downloaded.
     Raises AdapterError after MAX_SECONDS at the latest. The code is storage_full if the disk has no
@@ -41,8 +41,8 @@ def fetched(path: str, entry: CachedFolder, *, weights: bool) -> Iterator[str]:
         except BaseException as error:
             copy.set_exception(error)
 
-    # Not every fsspec store has a timeout or can be interrupted. So the thread is left running, and
-    # files that it still downloads are deleted.
+    # Not every fsspec store has a timeout or can be interrupted. So after a timeout the thread
+    # continues, and files that it still downloads are deleted.
     Thread(target=work, name="adapter-download", daemon=True).start()
     try:
         seen = copy.result(MAX_SECONDS)
@@ -86,7 +86,7 @@ def _copy(path: str, entry: CachedFolder, *, weights: bool) -> str:
         raise AdapterError(f"{path}: {name} is missing", code="adapter_not_found") from None
     except AdapterError as error:
         raise AdapterError(f"{path}: {error.message}", code=error.code) from None
-    except Exception as error:  # not all stores raise OSErrors
+    except Exception as error:  # stores raise various exceptions, not only OSError
         reason = str(error) or type(error).__name__  # fsspec's own timeout has no message
         code: str | None = "store_unavailable"
         if isinstance(error, PermissionError):

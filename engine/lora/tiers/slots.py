@@ -1,14 +1,14 @@
-"""DeviceSlots: the adapter in each device slot, and the adapter to which the slot is promised.
+"""DeviceSlots: the adapter in each device slot, and promises of slots to waiting adapters.
 
 The evicted adapter is the one with the fewest recent requests, not the least recently used one.
 With many more adapters than slots, most adapters are not needed again soon after their upload. With
 LRU each of them would evict an adapter that is needed soon. An adapter with waiting requests is
 evicted only if all adapters have some.
 
-Every row that may still use a slot pins it, and a pinned slot is not replaced. When all slots are
-pinned and an adapter waits, the slot with the fewest rows is promised to that adapter. No further
-request starts on a promised slot, and when its last row ends the waiting adapter gets it. So no
-adapter starves.
+Every row that may still use a slot pins the slot, and a pinned slot is not replaced. When all slots
+are pinned and an adapter waits, the slot with the fewest rows is promised to that adapter. No
+further request starts on a promised slot, and when its last row ends the waiting adapter gets the
+slot. So no adapter starves.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Slot:
     ready: bool = False
     pins: int = 0
     promised: Adapter | None = None
-    used: int = 0  # time of last use, counted in calls of `touch`
+    used: int = 0  # number of the call of `touch` that was its last use
 
     @property
     def wanted(self) -> bool:
@@ -50,14 +50,14 @@ class DeviceSlots:
         return self._slots[index]
 
     def touch(self, slot: Slot) -> None:
-        """Make the slot the most recently used one."""
+        """Mark the slot as the most recently used one."""
         self._clock += 1
         slot.used = self._clock
 
     def free(self, adapter: Adapter) -> Slot | None:
-        """Return the slot to load an adapter into, one that no running request uses.
+        """Return an unused slot into which to load an adapter; None if all slots are in use.
 
-        The slot is empty, promised to the adapter, or the least valuable; None if all are in use.
+        The slot is empty, promised to the adapter, or that of least value.
         """
         free = [
             slot
@@ -77,13 +77,13 @@ class DeviceSlots:
         adapter = slot.adapter
         if adapter is None:
             return (False, False, 0.0, 0)
-        # Adapters with waiting requests are ordered by last use, so that each gets its turn.
+        # Adapters with requests have popularity 0, so that last use decides among them and each
+        # gets a turn.
         asked = 0.0 if slot.wanted else self.popularity[adapter.info.name]
         return (True, slot.wanted, asked, slot.used)
 
     def give(self, slot: Slot, adapter: Adapter) -> None:
-        """Assign the adapter a device slot that no request uses; the slot's former adapter loses
-        it.
+        """Assign an unused device slot to an adapter, and remove the slot's previous adapter.
 
         The caller uploads the adapter's weights and then sets slot.ready.
         """
@@ -94,13 +94,14 @@ class DeviceSlots:
         self.touch(slot)
 
     def empty_slot(self, slot: Slot) -> None:
-        """Take the adapter out of a slot that no row uses, so that the slot is free."""
+        """Remove the adapter from an unused slot."""
         assert slot.adapter is not None and not slot.pins
         slot.adapter.slot = None
         slot.adapter, slot.ready = None, False
 
     def promise(self, adapter: Adapter) -> None:
-        """Promise the adapter a slot that it gets when the requests that use the slot have ended.
+        """Promise a slot to an adapter, which gets it when the requests that use the slot have
+        ended.
 
         At most half of the slots are promised, so that new requests can start on the other slots.
         """
@@ -123,7 +124,7 @@ class DeviceSlots:
         return opened
 
     def due(self) -> list[Adapter]:
-        """Return the adapters whose promised slot no request uses any more."""
+        """Return the adapters whose promised slots are unused now."""
         return [s.promised for s in self._slots if s.promised is not None and not s.pins]
 
     @property

@@ -37,10 +37,10 @@ from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter
 
 logger = logging.getLogger("manta.engine")
 
-RETRY_SECONDS = 10.0  # how long a failed read is remembered
-# threads for disks, and as many for object stores, so that a hanging store blocks no disk
+RETRY_SECONDS = 10.0  # seconds for which a failed read is not tried again
+# number of threads for disks, and again for object stores, so that a hanging store blocks no disk
 READERS = 4
-READ_AHEAD = 4  # reads in flight above which no further read begins early
+READ_AHEAD = 4  # number of reads in flight above which no read begins in advance
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class AdapterStore:
         self._remote = disk or ThreadPoolExecutor(READERS, "adapter-downloads")
         self._device = device or ThreadPoolExecutor(1, "adapter-uploads")
         self._names: AdapterNames[Adapter] = AdapterNames()
-        # name -> queued additions and removals, of which the first has begun
+        # name -> queued additions and removals, of which the first is in progress
         self._lines: dict[str, deque[Callable[[], None]]] = {}
         self._slots = DeviceSlots(max_loras)
         self._host = HostMemory(host_bytes, clock)
@@ -82,7 +82,7 @@ class AdapterStore:
         self._news: list[Adapter] = []
         self._answers: list[AdapterAnswer] = []
         self._wake: Callable[[], None] = lambda: None
-        self.loads = 0  # number of uploads
+        self.loads = 0  # number of uploads since the start
         self.reads = 0
         self._reading = 0  # reads in flight
 
@@ -122,7 +122,8 @@ class AdapterStore:
         before = self._names.get(info.name)
         if before is not None and before.is_same(info, described, digest):
             if loaded is not None or before.path != message.path:
-                before.reading = None  # a read in flight may fail at the old path
+                # a read in flight from the old path is ignored, as it may fail
+                before.reading = None
             before.path, before.stamp, before.error = message.path, described.stamp, None
             if loaded is not None and before.weights is None:
                 self._keep(before, loaded)
@@ -149,9 +150,9 @@ class AdapterStore:
         self._line_up(message.name, lambda: self._later(then))
 
     def _line_up(self, name: str, begin: Callable[[], None]) -> None:
-        """Call begin() once all earlier work for this name is done.
+        """Call begin() once all earlier additions and removals of the name are done.
 
-        The work that begin() starts has to end with `_next`.
+        The work that begin() starts must end with a call of `_next`.
         """
         line = self._lines.setdefault(name, deque())
         line.append(begin)
@@ -198,9 +199,9 @@ class AdapterStore:
     # ---- requests ------------------------------------------------------------------------------
 
     def claim(self, adapter: Adapter) -> None:
-        """Count an accepted request of the adapter, for its popularity too, and read it in advance.
+        """Count an accepted request of the adapter, and begin to read the adapter in advance.
 
-        The read begins only if host memory has room and few other reads are in flight.
+        The read only begins if host memory has room and few other reads are in flight.
         """
         adapter.users += 1
         self._slots.popularity.count(adapter.info.name, self._clock())
@@ -211,9 +212,9 @@ class AdapterStore:
     def ask(self, adapter: Adapter) -> bool:
         """Return whether a request may start on the adapter now.
 
-        If not, the adapter is being loaded, and `poll` returns it once the request should ask
-        again.
-        Raises AdapterError if it cannot be loaded.
+        If not, the adapter is being loaded, and `poll` returns the adapter once the request should
+        ask again.
+        Raises AdapterError if the adapter cannot be loaded.
         """
         if adapter.error is not None:
             if self._clock() < adapter.failed_at + RETRY_SECONDS:
@@ -225,7 +226,7 @@ class AdapterStore:
             self._advance(adapter)
             return False
         if slot.promised is not None:
-            # waits for another slot, as this one is promised to another adapter
+            # its slot is promised to another adapter, so it waits for a further slot
             self._wanted[adapter] = None
             return False
         if slot.ready:
@@ -246,7 +247,7 @@ class AdapterStore:
         return slot.index
 
     def unpin(self, index: int) -> None:
-        """Release the slot of a row that no step uses any more."""
+        """Unpin a slot for a row that no step uses any more. index: the slot's index."""
         slot = self._slots[index]
         slot.pins -= 1
         assert slot.pins >= 0
@@ -256,10 +257,10 @@ class AdapterStore:
             self._slot_changed()
 
     def release(self, adapter: Adapter, *, started: bool) -> None:
-        """Count the end of a request of the adapter, and free what no request needs any more.
+        """Count the end of a request of the adapter.
 
-        Without a request the adapter is wanted in no slot, and is dropped if it is retired. Without
-        a request that has started, host memory evicts adapters down to its budget.
+        An adapter without requests no longer waits for a slot, and is dropped if it is retired. If
+        none of its requests has started, host memory may evict it.
 
         started: whether the request has run.
         """
@@ -283,8 +284,8 @@ class AdapterStore:
         return not self._done.empty() or bool(self._news) or self._host.has_unused
 
     def poll(self) -> list[Adapter]:
-        """Apply the results of threads; return the adapters whose waiting requests should ask
-        again."""
+        """Apply the results of threads; return the adapters whose waiting requests should call
+        `ask`."""
         while not self._done.empty():
             self._done.get()()
         self._host.drop_unused()
@@ -299,7 +300,7 @@ class AdapterStore:
         work: Callable[[], T],
         then: Callable[[T | AdapterError], None],
     ) -> None:
-        """Run work() on the executor; the next `poll` calls `then` with its result or error."""
+        """Run work() on the executor; a later `poll` calls `then` with its result or error."""
 
         def job() -> None:
             result: T | AdapterError
@@ -307,7 +308,7 @@ class AdapterStore:
                 result = work()
             except AdapterError as error:
                 result = error
-            except Exception as error:  # a damaged file or a full device may raise anything
+            except Exception as error:  # a damaged file or a full device may raise any exception
                 logger.exception("an adapter could not be loaded")
                 result = AdapterError(f"it could not be loaded: {type(error).__name__}: {error}")
             self._later(lambda: then(result))
@@ -315,7 +316,7 @@ class AdapterStore:
         executor.submit(job)
 
     def _later(self, then: Callable[[], None]) -> None:
-        """Have the next `poll` call then(). Thread-safe."""
+        """Make the next `poll` call then(). Thread-safe."""
         self._done.put(then)
         self._wake()
 
@@ -339,10 +340,10 @@ class AdapterStore:
     ) -> None:
         self._reading -= 1
         if adapter.reading is not reading:
-            return  # the adapter was added again meanwhile
+            return  # an outdated result, as the adapter was added again meanwhile
         adapter.reading = None
         if isinstance(result, LoadedAdapter):
-            # The digest is exact. Before the first read it may be unknown, and stamps are compared.
+            # Digests are exact, but may be unknown before the first read; then stamps are compared.
             before, now = (
                 (adapter.digest, result.digest)
                 if adapter.digest
@@ -367,7 +368,7 @@ class AdapterStore:
         self._host.evict(self._wanted)
 
     def _advance(self, adapter: Adapter) -> None:
-        """Do the next step for an adapter that waits: read it, upload it or promise it a slot."""
+        """Continue with an adapter that waits: begin a read or an upload, or promise a slot."""
         if adapter.weights is None:
             self._read(adapter)
             return
