@@ -1,4 +1,4 @@
-"""Loading: reads checkpoints into a model's parameters."""
+"""Loads checkpoints into a model's parameters."""
 
 from engine.weights.load import check_headers, load_weights
 

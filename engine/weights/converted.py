@@ -1,9 +1,9 @@
-"""Converted folders: parameters in the engine's own layout, so that loading only reads.
+"""Converted folders: parameters in the engine's packed layout, so that loading only reads bytes.
 
 A folder has these files:
 
-  config.json, tokenizer, templates   as the model's; the dtype is the one of the conversion
-  manta-00001.safetensors, ...        a tensor for each parameter, under its name
+  config.json, tokenizer, templates   copies of the model's, with the dtype of the conversion
+  manta-00001.safetensors, ...        a tensor for each parameter, by its name
   manta.json                          the device, dtype and format, and each tensor's digest
 """
 
@@ -27,7 +27,7 @@ from engine.weights.stored import StoredTensor
 from engine.weights.stream import Loading
 
 MANIFEST = "manta.json"
-VERSION = 1  # raise it when parameters get other names, orders or types
+VERSION = 1  # version of the format; raise it when names, order or types of parameters change
 SHARD_BYTES = 4 << 30
 
 
@@ -35,8 +35,8 @@ SHARD_BYTES = 4 << 30
 class Manifest:
     """The description of a converted folder.
 
-    device: the type of device that the folder is for, as norms on the CPU are float32.
-    quantization: the quantisation of the weights; "none" if they keep the bits of the dtype.
+    device: the type of device for which the folder is; norms on the CPU, for example, are float32.
+    quantization: the quantisation of the weights; "none" = unquantised.
     """
 
     version: int
@@ -44,7 +44,7 @@ class Manifest:
     device: str
     dtype: str
     quantization: str
-    digests: dict[str, str]  # digest of each tensor: BLAKE2b, 16 bytes in hex
+    digests: dict[str, str]  # tensor name -> digest (BLAKE2b, 16 bytes in hex)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
@@ -95,7 +95,7 @@ def named(parameters: Iterable[Parameter]) -> Iterator[tuple[str, Parameter]]:
 
 
 def as_converted(parameter: Parameter, name: str, stored: dict[str, StoredTensor]) -> Parameter:
-    """Return the parameter with a converted folder's tensor as its only source.
+    """Return a copy of the parameter whose only source is a converted folder's tensor.
 
     name: the parameter's unique name.
     stored: the folder's tensors by name.
@@ -103,7 +103,7 @@ def as_converted(parameter: Parameter, name: str, stored: dict[str, StoredTensor
     shape = tuple(parameter.tensor.shape)
     rows = None
     there = stored.get(name)
-    # A table of positions is cut to the longest possible text.
+    # A table of positions may be longer in the folder, as it is cut to the maximum text length.
     if there is not None and there.shape[0] > shape[0] and there.shape[1:] == shape[1:]:
         rows, shape = (0, shape[0]), there.shape
     source = Source(name, shape, rows)
@@ -111,7 +111,7 @@ def as_converted(parameter: Parameter, name: str, stored: dict[str, StoredTensor
 
 
 class Writer:
-    """A writer of parameters into files, in any order, from any thread, each parameter once."""
+    """A writer of parameters to files. Each is written once, in any order, from any thread."""
 
     def __init__(self, folder: Path, parameters: Iterable[Parameter], stem: str = "manta") -> None:
         entries = list(named(parameters))
@@ -138,9 +138,9 @@ class Writer:
         self.write_parameter(self._names[id(parameter.tensor)], parameter.tensor)
 
     def write_parameter(self, name: str, tensor: Tensor) -> None:
-        """Write the parameter of this name.
+        """Write one parameter.
 
-        tensor: the values, of the parameter's shape and type.
+        tensor: the values, with the parameter's shape and dtype.
         """
         data = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -174,7 +174,7 @@ def _shards(entries: list[tuple[str, Parameter]]) -> Iterator[list[tuple[str, Pa
 def copy_others(source: Path, target: Path, dtype: str | None) -> None:
     """Copy all files of the model except its weights.
 
-    dtype: the new type; None keeps the old one.
+    dtype: the dtype to write into config.json; None = keep it.
     """
     for file in sorted(source.iterdir()):
         wanted = file.suffix in (".json", ".jinja", ".model", ".txt") or "LICENSE" in file.name

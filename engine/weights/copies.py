@@ -1,4 +1,4 @@
-"""Copies from tensors in memory into parameters, launched together."""
+"""Copies of tensors in memory to parameters, launched together."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def copy_jobs(jobs: Sequence[Job], device: torch.device) -> None:
     """Run jobs whose stored tensors are in memory, on the caller's stream.
 
     Values are not checked for NaN and infinity. Jobs end as in `run_jobs`. The copies of all jobs
-    without `allocate` are launched together.
+    whose memory is already allocated are launched together.
     """
     copies = Copies()
     for job in jobs:
@@ -40,8 +40,8 @@ def _add_copies(job: Job, copies: "Copies") -> None:
 class Copies:
     """A list of copies between tensors of equal shapes, launched together.
 
-    Only copies of 16- and 32-bit floats wait for the common launch. Other dtypes are copied at
-    once, as not all of them have a kernel for lists.
+    Only copies of 16- and 32-bit floats are collected. Other dtypes are copied at once, as not all
+    of them have a kernel for lists of tensors.
     """
 
     def __init__(self) -> None:

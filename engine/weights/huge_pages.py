@@ -1,8 +1,8 @@
 """collapse: moves this process's large, resident memory to 2 MiB pages.
 
-A decode step of one token reads every weight once, and with 4 KiB pages a sixth of that time goes
-into page tables. Linux gives large pages to programs that ask for them (transparent_hugepage =
-madvise, the default of Debian and Ubuntu), but torch does not ask.
+A decode step of one token reads every weight once, and with 4 KiB pages TLB misses take a sixth of
+that time. Linux gives large pages to programs that ask for them (transparent_hugepage = madvise,
+the default of Debian and Ubuntu), but torch does not.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from torch import Tensor
 
 MADV_DONTNEED = 4
 MADV_HUGEPAGE = 14
-MADV_COLLAPSE = 25  # since Linux 6.1; older kernels collapse pages later
+MADV_COLLAPSE = 25  # since Linux 6.1; older kernels merge pages later by themselves
 SMALL = 4 << 10
 HUGE = 2 << 20
 MIN_BYTES = 8 << 20  # smaller regions are not worth a call
@@ -24,12 +24,11 @@ _ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0\s*(?:\[heap\]
 
 
 def collapse() -> int:
-    """Move large regions of memory to large pages, and return the bytes asked for.
+    """Move large regions of memory to large pages; return the bytes of these regions.
 
-    It does nothing where the system is not Linux with glibc. It takes about a second per GB, and
-    releases the interpreter lock meanwhile.
+    This takes about a second per GB, without the GIL. It does nothing without Linux and glibc.
     """
-    trim()  # memory freed by loading need not be moved
+    trim()  # returns memory that loading has freed, which need not be moved
     try:
         libc = ctypes.CDLL(None)
         with open("/proc/self/maps") as file:
@@ -48,7 +47,7 @@ def collapse() -> int:
 
 
 def _resident(libc: ctypes.CDLL, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (address, bytes) of each run of large pages in [begin, end) that is resident."""
+    """Yield (address, bytes) of each run of resident 2 MiB ranges in [begin, end)."""
     begin = -(-begin // HUGE) * HUGE
     count = (end - begin) // HUGE
     if count * HUGE < MIN_BYTES:
@@ -56,7 +55,7 @@ def _resident(libc: ctypes.CDLL, begin: int, end: int) -> Iterator[tuple[int, in
     pages = np.zeros((count, HUGE // SMALL), dtype=np.uint8)
     length = ctypes.c_size_t(count * HUGE)
     if libc.mincore(ctypes.c_void_p(begin), length, ctypes.c_void_p(pages.ctypes.data)):
-        return  # unmapped since the list was read
+        return  # the region was unmapped since the list was read
     there = np.concatenate(([False], (pages & 1).mean(axis=1) >= MIN_RESIDENT, [False]))
     edges = np.flatnonzero(there[1:] != there[:-1])
     for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
@@ -64,19 +63,19 @@ def _resident(libc: ctypes.CDLL, begin: int, end: int) -> Iterator[tuple[int, in
 
 
 def trim() -> None:
-    """Give freed memory back to the system; does nothing without glibc.
+    """Return freed memory to the system; does nothing without glibc.
 
-    Otherwise malloc keeps it. Each thread has its own heap, which does not reuse memory freed in
-    another.
+    Otherwise malloc keeps the memory, and a thread's heap does not reuse memory freed by other
+    threads.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back(tensor: Tensor) -> None:
-    """Give back the memory of a CPU tensor that is not read any more, even if it is still held.
+    """Return the memory of a CPU tensor to the system, even if the tensor is still referenced.
 
-    Its whole pages become zeros that take no memory. It does nothing where the system is not Linux.
+    The tensor's whole pages then read as zeros and take no memory. This does nothing without Linux.
 
     tensor: a contiguous tensor.
     """

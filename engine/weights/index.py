@@ -1,4 +1,4 @@
-"""read_index: returns the tensors of a model folder, read only from the headers of its files.
+"""read_index: lists the tensors of a model folder, from the headers of its files.
 
 Errors name the damaged file.
 """
@@ -27,7 +27,7 @@ DTYPES = {
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,  # scales: powers of two
-    # types of tensors that are never read
+    # dtypes of tensors that are never read
     "F8_E5M2": torch.float8_e5m2,
     "BOOL": torch.bool,
     "I16": torch.int16,

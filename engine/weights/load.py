@@ -1,6 +1,6 @@
 """load_weights: fills a model from a checkpoint or with random weights.
 
-Its errors name the tensor.
+The errors name the tensor.
 """
 
 import logging
@@ -30,16 +30,16 @@ from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
 
 logger = logging.getLogger("manta.engine")
 
-# A model of at least this size on the CPU moves to large pages after the start, in the background.
-# That costs one core a second per GB.
+# Minimum bytes of a model on the CPU that is moved to large pages in the background after the
+# start, which takes one core a second per GB.
 HUGE_PAGES_FROM = 64 << 20
 
-# On the CPU freed memory is returned to the system each time this many bytes are packed.
+# On the CPU freed memory is returned to the system each time this many bytes were packed.
 TRIM_EVERY = 32 << 20
 
 
 class Loadable(Protocol):
-    """The part of models.registry.Model that loading needs."""
+    """The interface of models.registry.Model that loading needs."""
 
     @property
     def device(self) -> torch.device: ...
@@ -67,12 +67,12 @@ def load_weights(
 ) -> None:
     """Fill every parameter from the folder's files, or with random weights if folder is None.
 
-    ranks: the number of ranks that have parts of this model. On several ranks a parameter's random
-        weights depend on its name alone, so that copies on all ranks are equal. They differ from
-        the random weights of a model on a single rank.
-    progress: a function called from this thread some ten times a second.
-    owns: name of a stored tensor -> whether it is of this model, for a model that is only a part of
-        the folder's; None = all are.
+    ranks: the number of ranks that divide this model. With several ranks a parameter's random
+        weights depend only on its name, so that copies on all ranks are equal. They differ from
+        those of a model on a single rank.
+    progress: called from this thread some ten times a second.
+    owns: returns whether a stored tensor belongs to this model, if the model is only a part of the
+        folder's; None = all do.
     Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong
     shape or dtype, or holds a NaN or infinity.
     """
@@ -90,7 +90,8 @@ def load_weights(
             stored = _named(model, stored)
         _fill(model, stored, folder, progress, converted=manifest is not None)
     model.finish()
-    if model.device.type == "cuda":  # packing leaves gaps too small for the KV cache
+    # packing leaves gaps in torch's memory that are too small for the KV cache
+    if model.device.type == "cuda":
         torch.cuda.empty_cache()
     if model.device.type == "cpu" and model.num_bytes >= HUGE_PAGES_FROM:
         Thread(target=collapse, name="huge-pages", daemon=True).start()
@@ -107,11 +108,12 @@ def _fill(
     """Load every parameter of the model, and repack quantised ones for their kernels.
 
     stored: the tensors under the names that the model uses.
-    converted: whether the folder has the parameters themselves.
+    converted: whether the folder is a converted one, with packed parameters.
     """
     units = _units(model, stored if converted else None)
     in_memory = any(tensor.held is not None for tensor in stored.values())
-    # Values of tensors in memory were checked before the refill; the CPU checks while reading.
+    # Tensors in memory were checked before the refill, and on the CPU values are checked while
+    # reading.
     checks = model.device.type == "cuda" and not in_memory
     jobs = _jobs(model, units, stored, folder, checks=checks)
     if in_memory:
@@ -119,7 +121,7 @@ def _fill(
     else:
         run_jobs(jobs, model.device, progress, model.open_bytes)
     if checks:
-        # Parameters that were packed during loading are no longer in these lists.
+        # Parameters that were packed during loading are no longer in the units' lists.
         _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
     if model.device.type == "cuda":
         for job in jobs:
@@ -133,12 +135,12 @@ def read_named(
     tell: bool = True,
     held: Mapping[str, Tensor] | None = None,
 ) -> dict[str, StoredTensor]:
-    """Return a folder's tensors under the names that the model uses.
+    """Return a folder's tensors by the model's names.
 
     model: a whole model, on any device.
     tell: whether to log which of the folder's tensors the model does not use.
-    held: tensors in memory that are taken in place of the folder's files.
-    Raises ConfigError, as load_weights does, for errors that headers alone show.
+    held: tensors in memory to use instead of the folder's files.
+    Raises ConfigError, as load_weights does, for errors that are visible in the headers.
     """
     if held is None:
         index = read_index(folder)
@@ -150,10 +152,10 @@ def read_named(
 
 
 def fill_part(part: Loadable, stored: dict[str, StoredTensor], folder: Path) -> None:
-    """Load and pack a part of a model from the tensors that it uses.
+    """Load and pack a part of a model.
 
-    stored: the tensors of the whole model, as `read_named` returns them. Values of tensors in
-        memory are not checked.
+    stored: the tensors of the whole model, from `read_named`. Values of tensors in memory are not
+        checked.
     Raises ConfigError as load_weights does.
     """
     sources = {source.name for parameter in part.parameters() for source in parameter.sources}
@@ -166,7 +168,7 @@ def fill_parameters(
 ) -> None:
     """Allocate and fill some parameters of a model, without packing them.
 
-    stored: the tensors of the whole model, as `read_named` returns them.
+    stored: the tensors of the whole model, from `read_named`.
     Raises ConfigError as load_weights does.
     """
     sources = {source.name for parameter in parameters for source in parameter.sources}
@@ -182,11 +184,11 @@ def each_parameter(
     take: Callable[[Parameter], None],
     progress: Callable[[Loading], None] | None = None,
 ) -> None:
-    """Fill each parameter of a model on the CPU, hand it to `take`, and free its memory.
+    """Fill each parameter of a model on the CPU, pass it to `take`, and free its memory.
 
-    The model is of no use afterwards. Raises as load_weights does.
+    The model cannot be used afterwards. Raises as load_weights does.
 
-    take: a function called from any thread.
+    take: called with each parameter, from any thread.
     """
     stored = _named(model, read_index(folder))
 
@@ -199,16 +201,16 @@ def each_parameter(
 
     units = [Unit([filled], handing(filled), False) for filled in model.parameters()]
     for unit in units:
-        # a page takes memory only once it is written, until `give_back`
+        # allocated pages take memory only from the first write until `give_back`
         unit.parameters[0].allocate()
     run_jobs(_jobs(model, units, stored, folder), model.device, progress)
 
 
 def check_headers(model: Loadable, folder: Path) -> None:
-    """Raise ConfigError, as load_weights does, for errors that headers alone show.
+    """Raise ConfigError, as load_weights does, for errors that are visible in the headers.
 
-    Such errors are a tensor or a file that is missing, unexpected, cut short, or of another shape
-    or dtype.
+    Such errors are tensors or files that are missing, unexpected, truncated, or of another shape or
+    dtype.
 
     model: a whole model, on any device.
     """
@@ -219,10 +221,10 @@ def check_headers(model: Loadable, folder: Path) -> None:
 def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[Unit]:
     """Return the model's units, and a unit for each parameter outside of these.
 
-    Parameters outside of the model's units get their memory here.
+    This allocates the memory of the latter parameters.
 
     converted: the tensors of a converted folder, by unique names of parameters; None = the folder
-        is not converted.
+        is not a converted one.
     """
     units = [*model.units()]
     inside = {id(parameter.tensor) for unit in units for parameter in unit.parameters}
@@ -253,7 +255,7 @@ def _jobs(
     checks: whether transient units are checked for NaN and infinity before they are packed.
     """
     transfers = _match([unit.parameters for unit in units], stored, folder)
-    freed = 0  # bytes since the last `trim`; inexact with several threads
+    freed = 0  # bytes freed since the last `trim`; inexact with several threads
 
     def then(unit: Unit) -> Callable[[], None]:
         def run() -> None:
@@ -300,7 +302,7 @@ def _settle(parameters: list[Parameter]) -> None:
 def _named(
     model: Loadable, stored: dict[str, StoredTensor], *, tell: bool = True
 ) -> dict[str, StoredTensor]:
-    """Return the stored tensors, without ignored ones, under the names that the model uses.
+    """Return the stored tensors, except ignored ones, by the model's names.
 
     tell: whether to log the ignored tensors.
     """
@@ -324,9 +326,9 @@ def _named(
 
 
 def _part(name: str) -> str:
-    """Return the part of the model that a tensor belongs to; "" for a computed table.
+    """Return the part of the model to which a tensor belongs, such as "model.layers.61".
 
-    Parts are vision_tower, model.visual, model.layers.61 and the like.
+    The result is "" for a precomputed table.
     """
     if name.endswith(".inv_freq"):
         return ""
@@ -339,7 +341,8 @@ def _match(
     stored: dict[str, StoredTensor],
     folder: Path,
 ) -> list[list[Transfer]]:
-    """Return the transfers of each unit: each source of its parameters with its stored tensor.
+    """Match the sources of each unit's parameters with stored tensors; return each unit's
+    transfers.
 
     units: the parameters of each unit.
     """
@@ -364,8 +367,9 @@ def _match(
                     param="model",
                 )
             if on_disk.dtype == torch.float8_e8m0fnu and target.dtype == torch.uint8:
-                on_disk = replace(on_disk, dtype=torch.uint8)  # the same bytes
-            # Quantised codes are not converted between types, unlike weights.
+                # read as bytes, which need no conversion
+                on_disk = replace(on_disk, dtype=torch.uint8)
+            # Unlike weights, quantised codes are not converted between dtypes.
             number = target.dtype.is_floating_point and target.dtype.itemsize > 1
             fits = on_disk.dtype.is_floating_point if number else on_disk.dtype == target.dtype
             if not fits:
@@ -403,9 +407,9 @@ def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor, int]]:
 def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) -> None:
     """Raise ConfigError for a NaN or infinity in parameters on CUDA.
 
-    The CPU checks them while reading. A sum reads each weight once, allocates nothing, and keeps
-    any NaN or infinity. Integers have neither. 8-bit floats and the scales inside a block are
-    checked when they are decoded.
+    On the CPU they are checked while reading. The check is a sum, which reads each weight once,
+    allocates nothing, and propagates any NaN or infinity. Integers have neither. 8-bit floats and
+    the scales inside blocks are checked when they are decoded.
     """
     parameters = [
         parameter
@@ -422,7 +426,7 @@ def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) 
 
 
 def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
-    """Fill the model with random weights, made on the device in the order of its parameters.
+    """Fill the model with random weights, generated on the device in the order of its parameters.
 
     Norms get ones and other parameters normal numbers. Each unit is packed as soon as it is filled.
 
@@ -455,7 +459,8 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
                 unit.parameters.clear()  # else packed weights would be in memory twice
                 if not cuda:
                     packing.append((size if unit.transient else 0, pool.submit(pack, unit)))
-                elif unit.transient:  # on the thread that owns the device; others wait for `finish`
+                # transient memory is allocated now, on the thread that owns the device
+                elif unit.transient:
                     pack(unit)
             del parameter, unit
         for _, packed in packing:

@@ -1,4 +1,4 @@
-"""Parameter: one tensor of the model and the checkpoint tensors that fill it."""
+"""Parameter: one tensor of the model, and the checkpoint tensors that fill it."""
 
 import math
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from torch import Tensor
 
 Fill = Callable[[Tensor, torch.Generator], None]
 
-# The rows of a matrix: a half-open range, or a list of numbers.
+# Some rows of a matrix: a half-open range, or an array of row numbers.
 Rows = tuple[int, int] | NDArray[np.int64]
 
 
 def as_rows(numbers: NDArray[np.int64]) -> Rows:
-    """Return the numbers as a range if they are consecutive, because a range is read faster."""
+    """Return row numbers as a range if they are consecutive, as a range is read faster."""
     if len(numbers) and bool((np.diff(numbers) == 1).all()):
         return int(numbers[0]), int(numbers[-1]) + 1
     return numbers
@@ -47,18 +47,17 @@ def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The part of a checkpoint tensor that a parameter takes.
+    """The part of a checkpoint tensor that is loaded into a parameter.
 
-    Several sources merge along rows. Rows and columns split a fused tensor, reorder its rows or
-    keep one rank's shard of it.
+    Several sources of a parameter are concatenated along rows. Rows and columns split a fused
+    tensor, reorder its rows, or select one rank's shard.
 
-    shape: the shape that the checkpoint must hold under ``name``.
-    rows, columns: the rows and columns taken, after ``transpose``; None takes all.
+    shape: the shape that the checkpoint's tensor ``name`` must have.
+    rows, columns: the rows and columns to load, after ``transpose``; None = all.
     transpose: whether the checkpoint stores [in, out] where the engine stores [out, in].
-    flat: whether a tensor of any shape on disk is taken as a vector of its elements, which rows
-        index.
-    at: the index of this matrix, where the checkpoint stacks several in one tensor along its first
-        axis. shape is then the whole tensor's; on disk its first two axes may be joined into one,
+    flat: whether a tensor of any shape is loaded as a vector of its elements, which rows index.
+    at: the index of this matrix in a checkpoint tensor that stacks several along its first axis.
+        shape is then the whole tensor's shape; on disk its first two axes may be joined into one,
         and its last may be split in two.
     shorter: whether the tensor on disk may have fewer bytes; the remaining bytes of the parameter
         are not written.
@@ -74,10 +73,7 @@ class Source:
     shorter: bool = False
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return the part of the checkpoint tensor that is taken.
-
-        It is a view unless the order of rows changes.
-        """
+        """Return the part of the checkpoint tensor to load, a view unless the row order changes."""
         if self.transpose:
             tensor = tensor.t()
         if self.rows is not None:
@@ -95,7 +91,7 @@ class Source:
         if self.at is None:
             return stored == self.shape
         joined = (math.prod(self.shape[:2]), *self.shape[2:])
-        # Rows may be split into blocks.
+        # rows may be stored as [blocks, block bytes]
         blocks = (*stored[:2], math.prod(stored[2:]))
         return stored in (self.shape, joined) or (len(stored) > 3 and blocks == self.shape)
 
@@ -116,12 +112,11 @@ class Parameter:
     tensor: the tensor to fill, allocated.
     sources: the sources, stacked along rows in this order; together they have the tensor's exact
         shape.
-    std: the deviation of the normal distribution that random weights are drawn from; 0 gives ones
-        (norms).
-    fill: a function that draws random weights into the tensor instead, where not every number is a
-        weight. It must not refer to the object that holds the parameter. Otherwise packed weights
-        are in memory twice until garbage is collected.
-    offset, scale: the numbers that change each value to (value + offset) * scale.
+    std: the standard deviation of normally distributed random weights; 0 = ones (norms).
+    fill: a function that fills the tensor with random weights instead, where not every number is a
+        weight. It must not refer to the object that has the parameter: such a reference cycle would
+        keep packed weights in memory twice until garbage collection.
+    offset, scale: each value becomes (value + offset) * scale.
     changed: a function that changes the tensor in place, after offset and scale.
     """
 
@@ -135,9 +130,9 @@ class Parameter:
     changed: Callable[[Tensor], object] | None = None
 
     def release(self) -> None:
-        """Give the tensor's memory back until `allocate`; the tensor must fill its storage.
+        """Free the tensor's memory until `allocate`; the tensor must fill its storage.
 
-        Meanwhile the tensor keeps its shape and dtype. Neither the tensor nor its views may be
+        The tensor keeps its shape and dtype. Until then neither the tensor nor its views may be
         sliced by rows.
         """
         storage = self.tensor.untyped_storage()
@@ -164,9 +159,9 @@ class Parameter:
 class Unit:
     """A group of parameters that are packed together.
 
-    parameters: the parameters; the thread that packs them empties this list first.
-    finish: a function that packs the parameters, once all are filled.
-    transient: whether the parameters have memory only between `allocate` and `finish`.
+    parameters: the parameters; the packing thread empties this list first.
+    finish: packs the parameters, once all are filled.
+    transient: whether the parameters have memory only from `allocate` to `finish`.
     """
 
     parameters: list[Parameter]

@@ -1,7 +1,7 @@
 """read_pickled: lists the tensors of pickled shards (`pytorch_model*.bin`).
 
-It executes no code of the shards and reads no tensor data. torch's unpickler for weights only tells
-where in the file each tensor begins.
+No code of the shards is executed, and no tensor data is read. torch's weights-only unpickler gives
+the offset of each tensor in the file.
 """
 
 import re
@@ -32,7 +32,7 @@ def read_pickled(file: Path) -> list[StoredTensor]:
         raise file_error(
             file, "truncated, or written by a torch before 1.6; save it as safetensors"
         ) from None
-    except Exception as error:  # the unpickler may raise anything on a damaged file
+    except Exception as error:  # the unpickler may raise any exception on a damaged file
         raise file_error(file, f"cannot be read as weights alone: {_reason(error)}") from None
     if not stored:
         raise file_error(file, "is a compressed archive; save it as safetensors")

@@ -1,8 +1,8 @@
 """WeightStage: collects tensors that arrive one by one in a folder of safetensors files.
 
-The folder is in shared memory if possible. Every rank of the engine reads an update of weights from
-such a folder, so a half-sent update is never in the model. An engine of one rank need not wait for
-the files: it holds the tensors on its device, loads them, and then writes the files for replicas
+The folder is in shared memory if possible. Every rank of the engine reads a weight update from such
+a folder, so an incomplete update never enters the model. An engine with one rank need not wait for
+the files: it keeps the tensors on its device, loads them, and then writes the files for replicas
 that join later.
 """
 
@@ -31,25 +31,29 @@ logger = logging.getLogger("manta.engine")
 _FILE_BYTES = 256 << 20
 _PIECE_BYTES = 16 << 20
 _PREFIX, _LOCK = "manta-weights-", "owner.lock"
-_WRITING = "writing"  # a file that exists while tensors are not written; why, if writing failed
-_WRITE_SECONDS = 120.0  # longest wait until another process's files are written
-_YOUNG_SECONDS = 60.0  # a younger folder's owner may be about to lock it
+# a file that exists until all tensors are written; it has the reason if writing failed
+_WRITING = "writing"
+_WRITE_SECONDS = 120.0  # maximum seconds to wait until another process's files are written
+# minimum age of an unlocked folder to delete; the owner of a younger one may be about to lock it
+_YOUNG_SECONDS = 60.0
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightStage:
     """A folder to which tensors are added; its creator has to call `discard`.
 
-    folder: gets the tensors by `close`, held ones after `release` (`wait_until_written` waits).
-    held: name -> tensor on `hold_on`, until it is written; empty once the device had no room.
+    folder: the folder; `close` writes the tensors, but held ones are written after `release` (see
+        `wait_until_written`).
+    held: name -> tensor on the device `hold_on`, until it is written; empty if the device had too
+        little room.
     """
 
     def __init__(self, num_bytes: int = 0, hold_on: torch.device | None = None) -> None:
-        """Make the folder, in shared memory if it has the room.
+        """Create the folder, in shared memory if that has enough room.
 
         num_bytes: the expected bytes of all tensors; 0 = unknown.
-        hold_on: the device that holds the tensors; None = only files hold them.
-        Raises ConfigError if no folder for temporary files can be written.
+        hold_on: the device on which to keep the tensors; None = only files have them.
+        Raises ConfigError if no folder for temporary files is writable.
         """
         parents = [path for path in temporary_folders() if not why_unusable(path)]
         if not parents:
@@ -70,7 +74,8 @@ class WeightStage:
         self.held: dict[str, Tensor] = {}
         self._hold_on = hold_on
         self._writer: threading.Thread | None = None
-        self._over = threading.Event()  # the engine has the held tensors, or nobody needs them
+        # set once the engine has loaded the held tensors, or they are discarded
+        self._over = threading.Event()
         self._discarded = False
         if hold_on is not None:
             (self.folder / _WRITING).touch()
@@ -95,7 +100,7 @@ class WeightStage:
         self._add_host_copy(name, tensor)
 
     def _hold_none(self) -> None:
-        """Copy the held tensors to files, and hold no tensors from now on."""
+        """Move the held tensors to the host, and keep no tensors on the device from now on."""
         while self.held:
             self._add_host_copy(*self.held.popitem())
         self._hold_on = None
@@ -103,7 +108,8 @@ class WeightStage:
 
     def _add_host_copy(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor to the host, for the next file."""
-        # copied even if in host memory: the storage may be larger, or shared with another process
+        # copied even if already in host memory, as the storage may be larger, or shared with
+        # another process
         copied = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._add(name, copied.copy_(tensor.detach()))
 
@@ -115,7 +121,7 @@ class WeightStage:
             self._write()
 
     def close(self) -> None:
-        """Write the tensors that are not in files yet; held ones only after `release`.
+        """Write the remaining tensors to files, except held ones, which `release` writes.
 
         Raises ConfigError.
         """
@@ -132,8 +138,9 @@ class WeightStage:
         (self.folder / _WRITING).unlink(missing_ok=True)
 
     def _write_held(self) -> None:
-        """Write the held tensors once the engine has them, and free them; a thread's body."""
-        self._over.wait()  # else running streams would wait for copies and files
+        """Write the held tensors to files after `release`, and free them; runs on a thread."""
+        # waits until the engine has loaded the tensors, which copies to files would delay
+        self._over.wait()
         marker, device = self.folder / _WRITING, self._hold_on
         assert device is not None
         cuda = device.type == "cuda"
@@ -185,9 +192,9 @@ class WeightStage:
 
 
 class _PinnedCopy:
-    """A copier of tensors to the host on its own stream, in pieces that do not delay steps.
+    """A copier of tensors to the host on a separate stream, in pieces of pinned memory.
 
-    While the driver copies a large tensor to pageable memory, launches of other threads may wait.
+    A large copy to pageable memory could delay launches of other threads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -210,7 +217,7 @@ class _PinnedCopy:
 def save_file(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write contiguous tensors in host memory as a safetensors file.
 
-    Other threads run meanwhile; safetensors' own writer would stop them. Raises OSError.
+    Other threads can run meanwhile, unlike with safetensors' writer. Raises OSError.
     """
     header, _ = file_header(tensors.items())
     with file.open("wb") as stream:
@@ -220,7 +227,8 @@ def save_file(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def wait_until_written(folder: Path, seconds: float = _WRITE_SECONDS) -> None:
-    """Wait until all tensors of a WeightStage's folder are in files; other folders need no wait.
+    """Wait until all tensors of a WeightStage's folder are in files; return at once for other
+    folders.
 
     Raises ConfigError if that fails, or takes longer than `seconds`.
     """
@@ -239,11 +247,11 @@ def wait_until_written(folder: Path, seconds: float = _WRITE_SECONDS) -> None:
 
 
 def _discard_ownerless(parent: Path) -> None:
-    """Delete the folders of processes that were killed, whose locks the kernel has released."""
+    """Delete the folders of killed processes, which are no longer locked."""
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR)
-        except OSError:  # a folder of another user, or one that is being made or deleted
+        except OSError:  # a folder of another user, or one that is being created or deleted
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -264,7 +272,8 @@ def checkpoint_bytes(folder: str | Path) -> int:
 
 
 def stage(tensors: Iterable[tuple[str, Tensor]], num_bytes: int = 0) -> WeightStage:
-    """Return a stage with all the tensors. Raises ConfigError, or what the iterable raises."""
+    """Return a WeightStage with all the tensors. Raises ConfigError, and exceptions of the
+    iterable."""
     staged = WeightStage(num_bytes)
     try:
         for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""StoredTensor: a tensor of a checkpoint on disk, or one that a trainer has sent."""
+"""StoredTensor: a tensor of a checkpoint on disk, or a tensor that a trainer has sent."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor
 class StoredTensor:
     """A tensor on disk: bytes [offset, offset + num_bytes) of the file, row-major.
 
-    A single number is a vector of one element.
+    A scalar is a vector of one element.
 
     held: the whole tensor, contiguous, if it is in memory; offset then counts from its first byte.
     """
@@ -35,14 +35,14 @@ class StoredTensor:
 
     @property
     def held_bytes(self) -> Tensor:
-        """The bytes of the tensor that is in memory, uint8 [bytes of the whole tensor]."""
+        """The bytes of a tensor in memory (`held`), uint8 [bytes of the whole tensor]."""
         assert self.held is not None
         return self.held.reshape(-1).view(torch.uint8)
 
     def one_of_stack(self, index: int, shape: tuple[int, ...]) -> "StoredTensor":
-        """Return the tensor number `index` of those stacked along this tensor's first axis.
+        """Return one of the tensors that are stacked along this tensor's first axis.
 
-        shape: the shape of the whole stack, whatever this tensor's own shape is.
+        shape: the shape to assume for the whole stack, with one tensor for each index.
         """
         size = self.num_bytes // shape[0]
         offset = self.offset + index * size

@@ -1,13 +1,11 @@
 """Parallel reading of checkpoint bytes into parameters, in the order of the files.
 
-Threads work here, because a positional read and a device copy both release the interpreter lock. On
-the CPU bytes go straight into the parameter where nothing has to be converted. They are checked
-while they are in the processor's cache. Parameters are packed as soon as they are complete. On CUDA
-each thread owns two pinned buffers and a stream. One buffer is filled while the other is copied to
-the device.
+Threads are effective, because positional reads and device copies both release the GIL. On the CPU
+bytes are read directly into the parameter if no conversion is necessary, and checked while they are
+in the processor's cache. Parameters are packed as soon as they are complete. On CUDA each thread
+has two pinned buffers and a stream. One buffer is filled while the other is copied to the device.
 Transient parameters have memory from their first part until they are packed. Their parts are read
-together, wherever they are in the files. Readers wait where too much of this memory would be in use
-at once.
+together, wherever they are in the files. Readers wait while too much of this memory is in use.
 """
 
 import os
@@ -28,17 +26,18 @@ from engine.errors import ConfigError
 from engine.weights.parameter import Source, some_rows, span
 from engine.weights.stored import StoredTensor
 
-# Large enough that the overhead of a chunk is negligible. On the CPU a chunk must fit in the cache;
-# on CUDA each thread has two pinned chunks.
+# Bytes of a chunk, large enough that the overhead is negligible. On the CPU a chunk must fit in the
+# cache; on CUDA each thread has two pinned chunks.
 CPU_CHUNK = 2 << 20
 CUDA_CHUNK = 8 << 20
-_GAP = 4096  # parts with at most this many bytes between them are read in one call
-CUDA_THREADS = 16  # a thread copies some 3 GB/s from the page cache; the bus takes 25 to 55 GB/s
+_GAP = 4096  # maximum bytes between parts that are read in one call
+# number of threads: one copies some 3 GB/s from the page cache, and the bus takes 25 to 55 GB/s
+CUDA_THREADS = 16
 _LOOK = 0.1  # seconds between reports
-# The least limit for unpacked bytes, several times what the threads read at once. It keeps threads
-# from waiting for each other where layers are small.
+# The minimum limit for the bytes of unpacked parameters, several times what the threads read at
+# once, so that threads do not wait for each other with small layers.
 LEAST_OPEN = {"cpu": 64 << 20, "cuda": 512 << 20}
-# The bits of a number that are all ones only in infinities and NaNs.
+# dtype -> (integer dtype, exponent bits), which are all ones only in infinities and NaNs
 EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
     torch.float32: (np.uint32, 0x7F800000),
     torch.bfloat16: (np.uint16, 0x7F80),
@@ -48,7 +47,7 @@ EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer of the rows and columns that `source` takes of a stored tensor to a parameter.
+    """The transfer of a part of a stored tensor (`source`) to rows of a parameter.
 
     whole: the parameter's tensor.
     at: the first row of `whole` to fill.
@@ -61,11 +60,11 @@ class Transfer:
 
     @property
     def target(self) -> Tensor:
-        """The rows to fill; the tensor must have memory."""
+        """The rows of the parameter to fill; the tensor must have memory."""
         return self.whole[self.at : self.at + self.source.num_rows]
 
     def split(self, limit: int) -> Iterator["Transfer"]:
-        """Yield parts of the transfer by rows; each reads at most ``limit`` bytes (or one row)."""
+        """Divide the transfer by rows into parts that read at most ``limit`` bytes (or one row)."""
         source, stored = self.source, self.stored
         row_bytes = stored.num_bytes // max(1, stored.shape[0])
         step = max(1, limit // max(1, row_bytes))
@@ -80,7 +79,7 @@ class Transfer:
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """The offset and length of the bytes that hold the rows; of the whole tensor if
+        """The (offset, length) of the rows' bytes in the file; of the whole tensor if
         transposed."""
         stored, source = self.stored, self.source
         if source.transpose or source.rows is None:
@@ -106,7 +105,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """The progress of loading weights, as it is logged.
+    """The progress of loading weights.
 
     done, total: the bytes read so far, and the bytes of all files.
     seconds: the time since loading began.
@@ -132,25 +131,25 @@ class Loading:
 
 @dataclass(slots=True)
 class Job:
-    """A group of transfers that end together.
+    """A group of transfers, with work to do when all are done.
 
     then: a function to call when all transfers are done. On the CPU a reading thread calls it. On
-        CUDA `run_jobs` calls it for a job with `allocate`; for other jobs the caller of `run_jobs`
+        CUDA `run_jobs` calls it for jobs with `allocate`; for other jobs the caller of `run_jobs`
         does, when all jobs are done.
-    allocate: a function that allocates the num_bytes that the transfers fill, and that `then`
-        frees; None = the memory is allocated already.
+    allocate: a function that allocates the num_bytes of the transfers' targets, which `then` frees;
+        None = the memory is already allocated.
     """
 
     transfers: list[Transfer]
     then: Callable[[], None]
     allocate: Callable[[], None] | None = None
     num_bytes: int = 0
-    left: int = 0  # parts not read yet
+    left: int = 0  # number of unread parts
     begun: bool = False
-    allocated: torch.cuda.Event | None = None  # recorded after the last use of the same memory
+    allocated: torch.cuda.Event | None = None  # event after the memory's last earlier use
 
     def end(self) -> None:
-        """Call `then`, and let later calls do nothing."""
+        """Call `then`, once; later calls do nothing."""
         self.then()
         self.then = _nothing
 
@@ -161,15 +160,14 @@ def run_jobs(
     progress: Callable[[Loading], None] | None = None,
     open_bytes: int = 0,
 ) -> None:
-    """Run all jobs, with host memory for a chunk or two per thread.
+    """Run all jobs on threads, with one or two chunks of host memory per thread.
 
     open_bytes: the maximum bytes that jobs may have allocated and not freed; a single job may have
         more.
     Raises ConfigError naming file and tensor, on the CPU also for a number that is not finite.
     """
     cuda = device.type == "cuda"
-    # On the CPU parts are packed as soon as they are read, and joining them into one read gains
-    # nothing.
+    # On the CPU parts are packed as soon as they are read, and joined reads gain nothing.
     together = CUDA_CHUNK if cuda else 0
     queue = _Queue(jobs, CUDA_CHUNK if cuda else CPU_CHUNK, together, open_bytes)
     descriptors: dict[Path, int] = {}
@@ -194,8 +192,8 @@ def run_jobs(
             return reader
 
         def finish(job: Job) -> None:
-            # Memory was allocated on the default stream. That stream waits for the readers, so that
-            # the next use of the memory comes after their copies.
+            # Memory was allocated on the default stream, which must wait for the readers' copies
+            # before the next use of the memory.
             with torch.cuda.stream(torch.cuda.default_stream(device)):
                 for stream in list(streams):
                     torch.cuda.current_stream(device).wait_stream(stream)
@@ -224,12 +222,11 @@ def run_jobs(
 
 class _Reader(Protocol):
     def allocate(self, job: Job) -> None:
-        """Allocate the job's memory, before any thread reads the job's first part."""
+        """Allocate the job's memory, before the job's first part is read."""
         ...
 
     def run(self, parts: Sequence[Transfer], transient: Job | None) -> int:
-        """Read parts into their targets and return the bytes read; on CUDA this launches the
-        copies.
+        """Read parts, and write or (on CUDA) launch copies to their targets; return the bytes read.
 
         parts: consecutive parts of one file.
         transient: the job of these parts, if it allocates.
@@ -241,8 +238,8 @@ class _Reader(Protocol):
 class _Piece:
     """The adjacent parts of a file that a thread reads in one call, and the job of each part.
 
-    Separate reads would make a checkpoint with ten thousand small tensors wait for the
-    interpreter's lock as often.
+    With separate reads a checkpoint with ten thousand small tensors would wait for the GIL as
+    often.
     """
 
     parts: list[Transfer]
@@ -251,7 +248,7 @@ class _Piece:
 
     @property
     def transient(self) -> Job | None:
-        """The job of all parts, if it allocates its memory when it begins; else None."""
+        """The job of all parts, if it has `allocate`; else None."""
         return self.jobs[0] if self.jobs[0].allocate is not None else None
 
     def takes(self, part: Transfer, job: Job, limit: int) -> bool:
@@ -273,12 +270,12 @@ class _Piece:
 class _Queue:
     """The unread parts, in the order of files.
 
-    All parts of a job that allocates come at the place of its first part. So a job that has begun
-    ends before the next one does, and at most two jobs hold memory at a time.
+    All parts of a job with `allocate` are at the position of its first part. So a job ends before
+    the next one, and at most two jobs have memory at a time.
     """
 
     def __init__(self, jobs: Sequence[Job], chunk: int, together: int, open_bytes: int) -> None:
-        """Cut the jobs into parts and order them.
+        """Divide the jobs into parts, in order.
 
         chunk: the maximum bytes of a part.
         together: the maximum bytes of parts that are read in one call.
@@ -295,7 +292,8 @@ class _Queue:
                     job.left += 1
                     self.total += length
                     self.largest = max(self.largest, length)
-            job.transfers = []  # so that a part or a matrix is freed once it is read or packed
+            # drops references, so that parts and matrices are freed once they are read and packed
+            job.transfers = []
             first = min((place for place, _ in mine), default=None)
             for place, part in mine:
                 key = (place, 0, place) if job.allocate is None else (first, number, place)
@@ -326,11 +324,12 @@ class _Queue:
         inference: the caller's inference mode of torch, which each thread has to set.
         """
         try:
-            with torch.inference_mode():  # else parameters made in that mode refuse writes
+            # parameters created in inference mode cannot be written outside of it
+            with torch.inference_mode():
                 reader = make_reader()
             while (piece := self._next(reader)) is not None:
                 ended = self._read(reader, piece)
-                del piece  # so that memory of packed parts is freed
+                del piece  # drops the reference, so that memory of packed parts is freed
                 for job in ended:
                     if then:
                         with torch.inference_mode(inference):
@@ -364,8 +363,8 @@ class _Queue:
     def _next(self, reader: _Reader) -> _Piece | None:
         """Return the next piece, or None if there is none.
 
-        Waits while too much memory is allocated for the piece. The jobs that hold memory can end
-        meanwhile, because all their parts come before the piece.
+        The call waits while too much memory is allocated. The jobs that have memory can end
+        meanwhile, as all their parts come before the piece.
         """
         with self._changed:
             while self._waiting:
@@ -407,11 +406,11 @@ class _Queue:
         progress: Callable[[Loading], None] | None,
         finish: Callable[[Job], None],
     ) -> None:
-        """Report until the threads have ended, and finish jobs on the caller's thread.
+        """Report progress until the threads have ended, and finish jobs on the caller's thread.
 
-        Raises what a thread has raised.
+        Raises the exception of a thread.
 
-        finish: a function that finishes a job that the threads leave to the caller.
+        finish: finishes a job that must end on the caller's thread.
         """
         began = time.monotonic()
         last = -1
@@ -444,7 +443,8 @@ def allocate(job: Job) -> None:
 
 def _direct(part: Transfer) -> bool:
     """Whether the target's bytes are the stored bytes, without a conversion."""
-    source, target = part.source, part.whole  # the parameter's rows have the stored layout
+    # checks whether the parameter's rows have the stored layout
+    source, target = part.source, part.whole
     return (
         target.dtype == part.stored.dtype
         and target.is_contiguous()
@@ -508,8 +508,8 @@ class _CudaReader:
         self._turn = 0
 
     def allocate(self, job: Job) -> None:
-        """Allocate the job's memory on the stream that packs, as the stream may still read that
-        memory for an earlier job."""
+        """Allocate the job's memory on the packing stream, which may still read it for an earlier
+        job."""
         with torch.cuda.stream(torch.cuda.default_stream(self._device)):
             allocate(job)
             job.allocated = torch.cuda.Event()

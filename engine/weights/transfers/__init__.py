@@ -1,1 +1,1 @@
-"""Transfers: weights that a trainer sends to a running engine, by broadcast or by handles."""
+"""Transfers of weights from a trainer to a running engine, by broadcast or by shared memory."""

@@ -1,7 +1,7 @@
 """Opens the tensors that a trainer on the same machine shares by CUDA IPC or shared memory.
 
-Trainers send handles as a pickle, which is never executed. Of the names in a pickle only those that
-torch's reductions of tensors write are accepted, and the tensors are opened here.
+Trainers send handles as a pickle, which is never executed. Only the names that torch writes when it
+serialises tensors are accepted in a pickle, and this module opens the tensors.
 """
 
 import base64
@@ -32,7 +32,8 @@ _TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _TYPES = {*_STORAGES, *_TENSORS, *(f"torch.{name}" for name in DTYPES)}
 _SHARED_MEMORY = "/dev/shm"
 
-# Calls in the pickles of SGLang's trainers beside torch's own; modules differ between versions.
+# Functions that pickles of SGLang's trainers call, besides torch's; modules differ between
+# versions.
 _SGLANG_REBUILD = {
     f"sglang.srt.{module}._rebuild_cuda_tensor_modified"
     for module in ("utils.patch_torch", "patch_torch")
@@ -56,7 +57,7 @@ _CALLS = {
     _REBUILD, *_SGLANG_REBUILD, *_METADATA, *_PER_RANK, _BY_VALUE, _BY_FILE, _BY_DESCRIPTOR,
     _EMPTY, _TYPED, _SHARED_TENSOR, _TENSOR, _PARAMETER, "multiprocessing.resource_sharer.DupFd",
 }  # fmt: skip
-_FILE_HEADER = 64  # bytes before the data in torch's shared files: a count of users
+_FILE_HEADER = 64  # bytes before the data in torch's shared files, which hold a reference count
 _SERIALIZED = "serialized_named_tensors"
 
 
@@ -81,10 +82,10 @@ class SharedBytes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_handles(encoded: str) -> list[dict[str, Any]]:
-    """Return the handles in a base64 pickle: for each tensor {GPU's UUID: handle}.
+    """Read the handles in a base64 pickle; return {GPU's UUID: handle} for each tensor.
 
-    A handle is the result of torch's `reduce_tensor`, in which strings stand for functions and
-    types. A pickle of a single dictionary holds the handle of one buffer with all tensors.
+    A handle is the result of torch's `reduce_tensor`, with strings in place of functions and types.
+    A pickle of a single dictionary holds the handle of one buffer with all tensors.
     Raises UpdateFailed for a pickle that holds anything else.
     """
     field = "ipc_handles_pickled"
@@ -104,7 +105,7 @@ def _decoded(encoded: str, field: str) -> bytes:
 
 
 def plain_handle(handle: Any) -> list[Any]:
-    """Return the result of torch's `reduce_tensor` as plain data, for `UpdateInfo.cuda_handles`."""
+    """Convert the result of torch's `reduce_tensor` to plain data for `UpdateInfo.cuda_handles`."""
     _, arguments = handle
     return [_plain(argument) for argument in arguments]
 
@@ -118,15 +119,14 @@ def _plain(argument: Any) -> Any:
 
 
 def from_plain(arguments: list[Any]) -> tuple[Any, ...]:
-    """Return a handle's arguments, as `rebuild_arguments` takes them, from `plain_handle`'s
-    result."""
+    """Convert the result of `plain_handle` to a handle for `rebuild_arguments`."""
     return tuple(tuple(item) if isinstance(item, list) else item for item in arguments)
 
 
 def open_handle(handles: dict[str, Any], device: torch.device) -> Tensor:
-    """Return the device tensor that another process shares by its handles, without a copy.
+    """Open a device tensor of another process by its handles, without a copy.
 
-    handles: GPU's UUID -> handle, as `read_handles` returns them.
+    handles: GPU's UUID -> handle, from `read_handles`.
     Raises UpdateFailed.
     """
     if device.type != "cuda":
@@ -147,7 +147,7 @@ def _open_cuda(handle: Any, device: torch.device) -> Tensor:
 
 
 def rebuild_arguments(handle: Any, device: torch.device) -> tuple[Any, ...]:
-    """Return the arguments of torch's `rebuild_cuda_tensor` for a handle, with our device.
+    """Return the arguments of torch's `rebuild_cuda_tensor` for a handle, with this device.
 
     handle: (function, arguments), or the arguments alone.
     Raises UpdateFailed for a handle of another form.
@@ -178,8 +178,8 @@ class SerializedTensors:
     """The tensors of a message of SGLang's trainers, which serialise them for each rank.
 
     encoded: a base64 pickle for each rank, with handles of all tensors.
-    load_format: "" for (name, tensor) pairs; "flattened_bucket" for one tensor that holds all.
-    device: the engine's device, by which the engine's pickle is chosen.
+    load_format: "" for (name, tensor) pairs; "flattened_bucket" for one flat tensor with all.
+    device: the engine's device, which decides the pickle to read.
     Raises UpdateFailed.
     """
 
@@ -208,7 +208,7 @@ class SerializedTensors:
                 raise refused(f"{_SERIALIZED} is not {form}; load_format names its form")
 
     def _own(self, pickles: list[bytes]) -> Any:
-        """Return the data of the pickle whose handles are of this engine's GPU."""
+        """Return the data of the pickle with the handles of this engine's GPU."""
         gpus = set()
         for raw in pickles:
             data = read_plain(raw, _TYPES, _SERIALIZED, _CALLS)
@@ -260,8 +260,8 @@ class SerializedTensors:
     def _bucket(self, flat: Tensor, parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a flattened bucket.
 
-        flat: the bucket, as bytes or as elements of a dtype that all tensors have.
-        parts: the metadata of each tensor: name, shape, dtype and place in the bucket.
+        flat: the bucket, as bytes or as elements of the dtype of all tensors.
+        parts: the metadata of each tensor: name, shape, dtype and position in the bucket.
         """
         for part in parts:
             match part:
@@ -285,8 +285,8 @@ class SerializedTensors:
 def _gpu(data: Any) -> str:
     """Return the GPU's UUID in the first CUDA handle of a pickle's data; "" without a handle.
 
-    torch's own reductions write the GPU's index in the trainer's process instead. For these the
-    result is "number INDEX", which no engine's GPU has.
+    torch itself writes the GPU's index in the trainer's process instead of a UUID. The result is
+    then "number INDEX", which matches no GPU.
     """
     values = [*data.values()] if isinstance(data, dict) else data
     for value in values if isinstance(values, list) else [values]:
@@ -301,10 +301,10 @@ def _values(storage: Call) -> Tensor:
     """Return all elements of a serialised storage in host memory."""
     match storage.function, storage.arguments:
         case name, (bytes(raw),) if name == _BY_VALUE:
-            # torch's unpickler for weights only, which executes no code of the pickle
+            # torch's weights-only unpickler executes no code of the pickle
             try:
                 loaded: Any = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-            except Exception as error:  # the unpickler may raise anything on damaged bytes
+            except Exception as error:  # the unpickler may raise any exception on damaged bytes
                 kind = type(error).__name__
                 raise ValueError(f"its bytes are no storage of torch ({kind})") from None
             return torch.empty(0, dtype=loaded.dtype).set_(loaded._untyped_storage)

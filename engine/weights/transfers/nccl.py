@@ -1,7 +1,7 @@
-"""NcclGroup: NCCL's broadcast among processes that share no group of torch.
+"""NcclGroup: NCCL broadcasts among processes without a common torch process group.
 
-The library is the one that torch brings along; it is called through ctypes. The processes meet as
-vLLM's do, so trainers that know vLLM can send to this group.
+The NCCL library of torch is called through ctypes. The processes connect by vLLM's protocol, so
+trainers that support vLLM can send to this group.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.errors import UpdateFailed
 
 _ID_BYTES = 128
-ID_KEY = "broadcast_from/0/0"  # key of the store under which rank 0 puts the group's id
+ID_KEY = "broadcast_from/0/0"  # the store's key for the group's id, which rank 0 writes
 _FLOAT, _UINT8, _SUM = 7, 1, 0
 _TYPES = {
     torch.int8: 0,
@@ -30,7 +30,7 @@ _TYPES = {
     torch.bfloat16: 9,
 }
 _POLL_SECONDS = 0.001
-_LIFE_SECONDS = 0.5  # between two checks that the trainer lives
+_LIFE_SECONDS = 0.5  # seconds between two checks that the trainer is alive
 
 
 class _UniqueId(ctypes.Structure):
@@ -86,9 +86,9 @@ def pickled_id(unique: bytes) -> bytes:
 class NcclGroup:
     """The processes that get weights from rank 0 through NCCL.
 
-    store: torch's TCPStore, by which the processes meet.
+    store: torch's TCPStore, by which the processes connect.
     rank, size: this process's rank, and the number of processes.
-    seconds: longest time of a broadcast.
+    seconds: timeout of a broadcast.
     Raises UpdateFailed.
     """
 
@@ -96,7 +96,7 @@ class NcclGroup:
         self, store: Any, rank: int, size: int, device: torch.device, seconds: float
     ) -> None:
         self._store = store
-        self._key = ID_KEY  # a key that is in the store as long as the trainer lives
+        self._key = ID_KEY  # a key that can be read from the store as long as the trainer lives
         self._rank, self._size = rank, size
         self._seconds = seconds
         self._device = device
@@ -119,7 +119,8 @@ class NcclGroup:
         _call("ncclCommInitRank", ctypes.byref(self._comm), self._size, unique, self._rank)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Fill a contiguous tensor of the group's device with rank 0's. Raises UpdateFailed."""
+        """Receive rank 0's tensor into a contiguous tensor on the group's device. Raises
+        UpdateFailed."""
         known = tensor.dtype in _TYPES
         raw = tensor if known else tensor.reshape(-1).view(torch.uint8)
         with torch.cuda.device(self._device):
@@ -130,7 +131,7 @@ class NcclGroup:
 
         name: NCCL's function.
         kind: NCCL's number of the dtype.
-        argument: the number of the reduction, or the rank that broadcasts.
+        argument: NCCL's number of the reduction, or the broadcasting rank.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         place, stream = tensor.data_ptr(), self._stream.cuda_stream
@@ -170,21 +171,23 @@ class NcclGroup:
 
 
 class TorchNcclGroup(NcclGroup):
-    """The processes that get weights from rank 0 of one of torch's own process groups.
+    """The processes that get weights from rank 0 of a torch process group.
 
-    torch opens such a group at the first broadcast: only then the trainer puts the id into the
+    torch opens such a group at the first broadcast: only then does the trainer write the id to the
     store.
     """
 
     def _open(self) -> None:
-        self._key = "0"  # torch counts the communicators of a group
+        # the store's key for the first communicator of a group, which torch numbers
+        self._key = "0"
 
     def broadcast(self, tensor: Tensor) -> None:
         if not self._comm.value:
             unique = _UniqueId()
             try:
                 raw = self._store.get(self._key)
-            except RuntimeError as error:  # torch's network errors and timeouts
+            # torch raises RuntimeError for network errors and timeouts
+            except RuntimeError as error:
                 raise UpdateFailed(
                     f"the trainer has not begun its broadcast: {str(error)[:200]}",
                     code="transfer_failed",

@@ -1,7 +1,7 @@
 """read_plain: reads the plain data of a pickle without executing the pickle.
 
-Opcodes are read one by one. Names that a caller does not list are refused, and so is every opcode
-that does not build data. A call of a listed function is returned as a `Call` and not carried out.
+Opcodes are interpreted one by one. Names that the caller does not list are refused, and so is every
+opcode that does not build data. A call of a listed function becomes a `Call` and is not executed.
 """
 
 import pickletools
@@ -15,7 +15,7 @@ _SIZE, _ORDERED = "torch.Size", "collections.OrderedDict"
 
 
 class Name(str):
-    """The name of a function or type in a pickle, as text; nothing is imported."""
+    """The name of a function or type in a pickle, which is not imported."""
 
 
 @dataclass(slots=True)
@@ -31,14 +31,14 @@ class Call:
 
 
 class _Mark:
-    """The beginning of a tuple, a list or the items of a dictionary on the stack."""
+    """A mark on the stack: the beginning of a tuple, a list or the items of a dictionary."""
 
 
 def read_plain(raw: bytes, names: Collection[str], field: str, calls: Collection[str] = ()) -> Any:
     """Return the data of a pickle.
 
     names: functions and types that the pickle may name.
-    field: the request's field with the pickle, for errors.
+    field: the request's field that has the pickle, for errors.
     calls: functions and classes that the pickle may call.
     Raises UpdateFailed for a pickle that holds anything else.
     """
@@ -115,7 +115,8 @@ class _Reader:
         return items[::-1]
 
     def _name(self, module: Any, attribute: Any) -> Name:
-        """Return "module.attribute" as a Name. Raises UpdateFailed for one that is not listed."""
+        """Return "module.attribute" as a Name. Raises UpdateFailed for names that are not
+        listed."""
         assert isinstance(module, str) and isinstance(attribute, str)
         name = f"{module}.{attribute}"
         if name not in self._names:

@@ -1,7 +1,7 @@
 """TrainerGroup: the process group of a trainer and the engines that get its weights.
 
-The trainer is rank 0 and hosts the TCPStore by which they meet. It broadcasts through NCCL on CUDA,
-through gloo on CPUs.
+The trainer is rank 0 and hosts the TCPStore by which the processes connect. It broadcasts through
+NCCL on CUDA, and through gloo on CPUs.
 """
 
 import contextlib
@@ -16,14 +16,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from engine.errors import UpdateFailed
 from engine.weights.transfers.nccl import NcclGroup, TorchNcclGroup
 
-SECONDS = 300.0  # longest wait for the other processes of a group
+SECONDS = 300.0  # default timeout for the other processes of a group
 
 
 class TrainerGroup(Protocol):
     """The interface of a group in which rank 0, the trainer, broadcasts tensors to engines."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Fill a contiguous tensor of the group's device with rank 0's. Raises UpdateFailed."""
+        """Receive rank 0's tensor into a contiguous tensor on the group's device. Raises
+        UpdateFailed."""
         ...
 
     def close(self) -> None:
@@ -46,7 +47,7 @@ class GlooGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with _failing():
-            # bytes, as gloo does not know every dtype
+            # as bytes, because gloo does not support every dtype
             self._group.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait()
 
     def close(self) -> None:
@@ -75,16 +76,16 @@ def open_group(
 ) -> TrainerGroup:
     """Join a trainer's group, or open it as rank 0; return when all processes have joined.
 
-    address, port: where rank 0's TCPStore listens.
+    address, port: the address of rank 0's TCPStore.
     size: the number of processes.
-    seconds: longest wait for the other processes, here and in a broadcast.
-    name: the name of torch's process group that rank 0 has opened; "" = a group as vLLM's trainers
-        open it, which has no name.
+    seconds: timeout for the other processes, here and in a broadcast.
+    name: the name of the torch process group that rank 0 has opened; "" = a group of vLLM's
+        protocol, which has no name.
     Raises UpdateFailed.
     """
     with _failing():
         store: Any = TCPStore(address, port, size, rank == 0, timedelta(seconds=seconds))
-    if name:  # the prefixes that torch's process groups put before their keys
+    if name:  # the prefixes that torch's process groups add to their keys
         for prefix in (name, f"{name}/", f"{device.type}/"):
             store = PrefixStore(prefix, store)
     if device.type == "cuda":

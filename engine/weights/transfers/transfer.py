@@ -1,9 +1,9 @@
-"""WeightTransfer: collects the weights that a trainer sends to an engine until all have come.
+"""WeightTransfer: receives the weights that a trainer sends to an engine.
 
-The messages are vLLM's: `init_info`, and `update_info` with names, dtypes and shapes. Tensors come
-by a broadcast (`trainer_group`), or are shared by a trainer on the same machine (`handles`), also
-as SGLang's trainers serialise them. They are staged as a folder, from which the engine loads an
-update as from any other model folder.
+The messages are vLLM's: `init_info`, and `update_info` with names, dtypes and shapes. Tensors are
+broadcast (`trainer_group`), or shared by a trainer on the same machine (`handles`), also in the
+format of SGLang's trainers. They are collected in a folder, from which the engine loads the update
+like any other model folder.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ from engine.weights.transfers.handles import (
 )
 from engine.weights.transfers.trainer_group import SECONDS, TrainerGroup, open_group
 
-ABANDONED_SECONDS = 60.0  # after so long without a message a new update may replace an old one
+# seconds without a message after which a new update may replace an unfinished one
+ABANDONED_SECONDS = 60.0
 # Name, dtype and shape of a tensor.
 Header = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -41,14 +42,14 @@ def num_bytes(header: Header) -> int:
 
 
 class InitInfo(msgspec.Struct):
-    """A message that tells how to join a trainer's group.
+    """The message with the parameters of a trainer's group.
 
     rank_offset: this engine's rank in the group.
     world_size: the number of ranks of trainer and engines together.
-    packed, packed_buffer_size_bytes: the values for each update whose UpdateInfo leaves them out,
-        as trainers of vLLM 0.28 or later do.
-    group_name: name of a process group of torch (SGLang); "": vLLM's group, which has no name.
-    backend: the backend of torch's group, which must be that of the engine's device.
+    packed, packed_buffer_size_bytes: the defaults for updates whose UpdateInfo omits these fields,
+        as from trainers of vLLM 0.28 or later.
+    group_name: name of a torch process group (SGLang); "" = vLLM's group, which has no name.
+    backend: the backend of the torch group, which must fit the engine's device.
     """
 
     master_address: str
@@ -81,16 +82,16 @@ class CheckpointNames(Protocol):
 
 
 class UpdateInfo(msgspec.Struct):
-    """A message about tensors that the trainer sends or shares, in this order.
+    """The message that announces tensors which the trainer sends or shares, in this order.
 
-    packed: whether tensors come as bytes, one after the other, in broadcasts that end with the
-        tensor that exceeds packed_buffer_size_bytes; None: as InitInfo says.
-    ipc_handles: for each tensor {"cpu": its place in shared memory}.
+    packed: whether the tensors' bytes are concatenated in broadcasts, each of which ends with the
+        tensor that exceeds packed_buffer_size_bytes; None = the value in InitInfo.
+    ipc_handles: for each tensor {"cpu": its position in shared memory}.
     ipc_handles_pickled: CUDA IPC handles of each tensor, as a pickle in base64.
-    cuda_handles: CUDA IPC handles as plain data, from a trainer in the engine's own program.
-    tensor_sizes: bytes of each tensor, where the handle is that of one buffer with all of them.
+    cuda_handles: CUDA IPC handles as plain data, from a trainer that uses this library.
+    tensor_sizes: bytes of each tensor, if there is one handle of a buffer with all of them.
     sizes: elements of each tensor, which SkyRL sends instead of bytes.
-    group_name: the group in which tensors are broadcast; "": vLLM's.
+    group_name: the group in which tensors are broadcast; "" = vLLM's.
     """
 
     names: list[str]
@@ -129,15 +130,15 @@ class UpdateInfo(msgspec.Struct):
 
 
 class WeightTransfer:
-    """An engine's end of a trainer's transfers of weights. Calls come from one thread.
+    """The engine's receiver of a trainer's weights; all methods are called on one thread.
 
     device: the engine's device, where broadcasts arrive.
     num_bytes: bytes of the checkpoint; 0 = unknown.
-    seconds: longest wait for the trainer.
-    hold: a function to call with the folder of each complete update and its tensors, on the device;
-        None = the engine reads the folder.
+    seconds: timeout for the trainer.
+    hold: called with the folder of each complete update and its tensors on the device; None = the
+        engine reads the folder's files.
     free_bytes: returns the device's free bytes, which held tensors could take.
-    checkpoint: names of the tensors that make an update complete; None = `collect` completes no
+    checkpoint: the names of a complete checkpoint's tensors; None = `collect` never completes an
         update.
     """
 
@@ -158,23 +159,25 @@ class WeightTransfer:
         self._hold = hold
         self._free_bytes = free_bytes
         self._checkpoint = checkpoint
-        # On a separate stream copies and steps do not wait for each other.
+        # a separate stream, so that copies and steps do not wait for each other
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._groups: dict[str, TrainerGroup] = {}  # by name
-        self._packing = (False, 0)  # (packed, bytes of a buffer) of updates that leave them out
+        self._groups: dict[str, TrainerGroup] = {}  # group name -> group
+        self._packing = (False, 0)  # (packed, bytes of a buffer) for updates that omit these fields
         self._stage: WeightStage | None = None
-        self._explicit = False  # whether `start` began the stage, and `finish` has to end it
-        self._heard = 0.0  # time when the trainer's last message was carried out
+        # whether `start` began the current update, so that `finish` has to end it
+        self._explicit = False
+        self._heard = 0.0  # time at which the trainer's last message was handled
         self._folders: list[WeightStage] = []  # complete updates
         self._placed = ""  # the folder whose weights the engine has
-        self._buffer: tuple[dict[str, Any], Tensor] | None = None  # (handle, its tensor)
+        # (handle, tensor) of the last opened shared buffer
+        self._buffer: tuple[dict[str, Any], Tensor] | None = None
         self._names: set[str] | None = None  # names of all tensors, once `collect` was called
         self._missing: set[str] = set()  # names that `collect` waits for
 
     def init(self, info: dict[str, Any]) -> None:
         """Join a trainer's group, and drop an update in progress. Raises UpdateFailed.
 
-        info: the fields of InitInfo; {} leaves all groups, and group_name alone leaves that group.
+        info: the fields of InitInfo; {} leaves all groups, and only group_name leaves that group.
         """
         self._drop_stage()
         if not info.keys() - {"group_name"}:
@@ -201,9 +204,9 @@ class WeightTransfer:
         self._packing = wanted.packed, wanted.packed_buffer_size_bytes
 
     def start(self, info: dict[str, Any]) -> None:
-        """Begin an update that comes in several messages, and drop an abandoned earlier one.
+        """Begin an update of several messages, and drop an abandoned earlier one.
 
-        Raises UpdateFailed, also while another trainer's update goes on.
+        Raises UpdateFailed, also during another trainer's update.
         """
         busy = self._stage is not None and self._explicit
         if busy and time.monotonic() - self._heard < ABANDONED_SECONDS:
@@ -218,11 +221,11 @@ class WeightTransfer:
         self._explicit, self._heard = True, time.monotonic()
 
     def update(self, info: dict[str, Any]) -> str:
-        """Copy the tensors of a message into the update that `start` has begun.
+        """Receive the tensors of a message.
 
-        Returns "" after `start`; `finish` then has to follow. Without `start` the message is a
-        whole update, whose folder is returned. Raises UpdateFailed, after which the update is
-        dropped.
+        Returns "" during an update that `start` began and `finish` will end. Otherwise the message
+        is a complete update, whose folder is returned. Raises UpdateFailed, after which the update
+        is dropped.
         """
         if self._stage is None:
             self.start({})
@@ -231,10 +234,10 @@ class WeightTransfer:
         return "" if self._explicit else self.finish({})
 
     def collect(self, info: dict[str, Any]) -> str:
-        """Copy the tensors of a message into the update that `start` has begun.
+        """Receive the tensors of a message, during an update that `start` began.
 
-        Returns the update's folder once all tensors of the checkpoint have come, "" before that.
-        Raises UpdateFailed, after which the update is dropped.
+        Returns the update's folder once all tensors of the checkpoint were received, "" before
+        that. Raises UpdateFailed, after which the update is dropped.
         """
         if self._stage is None:
             raise UpdateFailed("no update of the weights was started", code=NOT_JOINED)
@@ -248,9 +251,9 @@ class WeightTransfer:
         return "" if self._missing else self.finish({})
 
     def _add(self, info: dict[str, Any], checkpoint: CheckpointNames | None = None) -> None:
-        """Stage the tensors of a message.
+        """Receive the tensors of a message into the update's folder.
 
-        checkpoint: names of the tensors to take; None = all.
+        checkpoint: names of the tensors to keep; None = all.
         """
         assert self._stage is not None
         try:
@@ -317,7 +320,8 @@ class WeightTransfer:
         self.drop({})
 
     def _hold_on(self) -> torch.device | None:
-        """Return the device, if half of its free memory has room for the checkpoint; else None.
+        """Return the device on which to keep tensors, if half of its free memory suffices; else
+        None.
 
         The other half is for the layers being replaced, and for a trainer on the same device.
         """
@@ -336,7 +340,8 @@ class WeightTransfer:
             self._stage = None
 
     def _tensors(self, info: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of a message's tensors; a tensor is valid until the next one."""
+        """Receive a message's tensors; yield (name, tensor), valid until the next one is
+        yielded."""
         if "serialized_named_tensors" in info:
             serialized = _read(info, SerializedInfo, "update_info")
             encoded = serialized.serialized_named_tensors
@@ -369,7 +374,7 @@ class WeightTransfer:
                 raise _wrong(f"tensor_sizes go with the handle of one buffer, not {len(handles)}")
             (handle,) = handles
             if self._buffer is None or self._buffer[0] != handle:
-                # opened once for all messages, as torch counts how often a tensor is opened
+                # opened once for all messages, as torch counts each opening
                 self._buffer = handle, open_handle(handle, self._device).view(torch.uint8)
             sizes = message.tensor_sizes
             raws = self._buffer[1].flatten()[: sum(sizes)].split(sizes)
@@ -378,7 +383,7 @@ class WeightTransfer:
             return
         if len(handles) != len(headers):
             raise _wrong(f"{len(handles)} handles for {len(headers)} names")
-        # All tensors stay open until the last copy, as closing one waits for the copies before.
+        # All tensors stay open until the last copy, as closing a tensor waits for earlier copies.
         tensors = [open_handle(handle, self._device) for handle in handles]
         for (name, dtype, shape), tensor in zip(headers, tensors, strict=True):
             if tensor.dtype != dtype or tensor.shape != shape:
@@ -415,12 +420,13 @@ class WeightTransfer:
                 for (name, dtype, shape), raw in zip(chunk, buffer.split(sizes), strict=True):
                     yield name, raw.clone().view(dtype).view(shape)
         except UpdateFailed:
-            self._leave(message.group_name)  # ranks of a broken broadcast agree on nothing
+            # left, as the group's ranks are out of step after a failed broadcast
+            self._leave(message.group_name)
             raise
 
 
 def chunks(headers: list[Header], limit: int) -> Iterator[list[Header]]:
-    """Yield the headers of the tensors of each broadcast.
+    """Divide tensors among broadcasts; yield the headers of each broadcast's tensors.
 
     A broadcast ends with the tensor with which its bytes exceed the limit.
 
