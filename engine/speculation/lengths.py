@@ -266,7 +266,7 @@ class DraftLengths:
 
     @property
     def dormant(self) -> bool:
-        """Whether the drafter may skip the tokens of steps: False, as look-up reads them for free."""
+        """Whether the drafter may skip the tokens of steps, which look-up does not need to do."""
         return False
 
     def look_due(self) -> int:
