@@ -1,4 +1,4 @@
-"""LayerMethods: chooses the linear method of each layer, where some have formats of their own."""
+"""LayerMethods: chooses the linear method of each layer, by the setting `quantization_layers`."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -13,8 +13,7 @@ class LayerMethods:
     """The linear methods of a model's layers, as `quantization_layers` sets them.
 
     default: the method of layers that no pattern matches.
-    methods: pattern of the names of matrices, without ".weight" -> method. The first pattern that
-        matches decides.
+    methods: pattern of the names of matrices, without ".weight" -> method. The first match applies.
     """
 
     def __init__(self, default: LinearMethod, methods: Mapping[str, LinearMethod]) -> None:
@@ -22,7 +21,7 @@ class LayerMethods:
         self._unused = dict.fromkeys(methods)
 
     def of(self, layer: str, names: Sequence[str]) -> LinearMethod:
-        """Return the method of a layer that merges the checkpoint's matrices `names`.
+        """Return the method of a layer whose matrix is made of the checkpoint's matrices `names`.
 
         layer: the layer's name, for errors.
         Raises ConfigError if a pattern matches only some of the merged matrices.

@@ -32,13 +32,16 @@ class PackedState:
 
 
 class DenseCpu(Dense):
-    """The dense method on the CPU: float32 activations, and weights packed where that is faster."""
+    """The method for unquantised weights on the CPU, with float32 activations.
+
+    Weights are packed where that is faster.
+    """
 
     def finish(self, state: DenseState) -> Any:
         packed = pack(state.weight, state.bias)
         if packed is None or (
             self.kernels.DETERMINISTIC and not isinstance(packed, PackedLinear)
-        ):  # other packed forms are not bit-exact
+        ):  # in deterministic mode only this packed form is bit-exact
             return state
         return PackedState(packed)
 
@@ -108,7 +111,8 @@ class DenseCpu(Dense):
     ) -> Tensor | None:
         matmuls = [state.multiply for state in states if isinstance(state, PackedState)]
         packed = [matmul for matmul in matmuls if isinstance(matmul, PackedLinear)]
-        # In deterministic mode torch computes activations row by row.
+        # Activations separately: not all layers are packed, or torch has to compute them row by row
+        # in deterministic mode.
         if len(packed) < len(states) or self.kernels.DETERMINISTIC:
             return None
         out, up, down = packed
@@ -116,11 +120,10 @@ class DenseCpu(Dense):
 
 
 class Int8Cpu(DenseCpu):
-    """The method for 8-bit weights with a scale for each output, and 16-bit activations with a
-    scale for each row.
+    """The method that quantises weights to 8 bits on load, with a scale for each output.
 
-    Weights are loaded as stored in the checkpoint, then quantised. Matrices of odd sizes stay
-    dense.
+    Activations are quantised to 16-bit integers with a scale for each row. Matrices of sizes
+    without a kernel stay unquantised.
     """
 
     def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:

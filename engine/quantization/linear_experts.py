@@ -1,4 +1,4 @@
-"""ExpertsApart: experts as separate linear layers, with a matmul of any linear method for each.
+"""ExpertsApart: the experts of a layer as separate linear layers of any linear method.
 
 On the CPU a Python call for each matmul costs little compared with reading its weights.
 """
@@ -40,14 +40,16 @@ def apply_apart(
 ) -> Tensor:
     """Return the weighted sum of each token's experts; arguments: see `Kernels.experts`.
 
-    Experts are added in their order, so that a token's sum does not depend on other tokens.
+    Experts are added in the order of their ids, so that a token's sum does not depend on other
+    tokens.
     """
     out = torch.zeros_like(x) if residual is None else residual
     chosen = ids.shape[1]
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount(minlength=len(state.down)).tolist()
     begin = 0
-    for expert, count in enumerate(counts[: len(state.down)]):  # later ids are other ranks' experts
+    # larger ids are experts of other ranks
+    for expert, count in enumerate(counts[: len(state.down)]):
         if not count:
             continue
         pairs = order[begin : begin + count]
@@ -68,8 +70,8 @@ def _activated(method: "LinearMethod", state: ExpertsApart, gate_up: Tensor) -> 
         return method.kernels.activation(gate_up, state.act)
     if state.act != CLAMPED:
         return method.kernels.GATES[state.act](gate_up)
-    # Vectorised loops treat the end of a row differently. So in deterministic mode each row is
-    # computed separately.
+    # In deterministic mode each row is computed separately, as vectorised loops over several rows
+    # may round differently.
     rows = []
     for row in gate_up.split(1 if method.kernels.DETERMINISTIC else len(gate_up)):
         rows.append(activated(row, state.act, state.limit))

@@ -29,24 +29,25 @@ class Part:
     """A checkpoint matrix [out, in] in a (merged) layer, of which this rank holds rows x columns.
 
     out_features, in_features: the size of the whole matrix.
-    rows, columns: those of this rank, rows in the layer's order; columns are a half-open range.
+    rows, columns: the rows and columns of this rank, rows in the layer's order; columns are a
+        half-open range.
     """
 
-    name: str  # without ".weight"
+    name: str  # name of the matrix, without ".weight"
     out_features: int
     in_features: int
     rows: Rows
     columns: tuple[int, int]
     transposed: bool = False  # whether the checkpoint stores [in, out]
-    # (index, count) of this matrix in a tensor that stacks several; None = a tensor of its own
+    # (index, count) of this matrix in a tensor that stacks several; None = a separate tensor
     stack: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """The names, shapes and dtypes of a linear layer, before it has weights.
+    """The description of a linear layer: names, shapes and dtypes.
 
-    parts: the matrices that are stacked along rows; all have the same columns.
+    parts: the checkpoint's matrices, stacked along rows; all have the same columns.
     """
 
     name: str
@@ -73,9 +74,9 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The shapes and sources of this rank's experts of a layer, before they have weights.
+    """The description of this rank's experts of a layer: shapes and sources.
 
-    size: the inner width.
+    size: the inner width of an expert.
     gate_up: sources, one expert after the other; rows of a gate come before those of up.
     down: sources, one expert after the other.
     gate_up_bias, down_bias: sources of the biases, expert by expert; () without biases.
@@ -103,7 +104,7 @@ class ExpertsSpec:
 
     @property
     def one_gate_up(self) -> LinearSpec:
-        """The spec of one expert's gate and up, or of up alone."""
+        """The spec of one expert's gate and up projection, or of only up."""
         rows = up_rows(self.size, self.act)
         return self._one(rows, self.hidden, bool(self.gate_up_bias))
 
@@ -117,12 +118,13 @@ class ExpertsSpec:
 
 
 class LinearMethod(ABC):
-    """The interface of a way to store the weights of linear layers and to multiply by them.
+    """A storage format of linear layers' weights, with the matmuls for it.
 
-    Subclasses define `create` and `apply`, and override what they can fuse with the GEMM.
+    Subclasses define `create` and `apply`, and override the operations that they fuse with the
+    GEMM.
     """
 
-    FROM_DENSE = False  # whether `create` takes weights as an unquantised checkpoint stores them
+    FROM_DENSE = False  # whether `create` loads the weights of an unquantised checkpoint
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -136,7 +138,7 @@ class LinearMethod(ABC):
         return state
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
-        """Return the bytes of the state after `finish`; None = as `create` allocated them."""
+        """Return the bytes of the state after `finish`; None = the same as after `create`."""
         return None
 
     def replaces(self, packed_bytes: int | None) -> bool:
@@ -166,8 +168,7 @@ class LinearMethod(ABC):
         return state
 
     def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
-        """Return the bytes of the state after `finish_experts`; None = as `create_experts`
-        allocated."""
+        """Return the bytes after `finish_experts`; None = the same as after `create_experts`."""
         return None
 
     def apply_experts(
@@ -177,22 +178,22 @@ class LinearMethod(ABC):
         raise NotImplementedError
 
     def tune(self, states: Sequence[Any], sizes: Sequence[int], add: bool) -> None:  # noqa: B027
-        """Search for a faster `apply` for states of one shape, before CUDA graphs are captured.
+        """Find the fastest kernels of `apply` for states of one shape, before graphs are captured.
 
         A method without alternatives does nothing.
 
-        sizes: numbers of rows of x.
+        sizes: the numbers of rows of x.
         add: whether to tune `apply_add` instead of `apply`.
         """
 
     def table(
         self, spec: LinearSpec, virtual: int, head: tuple[int, int] | None
     ) -> "EmbeddingTable":
-        """Make the embedding table.
+        """Create the embedding table.
 
-        virtual: the number of rows after the vocabulary.
-        head: the half-open range of rows that this rank multiplies by, if the head shares the
-            embedding's weights; else None.
+        virtual: the number of rows after the vocabulary, for adapters.
+        head: the half-open range of rows of this rank's part of the LM head, if the head is tied to
+            the embedding; else None.
         """
         return EmbeddingTable(spec, virtual)
 
@@ -225,22 +226,23 @@ class LinearMethod(ABC):
         """Compute the rest of a post-norm layer after attention, over residual [n, hidden] in
         place.
 
-        Returns None, with nothing written, if the caller has to compute the operations one by one,
-        which gives the same numbers.
+        Returns None, and writes nothing, if the caller has to compute the operations one by one,
+        with the same result.
 
         states: the states of the linear layers out, up and down.
-        attended: the input of `out`.
+        attended: the attention's result, which is the input of `out`.
         norms: the norms after attention and after the MLP.
         act: a key of `Kernels.activation`.
         """
         return None
 
     def takes_gate(self, state: Any, x: Tensor) -> bool:
-        """Whether `apply_inner` is faster than a gate and `apply`, for x's number of rows."""
+        """Whether `apply_inner` is faster than a separate gate and `apply`, for x's number of
+        rows."""
         return False
 
     def apply_inner(self, state: Any, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
-        """Return apply(gate(both)) of both [n, 2 * in].
+        """Return apply(gate(both)) for both [n, 2 * in].
 
         gate: a key of kernels.*.GATES.
         residual: if given, the result is added to it in place.
@@ -273,9 +275,9 @@ class EmbeddingTable:
         return embedding(ids, self.lookup)
 
     def head(self) -> "tuple[LinearMethod, Any] | None":
-        """Return (method, state) to multiply by the head's rows of the finished table.
+        """Return (method, state) of a tied LM head that uses the finished table.
 
-        Returns None if the method for dense weights is to multiply by the rows of `embedding`.
+        None if the head uses the rows of `embedding` with the method for dense weights.
         """
         return None
 
@@ -288,7 +290,7 @@ class DenseState:
 
 
 class Dense(LinearMethod):
-    """The method for dense weights, stored as in the checkpoint and in the model's dtype."""
+    """The method for unquantised weights in the model's dtype, in the checkpoint's layout."""
 
     FROM_DENSE = True
 
@@ -351,7 +353,8 @@ class Dense(LinearMethod):
 
 
 class DenseCuda(Dense):
-    """The dense method on CUDA: norm, gate and residual are fused with the matmul."""
+    """The method for unquantised weights on CUDA, which fuses norm, gate and residual with the
+    matmul."""
 
     def tune(self, states: Sequence[DenseState], sizes: Sequence[int], add: bool) -> None:
         self.kernels.tune_linear([state.weight for state in states], sizes, add)

@@ -1,4 +1,4 @@
-"""products: describes a device's matmuls of quantised weights, for `manta plan` and `doctor`."""
+"""products: describes the matmul kernels for quantised weights, for `manta plan` and `doctor`."""
 
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -15,9 +15,9 @@ from kernels.experts.candidates import FIXED_PACKED_EXPERTS, PACKED_EXPERTS
 from kernels.gemm.packed.candidates import FIXED_LINEAR, PACKED_LINEAR
 from kernels.packed import BLOCK, Format
 
-# Compute capabilities that are tried to find the least one for a format: T4, A100, L40, H100, B200.
+# Compute capabilities among which to find the minimum for a format: T4, A100, L40, H100, B200.
 _CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
-_ROUNDED = ("8-bit floats", "8-bit integers")  # operands of kernels that quantise activations too
+_ROUNDED = ("8-bit floats", "8-bit integers")  # operands of kernels that also quantise activations
 _WORDS = {"single": "one stream", "uniform": "256 requests", "prefill": "prompts"}
 
 
@@ -30,7 +30,7 @@ def products(
     experts: Collection[str],
     deterministic: bool = False,
 ) -> Iterator[str]:
-    """Yield a line for each format of the model's matrices; on CUDA another line for experts.
+    """Yield a line of text for each format of the model's matrices; on CUDA another for experts.
 
     quantization: the value in the configuration.
     quantized: the checkpoint's quantisation, if any.
@@ -66,9 +66,9 @@ def products(
 
 
 def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
-    """Return (format of a matrix of usual sizes, key of `measured_speeds` or "").
+    """Return (format of a matrix of typical size, key of `measured_speeds` or "").
 
-    The format is None where no matmul quantises activations for this scheme.
+    The format is None if no matmul quantises activations for this scheme.
     """
     match scheme.kind:
         case "gptq" | "awq" | "packed":
@@ -105,7 +105,7 @@ def _line(
         if name == "int8":
             return f"{text}: multiplied in 8 bits, activations in 16"
         return f"{text}: multiplied in its bits, activations in 8"
-    if form is None:  # a format whose activations are never quantised
+    if form is None:  # activations are never quantised for this format
         form = Format(4, 128)
     tables = {False: (PACKED_LINEAR, PACKED_EXPERTS), True: (FIXED_LINEAR, FIXED_PACKED_EXPERTS)}
     text += f": {_kernels(tables[deterministic][experts], form, capability)}"
@@ -123,7 +123,7 @@ def _line(
 def _kernels(
     table: Sequence[Candidate[Format]], form: Format, capability: tuple[int, int] | None
 ) -> str:
-    """Return the kernels of a table for a format, in words, and the GPU that 8-bit GEMMs need."""
+    """Return in words the kernels of a table for a format, and the GPU that 8-bit GEMMs need."""
     able = [other for other in _CAPABILITIES if _rounding(table, form, other)]
     kernel = _rounding(table, form, capability) if capability else None
     if kernel is not None:
@@ -152,14 +152,15 @@ def _kernels(
 def _rounding(
     table: Sequence[Candidate[Format]], form: Format, capability: tuple[int, int]
 ) -> Candidate[Format] | None:
-    """Return the first kernel of a table that quantises activations too."""
+    """Return the first kernel of a table that also quantises activations; None without one."""
     kernels = taking(table, form, capability)
     return next((kernel for kernel in kernels if kernel.operands in _ROUNDED), None)
 
 
 @cache
 def measured_speeds() -> dict[str, dict[str, float]]:
-    """Return the speed of llama-8b on a Hopper against 16-bit weights: format -> workload -> ratio.
+    """Return the speed-ups of llama-8b on a Hopper over 16-bit weights: format -> workload ->
+    ratio.
 
     The workloads are "single" (one stream), "uniform" (256 requests) and "prefill" (prompts). The
     numbers are those of bench/results/versus-quantised-*.json.

@@ -1,4 +1,4 @@
-"""Chooses the LinearMethod for a configuration and a checkpoint."""
+"""linear_method: chooses the LinearMethod for a configuration and a checkpoint."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,12 +15,12 @@ from engine.quantization.stored.cpu import StoredCpu
 from engine.quantization.stored.cuda import StoredCuda
 from kernels.dispatch import Kernels
 
-AS_STORED = "gguf"  # the value that keeps the blocks of a .gguf file
-_AS_THEY_ARE = ("auto", "none")  # weights stay as the folder has them
+AS_STORED = "gguf"  # the value of `quantization` that keeps the blocks of a .gguf file
+_AS_THEY_ARE = ("auto", "none")  # values of `quantization` that do not quantise weights
 
 
 def _methods(quant: QuantFormat) -> dict[str, Callable[[Kernels], LinearMethod]]:
-    """Return {type of device: function that makes the linear method of this format}."""
+    """Return {type of device: constructor of the linear method for a format}."""
     makers: dict[str, Callable[[Kernels], LinearMethod]] = {
         "cpu": partial(RoundedCpu, quant=quant) if quant.activations == 8 else Int8Cpu,
         "cuda": partial(RoundedCuda, quant=quant),
@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
 
 
 def check_quantization(name: str, device: str, quantized: Quantized | None) -> None:
-    """Raise ConfigError if the method is unknown, or does not fit this device or checkpoint.
+    """Raise ConfigError if a value of `quantization` is invalid for the device or the checkpoint.
 
     device: the type of the device.
     quantized: the checkpoint's quantisation.
@@ -70,7 +70,7 @@ def check_quantization(name: str, device: str, quantized: Quantized | None) -> N
 def linear_method(
     name: str, kernels: Kernels, device: str, quantized: Quantized | None = None
 ) -> LinearMethod:
-    """Make the method of this name. Raises ConfigError as `check_quantization` does.
+    """Create the linear method for a value of `quantization`. Raises as `check_quantization`.
 
     device: the type of the device.
     """
@@ -87,11 +87,11 @@ def methods_by_layer(
     device: str,
     quantized: Quantized | None = None,
 ) -> LayerMethods:
-    """Make the methods of layers with formats of their own.
+    """Create the methods of layers by the setting `quantization_layers`.
 
-    default: the method of other layers.
-    formats: pattern of names -> name of a method.
-    Raises ConfigError for a checkpoint that is quantised, and as `check_quantization` does.
+    default: the method of layers without a matching pattern.
+    formats: pattern of names -> value of `quantization`.
+    Raises ConfigError for a quantised checkpoint, and as `check_quantization`.
     """
     if quantized is not None:
         raise ConfigError(

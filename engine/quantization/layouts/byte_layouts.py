@@ -1,8 +1,9 @@
 """Layouts with codes in bytes or half bytes, row by row: 8-bit and 4-bit floats, integers, NF4.
 
-W = code * scale, with a scale for each output, block or group. NVFP4's scales are 8-bit floats,
-divided or (ModelOpt) multiplied by one float32 of the matrix. MXFP4's scales are powers of two (OCP
-Microscaling Formats 1.0). NF4 is QLoRA's (arXiv 2305.14314), with bitsandbytes' bytes.
+A weight is code * scale, with a scale for each output, block or group. NVFP4's scales are 8-bit
+floats, which are divided or (ModelOpt) multiplied by one float32 of the matrix. MXFP4's scales are
+powers of two (OCP Microscaling Formats 1.0). NF4 is QLoRA's (arXiv 2305.14314), with bitsandbytes'
+bytes.
 """
 
 import json
@@ -29,15 +30,15 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _STATE = "weight.quant_state.bitsandbytes__nf4"
-_STATE_BYTES = 1024  # size of the JSON text that bitsandbytes stores with a matrix
-_NAN = 127  # NaN of an 8-bit float, without its sign bit
+_STATE_BYTES = 1024  # maximum bytes of the JSON text that bitsandbytes stores with a matrix
+_NAN = 127  # the code of NaN in e4m3, without the sign bit
 
 
 def eight_bit_form(scheme: Scheme, group: int, rows: int) -> Format:
     """Return the format of an 8-bit matrix.
 
-    group: inputs that share a scale.
-    rows: outputs that share a scale.
+    group: number of inputs that share a scale.
+    rows: number of outputs that share a scale.
     """
     if scheme.kind == "fp8":
         return Format(
@@ -62,10 +63,10 @@ class EightBitLayout(Layout):
                 param=KEY,
             )
         self.inputs(BLOCK)
-        # Where blocks do not divide this rank's part, scales are repeated for smaller blocks that
-        # do.
+        # If blocks do not divide this rank's part, scales are repeated for smaller blocks that do.
         group = gcd(scheme.group, width, part.columns[0]) if scheme.group else width
-        group = gcd(group, 16) if group % BLOCK else group  # no kernel has groups of 48
+        # smaller groups, as no kernel has groups such as 48
+        group = gcd(group, 16) if group % BLOCK else group
         aligned = isinstance(rows, tuple) and rows[0] % max(1, scheme.rows) == 0
         band = scheme.rows if scheme.rows > 1 and aligned and count % scheme.rows == 0 else 1
         self.form = eight_bit_form(scheme, group, band)
@@ -170,7 +171,7 @@ class FourBitFloats(Layout):
     def decode(self, begin: int, end: int) -> Decoded:
         codes = self._codes[begin:end]
         codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1)
-        # The table E2M1 has integers, twice the values of the floats.
+        # Halved, as the table E2M1 has integers that are twice the values of the floats.
         return paired(codes), self._scales(self._scale[begin:end]) * 0.5, None
 
     def _scales(self, stored: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ class FourBitFloats(Layout):
 
 
 def powers_of_two(stored: Tensor) -> Tensor:
-    """Return the float32 powers of two that E8M0 bytes stand for; 255 is NaN."""
+    """Decode E8M0 bytes to float32 powers of two; 255 is NaN."""
     powers = torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
     return powers.masked_fill_(stored == 255, torch.nan)
 
@@ -193,9 +194,9 @@ def powers_of_two(stored: Tensor) -> Tensor:
 class Nf4Layout(Layout):
     """The layout of NF4: groups of 64 inputs with one scale, two codes a byte, the high half first.
 
-    The file has the matrix as one vector, so that a rank reads whole rows. With `Scheme.nested` the
-    scales are stored as bytes: indices into a table of 256 numbers, with a factor for each 256
-    scales and one offset.
+    The file stores the matrix as one vector, from which a rank reads whole rows. With
+    `Scheme.nested` the scales are stored as bytes: indices into a table of 256 numbers, with a
+    factor for each 256 scales and one offset.
     """
 
     zero_scales = True
@@ -221,11 +222,11 @@ class Nf4Layout(Layout):
         def tensor(
             key: str, dtype: torch.dtype, size: int, fill: Tensor | float = 0.0, row: int = 0
         ) -> Tensor:
-            """Allocate the tensor with the suffix `key`.
+            """Allocate the parameter for the tensor with the suffix `key`.
 
-            size: the elements of the whole tensor on disk.
+            size: the number of elements of the whole tensor on disk.
             fill: the values for random weights.
-            row: elements of a row, if only this rank's rows are read; 0 = read all.
+            row: elements of a matrix row, if only this rank's rows are read; 0 = all are read.
             """
             rows = (first * row, last * row) if row else None
             source = Source(f"{name}.{key}", (size,), rows, flat=True, shorter=key == _STATE)
@@ -262,7 +263,7 @@ class Nf4Layout(Layout):
     def _runs(self, first: int, last: int, offset: float) -> Tensor:
         """Return the scales [n, groups] of rows [first, last).
 
-        offset: the number that is added to nested scales.
+        offset: a number that is added to nested scales.
         """
         groups = self.part.in_features // self.form.group
         begin, end = first * groups, last * groups
@@ -273,7 +274,7 @@ class Nf4Layout(Layout):
         return scale.view(-1, groups)[:, slice(*self._inputs)].contiguous()
 
     def _values(self) -> dict[str, Any]:
-        """Read the JSON that is stored with the matrix.
+        """Parse the JSON that is stored with the matrix.
 
         Raises TensorError for unsupported values.
         """

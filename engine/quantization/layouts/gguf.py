@@ -1,4 +1,4 @@
-"""BlockType: the types of blocks in GGUF files, with a decoder for each.
+"""BlockType: the block types of GGUF files, with a decoder for each.
 
 Layouts follow llama.cpp's ggml-common.h; tests compare them with `gguf.quants`.
 """
@@ -19,10 +19,10 @@ _TABLE = tuple(value + 128 for value in _IQ4)
 class BlockType:
     """A type of GGUF blocks.
 
-    width: weights in a block.
+    width: number of weights in a block.
     num_bytes: bytes of a block.
-    halves: offsets of the block's float16 numbers.
-    decode: bytes uint8 [n, blocks, num_bytes] of n rows -> the arguments of `PackedBlocks.fill`.
+    halves: byte offsets of the block's float16 numbers.
+    decode: decodes uint8 [n, blocks, num_bytes] of n rows to the arguments of `PackedBlocks.fill`.
     """
 
     width: int
@@ -33,7 +33,7 @@ class BlockType:
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
-    """Return the float16 numbers [n, blocks] at this offset of each block."""
+    """Return the float16 numbers [n, blocks] at byte offset `at` of each block."""
     return raw[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
@@ -49,16 +49,16 @@ def _flat(values: Tensor) -> Tensor:
 
 
 def _paired(codes: Tensor) -> Tensor:
-    """Return 4-bit codes [n, in] packed two a byte, [n, in / 2], in the order of `PackedBlocks`."""
+    """Pack 4-bit codes [n, in] two a byte, [n, in / 2], in the order of `PackedBlocks`."""
     both = codes.reshape(codes.shape[0], -1, 2, 16)
     return _flat(both[:, :, 0] | (both[:, :, 1] << 4))
 
 
 def _nibbles(first: int, offset: bool) -> Callable[[Tensor], Decoded]:
-    """Return a decoder for Q4_0 and similar types, whose codes are in Manta's order already.
+    """Return a decoder for Q4_0 and similar types, whose codes already have Manta's order.
 
-    first: offset of the codes in a block.
-    offset: whether a block has an offset.
+    first: byte offset of the codes in a block.
+    offset: whether a block has an offset besides the scale.
     """
 
     def decode(raw: Tensor) -> Decoded:
@@ -82,7 +82,7 @@ def _q8_0(raw: Tensor) -> Decoded:
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 8 scales and 8 minima, [..., 8] each, of Q4_K and Q5_K from bytes [..., 12]."""
+    """Decode bytes [..., 12] of Q4_K and Q5_K to (8 scales, 8 minima), [..., 8] each."""
     low, middle, high = raw.unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
@@ -90,8 +90,8 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(d: Tensor, by: Tensor) -> Tensor:
-    """Return the products of float16 [n, blocks] and integers [n, blocks, groups]: float32
-    [n, blocks * groups]."""
+    """Multiply float16 d [n, blocks] by integers [n, blocks, groups]; return float32 [n, blocks *
+    groups]."""
     return _flat(d.float().unsqueeze(-1) * by.float())
 
 
@@ -126,7 +126,7 @@ def _q2_k(raw: Tensor) -> Decoded:
 
 def _q3_k(raw: Tensor) -> Decoded:
     low = _shifted(raw[..., 32:96].unflatten(-1, (2, 32)), 0, 2, 4, 6) & 3
-    high = _shifted(raw[..., :32], *range(8)) & 1  # where it is 0, four is subtracted
+    high = _shifted(raw[..., :32], *range(8)) & 1  # the third bit; if it is 0, four is subtracted
     codes = low.flatten(2) | (high.flatten(2) << 2)
     scales = _shifted(raw[..., 96:104], 0, 4).flatten(2) & 15
     scales = scales | ((_shifted(raw[..., 104:108], 0, 2, 4, 6).flatten(2) & 3) << 4)

@@ -25,18 +25,20 @@ _AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]
 
 
 class Layout(ABC):
-    """The way in which a checkpoint stores one matrix [out, in], or a rank's part of it.
+    """The storage format of one matrix [out, in] in a checkpoint, or of a rank's part.
 
-    rows, width: the size of this rank's part.
-    parameters: suffix of a tensor's name -> the tensor that loading fills.
+    rows, width: the numbers of outputs and inputs of this rank's part.
+    parameters: suffix of a tensor's name -> the parameter that loading fills.
     """
 
     form: Format
     parameters: dict[str, Parameter]
-    scale_name: str  # suffix of the tensor that errors about scales name
+    scale_name: str  # suffix of the scales' tensor, for errors
     zero_scales = False  # whether files may have groups of zeros with a scale of 0
-    dequantises = False  # whether no kernel can read the layout: the matrix is kept in 16 bits
-    ordered = False  # whether inputs of a group may be apart (act-order): see `grouped_order`
+    # whether no kernel supports the layout, so that the matrix is dequantised to 16 bits
+    dequantises = False
+    # whether inputs of a group need not be adjacent (act-order); see `grouped_order`
+    ordered = False
     # [in], the stored index of each input that `decode` returns; None = the stored order
     order: Tensor | None = None
 
@@ -48,7 +50,7 @@ class Layout(ABC):
     def inputs(self, unit: int) -> tuple[int, int]:
         """Return the range of inputs that this rank has, in multiples of `unit` inputs.
 
-        unit: the inputs of a group or block, which cannot be split.
+        unit: the number of inputs of a group or block, which cannot be split.
         Raises ConfigError if a rank's part begins or ends inside a group.
         """
         return self._cut(self.part.columns, self.part.in_features, unit, "inputs")
@@ -56,7 +58,7 @@ class Layout(ABC):
     def outputs(self, unit: int) -> tuple[int, int]:
         """Return the range of outputs that this rank has, in multiples of `unit` outputs.
 
-        unit: outputs that are stored together and cannot be split.
+        unit: the number of outputs that are stored together and cannot be split.
         Raises ConfigError if the outputs are not a range, or begin or end inside such a group.
         """
         rows = self.part.rows
@@ -85,7 +87,7 @@ class Layout(ABC):
     def grouped_order(self) -> Tensor | None:
         """Return an order of the inputs, int32 [in], in which the inputs of a group are adjacent.
 
-        Returns None if groups differ in size. Only for an `ordered` layout that is filled.
+        Returns None if groups differ in size. Only for loaded `ordered` layouts.
         """
         return None
 
@@ -106,7 +108,7 @@ class Layout(ABC):
             yield codes, scale, offset
 
     def values(self, step: int) -> Iterator[Tensor]:
-        """Yield all rows dequantised, float32, `step` rows at a time. Raises TensorError."""
+        """Dequantise all rows to float32, and yield `step` rows at a time. Raises TensorError."""
         for decoded in self.decoded(step):
             yield unpacked(self.form, decoded)
 
@@ -122,7 +124,7 @@ class Layout(ABC):
         """Allocate a parameter and return its tensor.
 
         key: the suffix of the tensor's name.
-        fill: the value of random weights, or the function that draws them; None = the default.
+        fill: the value for random weights, or the function that fills them; None = the default.
         """
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if isinstance(fill, float):
@@ -133,14 +135,15 @@ class Layout(ABC):
 
 
 def joined(name: str, key: str) -> str:
-    """Return the name of a matrix's tensor; a key that begins with _ is appended without a dot."""
+    """Return the name of a matrix's tensor; a suffix that begins with _ is appended without a
+    dot."""
     return f"{name}{key}" if key.startswith("_") else f"{name}.{key}"
 
 
 def of_stack(source: Source, stack: tuple[int, int] | None) -> Source:
-    """Return the source of one matrix of a stack; without a stack return the source unchanged.
+    """Return the source of one matrix in a stacked tensor; without a stack the source is unchanged.
 
-    source: the source as if the matrix had its own tensors.
+    source: the source for a matrix with separate tensors.
     stack: see `Part`.
     """
     if stack is None:
@@ -154,13 +157,13 @@ def _fill_with(value: float, tensor: Tensor, generator: torch.Generator) -> None
 
 
 def paired(codes: Tensor) -> Tensor:
-    """Return 4-bit codes [n, in] packed two a byte, [n, in / 2], in the order of `Decoded`."""
+    """Pack 4-bit codes [n, in] two a byte, [n, in / 2], in the order of `Decoded`."""
     both = codes.reshape(codes.shape[0], -1, 2, 16)
     return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
 
 
 class GgufLayout(Layout):
-    """The layout of a matrix of GGUF blocks, kept as in the file, row by row."""
+    """The layout of a matrix of GGUF blocks, stored row by row."""
 
     scale_name = "weight"
     zero_scales = True
@@ -229,7 +232,7 @@ class IntegerLayout(Layout):
     def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
         super().__init__(part)
         self._scheme, self.ordered = scheme, scheme.ordered
-        # A rank's inputs may belong to any groups.
+        # With act-order a rank's inputs may belong to any groups, for which no kernel exists.
         self.dequantises = scheme.ordered and part.columns != (0, part.in_features)
         name, out, width = part.name, part.out_features, part.in_features
         bits = scheme.bits
@@ -248,7 +251,8 @@ class IntegerLayout(Layout):
             else Format(bits, group, torch.float32, offset="shift")  # type: ignore[arg-type]
         )
         fields = self._fields = 32 // bits
-        # Axes of tensors on disk: outputs or words of them; inputs, words of inputs, or groups.
+        # Axes of tensors on disk: along outputs, as elements or words; along inputs, as elements,
+        # words or groups.
         along = _Axis(out, *self.outputs(1))
         words_along = along
         if scheme.kind != "packed" or not scheme.symmetric:
@@ -269,7 +273,7 @@ class IntegerLayout(Layout):
         else:
             weight = (inputs, words_along if scheme.kind == "awq" else along)
             shapes = {"qweight": weight, "scales": (groups, along)}
-            # GPTQ files of symmetric weights also have zero points, all at the middle.
+            # GPTQ files of symmetric weights also have zero points, all equal to the middle code.
             if not scheme.symmetric or scheme.kind == "gptq":
                 shapes = {**shapes, "qzeros": (groups, words_along)}
         self.parameters = {}
@@ -289,7 +293,7 @@ class IntegerLayout(Layout):
             made_up: Fill | None = None
             if key == "qzeros" and scheme.symmetric:
                 made_up = partial(_fill_words, bits, middle - scheme.zeros_less_one)
-            if scale:  # no scale may be zero; this value is exact in float16, which files use
+            if scale:  # scales must not be zero; this value is exact in float16, which files use
                 made_up = partial(_fill_with, 2.0**-9)
             self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=made_up)
 
@@ -324,7 +328,7 @@ class IntegerLayout(Layout):
         return order.int() if alike else None
 
     def _groups(self, count: int) -> Tensor:
-        """Return the group of each input, one of `count`. Raises TensorError for another number."""
+        """Return the group index of each input, below `count`. Raises TensorError for others."""
         order = self.parameters["order"]
         if bool((order.tensor < 0).any()) or bool((order.tensor >= count).any()):
             raise TensorError(order.name, f"there are groups 0 to {count - 1}, and it names others")
@@ -338,7 +342,7 @@ class IntegerLayout(Layout):
         if self._scheme.kind == "packed":
             codes = self._unpacked(tensor["weight_packed"][begin:end])
             zeros = none
-            if "weight_zero_point" in tensor:  # packed along outputs
+            if "weight_zero_point" in tensor:  # in this tensor the codes are packed along outputs
                 zeros = self._unpacked(tensor["weight_zero_point"].t())[:, begin:end].t()
             return codes, tensor["weight_scale"][begin:end], zeros
         scale = tensor["scales"][:, begin:end].t()
@@ -364,11 +368,12 @@ class IntegerLayout(Layout):
 
 
 def _fill_words(bits: int, field: int, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill int32 words with fields of `bits` bits that all have one value."""
+    """Fill int32 words with fields of `bits` bits that all have the value `field`."""
     word = sum(field << at for at in range(0, 32, bits))
     tensor.fill_(word - (1 << 32) if word >> 31 else word)
 
 
 def _fill_order(groups: int, first: int, tensor: Tensor, generator: torch.Generator) -> None:
-    """Assign consecutive inputs to groups in turn, beginning with input `first`."""
+    """Fill a table of group indices: consecutive inputs belong to groups in turn, from input
+    `first`."""
     tensor.copy_(torch.arange(first, first + len(tensor), device=tensor.device) % groups)

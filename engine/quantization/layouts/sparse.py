@@ -1,7 +1,7 @@
-"""The layout of 2:4 sparse matrices: two numbers of each four, and a bit mask of their places.
+"""The layout of 2:4 sparse matrices: two of each four numbers, and a bit mask of their positions.
 
-compressed-tensors calls it `sparse-24-bitmask`. There is no sparse matmul here: a matrix becomes
-dense when it is loaded.
+compressed-tensors calls this `sparse-24-bitmask`. There is no sparse matmul here: a matrix is
+expanded to a dense one when it is loaded.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from kernels.packed import BLOCK, Decoded, Format
 class SparseRows:
     """The tensors of a sparse matrix: `compressed` [out, in / 2] and `bitmask` [out, in / 8].
 
-    Bit i of a byte of the mask is the byte's i-th input.
+    Bit i of byte b of the mask is for input 8 * b + i.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SparseRows:
         if not bool((mask.unflatten(1, (-1, 4)).sum(-1) == 2).all()):
             raise TensorError(f"{self._name}.bitmask", "has not two bits of each four")
         values = self._values[begin:end]
-        # as bytes, because 8-bit floats cannot be indexed
+        # viewed as bytes, as 8-bit floats cannot be indexed
         if values.dtype.itemsize == 1:
             values = values.view(torch.uint8)
         dense = torch.zeros(end - begin, self._width, dtype=values.dtype, device=values.device)
@@ -70,14 +70,14 @@ class SparseLayout(Layout):
     """The layout of a sparse matrix of 16- or 32-bit numbers."""
 
     scale_name = "compressed"
-    # tells which parts of a layer have one format; no kernel takes this format
+    # a placeholder by which parts of a layer have equal formats; no kernel supports it
     form = Format(8, BLOCK, torch.float32)
     dequantises = True
 
     def __init__(self, part: Part, device: torch.device) -> None:
         super().__init__(part)
         self.parameters = {}
-        # float32 holds the numbers of all types that files have
+        # float32, which represents all dtypes of files exactly
         self._matrix = SparseRows(self, torch.float32, device)
 
     def decode(self, begin: int, end: int) -> Decoded:

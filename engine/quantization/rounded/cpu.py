@@ -1,7 +1,8 @@
-"""The method for 16-bit weights that are quantised to 8 or 4 bits on load, on the CPU.
+"""RoundedCpu: quantises 16-bit weights to 8 or 4 bits on load, on the CPU.
 
 Weights are integers with a scale and an offset for each group of inputs (DashInfer's InstantQuant),
-or with a scale for each output. Activations are quantised to 8 bits with a scale for each 32.
+or with a scale for each output. Activations are quantised to 8 bits with a scale for each 32
+elements.
 """
 
 import logging
@@ -26,22 +27,23 @@ from kernels.packed import BLOCK, Format
 
 logger = logging.getLogger("manta.engine")
 
-_STEP = 4096  # rows that are quantised at once, a multiple of 64
+_STEP = 4096  # number of rows that are quantised at once, a multiple of 64
 
 
 class RoundedCpu(DenseCpu):
     """The method that quantises weights on load on the CPU.
 
-    Matrices of sizes without a kernel stay dense.
+    Matrices of sizes without a kernel stay unquantised.
     """
 
     def __init__(self, kernels: Kernels, quant: QuantFormat) -> None:
         super().__init__(kernels)
         self._quant = quant
-        self._dense_shapes: set[tuple[int, int]] = set()  # shapes of matrices that stayed dense
+        # shapes of matrices that stayed unquantised, which were logged
+        self._dense_shapes: set[tuple[int, int]] = set()
 
     def format(self, width: int) -> Format:
-        """Return the format of rows of this width, a multiple of 32."""
+        """Return the format for rows of `width` inputs, a multiple of 32."""
         return cpu_format(self._quant, width)
 
     def _packs(self, outputs: int, width: int) -> bool:
@@ -76,7 +78,7 @@ class RoundedCpu(DenseCpu):
         return PackedState(packed)
 
     def _log_dense(self, weight: Tensor) -> None:
-        """Warn once for each shape that matrices without a kernel stay dense."""
+        """Warn, once for each shape, that matrices without a kernel stay unquantised."""
         outputs, width = weight.shape
         if (outputs, width) not in self._dense_shapes:
             self._dense_shapes.add((outputs, width))

@@ -1,6 +1,6 @@
-"""The methods for packed weights on CUDA, and for 16-bit weights that are quantised on load.
+"""PackedCuda, RoundedCuda: methods for packed weights on CUDA, and for quantisation on load.
 
-`engine.config.quant_formats` has the formats.
+The formats are in `engine.config.quant_formats`.
 """
 
 from typing import Any
@@ -15,11 +15,12 @@ from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.packed import BLOCK, Format, PackedWeight
 
-_STEP = 16 << 20  # weights that are quantised at once, with a few float32 temporaries each
+# number of weights that are quantised at once, with a few float32 temporaries each
+_STEP = 16 << 20
 
 
 class PackedCuda(DenseCuda):
-    """The method for layers whose `finish` packed the weights; other layers are dense."""
+    """The method for layers with packed weights; layers that `finish` has not packed are dense."""
 
     def apply(self, state: Any, x: Tensor) -> Tensor:
         if isinstance(state, PackedWeight):
@@ -66,7 +67,7 @@ class PackedCuda(DenseCuda):
 class RoundedCuda(PackedCuda):
     """The method that quantises weights on load on CUDA.
 
-    Matrices whose rows are not a multiple of 32 stay dense.
+    Matrices whose number of inputs is not a multiple of 32 stay unquantised.
     """
 
     def __init__(self, kernels: Kernels, quant: QuantFormat) -> None:
@@ -74,7 +75,8 @@ class RoundedCuda(PackedCuda):
         self._quant = quant
 
     def form(self, name: str, width: int) -> Format | None:
-        """Return a layer's format for rows of this width; None = the layer stays dense."""
+        """Return a layer's format for rows of `width` inputs; None = the layer stays
+        unquantised."""
         return None if width % BLOCK else cuda_format(self._quant, name, width)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:

@@ -1,4 +1,4 @@
-"""cuda_format, cpu_format: return the packed Format of a QuantFormat's weights on a device."""
+"""cuda_format, cpu_format: return the packed Format for a QuantFormat on a device."""
 
 import torch
 
@@ -25,7 +25,7 @@ def cuda_format(quant: QuantFormat, layer: str, width: int) -> Format:
 
 
 def cpu_format(quant: QuantFormat, width: int) -> Format:
-    """Return the format of weights with this many inputs, a multiple of 32, on the CPU.
+    """Return the format of weights with `width` inputs, a multiple of 32, on the CPU.
 
     If the format's group does not divide the inputs, it becomes the largest smaller multiple of 32
     that does.

@@ -5,23 +5,23 @@ from torch import Tensor
 
 from kernels.packed import Decoded, Format
 
-# Parts of a group's range that 4-bit scales are tried with, beside the whole range: if outliers are
-# clipped, steps are finer.
+# Shares of a group's range that are tried for 4-bit scales, besides the whole range, as clipping
+# outliers makes the steps finer.
 _SHARES = (0.92, 0.84, 0.76)
-_REFITS = 3  # times that scales and offsets of 4 bits are refitted to their codes
+_REFITS = 3  # how often 4-bit scales and offsets are fitted again to their codes
 
 
 def nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
-    """Return for each value the index, as uint8, of the nearest number of an ascending table."""
+    """Return the index, as uint8, of each value's nearest number in an ascending table."""
     ends = torch.tensor(table, dtype=values.dtype, device=values.device)
     return torch.bucketize(values, (ends[1:] + ends[:-1]) / 2).to(torch.uint8)
 
 
 def rounded(form: Format, weight: Tensor) -> Decoded:
-    """Return the codes, scales and offsets of weight [n, in], for `PackedWeight.fill`.
+    """Quantise a weight [n, in]; return codes, scales and offsets for `PackedWeight.fill`.
 
-    Symmetric codes reach the largest magnitude of a group. 8-bit codes with an offset reach both
-    ends of its range, up to the rounding of scale and offset, which are rounded before the codes.
+    Symmetric codes cover the largest magnitude of a group. 8-bit codes with an offset cover the
+    group's range, except for the rounding of scale and offset, which are rounded before the codes.
     """
     rows, width = weight.shape
     groups = weight.float().view(rows, width // form.group, form.group)
@@ -49,14 +49,15 @@ def rounded(form: Format, weight: Tensor) -> Decoded:
 def _with_offset(form: Format, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes of groups [n, groups, inputs], with a scale and an offset for each group.
 
-    Several grids (scale and offset) are tried; each group takes the one of least squared error.
+    Several grids (scale and offset) are tried; each group gets the one with the least squared
+    error.
     """
     top = (1 << form.bits) - 1
-    # Groups of equal weights get the smallest positive scale of its dtype.
+    # Groups of equal weights get the smallest positive scale of the dtype.
     least = 6e-8 if form.scale == torch.float16 else 1e-30
 
     def attempt(scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (squared errors of a grid, its codes, its scales and offsets as stored)."""
+        """Quantise with a grid; return (squared errors, codes, stored scales, stored offsets)."""
         scale = scale.clamp(min=least).to(form.scale).float()
         offset = offset.to(form.scale).float()
         codes = (groups - offset.unsqueeze(-1)) / scale.unsqueeze(-1)
@@ -84,7 +85,7 @@ def _with_offset(form: Format, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _better(
     best: tuple[Tensor, Tensor, Tensor, Tensor], other: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return, for each group, that of two results of `attempt` which has the smaller error."""
+    """Return, for each group, the one of two results of `attempt` with the smaller error."""
     smaller = other[0] < best[0]
     of_groups = smaller.unsqueeze(-1)
     return (

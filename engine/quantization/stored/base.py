@@ -33,16 +33,17 @@ from kernels.packed import Format
 
 logger = logging.getLogger("manta.engine")
 
-STEP = 4096  # rows that are decoded at once, a multiple of 64
+STEP = 4096  # number of rows that are decoded at once, a multiple of 64
 
 
 def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout | None:
     """Return the layout of a quantised matrix; None if its kind has no layout for such a part.
 
-    Raises ConfigError if the ranks would split what the format keeps together.
+    Raises ConfigError if ranks would split a group or block of the format.
     """
     if part.stack is not None:
-        # Blocks run along inputs, even where 16-bit experts are stored as [in, out].
+        # Never transposed: blocks run along inputs, even where 16-bit experts are stored as [in,
+        # out].
         scheme = None if quantized.method == "gguf" else quantized.scheme(part.name)
         if scheme is None or scheme.kind != "mxfp4":
             return None
@@ -69,15 +70,15 @@ def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout 
 
 @dataclass(slots=True)
 class LinearPiece:
-    """A piece of a layer: consecutive parts that have one format, or are dense.
+    """A piece of a layer: consecutive parts of equal format, or unquantised ones.
 
-    layouts: the parts' layouts; empty for dense parts.
+    layouts: the parts' layouts; empty for unquantised parts.
     """
 
     spec: LinearSpec
     layouts: list[Layout]
-    state: Any = None  # a dense method's state, or the result of Stored.pack, once finished
-    # int32 [in], the order of the layer's inputs in `state`; None = unchanged
+    state: Any = None  # after loading the result of `Stored.pack`, or the dense method's state
+    # int32 [in], the permutation of inputs in `state`; None = unchanged
     order: Tensor | None = None
 
     @property
@@ -96,7 +97,7 @@ class LinearPiece:
 @dataclass(slots=True)
 class StoredState:
     pieces: list[LinearPiece]
-    bias: Tensor | None = None  # only while loading
+    bias: Tensor | None = None  # the layer's bias while loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +108,15 @@ class _Kept:
 
 
 class Stored(LinearMethod):
-    """The method for weights that the checkpoint stores quantised.
+    """The method for weights that are quantised in the checkpoint.
 
-    Subclasses for each device define how pieces are packed and applied.
+    A subclass for each device defines how pieces are packed and applied.
 
     quantized: the checkpoint's quantisation.
-    dense: the method for matrices that are not quantised.
+    dense: the method for unquantised matrices.
     """
 
-    TABLES = False  # whether packed states have `rows`, so that embeddings can be looked up
+    TABLES = False  # whether rows of packed states can be read, so that embeddings can be packed
 
     def __init__(self, kernels: Kernels, quantized: Quantized, dense: LinearMethod) -> None:
         super().__init__(kernels)
@@ -127,11 +128,11 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def fits(self, form: Format, outputs: int, width: int) -> bool:
-        """Whether a kernel computes a matrix [outputs, width] of this format."""
+        """Whether a kernel supports a matrix [outputs, width] of a format."""
 
     @abstractmethod
     def bytes_of(self, form: Format, outputs: int, width: int, bias: bool) -> int:
-        """Return the bytes of a matrix [outputs, width] of this format as `pack` returns it."""
+        """Return the bytes of a packed matrix [outputs, width] of a format."""
 
     @abstractmethod
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> Any:
@@ -147,9 +148,9 @@ class Stored(LinearMethod):
 
     @staticmethod
     def whole(state: StoredState) -> bool:
-        """Whether the layer is one packed matrix that takes its inputs without a permutation.
+        """Whether the layer is a single packed matrix without a permutation of inputs.
 
-        Only such a layer fuses norm, gate or residual with its matmul.
+        Only such layers fuse norm, gate or residual with the matmul.
         """
         return len(state.pieces) == 1 and state.pieces[0].order is None
 
@@ -223,7 +224,7 @@ class Stored(LinearMethod):
         return state
 
     def dequantised(self, state: StoredState) -> Tensor:
-        """Return all rows of a layer, dequantised to the model's dtype, as one matrix."""
+        """Dequantise a layer to one matrix in the model's dtype."""
         weights = []
         for piece in state.pieces:
             if piece.layouts:
@@ -235,7 +236,7 @@ class Stored(LinearMethod):
         return torch.cat(weights)
 
     def _log_dequantised(self, piece: LinearPiece) -> None:
-        """Warn once for each format that weights are dequantised and need more memory."""
+        """Warn, once for each format, that weights are dequantised and need more memory."""
         name = piece.spec.parts[0].name
         scheme = None if self._quantized.method == "gguf" else self._quantized.scheme(name)
         kind = self._quantized.name if scheme is None else scheme.name
@@ -253,7 +254,7 @@ class Stored(LinearMethod):
         for piece in self._pieces(replace(spec, device=torch.device("meta"))):
             shape = (piece.spec.out_features, piece.spec.in_features)
             if self.packs(piece):
-                # an upper bound: files may have another order for each part
+                # an upper bound, as each part may have another permutation
                 order = 4 * spec.in_features * piece.ordered
                 total += self.bytes_of(piece.form, *shape, spec.bias) + order
                 continue
@@ -267,11 +268,11 @@ class Stored(LinearMethod):
     def table(self, spec: LinearSpec, virtual: int, head: tuple[int, int] | None) -> EmbeddingTable:
         quantized = self._quantized
         if quantized.method != "gguf" or quantized.keeps(spec.parts[0].name):
-            return super().table(spec, virtual, head)  # integer formats quantise only linear layers
+            return super().table(spec, virtual, head)  # integer formats do not quantise embeddings
         return _StoredEmbedding(self, spec, virtual, head)
 
     def packs_rows(self, piece: LinearPiece, rows: tuple[int, int]) -> bool:
-        """Whether a range of a packed matrix's rows can be used as a packed matrix by itself."""
+        """Whether a range of a packed matrix's rows can be used as a separate packed matrix."""
         first, end = rows
         spec = piece.spec
         return first % 64 == 0 and self.fits(piece.form, end - first, spec.in_features)
@@ -338,15 +339,15 @@ class Stored(LinearMethod):
         return out
 
     def apply_into(self, piece: LinearPiece, x: Tensor, out: Tensor, column: int) -> None:
-        """Write the result of apply_piece into columns of out [n, outputs], from `column` on."""
+        """Write the result of `apply_piece` into columns of out [n, outputs], from `column` on."""
         out[:, column : column + piece.spec.out_features] = self.apply_piece(piece, x)
 
 
 class _StoredEmbedding(EmbeddingTable):
     """The embedding of a quantised checkpoint, packed if possible so that a tied head can use it.
 
-    It is dense if adapters have rows after the vocabulary, or if a rank's rows of the head are not
-    whole panels.
+    It is dequantised if adapters have rows after the vocabulary, or if a rank's rows of the head
+    are not whole panels.
     """
 
     def __init__(
@@ -399,10 +400,10 @@ class _StoredEmbedding(EmbeddingTable):
 
 
 def _grouped(piece: LinearPiece) -> list[LinearPiece]:
-    """Split a loaded piece so that in each result one order makes all groups' inputs consecutive.
+    """Split a loaded piece into pieces with a common permutation that makes groups contiguous.
 
-    Parts that need different orders become different pieces. A part whose groups no order makes
-    consecutive is marked to be dequantised.
+    Parts that need different permutations become different pieces. A part without such a
+    permutation is marked to be dequantised.
     """
     if not all(layout.ordered for layout in piece.layouts):
         for layout in piece.layouts:

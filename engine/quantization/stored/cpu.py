@@ -1,4 +1,4 @@
-"""StoredCpu: the method for stored weights on the CPU, in panels of each format's kernels."""
+"""StoredCpu: the method for weights that are quantised in the checkpoint, on the CPU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -113,7 +113,7 @@ def _packed(piece: LinearPiece, bias: Tensor | None) -> PackedBlocks:
                 packed.fill(at, *decoded)
                 at += len(decoded[0])
         return packed
-    # Some panel has rows of two parts, so all parts are packed together.
+    # Packed together, as some panel has rows of two parts.
     parts = list(zip(*(next(layout.decoded(layout.rows)) for layout in piece.layouts), strict=True))
     offset = (
         None if parts[2][0] is None else torch.cat([part for part in parts[2] if part is not None])

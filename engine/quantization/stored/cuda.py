@@ -1,4 +1,4 @@
-"""StoredCuda: the method for stored weights on CUDA."""
+"""StoredCuda: the method for weights that are quantised in the checkpoint, on CUDA."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ from kernels.packed import BLOCK, E2M1, Decoded, Format, PackedWeight
 
 
 class StoredCuda(Stored):
-    """The method for stored weights on CUDA.
+    """The method for weights that are quantised in the checkpoint, on CUDA.
 
-    The embedding is dequantised to 16 bits, because tokens look up its rows.
+    The embedding is dequantised to 16 bits, as no kernel looks up rows of packed weights.
     """
 
     def __init__(self, kernels: Kernels, quantized: Quantized) -> None:
@@ -34,7 +34,7 @@ class StoredCuda(Stored):
         return PackedWeight.num_bytes(self._kept(form, width), outputs, width) + 2 * outputs * bias
 
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> PackedWeight:
-        """Return the packed weight of a piece; its scales are 16-bit if that is exact."""
+        """Pack the weight of a piece, with 16-bit scales if these are exact."""
         spec, form = piece.spec, self._kept(piece.form, piece.spec.in_features)
         shape = (spec.out_features, spec.in_features)
         try:
@@ -47,13 +47,15 @@ class StoredCuda(Stored):
     def _kept(self, form: Format, width: int) -> Format:
         """Return the format in which stored weights are packed.
 
-        Scales become float16 for integers in groups (not GGUF's), bfloat16 for MXFP4, and stay as
-        they are otherwise. width: the number of inputs.
+        Scales become float16 for integers in groups (not GGUF's) and bfloat16 for MXFP4. Others
+        keep their dtype.
+
+        width: the number of inputs.
         """
         integers = self._quantized.method != "gguf" and form.code == "int" and not form.table
         if integers and form.group < width:
             return replace(form, scale=torch.float16)
-        # The scales of MXFP4 are powers of two.
+        # MXFP4: its scales are powers of two, which bfloat16 represents exactly.
         powers = form.group == BLOCK and form.table == E2M1
         return replace(form, scale=torch.bfloat16) if powers else form
 
@@ -69,7 +71,7 @@ class StoredCuda(Stored):
     def _packs_all(self, *pieces: list[LinearPiece]) -> bool:
         """Whether all experts can be packed; otherwise all of them are dequantised.
 
-        The kernel for experts takes one format, and inputs without a permutation.
+        The kernel for experts needs a single format, and inputs without a permutation.
         """
         return all(
             len(layer_pieces) == 1 and self.packs(layer_pieces[0]) and not layer_pieces[0].ordered

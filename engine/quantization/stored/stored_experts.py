@@ -1,6 +1,6 @@
-"""The specs of the linear layers of experts that a checkpoint stores quantised.
+"""Specs of the linear layers of quantised experts.
 
-Each expert has two linear layers of its own, or two linear layers hold all experts of a layer.
+Each expert has two separate linear layers, or two linear layers have all experts of a layer.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def each_expert(spec: ExpertsSpec) -> list[TwoLinears]:
 
 
 def all_experts(spec: ExpertsSpec) -> TwoLinears:
-    """Return two linear layers, without biases, that hold all experts one below the other."""
+    """Return two linear layers, without biases, in which all experts are stacked along rows."""
     up, down = (tuple(_part(source) for source in sources) for sources in (spec.gate_up, spec.down))
     return TwoLinears(
         LinearSpec(f"{spec.name}.gate_up", up, False, spec.dtype, spec.device),
@@ -77,7 +77,7 @@ def biases_bytes(spec: ExpertsSpec) -> int:
 
 
 def apart(spec: LinearSpec) -> LinearSpec:
-    """Return the layer without its bias, which is loaded separately."""
+    """Return the spec of a layer without the bias, which is loaded separately."""
     return replace(spec, bias=False)
 
 
