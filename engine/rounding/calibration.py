@@ -1,11 +1,11 @@
-"""calibrate: runs a calibration text through a model by layers, and hands out matrices' inputs.
+"""calibrate: runs a calibration text through a model layer by layer, and records matrices' inputs.
 
-A matrix gets the inputs that it will have when the model serves: all matrices before it, in its own
-layer too, are rounded already. The inputs that the unrounded model gives the same matrix are
-recorded too, so that the matrix can compensate for errors of the matrices before it.
+A matrix is rounded for the inputs that it will have in the rounded model: all earlier matrices,
+also those of the same layer, are already rounded. Its inputs in the unrounded model are recorded
+too, so that the matrix can compensate for errors of earlier matrices.
 
-Memory holds the embedding, the layer that runs, one Hessian, and the text's activations: those
-between layers twice, unrounded and rounded, and those inside of one layer in bfloat16.
+Memory holds the embedding, the current layer, one Hessian, and the text's activations: those
+between layers twice, unrounded and rounded, and those inside one layer in bfloat16.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,22 +34,22 @@ from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels, kernels_for
 from kernels.metadata import AttentionMeta
 
-PIECE = 512  # tokens of the text that attend to each other
-PIECES = 64  # pieces that are taken from a longer text, at equal distances
-LEAST = 1024  # tokens; fewer say little of how large inputs are
+PIECE = 512  # tokens of a piece of the text, which is a separate context
+PIECES = 64  # maximum number of pieces, taken at equal distances from a longer text
+LEAST = 1024  # minimum tokens of a text, for useful statistics
 BLOCK = 16
 
 
 class Inputs(NamedTuple):
-    """The matrices of a layer, and the inputs that the calibration text gave them.
+    """Matrices of a layer with the same input, and statistics of this input.
 
     matrices: names of the matrices in the model.
     hessian: float32 [in, in], the sum of x x^T over inputs x.
     tokens: the number of inputs x.
     missing: float32 [in, in], the sum of x (x' - x)^T, where x' is the unrounded model's input;
-        None where the two could not be paired.
-    owed: float32 [in, out], the sum of x (r' - r)^T, where r is the residual to which the matrix
-        adds its output; None where it adds to none.
+        None if the inputs of the two models could not be paired.
+    owed: float32 [in, out], the sum of x (r' - r)^T, where r is the residual to which the matrices'
+        output is added, and r' the unrounded model's; None without a residual.
     """
 
     matrices: tuple[str, ...]
@@ -59,16 +59,16 @@ class Inputs(NamedTuple):
     owed: Tensor | None
 
 
-# A function that rounds the matrices of Inputs, and returns {matrix's name: rounded values} for
-# the computation of the layers after them.
+# A function that rounds the matrices of Inputs, and returns {matrix's name: rounded values} for the
+# computation of later layers.
 Take = Callable[[Inputs], dict[str, Tensor]]
 
 
 def read_pieces(file: Path, folder: Path) -> list[Tensor]:
-    """Return the tokens of a calibration text in pieces, each with the model's first tokens.
+    """Read a calibration text as pieces of token ids, each with the tokenizer's initial tokens.
 
     folder: the model's folder, with its tokenizer.
-    Raises ConfigError for a file that cannot be read or is too short.
+    Raises ConfigError for a file that is unreadable or too short.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def read_pieces(file: Path, folder: Path) -> list[Tensor]:
         ) from None
     tokenizer = Tokenizer.load(str(folder))
     first = tokenizer.encode("", add_special_tokens=True)
-    # tokens have fewer than 16 characters on average; the rest of a large file is not tokenised
+    # limits the work for a large file, as tokens have fewer than 16 characters on average
     ids = tokenizer.encode(text[: 16 * PIECE * PIECES])
     if len(ids) < LEAST:
         raise ConfigError(
@@ -99,11 +99,11 @@ def calibrate(
     take: Take,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Run pieces of a text through the layers of a model, and hand the matrices' inputs to `take`.
+    """Run pieces of a text through the layers of a model, and call `take` with matrices' inputs.
 
     config: the configuration of the folder's model, whose weights have 16 or 32 bits.
     pieces: token ids, each of at most PIECE tokens.
-    progress: a function called after each layer with the number of layers done, and of all.
+    progress: called after each layer with (number of finished layers, number of all layers).
     """
     kernels = kernels_for("cpu")
     observer = _Observer(kernels)
@@ -143,7 +143,7 @@ def calibrate(
 
 
 class _Seen(Exception):
-    """The exception that ends a layer's run after the last call of the watched matrix."""
+    """The exception that ends a layer's run after the last matmul of the watched matrices."""
 
 
 class _Sums:
@@ -152,7 +152,7 @@ class _Sums:
     def __init__(self, calls: list[list[tuple[Tensor, Tensor | None]]]) -> None:
         """Set up the sums.
 
-        calls: by piece of the text, by call: the unrounded model's (input, residual).
+        calls: for each piece of the text and each call the unrounded model's (input, residual).
         """
         self._calls = calls
         self._piece, self._call = -1, 0
@@ -170,7 +170,7 @@ class _Sums:
         self._add("hessian", x, x)
         exact, exact_residual = calls[self._call] if self._call < len(calls) else (None, None)
         if exact is None or exact.shape != x.shape:
-            self._paired = False  # a router sent other tokens here
+            self._paired = False  # the rounded model's router has sent other tokens to this expert
         elif self._paired:
             self._add("missing", x, exact.float() - x)
             if residual is not None and exact_residual is not None:
@@ -194,20 +194,20 @@ class _Sums:
 
 
 class _Observer(Dense):
-    """The dense linear method in float32, which observes the inputs of its matrices.
+    """The dense linear method in float32, which records the inputs of its matrices.
 
-    Weights have memory only while their layer runs. A state is what `LinearMethod.create` returns
-    for one linear layer, or for the experts of a layer.
+    Weights have memory only while their layer runs. A state is the result of `LinearMethod.create`
+    for a linear layer, or for a layer's experts.
 
-    states: ids of the states of the layer that ran last, in the order of their first calls.
+    states: ids of the states of the last layer that ran, in the order of their first calls.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__(kernels)
-        self._names: dict[int, tuple[str, ...]] = {}  # id of a state -> its matrices
-        # id of a matrix's state -> by piece of the text, by call: the unrounded (input, residual)
+        self._names: dict[int, tuple[str, ...]] = {}  # id of a state -> names of its matrices
+        # id of a state -> for each piece of the text and each call the unrounded (input, residual)
         self._exact: dict[int, list[list[tuple[Tensor, Tensor | None]]]] = {}
-        self._pieces = 0  # pieces that the unrounded layer has read
+        self._pieces = 0  # number of pieces that the unrounded layer has processed
         self._records = False
         self._watched: tuple[int, _Sums] | None = None
 
@@ -232,7 +232,7 @@ class _Observer(Dense):
     def watching(self, state: int) -> Iterator[Callable[[], Inputs]]:
         """Sum the inputs of a state in the `with` block; yield a function that returns the sums.
 
-        The unrounded model's inputs of this state are freed.
+        This frees the unrounded model's recorded inputs of the state.
         """
         sums = _Sums(self._exact.pop(state))
         self._watched = state, sums
@@ -268,7 +268,7 @@ class _Observer(Dense):
     def apply_experts(
         self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
     ) -> Tensor:
-        # all tokens count for all experts: a Hessian for each would take too much memory
+        # one Hessian of all tokens for all experts, as one for each would take too much memory
         self._watch(state, x)
         return super().apply_experts(state, x, weights, ids, residual)
 
@@ -277,7 +277,8 @@ class _Observer(Dense):
         if self._records:
             pieces = self._exact.setdefault(key, [])
             pieces.extend([] for _ in range(self._pieces - len(pieces)))
-            # residuals stay in float32: beside their largest numbers 16 bits would hide errors
+            # residuals stay in float32, as small errors beside their largest numbers would be lost
+            # in 16 bits
             pieces[-1].append((x.bfloat16(), None if residual is None else residual.clone()))
         elif self._watched is not None and self._watched[0] == key:
             self._watched[1].add(x, residual)
@@ -286,7 +287,9 @@ class _Observer(Dense):
 class _Run:
     """The run of a text through a model's layers, unrounded and rounded side by side.
 
-    Only the activations between two layers are kept, of both. pieces: the text's token ids.
+    Of both models only the activations between two layers are kept.
+
+    pieces: the text's token ids.
     """
 
     def __init__(self, model: Decoder, observer: _Observer, pieces: Sequence[Tensor]) -> None:
@@ -301,7 +304,7 @@ class _Run:
         return self._paged.metas([(ids, range(-(-len(ids) // BLOCK)), 0)])
 
     def exact(self, layer: DecoderLayer) -> None:
-        """Run a layer that is not rounded yet on the output of the unrounded layers before it."""
+        """Run an unrounded layer on the output of the earlier unrounded layers."""
         with self._observer.recording():
             for at in range(len(self._pieces)):
                 self._exact[at] = self._through(layer, at, self._exact[at])
@@ -309,8 +312,9 @@ class _Run:
     def inputs_of(self, layer: DecoderLayer, state: int) -> Inputs:
         """Run a layer on the output of the rounded layers, up to the matrices of one state.
 
-        state: the id of the state, which matrices with the same input share.
-        Returns the sums over the inputs of these matrices.
+        Returns the statistics of these matrices' inputs.
+
+        state: the id of the state, whose matrices have the same input.
         """
         with self._observer.watching(state) as inputs:
             for at in range(len(self._pieces)):
@@ -319,13 +323,13 @@ class _Run:
             return inputs()
 
     def rounded(self, layer: DecoderLayer) -> None:
-        """Run a rounded layer on the output of the rounded layers before it."""
+        """Run a rounded layer on the output of the earlier rounded layers."""
         for at in range(len(self._pieces)):
             self._residuals[at] = self._through(layer, at, self._residuals[at])
 
     @torch.inference_mode()
     def _through(self, layer: DecoderLayer, at: int, residual: Tensor) -> Tensor:
-        """Return a layer's output. at: the number of the piece."""
+        """Return a layer's output for a residual. at: the index of the text's piece."""
         self._observer.begin_piece()
         alone, ids = copy(self._model), self._pieces[at]
         alone.layers = [layer]

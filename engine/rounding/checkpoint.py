@@ -1,8 +1,8 @@
 """round_checkpoint: writes a quantised copy of a checkpoint, as compressed-tensors or bitsandbytes.
 
 The copy is written matrix by matrix, so that host memory only needs to hold the largest matrix, or
-layer by layer with a calibration text. The embedding, a tied head and matrices that no layout can
-hold stay unquantised.
+layer by layer with a calibration text. The embedding, a tied head and matrices that no layout
+supports stay unquantised.
 """
 
 import json
@@ -55,7 +55,7 @@ def _compressed(file_format: str, **groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights(quant: QuantFormat, group: int) -> dict[str, Any]:
-    """Return compressed-tensors' description of a format's weights."""
+    """Return the `weights` entry of compressed-tensors' configuration for a format."""
     weights = {
         "num_bits": quant.bits,
         "type": "float" if quant.code == "e4m3" else "int",
@@ -70,8 +70,8 @@ def _description(
 ) -> dict[str, Any]:
     """Return the `quantization_config` of a format.
 
-    group: the group size of weights in 4 bits.
-    layers: (name of a format, group size) -> the modules that have these in place of the defaults.
+    group: the group size of 4-bit weights.
+    layers: (name of a format, group size) -> the modules with these instead of the defaults.
     """
     if quant.checkpoint == "bitsandbytes":
         return {
@@ -94,7 +94,7 @@ def _description(
 
 
 def _group_of(quant: QuantFormat, targets: Sequence[str], group: int) -> dict[str, Any]:
-    """Return compressed-tensors' group of the modules that have a format."""
+    """Return compressed-tensors' config group for the modules with a format."""
     weights = _weights(quant, group)
     layers = {"targets": [*targets], "weights": weights, "format": "pack-quantized"}
     if quant.activations == 8:
@@ -115,11 +115,11 @@ def round_checkpoint(
 ) -> int:
     """Write a quantised copy of a checkpoint and return the number of quantised matrices.
 
-    model: the model of the folder, on the meta device.
+    model: the folder's model on the meta device.
     target: an empty folder.
     name: one of CHECKPOINT_FORMATS.
-    pieces: token ids of a calibration text, for "int4"; see `calibrate`.
-    layers: pattern of the names of matrices -> their format, where it is not `name`.
+    pieces: pieces of token ids of a calibration text, for "int4"; see `calibrate`.
+    layers: pattern of names of matrices -> format, where it differs from `name`.
     Raises ConfigError if no matrix can be quantised.
     """
     quant = QUANT_FORMATS[name]
@@ -193,7 +193,7 @@ def round_checkpoint(
 
 
 class _Copy:
-    """A writer of the copy, which takes the checkpoint's tensors one by one.
+    """A writer of the quantised copy, tensor by tensor.
 
     ours: name of a tensor in the file -> name of its matrix in the model.
     """
@@ -214,11 +214,11 @@ class _Copy:
         self.written: set[str] = set()
 
     def write(self, name: str, rounds: bool, feedback: Feedback | None = None) -> Codes | None:
-        """Write a tensor; return its codes if it becomes a matrix of 4-bit integers.
+        """Write a tensor; return its codes if it is quantised to 4-bit integers.
 
-        rounds: whether it is quantised.
+        rounds: whether to quantise the tensor.
         feedback: the calibration's statistics of the matrix's inputs; None = no calibration.
-        Raises ConfigError for NaN and infinity in a matrix that is quantised.
+        Raises ConfigError for NaN and infinity in a matrix to quantise.
         """
         tensor = self._stored[name]
         values, codes = _values(tensor), None
@@ -242,9 +242,9 @@ class _Copy:
     def calibrate(
         self, config: ModelConfig, folder: Path, pieces: Sequence[Tensor], chosen: set[str]
     ) -> None:
-        """Write the matrices that a calibration text reaches.
+        """Quantise and write the matrices for which the calibration text gives inputs.
 
-        chosen: the tensors of matrices that are quantised.
+        chosen: the names of the tensors to quantise.
         """
         names = {self._ours[name]: name for name in chosen}
 
@@ -262,10 +262,10 @@ class _Copy:
 
 
 def _parts(model: Model) -> dict[str, list[Part]]:
-    """Return, by a matrix's name in the model, the parts of layers that use it."""
+    """Return {matrix's name in the model: the parts of layers that use the matrix}."""
     parts: dict[str, list[Part]] = {}
     for spec in model.matrices():
-        # the head's rows are divided by their length after loading
+        # loading normalises the head's rows, so this head stays unquantised
         if spec.name == "head" and model.config.unit_head:
             continue
         for part in spec.parts:
@@ -284,7 +284,7 @@ def _in_wide_groups(
     names: Mapping[str, str],
     formats: Mapping[str, str],
 ) -> set[str]:
-    """Return the tensors in int4 that get wider groups, and so fewer scales, than the others.
+    """Return the names of int4 tensors that get wider groups, and so fewer scales.
 
     names: a quantised matrix's name in the model -> its tensor.
     formats: a matrix's name in the model -> its format.
@@ -307,8 +307,9 @@ def _formats(
     """Return {matrix's name in the model: its format}.
 
     parts: see `_parts`.
-    name: the format of matrices that no pattern of `layers` matches.
-    Raises ConfigError for a pattern without a matrix, and for formats that one folder cannot have.
+    name: the format of matrices without a matching pattern in `layers`.
+    Raises ConfigError for a pattern that matches no matrix, and for formats that cannot be
+    combined.
     """
     formats, unused = dict.fromkeys(parts, name), dict.fromkeys(layers)
     for matrix in parts:
@@ -334,9 +335,10 @@ def _formats(
 
 
 def _group(quant: QuantFormat, parts: dict[str, list[Part]]) -> int:
-    """Return the largest group size that divides all rows: the format's own, 64 or 32.
+    """Return the largest group size that divides the inputs of all matrices: the format's, 64 or
+    32.
 
-    Rows that are not multiples of 32 are ignored.
+    Matrices whose inputs are not a multiple of 32 are ignored.
     """
     widths = {part.in_features for same in parts.values() for part in same}
     widths = {width for width in widths if width % 32 == 0}
@@ -374,7 +376,7 @@ def _values(stored: StoredTensor) -> Tensor:
 class _Encoder:
     """A quantiser of weight matrices to the tensors of one checkpoint format.
 
-    quantized: the quantisation of the checkpoint that is written.
+    quantized: the quantisation of the new checkpoint.
     """
 
     quant: QuantFormat
@@ -382,7 +384,7 @@ class _Encoder:
     formats: Mapping[str, str]  # a matrix's name in the model -> its format
 
     def codes(self, ours: str, weight: Tensor, feedback: Feedback | None) -> Codes | None:
-        """Round a matrix to 4-bit integers; return None for one of another format.
+        """Round a matrix to 4-bit integers; return None if its format is another one.
 
         ours: the matrix's name in the model.
         """
@@ -397,11 +399,12 @@ class _Encoder:
     def all(
         self, stem: str, ours: str, weight: Tensor, codes: Codes | None = None
     ) -> dict[str, Tensor]:
-        """Return a matrix's quantised tensors by name; meta tensors for a meta matrix.
+        """Quantise a matrix; return {name: tensor} for the file, with meta tensors for a meta
+        matrix.
 
         stem: the matrix's name in the file.
         ours: the matrix's name in the model.
-        codes: the result of `codes`.
+        codes: the result of the method `codes`; None = compute it.
         """
         scheme = self.quantized.scheme(ours)
         assert scheme is not None
@@ -422,10 +425,10 @@ class _Encoder:
         return {f"{stem}.{key}": tensor for key, tensor in tensors.items()}
 
     def _grown(self, key: str, tensor: Tensor, weight: Tensor) -> tuple[int, ...]:
-        """Return the shape that a quantised tensor of a matrix has, without quantising the matrix.
+        """Return the shape of a quantised tensor of a matrix, without quantising the matrix.
 
         key: the suffix of the tensor's name.
-        tensor: the same tensor of a matrix of 8 rows.
+        tensor: the corresponding tensor of a matrix with 8 rows.
         weight: the matrix, which may be on the meta device.
         """
         if key == _STATE:
@@ -435,7 +438,7 @@ class _Encoder:
         return tensor.shape[0] * weight.shape[0] // 8, *tensor.shape[1:]
 
     def _encoded(self, ours: str, weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-        """Quantise a matrix; return the checkpoint's tensors for it by suffix of their names.
+        """Quantise a matrix; return {suffix of the name: tensor} for the file.
 
         ours: the matrix's name in the model.
         weight: float32 [out, in].
@@ -457,7 +460,7 @@ class _Encoder:
 
 
 def _packed(codes: Codes) -> dict[str, Tensor]:
-    """Return compressed-tensors' tensors of a matrix in 4 bits."""
+    """Return compressed-tensors' tensors for a 4-bit matrix."""
     return {
         "weight_packed": _words(codes.codes),
         "weight_scale": codes.scale,
@@ -467,7 +470,7 @@ def _packed(codes: Codes) -> dict[str, Tensor]:
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Return 4-bit codes [n, m] as int32 [n, m / 8], the first code in the lowest bits."""
+    """Pack 4-bit codes [n, m] into int32 [n, m / 8], the first code in the lowest bits."""
     both = codes.reshape(codes.shape[0], -1, 2)
     return (both[..., 0] | (both[..., 1] << 4)).contiguous().view(torch.int32)
 

@@ -1,4 +1,4 @@
-"""in_wide_groups: chooses the matrices in 4 bits that get fewer scales, to limit a copy's size."""
+"""in_wide_groups: chooses the 4-bit matrices that get fewer scales, to limit the copy's size."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,27 +8,29 @@ from torch import Tensor
 from engine.rounding.integers import searched
 from engine.weights.stored import StoredTensor
 
-GROUP = 32  # inputs that share a scale; 64 would cost small models several times the accuracy
+GROUP = 32  # inputs that share a scale; 64 would cost small models several times as much accuracy
 WIDE = 64
-MOST = 4.6  # bits of a weight with its scale and zero point, on average
-_ROWS = 32  # rows of each matrix that are rounded to compare groups
+MOST = 4.6  # maximum average bits of a weight, including its scale and zero point
+_ROWS = 32  # number of rows of each matrix that are rounded to compare group sizes
 _BITS = {group: 4 + 20 / group for group in (GROUP, WIDE)}
 
 
 def in_wide_groups(layers: Sequence[Sequence[str]], stored: Mapping[str, StoredTensor]) -> set[str]:
-    """Return the names of matrices to round in groups of WIDE, so that weights average MOST bits.
+    """Choose matrices to round in groups of WIDE, so that weights have at most MOST bits on
+    average.
 
-    These are the matrices whose squared error grows least for the bits that they save, by a sample
+    These are the matrices whose squared error grows least relative to the saved bits, by a sample
     of rows.
 
-    layers: the matrices that must have equal groups, as names of tensors [out, in].
+    layers: sets of matrices that must have equal groups, as names of tensors [out, in].
     """
     sizes = [sum(_size(stored[name]) for name in names) for names in layers]
     to_save = (_BITS[GROUP] - MOST) * sum(sizes) / (_BITS[GROUP] - _BITS[WIDE])
     losses = {}
     for number, names in enumerate(layers):
         if all(stored[name].shape[1] % WIDE == 0 for name in names):
-            sample = names[:: max(1, len(names) // 4)]  # as experts are alike
+            # a sample of a layer's matrices, as experts are similar
+            sample = names[:: max(1, len(names) // 4)]
             loss = sum(_growth(stored[name]) for name in sample) / len(sample)
             losses[number] = loss / sizes[number]
     chosen: set[str] = set()
@@ -47,7 +49,7 @@ def _size(tensor: StoredTensor) -> int:
 def _growth(tensor: StoredTensor) -> float:
     """Return how much a matrix's squared rounding error grows from groups of GROUP to WIDE.
 
-    The growth is divided by the sum of the weights' squares. Up to _ROWS rows stand for the matrix.
+    The growth is divided by the sum of the weights' squares. It is estimated from up to _ROWS rows.
     """
     rows = _some_rows(tensor)
     errors = [(searched(rows, group).dense() - rows).square().sum() for group in (WIDE, GROUP)]

@@ -1,8 +1,8 @@
 """Rounds matrices to 4-bit integers with a scale and a zero point for each group of inputs.
 
-`searched` minimises the squared error of each group. `fed_back` also spreads the error of each
-column over those that are not rounded yet, as GPTQ does (Frantar et al. 2022), and then improves
-codes and scales in turn, by coordinate descent.
+`searched` minimises the squared error of each group. `fed_back` also compensates the error of each
+column in the columns that are not rounded yet, as GPTQ does (Frantar et al. 2022), and then
+improves codes and scales alternately, by coordinate descent.
 """
 
 from typing import NamedTuple
@@ -12,17 +12,17 @@ from torch import Tensor
 
 TOP = 15  # the largest code
 _LEAST = 6e-8  # the smallest positive float16, the scale of groups of zeros
-# Shares of a group's range that are tried. A clipped outlier leaves finer steps for the rest.
+# Shares of a group's range that are tried, as clipping outliers makes the steps finer.
 _SHARES = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
-_REFITS = 3  # times that scales are refitted to their codes
-_PASSES = 4  # passes of coordinate descent; further ones change little
-_STEP = 4 << 20  # weights that are searched at once, with some float32 temporaries each
+_REFITS = 3  # how often scales are fitted again to their codes
+_PASSES = 4  # number of passes of coordinate descent; further ones change little
+_STEP = 4 << 20  # number of weights that are searched at once, with some float32 temporaries each
 _DAMPING = 0.01  # share of the mean diagonal that is added to the Hessian's diagonal
-_RIDGE = 0.05  # the same for matrices that compensate for errors of matrices before them
+_RIDGE = 0.05  # the same for matrices that compensate for errors of earlier matrices
 
 
 class Codes(NamedTuple):
-    """A matrix in 4 bits: weight is about scale * (code - zero).
+    """A 4-bit matrix, whose weights are scale * (code - zero).
 
     codes: uint8 [out, in].
     scale: float16 [out, groups].
@@ -34,20 +34,20 @@ class Codes(NamedTuple):
     zeros: Tensor
 
     def dense(self) -> Tensor:
-        """Return the matrix that the codes stand for, float32 [out, in]."""
+        """Dequantise the codes to float32 [out, in]."""
         groups = self.codes.unflatten(1, (self.scale.shape[1], -1)).float()
         groups = (groups - self.zeros.unsqueeze(-1).float()) * self.scale.unsqueeze(-1).float()
         return groups.flatten(1)
 
 
 def searched(weight: Tensor, group: int, importance: Tensor | None = None) -> Codes:
-    """Return the codes of a matrix, each group with the scale and zero point of least error.
+    """Round a matrix, with the scale and zero point of least squared error for each group.
 
-    Several are tried for each group; the error is the sum of squares.
+    Several scales and zero points are tried for each group.
 
     weight: float32 [out, in].
-    group: inputs that share a scale and a zero point; it divides the inputs.
-    importance: float32 [in], the weight of each input's error; None = all are alike.
+    group: number of inputs that share a scale and a zero point; it divides the number of inputs.
+    importance: float32 [in], the weight of each input's error; None = equal weights.
     """
     width = weight.shape[1]
     scales, zeros, codes = [], [], []
@@ -67,9 +67,9 @@ def _coded(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def _grid(groups: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and zero point of each group, float32 [out, groups].
+    """Find the scale and zero point of each group, float32 [out, groups].
 
-    Scales are numbers of float16.
+    Scales are representable in float16.
 
     groups: [out, groups, inputs].
     weigh: [1, groups, inputs], the weight of each squared error.
@@ -79,7 +79,7 @@ def _grid(groups: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
     best_scale, best_zero = torch.empty_like(low), torch.empty_like(low)
 
     def attempt(scale: Tensor, zero: Tensor) -> None:
-        """Write this grid into `best_scale` and `best_zero` for groups whose error it lowers."""
+        """Try a grid: store it in `best_scale` and `best_zero` for groups whose error it lowers."""
         scale = scale.clamp(min=_LEAST).half().float()
         steps = _coded(groups, scale, zero).sub_(zero.unsqueeze(-1))
         error = steps.mul_(scale.unsqueeze(-1)).sub_(groups).square_().mul_(weigh).sum(-1)
@@ -94,7 +94,7 @@ def _grid(groups: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
         for shift in (-1, 0, 1):
             attempt(scale, (middle + shift).clamp_(0, TOP))
     for _ in range(_REFITS):
-        # the best scale for these codes, by least squares
+        # the least-squares fit of the scale to the codes
         zero = best_zero.clone()
         steps = _coded(groups, best_scale, zero).sub_(zero.unsqueeze(-1))
         weighed = steps * weigh
@@ -103,16 +103,16 @@ def _grid(groups: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Feedback(NamedTuple):
-    """The statistics of the inputs of some matrices, by which `fed_back` rounds them.
+    """The statistics of matrices' inputs by which `fed_back` rounds the matrices.
 
     order: int64 [in], the order in which columns are rounded.
     inverse: float32 [in, in], the upper Cholesky factor of the inverse of the ordered Hessian.
-    importance: float32 [in], the mean square of each input, relative to all.
+    importance: float32 [in], the mean square of each input, relative to the mean of all.
     hessian: float32 [in, in], damped, in the order of the inputs.
-    correction: float32 [in, in]; the matrix W + W @ correction computes from the rounded model's
-        inputs what W computes from the unrounded model's. None = the inputs are the same.
-    due: float32 [out, in], the matrix that best computes, from the inputs, the difference of the
-        unrounded model's residual and this one's. None = no difference.
+    correction: float32 [in, in]; W + W @ correction applied to the rounded model's inputs
+        approximates W applied to the unrounded model's inputs. None = the inputs are equal.
+    due: float32 [out, in], the least-squares matrix from the inputs to the difference between the
+        unrounded model's residual and the rounded model's. None = no difference.
     """
 
     order: Tensor
@@ -130,10 +130,11 @@ class Feedback(NamedTuple):
         missing: Tensor | None = None,
         owed: Tensor | None = None,
     ) -> "Feedback | None":
-        """Return the feedback of a Hessian; None if it is zero, because no token reached a matrix.
+        """Compute the feedback from a Hessian; None if it is zero, because no token reached the
+        matrices.
 
-        A short text says little about correlations of inputs, so elements off the diagonal are
-        shrunk, as if further tokens had come, one for each input, with independent inputs.
+        A short text is a poor estimate of correlations between inputs. So off-diagonal elements are
+        shrunk, as if there were one further token for each input, with independent inputs.
 
         hessian: float32 [in, in], the sum of x x^T over the calibration's inputs x.
         tokens: the number of inputs x.
@@ -160,7 +161,7 @@ class Feedback(NamedTuple):
         return cls(order, inverse, diagonal + _DAMPING, hessian, correction, due)
 
     def aim(self, weight: Tensor) -> Tensor:
-        """Return the matrix that computes from these inputs what the unrounded model computes.
+        """Return the matrix to round: it compensates for errors of earlier matrices.
 
         weight: float32 [out, in].
         """
@@ -173,13 +174,13 @@ class Feedback(NamedTuple):
 
 
 def fed_back(weight: Tensor, group: int, feedback: Feedback) -> Codes:
-    """Return the codes of a matrix, rounded so that later columns make up for earlier ones.
+    """Round a matrix column by column, so that later columns compensate for errors of earlier ones.
 
     Columns with the largest inputs are rounded first, while most others can still change. Scales
-    and zero points are those of `searched`, so codes stay in the order of the inputs.
+    and zero points are those of `searched`, so groups follow the order of the inputs.
 
     weight: float32 [out, in].
-    group: inputs that share a scale and a zero point.
+    group: number of inputs that share a scale and a zero point.
     """
     order, inverse, importance, hessian = feedback[:4]
     weight = feedback.aim(weight)
@@ -206,15 +207,15 @@ def fed_back(weight: Tensor, group: int, feedback: Feedback) -> Codes:
 def _descended(
     weight: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, hessian: Tensor
 ) -> Codes:
-    """Return codes with a lower error of the matrix's outputs, by coordinate descent.
+    """Reduce the error of a matrix's outputs by coordinate descent; return the new codes.
 
-    Each change, of one column's codes or one group's scales, is the best one with all others fixed.
-    So the error never grows, except by the rounding of scales to float16.
+    Each update, of one column's codes or one group's scales, is optimal with all others fixed. So
+    the error never grows, except by the rounding of scales to float16.
 
     weight: float32 [out, in].
     codes: float32 [in, out], which are changed in place.
-    scale, zeros: as in Codes.
-    hessian: as in Feedback.
+    scale, zeros: see Codes.
+    hessian: see Feedback.
     """
     weight, steps, zero = weight.t(), scale.float().t().contiguous(), zeros.float().t()
     group = len(weight) // len(steps)
@@ -222,7 +223,7 @@ def _descended(
     rounded = ((codes.unflatten(0, (-1, group)) - zero.unsqueeze(1)) * steps.unsqueeze(1)).flatten(
         0, 1
     )
-    # half the negative derivative of the error by each weight
+    # half the negative gradient of the error with respect to the weights
     slope = hessian @ (weight - rounded)
     for _ in range(_PASSES):
         for at in range(len(steps)):
