@@ -1,4 +1,4 @@
-"""Block: the computation between two norms of a decoder layer."""
+"""Block: the interface of the parts of a decoder layer, such as attention or an MLP."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Block(Protocol):
-    """A part of a decoder layer: attention, a mixer, an MLP or a mixture of experts."""
+    """A part of a decoder layer: attention, a recurrent mixer, an MLP or a mixture of experts."""
 
     @property
     def linears(self) -> Sequence[Linear]: ...
@@ -26,12 +26,12 @@ class Block(Protocol):
     def norms(self) -> Sequence[Norm]: ...
     @property
     def others(self) -> Sequence[Parameter]:
-        """The parameters that belong to no linear layer, stack or norm."""
+        """The parameters outside of linear layers, experts and norms."""
         ...
 
     @property
     def activations(self) -> int:
-        """The peak elements for each token inside the block, without the residual and its norm."""
+        """The peak activation elements for each token, not counting the residual and its norm."""
         ...
 
     def forward(

@@ -1,4 +1,4 @@
-"""Builder: makes the linear layers and norms that an architecture's record describes."""
+"""Builder: creates the linear layers and norms that an architecture's record describes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,14 +23,14 @@ from kernels.experts.routing import up_rows
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """A maker of a model's layers, with the settings that they share.
+    """The constructor of a model's layers on this rank, with their common settings.
 
-    Methods take sizes of the whole model, whatever part this rank has. Their parameter `ours` is a
-    name in the record's tensors. Ranges are half-open.
+    Methods take sizes of the whole model, not of this rank's part. The parameter `ours` is a name
+    in the record's tensors. Ranges are half-open.
 
-    method: the linear method of layers without a format of their own.
+    method: the linear method of layers that `layer_methods` does not name.
     group: the ranks that divide the layers.
-    layer: the number of a decoder layer; None outside of the layers.
+    layer: the number of the current decoder layer; None outside of layers.
     """
 
     config: ModelConfig
@@ -42,18 +42,20 @@ class Builder:
     device: torch.device
     stage: Stage = Stage()  # noqa: RUF009, it is frozen
     layer: int | None = None
-    spread_experts: bool = False  # each rank has some experts whole, instead of a part of each
-    data_parallel_attention: bool = False  # each rank has all heads, for some requests
-    runs_on: str = "cuda"  # type of the device that will run the model
-    # Names of tensors, and of modules with all their tensors, that only other ranks hold.
+    # whether each rank has some whole experts, instead of a part of each
+    spread_experts: bool = False
+    data_parallel_attention: bool = False  # whether each rank has all heads, for its own requests
+    runs_on: str = "cuda"  # type of the device on which the model will run
+    # Names of tensors, and of modules with all their tensors, that are only on other ranks.
     elsewhere: set[str] = field(default_factory=set)
-    layer_methods: LayerMethods | None = None  # methods of layers with formats of their own
-    # the output of one layer's experts, which the next layer adds (`ExpertsAhead`)
+    layer_methods: LayerMethods | None = None  # methods by the setting `quantization_layers`
+    # at most one tensor: the output of a layer's experts, which the next layer adds
+    # (`ExpertsAhead`)
     ahead: list[torch.Tensor] = field(default_factory=list)
-    routes: RouteTap = field(default_factory=RouteTap)  # the experts that routers choose
+    routes: RouteTap = field(default_factory=RouteTap)  # records the experts that routers choose
 
     def method_of(self, layer: str, names: Sequence[str]) -> LinearMethod:
-        """Return the linear method of a layer that merges the checkpoint's matrices `names`."""
+        """Return the linear method of a layer whose matrix is made of the checkpoint's `names`."""
         if self.layer_methods is None:
             return self.method
         return self.layer_methods.of(layer, names)
@@ -62,11 +64,11 @@ class Builder:
         return replace(self, layer=layer)
 
     def outline(self) -> "Builder":
-        """Return a builder for parts that only other ranks or stages hold; they take no memory."""
+        """Return a builder on the meta device, for parts that are only on other ranks or stages."""
         return replace(self, device=torch.device("meta"))
 
     def undivided(self) -> "Builder":
-        """Return a builder of parts that every rank holds whole."""
+        """Return a builder for layers that are not divided among ranks."""
         return replace(self, group=TensorParallelGroup())
 
     @property
@@ -94,12 +96,12 @@ class Builder:
         ranges: Sequence[tuple[int, int]] | None = None,
         stored: Sequence[int] = (),
     ) -> Linear:
-        """Make a linear layer whose output features are divided among the ranks.
+        """Create a column-parallel linear layer: output features are divided among the ranks.
 
         sizes: output features of each piece; pieces are stacked along rows.
         ranges: the rows of each piece that this rank has; None = equal parts.
-        stored: the number of pieces in each of the checkpoint's tensors; () = all in one tensor, or
-            one piece in each.
+        stored: the number of pieces in each of the checkpoint's tensors; () = all pieces in one
+            tensor, or one in each.
         """
         own_ranges = ranges or [self.group.part(size, f"{ours} rows") for size in sizes]
         parts = self._parts(ours, sizes, own_ranges, in_features, (0, in_features), stored)
@@ -115,7 +117,7 @@ class Builder:
         bias: bool = False,
         columns: tuple[int, int] | None = None,
     ) -> RowParallelLinear:
-        """Make a linear layer whose input features are divided among the ranks.
+        """Create a row-parallel linear layer: input features are divided among the ranks.
 
         columns: the range of columns that this rank has; None = an equal part.
         """
@@ -129,12 +131,12 @@ class Builder:
         return RowParallelLinear(spec, method, self.group)
 
     def norm(self, ours: str, size: int, *, of_residual: bool = False, scale: float = 1.0) -> Norm:
-        """Make a norm of the kind that the config names.
+        """Create a norm of the kind in the config.
 
-        of_residual: whether the norm reads the residual. The residual is stored divided by
-            residual_scale, so that blocks add to it unscaled. The norm's eps has to be scaled
-            likewise.
-        scale: the factor of the output.
+        of_residual: whether the norm's input is the residual. The residual is stored divided by
+            residual_scale, so that blocks add to it unscaled, and the norm's eps is scaled
+            accordingly.
+        scale: a factor on the output.
         """
         config = self.config
         eps = config.norm_eps
@@ -158,7 +160,7 @@ class Builder:
     def latent_projection(
         self, ours: str, out_features: int, rank: int, rows: tuple[int, int]
     ) -> LatentProjection:
-        """Make the layer that projects latents to keys and values.
+        """Create the layer that projects latents to keys and values.
 
         rows: the range of rows that this rank has.
         """
@@ -172,7 +174,7 @@ class Builder:
         return RMSNorm(self.kernels, ones, self.config.norm_eps if eps is None else eps)
 
     def head_norm(self, ours: str, heads: int, size: int, kept: tuple[int, int]) -> Parameter:
-        """Make this rank's norm weights, one for each element of its heads: [kept heads * size].
+        """Create this rank's norm weights, one for each element of its heads: [kept heads * size].
 
         The checkpoint stores one tensor for all heads, or one for each.
 
@@ -196,7 +198,7 @@ class Builder:
         return Parameter(f"{self._name(ours)}.weight", tensor, sources, std=0.0)
 
     def sinks(self, heads: int, kept: tuple[int, int]) -> Parameter:
-        """Make this rank's attention sinks, a float32 vector with one for each of its heads.
+        """Create this rank's attention sinks, a float32 vector with one for each of its heads.
 
         kept: the range of heads that this rank has.
         """
@@ -206,7 +208,7 @@ class Builder:
         return Parameter(self._name("sinks"), tensor, (Source(name, (heads,), (begin, end)),))
 
     def kept(self, ours: str, out_features: int, in_features: int) -> Parameter:
-        """Make a small matrix that every rank has whole, in the activations' dtype."""
+        """Create a small matrix that is not divided among ranks, in the activations' dtype."""
         (name,) = self.stored(ours).names
         shape = (out_features, in_features)
         tensor = torch.empty(shape, dtype=self.activation_dtype, device=self.device)
@@ -227,10 +229,10 @@ class Builder:
         std: float = 0.02,
         scale: float = 1.0,
     ) -> Parameter:
-        """Make a float32 vector that joins one or more of the checkpoint's vectors.
+        """Create a float32 vector that concatenates one or more of the checkpoint's vectors.
 
-        sizes: the elements of each vector. The checkpoint stores each under its own name, or all
-            under one name, in any shape.
+        sizes: the number of elements of each vector. The checkpoint stores them as separate
+            tensors, or all in one tensor, of any shape.
         ranges: the range of each vector that this rank has; None = all.
         std, scale: see `Parameter`.
         """
@@ -253,13 +255,13 @@ class Builder:
         return Parameter(self._name(ours), tensor, sources, std=std, scale=scale)
 
     def experts(self) -> ExpertsSpec:
-        """Return the spec of this layer's experts: a part of each expert, or this rank's whole
+        """Return the spec of this rank's experts of the layer: parts of all experts, or whole
         ones."""
         experts = self.config.experts
         assert experts is not None
         size, hidden = experts.size, self.config.hidden_size
         here = self.experts_here()
-        # The ranks that divide each expert.
+        # The ranks among which each expert is divided.
         group = TensorParallelGroup() if self.spread_experts else self.group
         begin, end = group.part(size, "expert columns")
         rows, own_rows = up_rows(size, experts.act), ((begin, end), (size + begin, size + end))
@@ -292,7 +294,7 @@ class Builder:
         )
 
     def experts_here(self) -> range:
-        """The indices of the experts that this rank has whole or in part."""
+        """The indices of the experts on this rank, whole or in part."""
         assert self.config.experts is not None
         count = self.config.experts.count
         return range(*self.group.part(count, "experts")) if self.spread_experts else range(count)
@@ -307,7 +309,7 @@ class Builder:
     ) -> tuple[Source, ...]:
         """Return the sources of all experts on this rank, one expert after the other.
 
-        The checkpoint stores a matrix whole, or its pieces as separate tensors.
+        The checkpoint stores an expert's matrix as one tensor, or its pieces as separate tensors.
 
         here: the indices of this rank's experts.
         """
@@ -342,9 +344,9 @@ class Builder:
         return tuple(sources)
 
     def numbers(self, ours: str, names: Sequence[str]) -> Parameter:
-        """Make a float32 vector of single numbers, each stored as a tensor of its own.
+        """Create a float32 vector of scalars that are stored as separate tensors.
 
-        names: the ends of the tensors' names, after the checkpoint's name of `ours`.
+        names: the suffixes of the tensors' names, after the checkpoint's name of `ours`.
         """
         (prefix,) = self.stored(ours).names
         tensor = torch.empty(len(names), dtype=torch.float32, device=self.device)
@@ -352,7 +354,7 @@ class Builder:
         return Parameter(self._name(ours), tensor, sources, std=0.0)
 
     def table(self, ours: str, rows: int, begin: int, end: int, width: int) -> Parameter:
-        """Make rows [begin, end) of a lookup table with `rows` rows of `width` elements."""
+        """Create rows [begin, end) of a lookup table with `rows` rows of `width` elements."""
         (name,) = self.stored(ours).names
         tensor = torch.empty(end - begin, width, dtype=self.dtype, device=self.device)
         source = Source(f"{name}.weight", (rows, width), (begin, end))
@@ -367,9 +369,9 @@ class Builder:
         offset: float,
         scale: float,
     ) -> Parameter:
-        """Make the weight or bias of a norm; `stored` is the checkpoint's tensor.
+        """Create the weight or bias of a norm; `stored` is the checkpoint's tensor.
 
-        A vector with an offset or scale is float32, so that loading can apply it without loss.
+        A vector with an offset or scale is float32, so that these are applied without loss.
         """
         dtype = self.activation_dtype if (offset, scale) == (0.0, 1.0) else torch.float32
         tensor = torch.empty(size, dtype=dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""The mixture of experts of a layer: a router, the experts, and perhaps a shared expert."""
+"""Experts: a mixture of experts, with a router and optionally a shared expert."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +17,9 @@ from kernels.metadata import AttentionMeta
 
 
 class Stack:
-    """The weights of one layer's experts, as a LinearMethod keeps them.
+    """The weights of one layer's experts on this rank, stored by a LinearMethod.
 
-    A rank has a part of each expert, or some whole ones.
+    A rank has a part of each expert, or some whole experts.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -48,8 +48,8 @@ class Stack:
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
         """Return this rank's part of the weighted sum of each token's experts (`Kernels.experts`).
 
-        Every rank has all tokens and routes alike, so that no tokens are sent. An all-reduce adds
-        what other ranks' experts compute.
+        All ranks have all tokens and the same routing, so that no tokens are sent. An all-reduce
+        adds the results of other ranks' experts.
 
         ids: expert ids in the whole layer.
         """
@@ -74,7 +74,8 @@ class Stack:
 
 
 class Experts:
-    """The sum over chosen experts of weight * down(act(gate(x)) * up(x)), and the shared expert."""
+    """The sum of weight * down(act(gate(x)) * up(x)) over chosen experts, plus the shared
+    expert."""
 
     def __init__(self, build: Builder) -> None:
         config = build.config
@@ -166,7 +167,7 @@ class Experts:
     def _real(self, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Replace zero experts, which return their input, by another chosen expert with weight 0.
 
-        That is the token's expert of the largest weight, so no further expert's weights are read.
+        The replacement is the token's expert with the largest weight, so no further expert is read.
 
         Returns the experts' weights and ids [n, chosen], and the sum [n, 1] of the zero experts'
         weights.
@@ -200,7 +201,7 @@ class Experts:
 class ExpertsBeside(Experts):
     """The sum norm(mlp(norm(x))) + norm(experts(norm(x))), with four different norms.
 
-    The router has a norm of its own too, and each expert's weight has a factor.
+    The router has a separate norm, and each expert's weight has a factor.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -245,9 +246,9 @@ class ExpertsBeside(Experts):
 
 
 class ExpertsAhead(Experts):
-    """An MLP, and experts whose output `MlpBehindExperts` adds in the next layer.
+    """An MLP, and experts whose output is added in the next layer by `MlpBehindExperts`.
 
-    LongCat, arXiv 2509.01322, calls this a shortcut connection.
+    LongCat (arXiv 2509.01322) calls this a shortcut connection.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -271,12 +272,12 @@ class ExpertsAhead(Experts):
     ) -> Tensor:
         """Return mlp(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`).
 
-        The experts' output is kept in `ahead`, from which the next layer takes it.
+        The experts' output is stored in `ahead` for the next layer.
         """
         x, weights, ids = self._routed(x, norm, residual)
         weights, ids, of_same = self._real(weights, ids)
         routed = self.stack.apply(x, weights, ids, None)
-        # Overwrites the output that is left over from a step that failed between two layers.
+        # Overwrites the output of a step that failed between two layers, if there is one.
         self.ahead[:] = [self.group.all_reduce(routed).addcmul_(x, of_same.to(x.dtype))]
         return self.mlp.forward(x, kv, meta, residual=residual)
 
@@ -302,7 +303,7 @@ class MlpBehindExperts(Mlp):
 
 
 def mlp_block(build: Builder) -> Experts | Mlp:
-    """Make the MLP or the mixture of experts that the layer's record describes."""
+    """Build the MLP or the mixture of experts of the builder's layer."""
     experts, layer = build.config.experts, build.layer
     assert layer is not None
     if experts is None:

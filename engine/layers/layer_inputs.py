@@ -1,4 +1,4 @@
-"""LayerInputs: inputs of each layer for each token, beside its embedding (Gemma 4's E models)."""
+"""LayerInputs: per-layer embeddings of tokens (Gemma 4's E models)."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from kernels.metadata import AttentionMeta
 
 
 class LayerInputs:
-    """Further inputs of each layer for each token, in addition to its embedding.
+    """The per-layer embeddings of a step's tokens.
 
     An input is (norm(projected embedding) + row of a table) / sqrt(2).
     """
@@ -41,9 +41,9 @@ class LayerInputs:
     def __call__(self, token_ids: Tensor, embedded: Tensor, images: Tensor | None = None) -> Tensor:
         """Return the inputs [n, layers, size] of token_ids [n] with embeddings [n, hidden].
 
-        Ids beyond the table, which are adapters' virtual tokens, get the first row.
+        Ids beyond the table, which are adapters' virtual tokens, use the first row.
 
-        images: indices of image tokens, which get the row of the padding token.
+        images: indices of image tokens, which use the row of the padding token.
         """
         projected = self.project.forward(embedded).mul_(self.scale)
         normed = self.norm(projected.view(-1, self.size)).view(-1, self.layers, self.size)
@@ -60,7 +60,7 @@ class LayerInputs:
 
 
 class LayerInput:
-    """A block that adds a layer's input: residual + norm(out(act(gate(residual)) * the input))."""
+    """A block that adds per-layer embeddings: residual + norm(out(act(gate(residual)) * input))."""
 
     def __init__(self, build: Builder) -> None:
         config = build.config
@@ -73,7 +73,7 @@ class LayerInput:
     def add_input(self, residual: Tensor, mine: Tensor, meta: AttentionMeta) -> Tensor:
         """Add the layer's input to residual [n, hidden] in place, and return the residual.
 
-        mine: this layer's inputs [n, size].
+        mine: this layer's embeddings [n, size].
         """
         gate = self.kernels.activation(self.gate.forward(residual, meta.lora), self.act)
         return self.norm.added(self.out.forward(gate.mul_(mine), meta.lora), residual)

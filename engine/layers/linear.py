@@ -1,10 +1,11 @@
-"""Linear: a matrix made and applied by a LinearMethod; whole, or one rank's rows or columns.
+"""Linear: a linear layer of a LinearMethod; whole, or one rank's rows or columns.
 
-A caller names what comes before and after the matmul (norm, gate, residual, adapters). Linear
-decides which of these are fused with it. The others are separate launches with the same result. The
-method is `forward` and not `__call__`, here and in the blocks. For `__call__` Python makes a tuple
-and a dict of the arguments each time. With nine calls a layer this was half of an eager layer's
-cost outside its kernels.
+The caller passes the operations before and after the matmul (norm, gate, residual, adapters).
+Linear decides which of these are fused with the matmul. The others are separate launches with the
+same result.
+The method is `forward` and not `__call__`, here and in the blocks. For `__call__` Python creates a
+tuple and a dict of the arguments each time. With nine calls a layer this was half of an eager
+layer's cost outside the kernels.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,13 @@ class Linear:
     transient: whether parameters have memory only while weights load.
     """
 
-    adaptable = True  # whether adapters may change it
+    adaptable = True  # whether adapters may change the layer
 
     def __init__(self, spec: LinearSpec, method: LinearMethod) -> None:
         self.spec = spec
         self.method = method
-        self.lora: LoraLinear | None = None  # the layer's place in the adapters' tables
+        # the layer's position in the adapters' tables; None = adapters are not supported
+        self.lora: LoraLinear | None = None
         self.state: Any
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = method.create(spec)
@@ -61,13 +63,13 @@ class Linear:
     ) -> Tensor:
         """Return gate(self(norm(x))), [n, out].
 
-        gate: the activation of a gated MLP. The output is then [n, out / 2]; the gate's rows come
-            first, then the up projection's.
+        gate: the activation of a gated MLP. The output is then [n, out / 2]; the matrix has the
+            gate's rows first, then the up projection's.
         """
         method, state = self.method, self.state
         if norm is not None:
-            # In deterministic mode a token without an adapter must get the same numbers in steps
-            # with and without adapters. A step with adapters cannot fuse the norm.
+            # In deterministic mode a token without an adapter must have the same result in steps
+            # with and without adapters, and steps with adapters cannot fuse the norm.
             apart = self.lora is not None and method.kernels.DETERMINISTIC
             if lora is None and not apart and isinstance(norm, RMSNorm) and not norm.is_ahead(x):
                 if gate is None:
@@ -84,7 +86,7 @@ class Linear:
         return y if gate is None else kernels.GATES[gate](y)
 
     def _adapted(self, y: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
-        """Add each token's adapter to y = self(x) in place, and return y."""
+        """Add the output of each token's adapter to y = self(x) in place, and return y."""
         assert self.lora is not None
         return self.method.kernels.lora_add(y, x, self.lora, lora)
 
@@ -95,7 +97,7 @@ class Linear:
 
 
 class RowParallelLinear(Linear):
-    """A linear layer of which each rank holds some columns.
+    """A linear layer of which each rank has some columns.
 
     An all-reduce adds the outputs of all ranks. Rank 0 adds the bias.
     """
@@ -108,7 +110,7 @@ class RowParallelLinear(Linear):
     def takes_gate(self, x: Tensor, lora: LoraStep | None) -> bool:
         """Whether `inner` should fuse the gate before this layer into it, for x's number of rows.
 
-        A step with adapters cannot fuse the gate, because adapters read its output.
+        A step with adapters cannot fuse the gate, because adapters read the gate's output.
         """
         return lora is None and self.method.takes_gate(self.state, x)
 
@@ -128,7 +130,7 @@ class RowParallelLinear(Linear):
 
         residual: if given, the sum is added to it in place, and the residual is returned.
         """
-        # with several ranks the residual is added after the all-reduce
+        # with several ranks, the residual is added after the all-reduce instead
         if residual is not None and self.group.size == 1:
             y = self.method.apply_add(self.state, x, residual)
             return y if lora is None else self._adapted(y, x, lora)
@@ -152,7 +154,7 @@ def add_reduced(
 ) -> Tensor:
     """Add the all-reduce of x to residual in place, and return residual.
 
-    then: the norm that reads the residual next, which may be computed in the same kernel.
+    then: the norm that reads the residual next, which the same kernel may compute.
     """
     if then is not None:
         normed = group.norm_reduced(x, residual, then.weight, then.eps)
@@ -163,11 +165,11 @@ def add_reduced(
 
 
 class LatentProjection(Linear):
-    """The layer that projects a latent to keys and values (MLA), kept as a dense matrix.
+    """The layer that projects latents to keys and values (MLA), as a dense matrix.
 
-    Decodes multiply queries by one part of the matrix, and the attended latents by the other, so
-    that keys and values are never computed. Adapters cannot change the layer, as every token of a
-    step would need its own matrix.
+    Decodes multiply queries by one part of the matrix, and attention's result by the other, so that
+    keys and values are never computed. Adapters cannot change the layer, as each token of a step
+    would need a different matrix.
     """
 
     adaptable = False
@@ -182,7 +184,8 @@ class LatentProjection(Linear):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Set the dense `weight`; a quantised one is dequantised by a matmul with the identity."""
+        """Set the dense `weight`; a quantised weight is dequantised by a matmul with the
+        identity."""
         super().finish()
         spec = self.spec
         if isinstance(self.state, DenseState):

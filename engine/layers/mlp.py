@@ -1,4 +1,4 @@
-"""The MLP of a decoder layer, gated or not."""
+"""Mlp: the MLP of a decoder layer, with or without a gate."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,10 +30,10 @@ class Mlp:
     """The MLP down(act(gate(x)) * up(x)), or down(act(up(x))) if the checkpoint has no gate."""
 
     def __init__(self, build: Builder, prefix: str = "", size: int = 0) -> None:
-        """Make the MLP.
+        """Build the MLP of the builder's layer.
 
-        prefix: the beginning of its names in the record's tensors.
-        size: the inner width; 0 = the layer's.
+        prefix: the prefix of its names in the record's tensors.
+        size: the inner width; 0 = that of the layer in the config.
         """
         config = build.config
         hidden, bias = config.hidden_size, config.mlp_bias
@@ -47,7 +47,7 @@ class Mlp:
         self.norms = ()
         self.stacks = ()
         self.others: tuple[Parameter, ...] = ()
-        self.factors: Tensor | None = None  # factor of each row of gate and up
+        self.factors: Tensor | None = None  # factors on the rows of gate and up; None = none
         if self.gated and config.mlp_factors != (1.0, 1.0):
             factors = torch.tensor(config.mlp_factors, dtype=torch.float32, device=build.device)
             self.gate = build.kernels.GATES[self.act]

@@ -1,4 +1,4 @@
-"""Norms. An RMSNorm can be fused with the matmul after it; other norms are separate launches."""
+"""RMSNorm, which can be fused with the next matmul, and LayerNorm, a separate launch."""
 
 from typing import Protocol
 
@@ -23,8 +23,8 @@ class Norm(Protocol):
 class RMSNorm(Norm):
     """The RMS norm x / rms(x) * weight.
 
-    weight: ones where the checkpoint has none.
-    ahead: (residual, its norm), where the preceding all-reduce computed both in one kernel.
+    weight: the weight; ones if the checkpoint has none.
+    ahead: (residual, its norm), if the preceding all-reduce has computed both in one kernel.
     """
 
     def __init__(self, kernels: Kernels, weight: Parameter | Tensor, eps: float) -> None:
@@ -37,7 +37,7 @@ class RMSNorm(Norm):
         self.ahead: tuple[Tensor, Tensor] | None = None
 
     def is_ahead(self, x: Tensor) -> bool:
-        """Whether the preceding all-reduce has computed the norm of x already."""
+        """Whether the preceding all-reduce has already computed the norm of x."""
         return self.ahead is not None and self.ahead[0] is x
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -52,8 +52,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """The layer norm (x - mean) / deviation * weight + bias, where weight or bias may be
-    missing."""
+    """The layer norm (x - mean) / deviation * weight + bias; weight and bias are optional."""
 
     def __init__(
         self, kernels: Kernels, weight: Parameter | None, bias: Parameter | None, eps: float

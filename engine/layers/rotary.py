@@ -1,4 +1,4 @@
-"""Tables of cosines and sines for rotary embeddings."""
+"""Tables: the tables of cosines and sines for rotary embeddings."""
 
 import math
 
@@ -9,7 +9,8 @@ from engine.rope import Rope
 
 
 class Tables:
-    """A cache of the rotary tables of a model's layers; layers that are alike share a table."""
+    """A cache of the rotary tables of a model's layers; layers with equal settings share a
+    table."""
 
     def __init__(self, max_positions: int, device: torch.device) -> None:
         self.max_positions, self.device = max_positions, device
@@ -22,7 +23,7 @@ class Tables:
     def __call__(self, rope: Rope | None, head_dim: int) -> Tensor:
         """Return the rotary table of a layer; see `cos_sin_table`.
 
-        rope: None = a table that rotates nothing.
+        rope: the rotary embedding; None = a table without rotation.
         """
         key = (rope, head_dim)
         if key not in self._tables:
@@ -34,7 +35,7 @@ class Tables:
         return self._tables[key]
 
     def temperatures(self, beta: float, trained: int, shift: int) -> Tensor:
-        """Return the factor of queries at each position, [max_positions] float32.
+        """Return the factors on queries by position, [max_positions] float32.
 
         beta, trained, shift: see `LayerAttention.temperature`.
         """
@@ -54,8 +55,8 @@ def _no_rotation(head_dim: int, max_positions: int, device: torch.device) -> Ten
 def cos_sin_table(rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
     """Return the table of rotary embeddings, [max_positions, rotary_dim] float32.
 
-    A row has cosines, then sines (rotate-half form). rotary_dim is rope.dim, or head_dim where all
-    of a head is rotated.
+    A row has cosines, then sines (rotate-half form). rotary_dim is rope.dim, or head_dim if that is
+    0.
     """
     rotary_dim = rope.dim or head_dim
     if device.type == "meta":
@@ -69,7 +70,7 @@ def cos_sin_table(rope: Rope, head_dim: int, max_positions: int, device: torch.d
 def _default(rope: Rope, dim: int, positions: int = 0) -> Tensor:
     """Return unscaled rotary frequencies [dim / 2], in radians per position.
 
-    `positions`, the length of the longest text, matters to other kinds of scaling alone.
+    positions: the maximum number of positions, on which only other kinds of scaling depend.
     """
     return 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
@@ -79,9 +80,9 @@ def _linear(rope: Rope, dim: int, positions: int) -> Tensor:
 
 
 def _llama3(rope: Rope, dim: int, positions: int) -> Tensor:
-    """Return Llama 3's frequencies: slow ones divided, fast ones kept, others blended."""
+    """Return Llama 3's frequencies: low ones divided, high ones kept, others blended."""
     frequencies = _default(rope, dim)
-    # rotations within the trained context
+    # number of rotations within the trained context
     turns = rope.original_max_positions * frequencies / (2 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0, 1)
@@ -109,9 +110,9 @@ def _yarn(rope: Rope, dim: int, positions: int) -> Tensor:
 
 
 def _longrope(rope: Rope, dim: int, positions: int) -> Tensor:
-    """Return longrope's frequencies, each divided by its own factor.
+    """Return longrope's frequencies, each divided by a separate factor.
 
-    There is one set of factors for short contexts and another for longer ones.
+    There is one set of factors for short contexts, and another for long ones.
     """
     longer = positions > rope.original_max_positions
     return _default(rope, dim) / torch.tensor(rope.long_factors if longer else rope.short_factors)

@@ -1,11 +1,11 @@
-"""RouteTap: the experts that a model's routers choose in a step, while a request asks for them."""
+"""RouteTap: records the experts that a model's routers choose in a step, if requested."""
 
 import torch
 from torch import Tensor
 
 
 class RouteTap:
-    """The expert ids of the layers of one step.
+    """The recorded expert ids of all layers in one step.
 
     on: whether layers record the experts that they choose.
     """
@@ -15,7 +15,7 @@ class RouteTap:
         self._chosen: dict[int, Tensor] = {}
 
     def begin(self, on: bool) -> None:
-        """Drop the last step's choices, and set whether layers record those of the next step."""
+        """Begin a step: drop the last step's choices, and set whether layers record new ones."""
         self.on = on
         self._chosen = {}
 

@@ -1,1 +1,1 @@
-"""Attention between its two projections; each module holds one kind."""
+"""Attention blocks, with their projections; each module has one kind."""

@@ -1,4 +1,4 @@
-"""Bidirectional attention of encoders: a token sees the whole text, and nothing is cached."""
+"""Bidirectional attention of encoders: tokens attend to the whole text, and no KV is cached."""
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class BidirectionalAttention(Attention):
         return self.out.forward(attended, meta.lora, residual=residual)
 
     def attended(self, x: Tensor, meta: AttentionMeta, norm: Norm | None = None) -> Tensor:
-        """Return the attended values, the input of `out`."""
+        """Return the attention's result, which is the input of `out`."""
         return self.kernels.whole_texts(
             self.qkv.forward(x, meta.lora, norm=norm),
             self.cos_sin if self.rotates else None,

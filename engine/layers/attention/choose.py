@@ -1,4 +1,4 @@
-"""Chooses the block that computes a layer's attention, its mixer or both."""
+"""attention_block: chooses the block for a layer's attention, recurrent mixer, or both."""
 
 from engine.config.model_config import LayerAttention, ModelConfig
 from engine.layers.attention.bidirectional import BidirectionalAttention
@@ -15,7 +15,7 @@ from engine.layers.rotary import Tables
 
 
 def attention_block(build: Builder, tables: Tables) -> Block:
-    """Return the block of a layer's attention, its mixer or both."""
+    """Build the block for a layer's attention, recurrent mixer, or both."""
     layer = build.config.attention[build.layer or 0]
     if build.data_parallel_attention and build.group.size > 1:
         return DataParallelAttention(_attention(build.undivided(), tables, layer), build.group)
@@ -43,7 +43,7 @@ def _attention(build: Builder, tables: Tables, layer: LayerAttention) -> Block:
 
 
 def _is_variant(config: ModelConfig, layer: LayerAttention) -> bool:
-    """Whether a layer needs more than the fused kernel of plain attention."""
+    """Whether a layer has features that the fused kernel of plain attention does not support."""
     return (
         config.qk_norm in ("heads", "flat")
         or config.qk_norm_after

@@ -1,4 +1,4 @@
-"""Data-parallel attention: each rank has all heads and attends for its own requests."""
+"""Data-parallel attention: each rank has all heads and computes attention for its requests."""
 
 from torch import Tensor
 
@@ -10,10 +10,11 @@ from kernels.metadata import AttentionMeta, OwnTokens
 
 
 class DataParallelAttention:
-    """The attention of a rank that attends only for its own requests.
+    """Attention of a rank for its own requests only.
 
-    For tokens of other ranks' requests, a rank contributes zeros to the all-reduce that ends the
-    layer. The all-reduce is as large as with divided heads, and no other message is needed.
+    For tokens of other ranks' requests, a rank contributes zeros to the all-reduce at the end of
+    the block. The all-reduce is as large as with tensor parallelism, and no other communication is
+    needed.
     """
 
     def __init__(self, attention: Block, group: TensorParallelGroup) -> None:
@@ -28,7 +29,7 @@ class DataParallelAttention:
 
     @property
     def activations(self) -> int:
-        # Where all tokens of a step are this rank's, their inputs and outputs exist twice.
+        # If all tokens of a step belong to this rank, their inputs and outputs are in memory twice.
         return self.attention.activations + 2 * self.linears[0].spec.in_features
 
     def forward(
@@ -51,7 +52,8 @@ class DataParallelAttention:
         return self.group.add_reduced(attended, residual)
 
     def _attend(self, x: Tensor, kv: KV, own: OwnTokens, norm: Norm | None) -> Tensor:
-        """Attend for this rank's tokens, `own`; return zeros for other tokens, in x's shape."""
+        """Compute attention for this rank's tokens, `own`; return x's shape with zeros for other
+        tokens."""
         if own.others is not None:
             assert own.meta is not None
             return self.attention.forward(x, kv, own.meta, norm=norm).masked_fill_(own.others, 0)

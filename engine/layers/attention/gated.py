@@ -1,4 +1,4 @@
-"""Attention with gates: its output times the sigmoid, or softplus, of a projection of the input."""
+"""Attention whose output is multiplied by the sigmoid or softplus of a projection of the input."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from kernels.metadata import AttentionMeta
 
 
 class GatedAttention(Attention):
-    """Attention whose query projection also gives gates: each head's query, then its gate."""
+    """Attention whose query projection also computes gates: each head's query, then its gate."""
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """attention_kernels: describes the kernels of attention on CUDA, for `manta plan` and `doctor`.
 
-The back end chooses kernels from the same tuples (`kernels.attention.candidates`).
+The kernels' back end chooses from the same candidates (`kernels.attention.candidates`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,9 +31,9 @@ def attention_kernels(
     capability: tuple[int, int],
     deterministic: bool = False,
 ) -> Iterator[str]:
-    """Yield a line for each kind of attention layers that keep keys and values, or latents.
+    """Yield a line of text for each kind of attention layers that cache KV or latents.
 
-    group: the ranks that heads are divided among.
+    group: the ranks among which heads are divided.
     dtype: the dtype of activations.
     capability: compute capability of CUDA.
     """
@@ -71,9 +71,9 @@ def attention_kernels(
 
 
 def _by(decodes: Sequence[Candidate[Any]], prompts: Sequence[Candidate[Any]]) -> str:
-    """Return the names of the kernels of decodes and of prompts, for people.
+    """Return in words the kernels for decodes and for prompts.
 
-    Several kernels are named where the lengths in a step decide.
+    Several kernels are named if the choice depends on the lengths in a step.
     """
     names = [" or ".join(kernel.name for kernel in kernels) for kernels in (decodes, prompts)]
     return f"decodes by {names[0]}, prompts by {names[1]}"

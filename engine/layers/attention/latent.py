@@ -1,4 +1,4 @@
-"""Latent attention between its projections (MLA; `engine.architectures.latent`)."""
+"""LatentAttention: multi-head latent attention (MLA; `engine.architectures.latent`)."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from kernels.metadata import AttentionMeta
 
 
 class LatentAttention:
-    """Causal attention over paged latents; the latents have norms with an epsilon of their own."""
+    """Causal attention over paged latents, whose norms have a separate epsilon."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
@@ -75,7 +75,7 @@ class LatentAttention:
     ) -> Tensor:
         """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`).
 
-        kv: (cache of latents, the same cache), in place of keys and values.
+        kv: (cache of latents, the same cache), instead of keys and values.
         """
         down = self.down.forward(x, meta.lora, norm=norm)
         latent_size = self.latent.rank + self.latent.rope

@@ -1,4 +1,4 @@
-"""Plain attention between its two projections."""
+"""Attention: plain causal attention with its projections."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class Attention:
     """
 
     def __init__(self, build: Builder, tables: Tables, in_features: int = 0) -> None:
-        """Make the attention of the builder's layer.
+        """Build the attention of the builder's layer.
 
         tables: the model's cache of rotary tables.
         in_features: width of the input; 0 = hidden_size.
@@ -34,7 +34,8 @@ class Attention:
         hidden, dim = config.hidden_size, layer.head_dim
         self.value_size = value = layer.value_size or dim
         q, kv = layer.num_heads * dim, layer.num_kv_heads * dim
-        wide = 1 + layer.gated  # a gated layer projects queries and their gates
+        # factor of the queries' width: a gated layer projects queries and gates
+        wide = 1 + layer.gated
         (begin, end), keys = build.group.heads(layer.num_heads, layer.num_kv_heads)
         self.kernels = build.kernels
         self.num_heads = end - begin
@@ -61,7 +62,7 @@ class Attention:
         self.norms: tuple[Norm, ...] = tuple(build.norm(name, dim) for name in names if normed)
         weights = [norm.weight for norm in self.norms if isinstance(norm, RMSNorm)]
         self.q_norm, self.k_norm = (*weights, None, None)[:2]
-        # Further fields of AttentionInputs; most layers have none.
+        # Optional fields of AttentionInputs, which most layers do not have.
         self.also: dict[str, Any] = {}
         self.others: tuple[Parameter, ...] = ()
         if layer.softcap:
@@ -95,9 +96,9 @@ class Attention:
     def write(self, qkv: Tensor, kv: KV, meta: AttentionMeta, gated: bool = False) -> Tensor:
         """Rotate queries and keys, write keys and values into the cache, and return the queries.
 
-        qkv: the output of the first matmul, [n, (heads + 2 * key heads) * head_dim].
+        qkv: the output of the first matmul, [n, (heads + 2 * KV heads) * head_dim].
         gated: whether qkv has a gate after each head's query.
-        The result is that of `Kernels.rope_kv_write`.
+        Returns the result of `Kernels.rope_kv_write`.
         """
         k_cache, v_cache = kv
         norms = (self.q_norm, self.k_norm, self.eps)
@@ -105,7 +106,7 @@ class Attention:
         return self.kernels.rope_kv_write(inputs, meta)
 
     def attend(self, q: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
-        """Return attention of queries [n, heads, head_dim] as [n, heads * head_dim]."""
+        """Compute attention for queries [n, heads, head_dim]; return [n, heads * head_dim]."""
         k_cache, v_cache = kv
         inputs = AttentionInputs(q, k_cache, v_cache, self.scale, **self.also)
         return self.kernels.attention(inputs, meta)

@@ -1,7 +1,7 @@
-"""Variants of attention that few models have.
+"""Attention with features that few models have, which the fused kernel does not support.
 
-Queries and keys are clipped, scaled by their position, or normed otherwise than by one weight for
-all heads before the rotation. Or values are narrower than keys, or the output has a factor.
+Queries and keys are clipped, scaled by position, or have norms other than one weight for all heads
+before the rotation. Or values are narrower than keys, or the output has a factor.
 """
 
 import torch
@@ -20,12 +20,12 @@ from kernels.metadata import AttentionMeta
 class HeadNorm(Norm):
     """The norm of this rank's queries or keys [n, heads, head_dim], with a weight for each element.
 
-    flat: whether it is an RMS norm over the heads of all ranks together; otherwise each head has a
+    flat: whether the norm is one RMS norm over the heads of all ranks; otherwise each head has a
         layer norm.
     """
 
     def __init__(self, build: Builder, ours: str, heads: int, size: int, kept: tuple[int, int]):
-        """Make the norm and its parameter.
+        """Build the norm and its parameter.
 
         ours: the name in the record's tensors.
         heads: the number of heads of all ranks.
@@ -34,16 +34,17 @@ class HeadNorm(Norm):
         """
         self.kernels, self.eps = build.kernels, build.config.norm_eps
         self.flat = build.config.qk_norm == "flat"
-        # With fewer heads than ranks, several ranks have each head, and the sum counts it again.
+        # With fewer heads than ranks, several ranks have the same head, which the all-reduce counts
+        # repeatedly.
         self.counted = heads * size * max(1, build.group.size // heads)
         parameter = build.head_norm(ours, heads, size, kept)
         self.weight = parameter.tensor
         self.parameters: tuple[Parameter, ...] = (parameter,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the norm of x [n, heads, head_dim], without a sum over ranks.
+        """Return the norm of x [n, heads, head_dim] without communication.
 
-        Valid with one rank, or if each head has a norm of its own.
+        Valid with one rank, or if each head has a separate norm.
         """
         if self.flat:
             return self.kernels.rms_norm(x.flatten(1), self.weight, self.eps).view(x.shape)
@@ -51,11 +52,11 @@ class HeadNorm(Norm):
         return normed.mul_(self.weight.view(x.shape[1:]))
 
     def squared(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sum of squares, [n] float32."""
+        """Return this rank's sum of squares of x, [n] float32."""
         return x.float().square().sum((1, 2))
 
     def by(self, x: Tensor, squares: Tensor) -> Tensor:
-        """Return the norm of x [n, heads, head_dim], given the sum of squares over all ranks.
+        """Return the norm of x [n, heads, head_dim] from the sum of squares over all ranks.
 
         squares: [n] float32.
         """
@@ -67,8 +68,8 @@ class HeadNorm(Norm):
 class VariantAttention(Attention):
     """Attention that changes queries, keys, values or outputs outside the fused kernel.
 
-    Where norms and rotary embeddings are computed here, the fused kernel gets a table without
-    rotation and only writes the keys into the cache.
+    If norms and rotary embeddings are computed here, the fused kernel gets a rotary table without
+    rotation, and only writes KV to the cache.
     """
 
     def __init__(self, build: Builder, tables: Tables) -> None:
@@ -81,10 +82,11 @@ class VariantAttention(Attention):
         self.attended_scale = layer.attended_scale
         self.value_norm = build.unit_norm(dim) if layer.value_norm else None
         queries, keys = build.group.heads(heads, kv_heads)
-        self.heads = (self.num_heads, keys[1] - keys[0])  # (query heads, key heads) of this rank
+        # (number of query heads, number of KV heads) on this rank
+        self.heads = (self.num_heads, keys[1] - keys[0])
         self.rotation: Tensor | None = None
         self.apart: tuple[Norm, ...] = ()
-        self.over_ranks: tuple[HeadNorm, ...] = ()  # norms whose sums of squares are over all ranks
+        self.over_ranks: tuple[HeadNorm, ...] = ()  # norms whose sums of squares need an all-reduce
         self.group = build.group
         if config.qk_norm in ("heads", "flat"):
             self.norms = self.apart = of_heads = (
@@ -161,7 +163,7 @@ class VariantAttention(Attention):
 
 
 class BorrowingAttention(Attention):
-    """Attention that computes only queries and reads another layer's keys and values."""
+    """Attention that computes only queries and reads another layer's KV."""
 
     def forward(
         self,
@@ -174,7 +176,7 @@ class BorrowingAttention(Attention):
     ) -> Tensor:
         """Return self(norm(x)), [n, hidden], or add it to residual in place (`Block.forward`).
 
-        kv: keys and values of the other layer.
+        kv: the other layer's KV cache.
         """
         q = self.qkv.forward(x, meta.lora, norm=norm).view(len(x), self.num_heads, self.head_dim)
         if self.q_norm is not None:

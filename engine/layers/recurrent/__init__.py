@@ -1,1 +1,1 @@
-"""Layers that keep a state for each request instead of keys and values, one kind per module."""
+"""Layers with a recurrent state for each request instead of KV; each module has one kind."""

@@ -1,4 +1,4 @@
-"""A layer whose attention and mixer read the same norm in parallel."""
+"""AttentionBesideMixer: attention and a recurrent mixer in parallel, after the same norm."""
 
 from torch import Tensor
 
@@ -42,7 +42,8 @@ class AttentionBesideMixer:
         """
         if norm is not None:
             x = norm(x)
-        elif residual is x:  # the mixer, which runs first, writes over the residual
+        # attention needs a copy, as the mixer runs first and overwrites the residual
+        elif residual is x:
             x = x.clone()
         mixed = self.mixer.forward(x, kv[2:], meta, residual=residual)
         return self.attention.forward(x, kv[:2], meta, residual=mixed)

@@ -1,4 +1,4 @@
-"""Chooses the layer that computes a record's mixer."""
+"""mixer_block: chooses the layer for a record's recurrent mixer."""
 
 from engine.architectures.recurrent.delta_net import DeltaNet
 from engine.architectures.recurrent.jamba import Mamba1
@@ -16,7 +16,7 @@ from engine.layers.recurrent.short_conv import GatedConvolution
 
 
 def mixer_block(build: Builder) -> Block:
-    """Return the layer for the mixer of the builder's layer."""
+    """Build the recurrent mixer of the builder's layer."""
     assert build.layer is not None
     match build.config.attention[build.layer].mixer:
         case DeltaNet():

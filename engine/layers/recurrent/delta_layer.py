@@ -19,8 +19,8 @@ from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 class DeltaRuleLayer(ABC):
     """A layer of one matmul, the delta rule, and another matmul.
 
-    kv: for all rows the last inputs of the convolution, the states and, if the layer has them, the
-        pending updates.
+    kv: the last inputs of the convolution, the states and, if the layer has them, the pending
+        updates, of all rows.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -46,10 +46,10 @@ class DeltaRuleLayer(ABC):
         states: Sequence[Tensor],
         meta: AttentionMeta,
     ) -> Tensor:
-        """Apply the delta rule; return the input of `out`.
+        """Apply the delta rule to pieces of the first matmul's output; return the input of `out`.
 
-        parts: the pieces of the first matmul's output, as views.
-        states: the layer's own states, views of the cache.
+        parts: the pieces, as views.
+        states: the layer's states, as views of the cache.
         """
 
     def apply(
@@ -59,7 +59,8 @@ class DeltaRuleLayer(ABC):
         states: Sequence[Tensor],
         meta: AttentionMeta,
     ) -> Tensor:
-        """Return the results of a delta rule on the activations x, z, a and b (`DeltaInputs`)."""
+        """Run a delta rule on the activations x, z, a and b (`DeltaInputs`), and return its
+        output."""
 
         def kernel(inputs: Sequence[Tensor], own: Sequence[Tensor], part: AttentionMeta) -> Tensor:
             x, z, a, b = inputs

@@ -1,4 +1,4 @@
-"""A layer of Gated DeltaNet between its projections (`kernels.recurrent.delta_rule`)."""
+"""A layer of Gated DeltaNet (`kernels.recurrent.delta_rule`)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A layer of Kimi Delta Attention between its projections (`Kernels.kimi_delta`)."""
+"""A layer of Kimi Delta Attention (`Kernels.kimi_delta`)."""
 
 from collections.abc import Sequence
 

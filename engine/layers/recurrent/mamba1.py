@@ -1,4 +1,5 @@
-"""A layer of Mamba-1 (`kernels.recurrent.mamba1`) as in Jamba: time steps, B and C have norms."""
+"""A layer of Mamba-1 (`kernels.recurrent.mamba1`) as in Jamba, with norms of time steps, B and
+C."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A layer of Mamba-2 between its projections (`kernels.recurrent.mamba2`)."""
+"""A layer of Mamba-2 (`kernels.recurrent.mamba2`)."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -35,7 +35,7 @@ class Mamba2Mixer:
         heads = [build.group.part(whole.heads, "heads")]
         inner = build.group.part(whole.inner, "channels")
         shared = whole.groups * whole.state_size
-        # Every rank has B and C of a single group.
+        # Groups are divided among ranks, but every rank has B and C if there is a single group.
         both = (0, shared) if whole.groups == 1 else build.group.part(shared, "groups")
         mixed, own_ranges = (whole.inner, shared, shared), (inner, both, both)
         sizes, ranges = (whole.inner, *mixed, whole.heads), (inner, *own_ranges, *heads)
@@ -62,12 +62,13 @@ class Mamba2Mixer:
                 "mamba_norm", whole.inner, ranges=[inner], std=0.0, scale=mixer.out_factor
             )
             self.norm, self.others = norm.tensor, (*self.others, norm)
-        self.factors: Tensor | None = None  # factor of each output of the first matmul
+        # factors on the outputs of the first matmul; None = none
+        self.factors: Tensor | None = None
         if mixer.factors:
             counts = torch.tensor([end - begin for begin, end in ranges])
             factors = torch.tensor(mixer.factors, dtype=torch.float32).repeat_interleave(counts)
             self.factors = factors.to(build.device)
-        # factor of each input of the last matmul; None if the norm's weight contains it, or it is 1
+        # factors on the inputs of the last matmul; None = none, or included in the norm's weight
         self.out_factors: Tensor | None = None
         if self.norm is None and mixer.out_factor != 1.0:
             factor = torch.full((mixer.inner,), mixer.out_factor, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""compute_runs: runs a kernel that writes recurrent states so that drafts change no state."""
+"""compute_runs: runs a recurrent kernel so that unverified drafts do not change the states."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,10 +14,10 @@ Kernel = Callable[[Sequence[Tensor], Sequence[Tensor], AttentionMeta], Tensor]
 def compute_runs(
     kernel: Kernel, inputs: Sequence[Tensor], states: Sequence[Tensor], meta: AttentionMeta
 ) -> Tensor:
-    """Return kernel(inputs, states, meta), computed so that drafts change no state.
+    """Return kernel(inputs, states, meta), without changing states by unverified drafts.
 
-    In a step that verifies drafts the kernel runs on copies of the states. A function that computes
-    the accepted tokens on the states themselves is added to `meta.state_runs.replays`.
+    In a step that verifies drafts, the kernel runs on copies of the states. A function that later
+    computes the accepted tokens on the states themselves is added to `meta.state_runs.replays`.
 
     inputs: the kernel's inputs, [num_tokens, ...] each.
     states: the tensors that the kernel writes, [rows, ...] each.

@@ -1,4 +1,4 @@
-"""A layer of a short convolution between two gates (`kernels.recurrent.convolution`)."""
+"""A layer with a short convolution between two gates (`kernels.recurrent.convolution`)."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from kernels.metadata import AttentionMeta
 class GatedConvolution:
     """The layer out(c * conv(b * x)).
 
-    kv: the last inputs b * x of the convolution, of all rows, in place of both keys and values.
+    kv: (last inputs b * x of the convolution of all rows, the same tensor).
     """
 
     def __init__(self, build: Builder) -> None:
