@@ -1,4 +1,4 @@
-"""Decoder: a model's embedding, layers, final norm and head, built from its record."""
+"""Decoder: a model's embedding, layers, final norm and LM head, built from its record."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,13 +33,13 @@ from kernels.metadata import AttentionMeta
 
 
 def _finish_left(each: Linear | Stack) -> None:
-    """Finish a linear layer or stack of experts that the loader has not finished."""
+    """Pack a linear layer or experts, unless the loader has already done that."""
     if each.parameters:
         each.finish()
 
 
 class Decoder:
-    """A model built from its record; implements registry.Model."""
+    """A model, or one rank's part, built from its record; implements registry.Model."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Decoder:
     ) -> None:
         """Build the layers of this pipeline stage.
 
-        tied: the linear method of a head that shares the embedding's weights.
+        tied: the linear method of an LM head that is tied to the embedding.
         virtual_tokens: rows after the vocabulary in the embedding table.
         layer_numbers: the layers to build, for a part that cannot run; None = the stage's.
         """
@@ -71,7 +71,8 @@ class Decoder:
         self.table = build.method.table(spec, virtual_tokens, tied_rows)
         self.lookup, self.embedding = self.table.lookup, self.table.embedding
         self.entrance = Entrance.of(ends)
-        self.norm: Norm | None = None  # None for a model whose layers end with a norm
+        # the final norm; None for a model whose layers end with a norm
+        self.norm: Norm | None = None
         if not config.post_norm:
             self.norm = ends.norm(
                 "norm", config.hidden_size, of_residual=True, scale=config.logit_scale
@@ -94,8 +95,8 @@ class Decoder:
             self.head = ends.column(
                 "head", (vocab,), hidden, bias=config.head_bias, ranges=((first, end),)
             )
-        # Numbers of the layers whose inputs a drafter reads, ascending; the number of all layers
-        # stands for the last one's output. `through` puts copies into `tapped`, [n, hidden_size].
+        # Numbers of the layers whose inputs a drafter reads, ascending; the number of layers stands
+        # for the last layer's output. `through` stores copies in `tapped`, [n, hidden_size] each.
         self.taps: tuple[int, ...] = ()
         self.tapped: list[Tensor] = []
         self.tower: Tower | None = build_tower(ends)
@@ -123,7 +124,7 @@ class Decoder:
         groups = kv_groups(config, heads.size, heads.rank)
         whole = build.stage.count == 1 or layer_numbers is not None
         self.kv = groups = groups if whole else groups.of(own)
-        self._view_of = dict.fromkeys(own, 0)  # layers without keys can use any view
+        self._view_of = dict.fromkeys(own, 0)  # layers without KV can use any view
         self._view_of |= {
             number: index for index, view in enumerate(groups.views) for number in view.layers
         }
@@ -148,8 +149,7 @@ class Decoder:
         self.open_bytes = self._most_open(transient)
         self.loading_bytes += sum(layer.num_bytes - layer.loading_bytes for layer in transient)
         self.loading_bytes += self.open_bytes
-        # Quantised parameters have fewer elements than their matrices, so matrices are counted by
-        # their specs.
+        # Matrices are counted by their specs, as quantised parameters have fewer elements.
         stacks = self._stacks()
         elsewhere = in_table | {
             parameter.name for linear in linears for parameter in linear.parameters
@@ -165,7 +165,7 @@ class Decoder:
             if parameter.name not in elsewhere
         )
         self.num_active_parameters = self.num_parameters
-        if self.tower is not None:  # text tokens do not pass through the tower
+        if self.tower is not None:  # not counted, as text tokens do not use the vision encoder
             self.num_active_parameters -= sum(
                 parameter.tensor.numel() for parameter in self.tower.parameters()
             )
@@ -174,11 +174,11 @@ class Decoder:
             self.num_active_parameters -= in_stacks * (count - chosen) // count
 
     def _divide(self, outlines: "list[DecoderLayer]") -> range:
-        """Return this stage's layers, and record the tensors that only other stages have.
+        """Divide the layers among pipeline stages; return this stage's layers.
 
-        The cost of a layer is the number of parameters that it reads; embedding and head count
-        likewise. An embedding that is not the head costs nothing, because a step reads few of its
-        rows.
+        This also records the tensors that are only on other stages. The cost of a layer is the
+        number of parameters that a token uses; the same holds for the LM head. The embedding costs
+        nothing unless it is tied, as a step reads few of its rows.
 
         outlines: all layers of the model.
         """
@@ -202,7 +202,7 @@ class Decoder:
 
     @property
     def rotary_table(self) -> Tensor:
-        """The rotary table of a plain layer; it is that of all layers if they rotate alike."""
+        """The rotary table of a layer with plain attention."""
         return self._tables(self.config.rope, self.config.head_dim)
 
     def linears(self) -> Iterator[Linear]:
@@ -234,7 +234,7 @@ class Decoder:
         return [stack.spec for stack in self._stacks()]
 
     def _tied_bytes(self, spec: LinearSpec) -> int:
-        """Return the bytes of a packed head that is copied from a tied embedding; 0 without one."""
+        """Return the bytes of a packed copy of a tied LM head; 0 if there is none."""
         if self.head is not None or not self.config.generates or self.table.head() is not None:
             return 0
         return self._tied.packed_bytes(spec) or 0
@@ -266,9 +266,8 @@ class Decoder:
     ) -> Tensor:
         """Return the first layer's input [num_tokens, hidden_size] for the token ids.
 
-        Image tokens get their embeddings as they are; factors apply to other tokens alone.
-
-        A later stage gets zeros of that shape, for `receive` to fill.
+        Embeddings of images are inserted unchanged; factors apply only to other tokens. A later
+        stage returns zeros of that shape, which `receive` fills.
         """
         if not self.stage.first:
             shape, dtype = (len(token_ids), self.config.hidden_size), self.build.activation_dtype
@@ -304,9 +303,9 @@ class Decoder:
         inputs: Tensor | None,
         images: ImageRows | None,
     ) -> Tensor:
-        """Return the residual after this stage's layers, as `through`, and fill `tapped`.
+        """Run this stage's layers as `through` does, and store the inputs of the layers `taps`.
 
-        `tapped` gets the inputs of the layers `taps`, for a drafter that reads them.
+        They are stored in `tapped` for the drafter. Returns the residual.
         """
         self.tapped, scale = [], self.config.residual_scale
         for layer in self.layers:
@@ -317,7 +316,8 @@ class Decoder:
             residual = layer.forward(residual, own, metas[self._view_of[number]], inputs)
             if images is not None:
                 residual = images.after(number, residual)
-        # the last layer's output, and stand-ins for taps at layers that `one_layer` leaves out
+        # the last layer's output, which also replaces the inputs of layers that `one_layer` leaves
+        # out
         while len(self.tapped) < len(self.taps):
             self.tapped.append(residual * scale)
         return residual
@@ -325,7 +325,7 @@ class Decoder:
     def leave(self, residual: Tensor) -> Tensor:
         """Return the final norm of the output of the last layer.
 
-        Only the first stage has the norm; other stages return the residual unchanged.
+        Only the first stage has this norm; other stages return the residual unchanged.
         """
         return residual if self.norm is None or not self.stage.first else self.norm(residual)
 
@@ -393,7 +393,7 @@ class Decoder:
 
     def _in_units(self) -> Iterator[Linear | Stack]:
         for linear in self._all_linears():
-            # `finish` divides a `unit_head`'s rows by their lengths before packing
+            # not a `unit_head`, whose rows `finish` normalises before packing
             if linear is not self.head or not self.config.unit_head:
                 yield linear
         yield from self._of_tower()
@@ -413,10 +413,11 @@ class Decoder:
         return min(sum(sizes), max(most, LEAST_OPEN[self.build.runs_on]))
 
     def parts(self, most_bytes: int) -> Iterator[tuple["Decoder", "Decoder"]]:
-        """Yield for each part of this model an unfilled copy, and this model with that part alone.
+        """Yield, for each part of this model, (an unloaded copy of the part, a view of this model's
+        part).
 
-        The first part of the first stage is the embedding and the head; others are layers. A copy
-        has memory of its own, so each should be dropped before the next one is made.
+        The first part of the first stage is the embedding and the LM head; others are layers. A
+        copy has separate memory, so it should be dropped before the next one is created.
 
         most_bytes: the maximum bytes of the layers in one part, which has at least one layer.
         """
@@ -426,7 +427,7 @@ class Decoder:
             original = copy.copy(self)
             original.layers = []
             yield Decoder(build, *made_with, range(0)), original
-        # a stage without embedding and head
+        # a stage without embedding and LM head
         later = Stage(max(1, self.stage.number), max(2, self.stage.count))
         inner = replace(build, stage=later)
         size = sum(owner.num_bytes for layer in self.layers for owner in layer.packed)
@@ -448,9 +449,10 @@ class Decoder:
         return name if self.config.quantized is None else self.config.quantized.canonical(name)
 
     def ignores(self, stored: str) -> bool:
-        """Whether loading skips the checkpoint's tensor `stored`, which this model lacks.
+        """Whether loading skips the checkpoint's tensor `stored`, as this model has no such
+        parameter.
 
-        A head that shares the embedding's weights is ignored.
+        A stored LM head is ignored if the head is tied to the embedding.
         """
         name = self.config.tensor_name(stored)
         tied = False
@@ -464,7 +466,7 @@ class Decoder:
         return tied or self.config.ignores(stored)
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Whether only other ranks or stages have this tensor, or the module that it belongs to."""
+        """Whether a tensor, or its module, is only on other ranks or stages."""
         while name:
             if name in self.build.elsewhere:
                 return True

@@ -1,4 +1,4 @@
-"""Decoder layers: sublayers in residual branches, with norms before, after or around them."""
+"""Decoder layers: blocks in residual branches, with norms before, after or around them."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -22,10 +22,9 @@ from kernels.metadata import AttentionMeta
 
 
 class Sublayer:
-    """A block in its residual branch: residual + after(block(before(residual))).
+    """A block in a residual branch: residual + after(block(before(residual))).
 
-    Either norm may be missing. The block decides whether a norm or the residual is fused into one
-    of its GEMMs.
+    Either norm may be None. The block decides whether a norm or the residual is fused with a GEMM.
     """
 
     def __init__(self, block: Block, before: Norm | None, after: Norm | None) -> None:
@@ -46,7 +45,7 @@ class Sublayer:
 
 
 class PostNormSublayer(Sublayer):
-    """A sublayer that norms the sum: after(residual + block(residual))."""
+    """A sublayer whose norm follows the sum: after(residual + block(residual))."""
 
     def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
         assert self.after is not None
@@ -54,7 +53,7 @@ class PostNormSublayer(Sublayer):
 
 
 class DecoderLayer:
-    """A layer of attention (or a mixer) and an MLP or experts; some models have only one part."""
+    """A layer of attention (or a recurrent mixer) and an MLP or experts, or of only one of both."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
@@ -91,7 +90,7 @@ class DecoderLayer:
 
     @property
     def ends_with_block(self) -> bool:
-        """Whether nothing changes the residual after the last block."""
+        """Whether the residual is not changed after the last block."""
         return self.input is None and self.scale is None
 
     @property
@@ -134,10 +133,10 @@ class DecoderLayer:
     def forward(
         self, residual: Tensor, kv: KV, meta: AttentionMeta, inputs: Tensor | None = None
     ) -> Tensor:
-        """Return the residual [n, hidden] with attention and MLP added.
+        """Add attention and MLP to the residual [n, hidden], which may be overwritten; return the
+        sum.
 
-        residual: may be overwritten.
-        inputs: per-layer inputs of all layers (see LayerInputs); None = the model has none.
+        inputs: the per-layer embeddings (see LayerInputs); None = the model has none.
         """
         for sublayer in self.sublayers:
             residual = sublayer.forward(residual, kv, meta)
@@ -147,7 +146,7 @@ class DecoderLayer:
 
 
 class PostNormLayer(DecoderLayer):
-    """A layer with a norm after each block; one launch may compute all that follows attention."""
+    """A layer with a norm after each block; one kernel may compute everything after attention."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)
@@ -209,7 +208,8 @@ def look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
     last: the norm after all layers.
     """
     row = [(layer, sublayer) for layer in layers for sublayer in layer.sublayers]
-    # Attention and Mlp fuse their norm with a matmul. Experts fuse it with their router.
+    # not needed for Attention and Mlp, which fuse the norm with a matmul, and Experts, with the
+    # router
     norms = [
         sublayer.before if type(sublayer.block) in (Attention, Mlp) else None
         for _, sublayer in row[1:]

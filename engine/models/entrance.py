@@ -1,7 +1,6 @@
 """Entrance: the computation between the embedding and the first layer.
 
-A model has one or more of these: a scale factor, a projection, learned positions, token types, a
-norm.
+It is one or more of these: a scale factor, a projection, learned positions, token types, a norm.
 """
 
 from collections.abc import Iterator
@@ -16,11 +15,11 @@ from engine.weights.parameter import Parameter
 
 
 class Entrance:
-    """The computation between the embedding and the first layer, for models that have any."""
+    """The computation between the embedding and the first layer, in models that have one."""
 
     def __init__(self, build: Builder) -> None:
         config = build.config
-        # The factor is rounded to the embedding's dtype, as in training.
+        # rounded to the embedding's dtype, as in training
         factor = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
         self.factor = factor / config.residual_scale
         self.project: Linear | None = None
@@ -60,7 +59,7 @@ class Entrance:
         """Return the first layer's input for embeddings x [n, embedding_size], which may be
         overwritten.
 
-        token_ids, positions: [n]. If token types differ, every text must be whole and begin at
+        token_ids, positions: [n]. In models with token types every text must be whole and begin at
             position 0.
         """
         if self.factor != 1:
@@ -77,7 +76,7 @@ class Entrance:
     def _kinds(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the type of each token [n]: 0 up to a text's first separator, 1 after it."""
         is_separator = (token_ids == self.separator).long()
-        # separators before each token, over all texts
+        # number of separators before each token, over all texts
         before = is_separator.cumsum(0) - is_separator
         first = torch.arange(len(token_ids), device=positions.device) - positions
         return (before > before[first]).long()

@@ -1,4 +1,4 @@
-"""ImageRows: the embeddings of images that a step's tokens have in place of their own."""
+"""ImageRows: the embeddings of images that replace those of placeholder tokens in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ from torch import Tensor
 
 
 class Encoder(Protocol):
-    """The interface of a vision tower, which computes embeddings of images from pixels."""
+    """The interface of a vision encoder, which computes embeddings of images from pixels."""
 
     def encode(self, pixels: Sequence[Tensor]) -> Tensor:
-        """Return the embeddings of images, one after the other.
+        """Return the concatenated embeddings of images.
 
         pixels: uint8 [tiles, height, width, 3] of each image, on the device.
         """
         ...
 
     def shape_of(self, size: int) -> tuple[int, int, int]:
-        """Return (tiles, height, width) of pixels that give about `size` embeddings, not more."""
+        """Return the shape (tiles, height, width) of pixels that give at most `size` embeddings."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """The embeddings of images in a step, in the order of `tokens`.
+    """The image embeddings of a step, in the order of `tokens`.
 
     tokens: [n] int64, indices of the image tokens in the step.
-    rows: [n, hidden_size * (1 + levels)]: a token's input of the first layer, then what is added
-        to it after the first layers, one after the other (deepstack).
+    rows: [n, hidden_size * (1 + levels)]: the input of the first layer, then the vectors to add
+        after each of the first layers (DeepStack).
     """
 
     tokens: Tensor
@@ -42,10 +42,11 @@ class ImageRows:
         return residual.index_copy_(0, self.tokens, self._level(0, residual))
 
     def after(self, layer: int, residual: Tensor) -> Tensor:
-        """Return the residual [num_tokens, hidden_size] with a layer's level added, if it has one.
+        """Add a layer's DeepStack vectors, if there are any, to the residual [num_tokens,
+        hidden_size].
 
-        The result is a new tensor, because a norm that was computed ahead (`RMSNorm.ahead`) is the
-        old tensor's.
+        The result is a new tensor, because a norm computed in advance (`RMSNorm.ahead`) refers to
+        the old one.
         """
         if (layer + 2) * residual.shape[1] > self.rows.shape[1]:
             return residual

@@ -1,4 +1,4 @@
-"""Model: the interface of a network to the engine; build_model: makes a network for a config.json.
+"""Model: the interface of a network; build_model: creates the network for a config.json.
 
 docs/adding-a-model.md says how to add a class.
 """
@@ -36,31 +36,31 @@ class Model(Protocol):
     # the ranks that divide each layer; this model is one rank's part
     group: TensorParallelGroup
     head_group: TensorParallelGroup  # the ranks that divide attention heads
-    # the pipeline stage; layers, num_parameters and bytes are those of this stage alone
+    # the pipeline stage; layers, num_parameters and bytes count only this stage
     stage: Stage
     layer_numbers: range
-    kv: KVGroups  # groups of these layers in the KV cache
-    # layers whose inputs a drafter reads, and these inputs after a run (see `Decoder`)
+    kv: KVGroups  # the KV groups of these layers
+    # layers whose inputs a drafter reads (see `Decoder`)
     taps: tuple[int, ...]
     tapped: list[Tensor]
-    routes: RouteTap  # the experts that routers choose, where a request asks for them
-    modules_elsewhere: set[str]  # modules that adapters may change, in layers of other stages
-    num_parameters: int  # number on this rank
-    num_active_parameters: int  # number that one token uses
+    routes: RouteTap  # records the experts that routers choose, if a request asks for them
+    modules_elsewhere: set[str]  # modules of other stages' layers that adapters may change
+    num_parameters: int  # number of parameters on this rank
+    num_active_parameters: int  # number of these that one token uses
     # The peak bytes of weights and tables while loading: unpacked parameters, all packed ones, and
     # open_bytes.
     loading_bytes: int
-    # the maximum bytes of parameters that wait to be packed at one time: two layers or more
+    # maximum bytes of unpacked parameters at one time, at least two layers
     open_bytes: int
     num_bytes: int  # bytes of weights and tables after `finish`
-    # [vocab_size + virtual_tokens, hidden_size]: the table of embeddings. The rows after the
-    # vocabulary belong to adapters.
+    # [vocab_size + virtual_tokens, hidden_size]: the embedding table. The rows after the vocabulary
+    # belong to adapters.
     lookup: Tensor
-    tower: Tower | None  # the picture encoder, on the first stage of models that take pictures
+    tower: Tower | None  # the vision encoder, on the first stage of models with images
 
     @property
     def rotary_table(self) -> Tensor:
-        """The rotary table of a plain layer; it is that of all layers if they rotate alike."""
+        """The rotary table of a layer with plain attention."""
         ...
 
     def forward(
@@ -74,8 +74,7 @@ class Model(Protocol):
 
         token_ids: [num_tokens], int32 or int64.
         metas: the planned AttentionMeta of each view, in the order of `KVGroups.views`.
-        kv: layer -> its caches, for layers that keep something (see `KVCache.layers`); written in
-            place.
+        kv: layer -> its KV or state tensors (see `KVCache.layers`); written in place.
         images: the embeddings of image tokens.
         """
         ...
@@ -83,7 +82,7 @@ class Model(Protocol):
     def enter(
         self, token_ids: Tensor, positions: Tensor, images: ImageRows | None = None
     ) -> Tensor:
-        """Compute the first layer's input [num_tokens, hidden_size]; the first part of
+        """Compute the first layer's input [num_tokens, hidden_size], the first part of
         `forward`."""
         ...
 
@@ -95,14 +94,14 @@ class Model(Protocol):
         *,
         images: ImageRows | None = None,
     ) -> Tensor:
-        """Return the residual after this stage's layers, the middle part of `forward`.
+        """Run this stage's layers, the middle part of `forward`; return the residual.
 
         The argument `residual` may be overwritten.
         """
         ...
 
     def leave(self, residual: Tensor) -> Tensor:
-        """Return the final norm of the last layer's output, the last part of `forward`."""
+        """Compute the final norm of the last layer's output, the last part of `forward`."""
         ...
 
     def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
@@ -111,38 +110,38 @@ class Model(Protocol):
         Logits are float32 on the CPU, else in the model's dtype. Every rank has to call this
         method; only the first rank's result is valid.
 
-        whole: False returns [n, share], this rank's share of the vocabulary
-          (`TensorParallelGroup.share`).
+        whole: whether to compute the whole vocabulary, or only this rank's shard [n, share]
+            (`TensorParallelGroup.share`), which is valid on every rank.
         """
         ...
 
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        """Search for the fastest GEMMs for the given batch sizes; does nothing except on CUDA.
+        """Find the fastest GEMMs for the given batch sizes; does nothing except on CUDA.
 
         tokens: numbers of tokens of a step.
-        samples: numbers of sampling tokens, for the head.
+        samples: numbers of sampling tokens, for the LM head.
         """
         ...
 
     def matrices(self) -> list[LinearSpec]:
-        """Return the specs of all linear layers, without a head that is the embedding."""
+        """Return the specs of all linear layers, except a tied LM head."""
         ...
 
     def expert_specs(self) -> list[ExpertsSpec]: ...
 
     def one_layer(self) -> "Model":
-        """Return the model with one layer of each kind; layers of one kind launch the same
+        """Return a view of the model with one layer of each kind, whose layers launch equal
         kernels."""
         ...
 
     def parameters(self) -> Iterator[Parameter]:
-        """Return every tensor that loading fills, with its checkpoint tensors."""
+        """Return every parameter that loading fills."""
         ...
 
     def units(self) -> Iterator[Unit]:
         """Return the groups of parameters that any loading thread may pack, before `finish`.
 
-        Parameters outside of units wait for `finish`, and are allocated before any is filled.
+        Parameters outside of units are packed by `finish`, and allocated before any is filled.
         """
         ...
 
@@ -151,35 +150,38 @@ class Model(Protocol):
         ...
 
     def ignores(self, stored: str) -> bool:
-        """Whether loading skips the checkpoint's tensor `stored`, which this model lacks."""
+        """Whether loading skips the checkpoint's tensor `stored`, as the model has no such
+        parameter."""
         ...
 
     def linears(self) -> Iterator[Linear]:
-        """Return the linear layers that adapters may change, in a fixed order, without the head."""
+        """Return the linear layers that adapters may change, in a fixed order, without the LM
+        head."""
         ...
 
     def step_bytes(self, tokens: int, samples: int) -> int:
         """Return an estimate of the peak bytes of activations in a step.
 
         tokens: the number of the step's tokens.
-        samples: the number of tokens of which logits are computed.
+        samples: the number of tokens whose logits are computed.
         """
         ...
 
     def finish(self) -> None:
-        """Pack the layers that are not packed yet, after all parameters are filled."""
+        """Pack the remaining layers, after all parameters are filled."""
         ...
 
     def parts(self, most_bytes: int) -> "Iterator[tuple[Decoder, Decoder]]":
-        """Yield for each part of the model an unfilled copy, and the model with that part alone.
+        """Yield, for each part of the model, (an unloaded copy of the part, a view of the model's
+        part).
 
         most_bytes: the maximum bytes of the layers in one part, which has at least one layer.
         """
         ...
 
 
-# Architecture.network -> the model's class, which takes the builder, the linear method of a head
-# that shares the embedding's weights, and the number of rows after the vocabulary.
+# Architecture.network -> the model's class, which takes (builder, linear method of a tied LM head,
+# number of embedding rows after the vocabulary).
 MODELS: dict[str, Callable[[Builder, LinearMethod, int], Model]] = {"decoder": Decoder}
 
 
@@ -202,14 +204,14 @@ def build_model(
     """Allocate the model on its device; its weights are undefined until ``load_weights``.
 
     quantization: the value in the configuration.
-    quantization_layers: pattern of the names of matrices -> their quantization, where it differs.
+    quantization_layers: pattern of names of matrices -> quantization, where it differs.
     group: the ranks that divide each layer; None = a single rank.
     spread_experts: whether ranks of the group have whole experts instead of a part of each.
     data_parallel_attention: whether each rank has all heads, for its own requests.
-    virtual_tokens: rows after the vocabulary in the embedding table.
-    runs_on: the type of the device that will run the model, if it differs. On torch's "meta" device
-        a model takes no memory, but reports the memory that it would take.
-    method: the method of all linear layers, in place of the one that quantization names.
+    virtual_tokens: number of rows after the vocabulary in the embedding table.
+    runs_on: the type of the device on which the model will run, if it differs from `device`. On
+        torch's "meta" device a model takes no memory, but reports the memory that it would take.
+    method: the method of all linear layers, instead of that of `quantization`.
     """
     build = _builder(model_config, dtype, torch.device(device), kernels, quantization, runs_on)
     build = replace(
@@ -226,7 +228,7 @@ def build_model(
             build.method, quantization_layers, kernels, build.runs_on, model_config.quantized
         )
         build = replace(build, layer_methods=layer_methods)
-    # A head that is the embedding is loaded with it, dense if the method needs that.
+    # A tied LM head is loaded with the embedding, unquantised if the method requires that.
     tied = build.method
     if not tied.FROM_DENSE:
         tied = linear_method("none", kernels, build.runs_on)
@@ -244,7 +246,7 @@ def build_tower_alone(
     *,
     runs_on: str | None = None,
 ) -> Tower | None:
-    """Return a model's vision tower, allocated without the text model; None if it has no tower.
+    """Allocate a model's vision encoder without the text model; None if the model has none.
 
     runs_on: see `build_model`.
     """
@@ -269,7 +271,8 @@ def _builder(
         linear_method(quantization, kernels, runs_on, model_config.quantized),
         TensorParallelGroup(),
         dtype,
-        # The CPU computes in float32, and uses 16 bits only for weights and KV.
+        # the dtype of activations: the CPU computes in float32, and uses 16 bits only for weights
+        # and KV
         torch.float32 if runs_on == "cpu" else dtype,
         device,
         runs_on=runs_on,

@@ -1,4 +1,4 @@
-"""build_drafter, load_drafter: make the drafter network that the setting `speculation` names."""
+"""build_drafter, load_drafter: create the draft model of the setting `speculation`."""
 
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from engine.weights.stored import StoredTensor
 def build_drafter(
     settings: SpeculationSettings | None, model: Model, quantization: str
 ) -> ModelDrafter | None:
-    """Return the drafter, allocated on the model's device; None if no drafter network is used.
+    """Allocate the draft model on the model's device; None if the settings use none.
 
-    settings: the setting `speculation`, which `resolve` has checked for this model.
+    settings: the resolved setting `speculation`.
     quantization: see `build_model`.
     """
     if settings is None or not settings.by_model:
@@ -36,7 +36,7 @@ def build_drafter(
     folder = Path(settings.model)
     if settings.method == "draft_model":
         return DraftModel(draft_config(folder, model.config), model, quantization)
-    # `manta plan` may have config.json alone
+    # the folder may have only config.json, in `manta plan`
     stored = read_index(folder) if weight_files(folder) else {}
     own_embedding = any(name.endswith("embed_tokens.weight") for name in stored)
     config = Eagle3Config.from_folder(folder, model.config)
@@ -46,9 +46,9 @@ def build_drafter(
 def load_drafter(
     drafter: ModelDrafter, settings: SpeculationSettings, folder: Path | None, seed: int
 ) -> None:
-    """Fill the drafter from its folder, or with random weights if folder is None.
+    """Load the drafter's weights, or fill it with random weights if folder is None.
 
-    folder: the model's folder.
+    folder: the target model's folder, which is used if the settings name none.
     Raises ConfigError as `check_drafter` does.
     """
     own = folder and Path(settings.model or folder)
@@ -61,10 +61,10 @@ def load_drafter(
 
 
 def check_drafter(drafter: ModelDrafter, settings: SpeculationSettings, folder: Path) -> None:
-    """Raise ConfigError naming file and tensor for faults of the drafter's files.
+    """Raise ConfigError, naming file and tensor, for faults of the drafter's files.
 
-    Faults are a tensor that is missing, unexpected or of another shape, and a draft model's
-    tokenizer whose tokens are not the target model's.
+    Faults are tensors that are missing, unexpected or of another shape, and a draft model whose
+    tokenizer differs from the target model's.
 
     drafter: a drafter on any device.
     folder: the target model's folder.
@@ -87,7 +87,7 @@ def _check_vocabulary(own: Path, folder: Path) -> None:
 
 
 def _read(drafter: ModelDrafter, folder: Path) -> dict[str, StoredTensor]:
-    """Return the drafter's tensors in its folder, by the names that it uses.
+    """Return the tensors of the drafter's folder by the drafter's names.
 
     drafter: a drafter on any device.
     Raises ConfigError naming file and tensor for a tensor that is missing, unexpected or of another

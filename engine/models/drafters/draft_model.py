@@ -1,4 +1,4 @@
-"""DraftModel: a smaller model of the same vocabulary as a drafter, with its own KV cache."""
+"""DraftModel: a smaller model with the same vocabulary as a drafter, with a separate KV cache."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,9 +15,9 @@ from kernels.metadata import AttentionMeta
 
 
 class DraftModel:
-    """A model that drafts for another one; implements drafter.ModelDrafter.
+    """A smaller model that drafts for the target model; implements drafter.ModelDrafter.
 
-    A draft model reads tokens alone, and no hidden states of the target model.
+    A draft model reads only tokens, and no hidden states of the target model.
     """
 
     taps: tuple[int, ...] = ()
@@ -26,7 +26,7 @@ class DraftModel:
     def __init__(self, config: ModelConfig, model: Decoder, quantization: str) -> None:
         """Allocate the draft model on the device of its target model, `model`.
 
-        quantization: the format for weights that are stored in 16 or 32 bits.
+        quantization: the format for weights that are stored unquantised.
         """
         on_load = quantization if config.quantized is None and quantization != "gguf" else "none"
         build = model.build
@@ -47,7 +47,8 @@ class DraftModel:
         return self.model.tensor_name(stored)
 
     def ignores(self, stored: str) -> bool:
-        """Whether loading skips the checkpoint's tensor `stored`, which the draft model lacks."""
+        """Whether loading skips the checkpoint's tensor `stored`, as the draft model has no such
+        one."""
         return self.model.ignores(stored)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -59,18 +60,18 @@ class DraftModel:
         return self.model.units()
 
     def finish(self) -> None:
-        """Pack what is not packed yet, after all parameters are filled."""
+        """Pack the remaining layers, after all parameters are filled."""
         self.model.finish()
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return the states unchanged, as a draft model reads tokens alone."""
+        """Return the states unchanged, as a draft model reads only tokens."""
         return states
 
     def forward(
         self, token_ids: Tensor, states: Tensor, kv: Mapping[int, KV], meta: AttentionMeta
     ) -> Tensor:
         """Compute the tokens' hidden states; see `ModelDrafter.forward`."""
-        # placeholders of virtual tokens have numbers beyond the vocabulary
+        # ids of virtual tokens are beyond the vocabulary
         known = token_ids.clamp(max=self.model.config.vocab_size - 1)
         return self.model.forward(known, [meta], kv)
 
@@ -80,7 +81,7 @@ class DraftModel:
 
 
 def same_vocabulary(folder: Path, other: Path) -> bool:
-    """Whether two folders' tokenizers have the same tokens, as far as both have tokenizer.json."""
+    """Whether two folders' tokenizers have the same tokens; True if one has no tokenizer.json."""
     tables = []
     for path in (folder / "tokenizer.json", other / "tokenizer.json"):
         if not path.is_file():

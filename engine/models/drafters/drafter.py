@@ -1,7 +1,7 @@
-"""ModelDrafter: the interface of networks that draft the next tokens of a model's texts.
+"""ModelDrafter: the interface of networks that draft next tokens for a target model.
 
-Most drafters have one layer. Its row i reads the target model's hidden state of token i and the
-embedding of token i + 1. Its keys lie in KV blocks with the same ids as the target model's:
+Most drafters have one layer. Row i of its input is the target model's hidden state of token i and
+the embedding of token i + 1. Its KV blocks have the same ids as the target model's:
 
  step     states and next tokens of all tokens -> rows; the last accepted one gives the first draft
  pass     the row before, the last draft -> a row, which gives the next draft; and so on
@@ -24,9 +24,10 @@ from kernels.metadata import AttentionMeta
 class ModelDrafter(Loadable, Protocol):
     """The interface of a network that drafts the next tokens of a target model."""
 
-    taps: tuple[int, ...]  # layers whose inputs are read, see `Decoder.taps`; () = final states
-    reads_states: bool  # whether it reads states of the model
-    kv: KVGroups  # the cache of the drafter's layers: one group that keeps all tokens
+    # the target model's layers whose inputs are read, see `Decoder.taps`; () = final hidden states
+    taps: tuple[int, ...]
+    reads_states: bool  # whether the drafter reads hidden states of the target model
+    kv: KVGroups  # the KV groups of the drafter's layers: one group that keeps all tokens
 
     @property
     def loading_bytes(self) -> int:
@@ -34,12 +35,12 @@ class ModelDrafter(Loadable, Protocol):
         ...
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return the input `states` of a step's first pass [n, drafter's hidden size].
+        """Compute the argument `states` of a step's first pass, [n, drafter's hidden size].
 
         The result is in new memory.
 
-        states: [n, taps * hidden_size], the concatenated inputs of the target model's layers;
-            without taps [n, hidden_size], its hidden states after the final norm.
+        states: [n, taps * hidden_size], the concatenated inputs of the target model's layers
+            `taps`; without taps [n, hidden_size], its hidden states after the final norm.
         """
         ...
 
@@ -48,9 +49,9 @@ class ModelDrafter(Loadable, Protocol):
     ) -> Tensor:
         """Compute the tokens' hidden states [n, drafter's hidden size], the next pass's `states`.
 
-        token_ids: [n] int64, the token after each row's own; the row's own if `reads_states` is
-            False.
-        states: the result of `fused`, or the result of the pass before; may be overwritten.
+        token_ids: [n] int64, the token after that of each state; if `reads_states` is False, the
+            tokens themselves.
+        states: the result of `fused`, or of the previous pass; may be overwritten.
         kv: the layers' caches, written in place.
         """
         ...

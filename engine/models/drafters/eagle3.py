@@ -1,4 +1,4 @@
-"""Eagle3Drafter: an EAGLE-3 drafter, which reads the inputs of some layers of the model."""
+"""Eagle3Drafter: an EAGLE-3 drafter, which reads inputs of some layers of the target model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ from engine.weights.parameter import Parameter, Source, Unit
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
-# beginnings of names in its files -> the names of a Llama
+# (prefix of tensor names in the drafter's files, prefix in a Llama)
 _RENAMES = (
     ("midlayer.", "model.layers.0."),
     ("layers.0.", "model.layers.0."),
@@ -47,8 +47,8 @@ class Eagle3Drafter:
     def __init__(self, config: Eagle3Config, model: Decoder, *, own_embedding: bool) -> None:
         """Allocate the drafter on its target model's device, and set the target model's `taps`.
 
-        own_embedding: whether the drafter's files have a table of embeddings.
-        Raises ConfigError if the files have no such table, and the model's has another width.
+        own_embedding: whether the drafter's files have an embedding table.
+        Raises ConfigError if they have none and the target model's has another width.
         """
         body, self._config, self._model = config.layer, config, model
         size, target = body.hidden_size, model.config.hidden_size
@@ -160,13 +160,13 @@ class Eagle3Drafter:
         return small + self._tables.num_bytes + sum(linear.num_bytes for linear in self._linears)
 
     def finish(self) -> None:
-        """Pack what is not packed yet, after all parameters are filled. Raises ConfigError."""
+        """Pack the remaining layers, after all parameters are filled. Raises ConfigError."""
         for linear in self._linears:
             if linear.parameters:
                 linear.finish()
         if self._numbers is None:
             return
-        # the files store the difference of the model's id and the drafter's
+        # the files store the difference between the target model's id and the drafter's
         self._numbers += torch.arange(len(self._numbers), device=self.device)
         if self._numbers.min() < 0 or self._numbers.max() >= self._config.layer.vocab_size:
             raise ConfigError(
@@ -177,7 +177,7 @@ class Eagle3Drafter:
     # ---- drafts --------------------------------------------------------------------------------
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return the matmul of the joined inputs of the model's layers (`ModelDrafter.fused`)."""
+        """Project the concatenated inputs of the target model's layers (`ModelDrafter.fused`)."""
         if self._input_norm is not None:
             states = self._input_norm(states)
         elif self._input_norms:
@@ -194,7 +194,7 @@ class Eagle3Drafter:
         """Return the drafter's hidden states for tokens; see `ModelDrafter.forward`."""
         if self._table is None:
             embedded = self._model.enter(token_ids, meta.positions)
-        else:  # placeholders of virtual tokens have numbers beyond the table
+        else:  # ids of virtual tokens are beyond the table
             known = token_ids.clamp(max=len(self._table) - 1)
             embedded = embedding(known, self._table).to(self._activations)
         normed = self._hidden_norm(states)
@@ -216,6 +216,6 @@ class Eagle3Drafter:
 def _no_offset(tensor: Tensor, generator: torch.Generator) -> None:
     """Fill a drafter's table of token id offsets with zeros, for random weights.
 
-    The drafter's tokens then are the first ones of the target model.
+    The drafter's vocabulary is then the first tokens of the target model's.
     """
     tensor.zero_()

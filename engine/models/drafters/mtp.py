@@ -1,4 +1,4 @@
-"""MtpDrafter: a checkpoint's multi-token-prediction (MTP) layer, with the model's own head."""
+"""MtpDrafter: a checkpoint's multi-token-prediction (MTP) layer, with the target model's head."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -24,16 +24,16 @@ from kernels.metadata import AttentionMeta
 class MtpDrafter:
     """The multi-token-prediction layer of a model; implements drafter.ModelDrafter.
 
-    Its weights are in the model's own files, where the model itself ignores them.
+    The layer's weights are in the target model's files; the target model ignores them.
     """
 
     taps: tuple[int, ...] = ()
     reads_states = True
 
     def __init__(self, model: Decoder) -> None:
-        """Allocate the layer beside the model, on its device.
+        """Allocate the layer on the target model's device.
 
-        model: a model whose configuration has such a layer.
+        model: a target model whose checkpoint has an MTP layer.
         """
         config, mtp = model.config, model.config.record.mtp
         assert mtp is not None and config.mtp_layers
@@ -57,16 +57,16 @@ class MtpDrafter:
         self._embedding_norm = norm(mtp.embedding_norm)
         self._hidden_norm = norm(mtp.hidden_norm)
         self._norm = norm(mtp.norm)
-        # files leave this matrix unquantised
+        # this matrix is unquantised in quantised checkpoints too
         dense = linear_method("none", build.kernels, build.runs_on)
         part = Part(self._ours(mtp.project), size, 2 * size, (0, size), (0, 2 * size))
         spec = LinearSpec("mtp_project", (part,), False, build.dtype, build.device)
         self._project = Linear(spec, dense)
 
     def _ours(self, name: str) -> str:
-        """Return the name, as in `Source.name`, of a tensor or module of the layer.
+        """Return the name in `Source.name` of a tensor or module of the layer.
 
-        name: its name in the checkpoint, which has "{layers}" or the layer's number.
+        name: the name in the checkpoint, with "{layers}" or the layer's number.
         """
         name, layers = self._numbered(name), self._numbered(self._mtp.layer)
         if name.startswith(layers):
@@ -135,7 +135,7 @@ class MtpDrafter:
         return small + self._tables.num_bytes + sum(owner.num_bytes for owner in self._packed)
 
     def finish(self) -> None:
-        """Pack what is not packed yet, after all parameters are filled."""
+        """Pack the remaining layers, after all parameters are filled."""
         for owner in self._packed:
             if owner.parameters:
                 owner.finish()
@@ -143,7 +143,7 @@ class MtpDrafter:
     # ---- drafts --------------------------------------------------------------------------------
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return the model's final states, which the layer reads as they are."""
+        """Return the target model's final hidden states unchanged."""
         return states
 
     def forward(

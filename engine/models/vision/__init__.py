@@ -1,1 +1,1 @@
-"""Vision towers, which compute embeddings of pictures from 8-bit pixels; one family a module."""
+"""Vision encoders (towers), which compute embeddings of pictures; each module has one family."""

@@ -1,4 +1,4 @@
-"""Block: a layer of a tower, attention in both directions and an MLP on one residual."""
+"""Block: a layer of a vision encoder, with bidirectional attention and an MLP."""
 
 from typing import Protocol
 
@@ -12,7 +12,8 @@ from kernels.metadata import AttentionMeta
 
 class MLP(Protocol):
     def forward(self, residual: Tensor, norm: Norm) -> Tensor:
-        """Add the MLP of norm(residual) [n, hidden_size] to the residual in place; return it."""
+        """Add MLP(norm(residual)) to the residual [n, hidden_size] in place, and return the
+        residual."""
         ...
 
 
@@ -46,7 +47,7 @@ class GatedMLP(MLP):
 
 
 class Block:
-    """A layer of a tower, with norms before attention and MLP.
+    """A layer of a vision encoder, with norms before attention and MLP.
 
     qkv: the projection to queries, keys and values, in this order.
     """

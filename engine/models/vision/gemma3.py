@@ -1,4 +1,4 @@
-"""The tower of Gemma 3: SigLIP over a square picture, whose patches are averaged."""
+"""The tower of Gemma 3: SigLIP over a square picture, with average pooling of patches."""
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ class Gemma3Tower(TileTower):
             siglip_block(self, f"vision.encoder.layers.{i}") for i in range(config.num_layers)
         ]
         self.norm = self.layer_norm("vision.post_layernorm", width)
-        # The norm multiplies by 1 + the checkpoint's weight.
+        # The norm's weight is 1 + the checkpoint's.
         self.pooled_norm = self.rms_norm("projector.mm_soft_emb_norm", width, offset=1.0)
         self.projection = self.linear(
             "projector.mm_input_projection", config.out_size, width, bias=False, transposed=True

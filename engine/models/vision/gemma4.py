@@ -1,4 +1,5 @@
-"""The tower of Gemma 4: learned and rotary positions of two axes, and means of patches."""
+"""The tower of Gemma 4: learned and rotary positions on two axes, and average pooling of
+patches."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from kernels.metadata import AttentionMeta
 
 
 class _Projection:
-    """A linear layer of stacked matrices, each of which may clamp its input and its output."""
+    """A linear layer of stacked matrices, each with optional clamping of input and output."""
 
     def __init__(self, tower: "Gemma4Tower", names: Sequence[str], out: int, features: int) -> None:
         inner = [f"{name}.linear" for name in names]
@@ -29,7 +30,7 @@ class _Projection:
         self.bounds = [tower.bounds(name) for name in names] if self.clipped else []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [n, out of all matrices] of x [n, features]."""
+        """Multiply x [n, features]; return [n, sum of the matrices' outputs]."""
         if not self.clipped:
             return self.linears[0].forward(x)
         outputs = []
@@ -60,7 +61,8 @@ class _Block:
         self.down = _Projection(tower, [f"{name}.mlp.down_proj"], width, inner)
 
     def forward(self, residual: Tensor, segments: AttentionMeta) -> Tensor:
-        """Return the residual [n, hidden_size] with the block's output added, in place."""
+        """Add the block's output to the residual [n, hidden_size] in place, and return the
+        residual."""
         tower, config = self.tower, self.tower.vision
         qkv = self.qkv.forward(self.attention_norm(residual))
         heads = qkv.unflatten(1, (3, config.num_heads, config.head_dim))
@@ -106,12 +108,13 @@ class Gemma4Tower(Tower):
         self.project = self.linear(projection, config.out_size, width, bias=False)
 
     def plain_norm(self, size: int) -> RMSNorm:
-        """Make a norm without a weight."""
+        """Create a norm without a weight."""
         ones = torch.ones(size, dtype=self.activation_dtype, device=self.device)
         return RMSNorm(self.kernels, ones, self.config.norm_eps)
 
     def bounds(self, name: str) -> tuple[Tensor, ...]:
-        """Make a layer's bounds, [1] each: minimum, maximum of its input, then of its output."""
+        """Create a layer's clamping bounds, [1] each: (minimum, maximum) of the input, then the
+        output."""
         limits = (("min", -math.inf), ("max", math.inf))
         return tuple(
             self.vector(
@@ -126,7 +129,8 @@ class Gemma4Tower(Tower):
 
     def shape_of(self, size: int) -> tuple[int, int, int]:
         side = self.vision.patch_size * self.vision.pool
-        most = self.vision.positions // self.vision.pool  # maximum of embeddings along an axis
+        # maximum number of embeddings along an axis
+        most = self.vision.positions // self.vision.pool
         rows = max(1, min(most, math.isqrt(size)))
         return 1, rows * side, min(most, size // rows) * side
 

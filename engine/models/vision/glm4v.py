@@ -1,4 +1,4 @@
-"""The tower of GLM-4.1V, GLM-4.5V and GLM-4.6V: Qwen's, with positions sampled bicubically."""
+"""The tower of GLM-4.1V, GLM-4.5V and GLM-4.6V: Qwen's, with bicubic learned positions."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from engine.models.vision.block import Block, GatedMLP
 from engine.models.vision.qwen_vl import QwenTower, sampled_positions
 from engine.models.vision.tower import segments_of, turns
 
-_MERGER_EPS = 1e-5  # epsilon of the merger's LayerNorm, whatever the file says
+_MERGER_EPS = 1e-5  # epsilon of the merger's LayerNorm, for which the file's value does not apply
 
 
 class GlmTower(QwenTower):
-    """A tower that joins blocks of patches by a convolution, followed by a gated MLP."""
+    """A tower that merges blocks of patches by a convolution, followed by a gated MLP."""
 
     gated = True
 
@@ -59,7 +59,8 @@ class GlmTower(QwenTower):
         for block in self.blocks:
             residual = block.forward(residual, segments)
         blocks = self.after(residual).view(-1, self.vision.merge**2, self.config.hidden_size)
-        # A row of the convolution's matrix has a feature of all patches of a block, then the next.
+        # A row of the convolution's matrix has one feature of all patches of a block, then the next
+        # feature.
         joined = linear(blocks.transpose(1, 2).flatten(1).float(), self.join, self.join_bias)
         merged = self.norm(self.project.forward(joined.to(self.activation_dtype)))
         inner = self.kernels.activation(merged, "gelu")

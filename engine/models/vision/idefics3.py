@@ -1,4 +1,4 @@
-"""The tower of Idefics 3 and SmolVLM: SigLIP over tiles, and a matmul that makes embeddings."""
+"""The tower of Idefics 3 and SmolVLM: SigLIP over tiles, and a linear projector."""
 
 import torch
 from torch import Tensor
@@ -36,11 +36,12 @@ class Idefics3Tower(TileTower):
 
 
 def nearest_lines(count: int, side: int) -> Tensor:
-    """Return the line of the position table for each of `count` lines of patches, [count].
+    """Return the row of the position table for each of `count` rows of patches, [count].
 
-    side: the number of the table's lines.
-    Positions are computed in float32, whose rounding may give a line of patches the table's line
-    before its own, even if count == side.
+    Positions are computed in float32. The rounding may select the previous row of the table, even
+    if count == side.
+
+    side: the number of rows of the table.
     """
     ends = torch.arange(1 / side, 1.0, 1 / side)
     lines = (torch.arange(count) * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6)

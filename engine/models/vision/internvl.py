@@ -21,10 +21,10 @@ _PROJECTOR_EPS = 1e-5
 class _Names:
     """The names of the tower's tensors in one format of checkpoints.
 
-    layers: the beginning of the names of layers, which the layer's number follows. The names in
-        norms, qkv, qk_norm, out and scales come after it.
+    layers: the prefix of the names of layers, before the layer's number. The names in norms, qkv,
+        qk_norm, out and scales follow that number.
     qkv: the projections to queries, keys and values, or one projection to all three.
-    projector: the norm and the two layers from the tower's width to the text model's.
+    projector: the norm and the two linear layers that project to the text model's width.
     """
 
     patch: str
@@ -72,7 +72,7 @@ _NAMES = {
 
 
 class _Block(Block):
-    """A layer whose attention and MLP are scaled, element by element, before they are added."""
+    """A layer with layer scale: attention and MLP have an elementwise factor."""
 
     def __init__(self, tower: "InternTower", name: str) -> None:
         config, names = tower.vision, tower.names

@@ -42,7 +42,8 @@ class KimiTower(QwenTower):
         else:
             parts = [f"{name}.attn.{part}_proj" for part in "qkv"]
             qkv = self.linear(parts, width, width, rows=(turned, turned, whole))
-        first = 0 if config.fused else 1  # numbers in names begin at 0 or 1
+        # numbering of the projector's layers in names begins at 0 or 1
+        first = 0 if config.fused else 1
         norms = (
             self.layer_norm(f"{name}.norm{first}", width),
             self.layer_norm(f"{name}.norm{first + 1}", width),

@@ -1,4 +1,4 @@
-"""The tower of Llama 4: tiles with a class token behind them, and rotary positions of pairs."""
+"""The tower of Llama 4: tiles with a class token at the end, and rotary positions."""
 
 import torch
 from torch import Tensor
@@ -45,8 +45,8 @@ class Llama4Tower(TileTower):
         return turns(columns, rows, self.vision.head_dim, self.vision.theta).repeat(tiles, 1)
 
     def attend(self, qkv: Tensor, segments: AttentionMeta, scale: float | None = None) -> Tensor:
-        # Rotary pairs are adjacent in the checkpoint, and half a head apart for `attend`. Queries
-        # and keys are reordered alike, which leaves their products the same.
+        # Rotary pairs are adjacent in the checkpoint, but half a head apart for `attend`. Queries
+        # and keys are permuted in the same way, which does not change the scores.
         both = qkv[:, : 2 * self.vision.hidden_size]
         pairs = both.unflatten(1, (2 * self.vision.num_heads, -1, 2))
         both.copy_(pairs.transpose(-2, -1).flatten(1))

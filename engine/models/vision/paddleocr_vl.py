@@ -10,7 +10,7 @@ from engine.models.vision.qwen_vl import Merger, QwenTower, sampled_positions
 from engine.models.vision.siglip import siglip_block
 from engine.models.vision.tower import segments_of, turns
 
-_MERGER_EPS = 1e-5  # epsilon of the merger's LayerNorm, whatever the file says
+_MERGER_EPS = 1e-5  # epsilon of the merger's LayerNorm, for which the file's value does not apply
 
 
 class PaddleTower(QwenTower):

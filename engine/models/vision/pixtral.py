@@ -1,4 +1,4 @@
-"""The tower of Pixtral and Mistral 3: rotary positions of two axes, and a merger of patches."""
+"""The tower of Pixtral and Mistral 3: rotary positions on two axes, and a patch merger."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from engine.models.vision.tower import Tower, patches_of, places, segments_of, t
 
 
 class _Merger:
-    """The layer that makes one embedding of a block of patches, of the tower's width."""
+    """The layer that merges a block of patches into one embedding of the tower's width."""
 
     def __init__(self, tower: "PixtralTower", name: str, eps: float) -> None:
         config = tower.vision
@@ -25,9 +25,9 @@ class _Merger:
         self.join = tower.linear(layer, self.width, joined, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [n / block, width] of patches x [n, width], which come block by block."""
+        """Merge patches x [n, width], which are ordered by block; return [n / block, width]."""
         blocks = self.norm(x).view(-1, self.block, self.width)
-        # A row of the matrix has a feature of all patches of a block, then the next feature.
+        # A row of the matrix has one feature of all patches of a block, then the next feature.
         return self.join.forward(blocks.transpose(1, 2).flatten(1))
 
 

@@ -18,10 +18,10 @@ from engine.models.vision.tower import Tower, patches_of, places, segments_of, t
 
 
 class Merger:
-    """The layers that make one embedding of a block of patches.
+    """The layers that merge a block of patches into one embedding.
 
     name, up, down: names of the checkpoint's tensors.
-    joined: whether one norm covers the whole block; otherwise each patch is normed.
+    joined: whether the norm is over the whole block; otherwise over each patch.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class Merger:
         self.down = tower.linear(down, config.out_size, self.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the embeddings [n / merge², out_size] of patches x [n, hidden_size]."""
+        """Merge patches x [n, hidden_size] to embeddings [n / merge², out_size]."""
         x = self.norm(x.view(-1, self.width) if self.joined else x).view(-1, self.width)
         return self.down.forward(self.kernels.activation(self.up.forward(x), "gelu"))
 
 
 @dataclass(slots=True)
 class Entered:
-    """The projected patches of pictures, block by block of merge x merge patches.
+    """The projected patches of pictures, ordered by blocks of merge x merge patches.
 
-    The frames of a clip that share patches count as one picture.
+    Frames of a video that share patches count as one picture.
 
     x: [n, hidden_size] float32, projected patches.
     grids: rows and columns of patches of each picture.
@@ -61,12 +61,12 @@ class Entered:
 
 
 class QwenTower(Tower):
-    """The base class of Qwen's towers; subclasses have the layers of their version."""
+    """The base class of Qwen's towers; subclasses define the layers of a version."""
 
     gated = False  # whether MLPs have a gate
 
     def __init__(self, build: Builder, config: QwenVision, *, bias: bool) -> None:
-        """Make the projection of patches, which all versions have. bias: whether it has one."""
+        """Create the patch projection, which all versions have. bias: whether it has a bias."""
         super().__init__(build, config)
         self.vision = config
         width, patch = config.hidden_size, config.patch_size
@@ -90,9 +90,9 @@ class QwenTower(Tower):
         return size * config.merge**2 * inside * self.activation_dtype.itemsize
 
     def enter(self, pixels: Sequence[Tensor]) -> Entered:
-        """Return the projected patches of pictures.
+        """Project the patches of pictures.
 
-        pixels: see `Tower.encode`; several tiles are the frames of a clip.
+        pixels: see `Tower.encode`; several tiles are the frames of a video.
         """
         patch, merge = self.vision.patch_size, self.vision.merge
         grids = [
@@ -109,12 +109,13 @@ class QwenTower(Tower):
         return Entered(x, grids, rows, columns)
 
     def _projected(self, pixels: Sequence[Tensor]) -> Tensor:
-        """Return the projected patches [n, hidden_size] of still pictures, or of a clip."""
+        """Return the projected patches [n, hidden_size] of still pictures, or of a video."""
         size, frames = self.vision.patch_size, self.vision.frames
         cut = [patches_of(self.normalised(picture), size, self.vision.merge) for picture in pixels]
         # [width, frames, patch² * 3]
         weight = self.patch.permute(0, 2, 3, 1).flatten(2)
-        if len(pixels[0]) == 1:  # a still picture's frames are equal
+        # a still picture has equal frames, so the weight is summed over frames
+        if len(pixels[0]) == 1:
             return linear(torch.cat(cut), weight.sum(1), self.patch_bias)
         (patches,) = cut
         together = patches.unflatten(0, (-1, frames, len(patches) // len(pixels[0])))
@@ -156,9 +157,9 @@ class Qwen2Tower(QwenTower):
 
 
 class Qwen25Tower(QwenTower):
-    """The tower of Qwen2.5-VL, in most layers of which patches see only their own window.
+    """The tower of Qwen2.5-VL, most of whose layers have window attention.
 
-    Patches are in the order of windows from the first to the last layer.
+    Patches are ordered by windows in all layers.
     """
 
     gated = True
@@ -202,7 +203,7 @@ class Qwen25Tower(QwenTower):
 
 
 def _windows(rows: int, columns: int, side: int) -> tuple[NDArray[np.int64], list[int]]:
-    """Return the indices of a grid's elements window by window, and the size of each window.
+    """Return (indices of a grid's elements, ordered by windows; number of elements of each window).
 
     rows, columns: the grid's size in elements.
     side: the side of a window in elements; windows at the right and bottom edge may be smaller.
@@ -213,7 +214,7 @@ def _windows(rows: int, columns: int, side: int) -> tuple[NDArray[np.int64], lis
 
 
 class Qwen3Tower(QwenTower):
-    """The tower of Qwen3-VL and later: learned and rotary positions, and deepstack."""
+    """The tower of Qwen3-VL and later: learned and rotary positions, and DeepStack."""
 
     def __init__(self, build: Builder, config: Qwen3Vision) -> None:
         super().__init__(build, config, bias=True)
@@ -253,7 +254,7 @@ class Qwen3Tower(QwenTower):
         return torch.cat((self.merger.forward(residual), *levels), 1).to(self.dtype)
 
     def _positions(self, entered: Entered) -> Tensor:
-        """Return the learned positions [n, width] of all patches."""
+        """Return the learned position embeddings [n, width] of all patches."""
         lengths = entered.lengths
         pictures = zip(
             entered.grids, entered.rows.split(lengths), entered.columns.split(lengths), strict=True
@@ -265,8 +266,8 @@ class Qwen3Tower(QwenTower):
     def _learned(self, height: int, width: int, rows: Tensor, columns: Tensor) -> Tensor:
         """Return learned position embeddings [n, width] of patches at rows and columns of a grid.
 
-        Each is interpolated between the four nearest entries of the table, which is stretched so
-        that its corners are the grid's corners.
+        The table is stretched so that its corners are the grid's corners, and interpolated
+        bilinearly.
 
         height, width: the grid's size in patches.
         """
@@ -281,12 +282,12 @@ class Qwen3Tower(QwenTower):
 
 
 def _between(count: int, side: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the two lines of the table around each line of patches, and the weight of the second.
+    """Return, along one axis, the two table entries around each patch, and the second's weight.
 
-    count: the number of the picture's lines of patches.
-    side: the number of the table's lines.
-    index: [n], numbers of lines of patches.
-    Returns (lines before [n], lines after [n], weights of the lines after [n, 1]).
+    count: the picture's number of patches along the axis.
+    side: the table's number of entries along the axis.
+    index: [n], positions of patches along the axis.
+    Returns (entries before [n], entries after [n], weights of the latter [n, 1]).
     """
     lines = torch.linspace(0, side - 1, count, device=index.device)[index]
     before = lines.long()
@@ -294,9 +295,9 @@ def _between(count: int, side: int, index: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def sampled_positions(table: Tensor, entered: Entered, mode: str) -> Tensor:
-    """Return the learned positions [n, width] of patches, sampled from a table.
+    """Interpolate the learned position embeddings [n, width] of patches from a table.
 
-    For each picture the table is stretched so that its outer edges are the picture's.
+    For each picture the table is stretched so that its outer edges are the picture's edges.
 
     table: [side * side, width] float32.
     mode: the interpolation, as in torch's `grid_sample`.
@@ -305,7 +306,7 @@ def sampled_positions(table: Tensor, entered: Entered, mode: str) -> Tensor:
     counts = torch.tensor(entered.grids, dtype=torch.float32)
     sides = counts.repeat_interleave(torch.tensor(entered.lengths), 0)
     high, wide = sides.T.to(table.device, non_blocking=True)
-    # coordinates of `grid_sample`: from -1 to 1, with x first
+    # coordinates for `grid_sample`: from -1 to 1, x first
     across = ((entered.columns + 0.5) / wide) * 2 - 1
     down = ((entered.rows + 0.5) / high) * 2 - 1
     places = torch.stack((across, down), -1)[None, :, None]

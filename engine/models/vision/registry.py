@@ -1,4 +1,4 @@
-"""build_tower: makes the vision tower of a model that takes pictures."""
+"""build_tower: creates the vision encoder of a model with image support."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from engine.models.vision.pixtral import PixtralTower
 from engine.models.vision.qwen_vl import Qwen2Tower, Qwen3Tower, Qwen25Tower
 from engine.models.vision.tower import Tower
 
-# VisionConfig.family -> the tower's class, which takes a builder and the VisionConfig.
+# VisionConfig.family -> the tower's class, which takes (builder, VisionConfig).
 TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
     "gemma3": Gemma3Tower,
     "glm4v": GlmTower,
@@ -36,6 +36,6 @@ TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
 
 
 def build_tower(build: Builder) -> Tower | None:
-    """Return the vision tower, allocated but not filled; None for a model of text alone."""
+    """Allocate the vision encoder, without weights; None for a text model."""
     vision = build.config.vision
     return None if vision is None else TOWERS[vision.family](build, vision)

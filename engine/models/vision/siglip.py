@@ -1,4 +1,4 @@
-"""siglip_block: makes a layer of SigLIP, which several families have as their tower."""
+"""siglip_block: creates a layer of SigLIP, which several families use as vision encoder."""
 
 from engine.models.vision.block import Block, PlainMLP
 from engine.models.vision.tower import Tower
@@ -10,10 +10,10 @@ def siglip_block(
     norms: tuple[str, str] = ("layer_norm1", "layer_norm2"),
     out: str = "out_proj",
 ) -> Block:
-    """Make a layer of SigLIP.
+    """Create a layer of SigLIP.
 
-    name: the beginning of the names of its tensors.
-    norms, out: the names of its two norms, and of the matmul after attention.
+    name: the prefix of the layer's tensor names.
+    norms, out: the names of the two norms, and of the output projection of attention.
     """
     width = tower.config.hidden_size
     return Block(

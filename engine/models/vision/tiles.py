@@ -14,47 +14,48 @@ from engine.models.vision.tower import Tower, patches_of, places, segments_of
 
 
 class TileTower(Tower):
-    """A tower that encodes the tiles of all pictures alike, each as a segment of its own.
+    """A tower that encodes square tiles of one size, each as a separate attention segment.
 
-    Subclasses make `blocks`, the layers. The patches of a tile are ordered so that the patches of
-    one embedding are consecutive.
+    Subclasses create `blocks`, the layers. The patches of a tile are ordered so that the patches of
+    an embedding are consecutive.
     """
 
     blocks: Sequence[Block]
 
     def __init__(self, build: Builder, config: TileVision, patch: str, *, bias: bool) -> None:
-        """Make the layer from pixels to patches.
+        """Create the patch projection.
 
-        patch: the beginning of the names of this layer's tensors.
-        bias: whether this layer has a bias.
+        patch: the prefix of the projection's tensor names.
+        bias: whether it has a bias.
         """
         super().__init__(build, config)
         self.tiles = config
         width, size = config.hidden_size, config.patch_size**2
-        self._patch = self.matrix(f"{patch}.weight", width, 3, size)  # colours, then pixels
+        # [width, colours, pixels of a patch]
+        self._patch = self.matrix(f"{patch}.weight", width, 3, size)
         self._patch_bias = self.vector(f"{patch}.bias", width).tensor if bias else None
 
     @abstractmethod
     def placed(self, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return patches with their positions and, where the family has one, a class token.
+        """Add positions to patches and, in families that have one, a class token.
 
         x: float32 [tiles, patches of a tile, hidden_size].
         rows, columns: the row and column of each patch in its tile.
         """
 
     def rotation(self, tiles: int, rows: Tensor, columns: Tensor) -> Tensor | None:
-        """Return rotary cosines and sines for the result of `placed`; None = not rotary.
+        """Return rotary cosines and sines for the result of `placed`; None = no rotary embedding.
 
         tiles: the number of tiles.
-        rows, columns: as in `placed`.
+        rows, columns: see `placed`.
         """
         return None
 
     @abstractmethod
     def projected(self, x: Tensor) -> Tensor:
-        """Return the embeddings [n, out_size] of x, the last layer's output.
+        """Project the last layer's output to embeddings [n, out_size].
 
-        x: [tiles, patches of a tile and class token, hidden_size].
+        x: [tiles, patches of a tile and class token, hidden_size], the last layer's output.
         """
 
     def shape_of(self, size: int) -> tuple[int, int, int]:
@@ -83,5 +84,5 @@ class TileTower(Tower):
         return self.projected(residual.view(x.shape)).to(self.dtype)
 
     def joined(self, x: Tensor) -> Tensor:
-        """Return the patches of each embedding in one row [n, merge² * hidden_size]."""
+        """Concatenate the patches of each embedding, [n, merge² * hidden_size]."""
         return x.reshape(-1, self.tiles.merge**2 * self.tiles.hidden_size)

@@ -1,4 +1,4 @@
-"""Tower: the base class of vision towers, with what all families compute alike."""
+"""Tower: the base class of vision encoders, with the common computations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,11 @@ from kernels.metadata import AttentionMeta, RotaryPlaces
 
 
 class Tower(ABC):
-    """A vision tower, the encoder of pictures, which every rank has whole and in 16 bits.
+    """A vision encoder, which is not divided among ranks and not quantised.
 
-    Subclasses make their layers and parameters by its methods, which register them for loading.
-    `name` is our name of a tensor (`VisionConfig.names`), without ".weight" or ".bias".
+    Subclasses create their layers and parameters by its methods, which register them for loading.
+    The argument `name` is Manta's name of a tensor (`VisionConfig.names`), without ".weight" or
+    ".bias".
     """
 
     def __init__(self, build: Builder, config: VisionConfig) -> None:
@@ -36,9 +37,9 @@ class Tower(ABC):
 
     @abstractmethod
     def encode(self, pixels: Sequence[Tensor]) -> Tensor:
-        """Return the embeddings of pictures, one after the other, in the model's dtype.
+        """Return the concatenated embeddings of pictures, in the model's dtype.
 
-        Their shape is [sum of sizes, out_size * (1 + deepstack)]. The last bits of a picture's
+        The shape is [sum of sizes, out_size * (1 + deepstack)]. The last bits of a picture's
         embeddings may depend on the other pictures of the call.
 
         pixels: uint8 [tiles, height, width, 3] of each picture, on the device.
@@ -46,7 +47,7 @@ class Tower(ABC):
 
     @abstractmethod
     def shape_of(self, size: int) -> tuple[int, int, int]:
-        """Return (tiles, height, width) of pixels that give about `size` embeddings, not more."""
+        """Return the shape (tiles, height, width) of pixels that give at most `size` embeddings."""
 
     @abstractmethod
     def step_bytes(self, size: int) -> int:
@@ -67,11 +68,11 @@ class Tower(ABC):
         transposed: bool = False,
         rows: Sequence[Rows] = (),
     ) -> Linear:
-        """Make a linear layer of one matrix, or of several matrices stacked along rows.
+        """Create a linear layer of one matrix, or of several matrices stacked along rows.
 
-        out, features: rows and columns of each matrix.
+        out, features: the numbers of rows and columns of each matrix.
         transposed: whether the checkpoint stores the matrices as [in, out].
-        rows: for each matrix, the order in which its rows are taken; () = as stored.
+        rows: the order of rows of each matrix; () = as stored.
         """
         linear = Linear(self._spec(names, out, features, bias, transposed, rows), self._method)
         self.linears.append(linear)
@@ -80,7 +81,8 @@ class Tower(ABC):
     def closing(
         self, name: str, out: int, features: int, *, bias: bool = True
     ) -> RowParallelLinear:
-        """Make the last linear layer of a branch, which can add its output to the residual."""
+        """Create the last linear layer of a residual branch, which can add its output to the
+        residual."""
         spec = self._spec(name, out, features, bias)
         linear = RowParallelLinear(spec, self._method, TensorParallelGroup())
         self.linears.append(linear)
@@ -112,9 +114,9 @@ class Tower(ABC):
     def rms_norm(
         self, name: str, size: int, eps: float | None = None, *, offset: float = 0.0
     ) -> RMSNorm:
-        """Make an RMS norm.
+        """Create an RMS norm.
 
-        eps: its epsilon; None = the tower's.
+        eps: the norm's epsilon; None = the tower's.
         offset: a number that is added to the checkpoint's weights.
         """
         dtype = torch.float32 if offset else self.activation_dtype
@@ -130,7 +132,7 @@ class Tower(ABC):
         offset: float = 0.0,
         fill: Fill | None = None,
     ) -> Parameter:
-        """Make a vector of all elements of the checkpoint's tensor `stored`, of any shape.
+        """Create a vector of all elements of the checkpoint's tensor `stored`, of any shape.
 
         std, offset, fill: see `Parameter`.
         """
@@ -141,7 +143,8 @@ class Tower(ABC):
         return parameter
 
     def matrix(self, stored: str, rows: int, *rest: int) -> Tensor:
-        """Make a float32 view [rows, *rest] of the checkpoint's tensor `stored`, of any shape."""
+        """Create a float32 tensor [rows, *rest] for the checkpoint's tensor `stored`, of any
+        shape."""
         size = rows
         for length in rest:
             size *= length
@@ -158,18 +161,19 @@ class Tower(ABC):
         return (pixels.float() * (1 / 255) - self._mean) / self._deviation
 
     def activated(self, x: Tensor) -> Tensor:
-        """Return the activation of the tower's plain MLPs, of x [n, size]."""
+        """Apply the activation of the tower's plain MLPs to x [n, size]."""
         if self.config.activation == "quick_gelu":
             wide = x.float()
             return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
         return self.kernels.activation(x, self.config.activation)
 
     def attend(self, qkv: Tensor, segments: AttentionMeta, scale: float | None = None) -> Tensor:
-        """Attend in both directions inside of each segment, and rotate as the segments say.
+        """Compute bidirectional attention within each segment, with rotary embeddings if there are
+        any.
 
         qkv: [n, 3 * num_heads * head_dim], which is overwritten.
         segments: the result of `segments_of`.
-        scale: the factor of scores; None = 1 / sqrt(head_dim).
+        scale: the factor on scores; None = 1 / sqrt(head_dim).
         Returns [n, num_heads * head_dim].
         """
         table = None if segments.rotary is None else segments.rotary.table
@@ -182,10 +186,10 @@ class Tower(ABC):
 def segments_of(
     lengths: Sequence[int], device: torch.device, rotation: Tensor | None = None
 ) -> AttentionMeta:
-    """Return the layout of consecutive segments with the given lengths, for `Tower.attend`.
+    """Return the AttentionMeta of consecutive segments, for `Tower.attend`.
 
-    rotation: float32 [n, head_dim], cosines, then sines of each token, by which the two halves of a
-        head are rotated together; None = no rotary embedding.
+    rotation: float32 [n, head_dim], each token's cosines, then sines (rotate-half form); None = no
+        rotary embedding.
     """
     starts = [0]
     for length in lengths:
@@ -209,10 +213,10 @@ def segments_of(
 
 
 def patches_of(pixels: Tensor, size: int, merge: int = 1) -> Tensor:
-    """Return the patches [n, size * size * 3] of tiles [tiles, height, width, 3].
+    """Divide tiles [tiles, height, width, 3] into patches [n, size * size * 3].
 
-    Tiles follow each other. In a tile blocks of merge x merge patches come row by row, and the
-    patches of a block are consecutive.
+    The order is by tile, then by rows of blocks of merge x merge patches; the patches of a block
+    are consecutive.
     """
     tiles, height, width, _ = pixels.shape
     block = size * merge
@@ -232,10 +236,10 @@ def turns(
 ) -> Tensor:
     """Return rotary cosines, then sines, for positions on two axes, [n, dim].
 
-    The first half of the angles is of the row, the second half of the column.
+    The first half of the angles is for the row, the second half for the column.
 
     rows, columns: [n], positions.
-    dim: the elements of a head.
+    dim: the number of elements of a head.
     theta: the base of the frequencies.
     apart: whether columns have frequencies between those of rows; otherwise the same ones.
     """
