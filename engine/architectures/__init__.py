@@ -1,8 +1,8 @@
-"""Records of model architectures: one for each, with everything that depends on the architecture.
+"""The records of model architectures, with everything that depends on the architecture.
 
-`find.py` finds the record of a config.json. `engine.config.model_config` reads the record's
+`find.py` finds the record of a config.json. `engine.config.model_config` uses the record's
 switches, `engine.models.registry` its class, and `engine.layers` the names of checkpoint tensors.
-`gguf.py` has the names in GGUF files. No other module asks for a model's architecture. No torch
+`gguf.py` has the names in GGUF files. No other module depends on a model's architecture. No torch
 here.
 """
 
@@ -92,7 +92,7 @@ _MODULES = (
 ARCHITECTURES: dict[str, Architecture] = {
     record.name: record for module in _MODULES for record in module.ARCHITECTURES
 }
-# Records of folders that are converted from GGUF files, for architectures of which a matrix has
+# Records of folders that are converted from GGUF files, for architectures whose matrices have
 # another layout there than in the original checkpoint.
 ARCHITECTURES |= {
     gguf.architecture: gguf.applied(ARCHITECTURES[gguf.record]) for gguf in GGUFS if gguf.pieces

@@ -1,4 +1,4 @@
-"""Functions that read each layer's attention: windows, chunks, layers without rotary embeddings."""
+"""Readers of each layer's attention: windows, chunks, and layers without rotary embeddings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> list[str]:
     """Return the attention of each layer: FULL, WINDOW or CHUNK.
 
-    default: layer number -> its attention, where config.json has no layer_types.
+    default: layer number -> attention, used if config.json has no layer_types.
     """
     kinds = config.listed("layer_types", str)
     if kinds is None:
@@ -30,12 +30,12 @@ def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> l
 
 
 def periodic(config: Reader, layers: int, period: int) -> list[str]:
-    """Return the attention of each layer, by layer_types or by sliding_window_pattern.
+    """Return the attention of each layer by layer_types or sliding_window_pattern.
 
-    The pattern is a period, of which the last layer is FULL, or a repeated text like "LLLG", in
-    which "G" stands for a FULL layer. All other layers are WINDOW.
+    The pattern is a period, whose last layer is FULL, or a repeated string like "LLLG", in which
+    "G" means FULL. All other layers are WINDOW.
 
-    period: the period where config.json has neither key.
+    period: the period if config.json has neither key.
     """
     key = "sliding_window_pattern"
     text = config.get(key)
@@ -52,17 +52,19 @@ def three_to_one(i: int) -> str:
 
 
 def rotary_layers(config: Reader, layers: int) -> list[bool]:
-    """Return for each layer whether it is rotary; by default every fourth layer is not."""
+    """Return for each layer whether it has rotary embeddings; by default every fourth has none."""
     interval = config.size("no_rope_layer_interval", 4)
     flags = of_layers(config, "no_rope_layers", layers, int)
     return [bool(flag) for flag in flags or ((i + 1) % interval != 0 for i in range(layers))]
 
 
 def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] | None:
-    """Return the list under `key` in config.json, cut to one value of these types for each
-    layer.
+    """Return the list under `key` in config.json, cut to one value for each layer.
 
-    Returns None if there is none. Raises ConfigError if it is shorter than `layers`.
+    None if there is none. Raises ConfigError if it is too short, or a value has another type.
+
+    layers: the number of layers.
+    kinds: the types of the values.
     """
     values = config.listed(key, *kinds)
     if values and len(values) < layers:
@@ -73,7 +75,7 @@ def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] 
 def alike(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Return the attention `plain` for all layers.
 
-    Raises ConfigError if layer_types names another kind of attention.
+    Raises ConfigError if layer_types has other kinds of attention.
     """
     if kinds := {*(config.listed("layer_types", str) or ())} - {FULL}:
         raise config.error("layer_types", f"{sorted(kinds)} is not supported, only {FULL}")
@@ -81,12 +83,13 @@ def alike(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["Lay
 
 
 def windowed(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return attention with config.json's sliding window, if there is one, for all layers."""
+    """Return the attention of all layers: `plain` with config.json's sliding window, if any."""
     return [replace(plain, window=config.size_or_none("sliding_window") or 0)] * layers
 
 
 def still(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return attention without rotary embeddings for all layers, as positions are learned."""
+    """Return the attention of all layers: `plain` without rotary embeddings, for learned
+    positions."""
     return [replace(plain, rope=None)] * layers
 
 
@@ -103,11 +106,11 @@ def unstretched(plain: "LayerAttention", theta: float | None = None) -> "Rope":
 def rope_of(
     config: Reader, kind: str, plain: "LayerAttention", theta: float | None = None
 ) -> "Rope":
-    """Return the rope of one kind of layers, where rope_parameters has an object for each kind.
+    """Return the rope of one kind of layers, from rope_parameters with an object for each kind.
 
-    Without an object for this kind, return the plain layer's rope without scaling.
+    If there is no object for this kind, the result is the plain layer's rope without scaling.
 
-    theta: the base of that unscaled rope; None = the plain layer's base.
+    theta: the base in that case; None = the plain layer's base.
     """
     own = config.inner("rope_parameters").get(kind)
     if own is None:

@@ -1,8 +1,8 @@
-"""ClassDefaults: the values of keys that config.json leaves out, by model_type.
+"""ClassDefaults: the default values of config.json's keys, by model_type.
 
-A file may leave out whatever its class of transformers has by default, and each class has its own
-values. class_defaults.json has them, because importing transformers takes seconds and its versions
-differ. `python -m tests.parity.class_defaults` writes it, and a test compares it with transformers.
+A file may omit keys with the defaults of its transformers class. class_defaults.json has these
+defaults, because importing transformers takes seconds and its versions differ. `python -m
+tests.parity.class_defaults` writes that file, and a test compares it with transformers.
 """
 
 import json
@@ -17,15 +17,14 @@ FILE = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True, slots=True)
 class ClassDefaults:
-    """The defaults of one class of transformers.
+    """The defaults of one configuration class of transformers. A wrapper is a multimodal model's.
 
-    values: key of config.json -> its default; for a wrapper, the keys and values of a missing
-        text_config.
-    aliases: another name of a key -> the key's own name.
-    text: of a wrapper, the model_type of a text_config that names none.
-    only_text: of a wrapper, whether every text_config is of type `text`, whatever it says.
-    tied: of a wrapper, whether head and embedding share weights where the wrapper does not say.
-    either: of a wrapper, whether they share weights also where only its text_config says so.
+    values: key of config.json -> default; for a wrapper the keys of a missing text_config.
+    aliases: alternative name of a key -> the key.
+    text: for a wrapper, the model_type of a text_config without one.
+    only_text: for a wrapper, whether the text model always has type `text`.
+    tied: for a wrapper, the default of whether the LM head is tied to the embedding.
+    either: for a wrapper, whether the head is also tied if only text_config says so.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -40,10 +39,10 @@ _NONE = ClassDefaults()
 
 
 def class_defaults(name: str, other: ClassDefaults = _NONE) -> ClassDefaults:
-    """Return the defaults of a class of transformers.
+    """Return the defaults of a configuration class of transformers.
 
     name: a model_type, or the name of a wrapper.
-    other: the defaults where transformers has no such class.
+    other: the result if transformers has no such class.
     """
     known = _read().get(name)
     return other if known is None else ClassDefaults(**known)

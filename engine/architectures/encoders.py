@@ -43,10 +43,10 @@ def _bert(network: str) -> Mapping[str, CheckpointTensor]:
 
 
 def _separator(config: Reader) -> int:
-    """Return the id of the separator token of a classifier that reads pairs of texts; -1: no pairs.
+    """Return the separator token's id for a classifier of pairs of texts; -1 = no pairs.
 
-    The id is read from tokenizer.json, as config.json does not have it. An embedder reads one text,
-    whatever ids are in it, so that it gets -1.
+    The id is read from tokenizer.json, as config.json does not have it. Embedding models have -1,
+    as they read single texts.
     """
     folder = Path(config.path).parent
     pairs = config.classifies() and config.size("type_vocab_size") > 1
@@ -73,7 +73,7 @@ _SWITCHES: Mapping[str, Read] = {
     "separator": _separator,
     "tie_embeddings": always(True),
 }
-# Positions are counted from the row after the padding token's.
+# Positions begin at the row after the padding token's.
 _ROBERTA: Mapping[str, Read] = {
     **_SWITCHES,
     "position_offset": lambda config: config.get("pad_token_id", 1) + 1,
@@ -138,9 +138,9 @@ def _record(
 
 
 def _modern(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return each layer's attention: every third one sees the whole text, the others a window.
+    """Return each layer's attention: every third one is full, the others have a window.
 
-    Each kind has its own rotary base.
+    Each kind has a separate rotary base.
     """
     every = config.size("global_attn_every_n_layers", 3)
     kinds = layer_types(config, layers, lambda i: WINDOW if i % every else FULL)
@@ -186,7 +186,7 @@ _MODERN = Architecture(
     ignored=("head.*", "decoder.*", "classifier.*"),
     encoder=True,
     classifier=_modern_head,
-    # In the first layer the embedding's norm takes the place of the attention norm.
+    # The first layer has no attention norm, as the embedding's norm replaces it.
     absent=lambda model, layer: () if layer else ("attention_norm",),
 )
 
@@ -198,9 +198,9 @@ def _turned_both_ways(
 
 
 def _nomic_positions(config: Reader) -> int:
-    """Return the longest text; files with rotary_scaling_factor are limited to the trained length.
+    """Return the maximum text length, which for rotary_scaling_factor is the trained length.
 
-    Beyond that length such a file has another rotary embedding, which is not computed here.
+    Beyond that length the factor changes the rotary embedding, which is not supported.
     """
     longest = config.size("max_position_embeddings", 2048)
     if config.get("rotary_scaling_factor") is None:
@@ -209,7 +209,7 @@ def _nomic_positions(config: Reader) -> int:
 
 
 def _nomic_activation(config: Reader) -> str:
-    """Return the activation function; the hub's files name the whole gated MLP "swiglu" instead."""
+    """Return the activation function; the hub's files have "swiglu", the name of the gated MLP."""
     swiglu = config.get("activation_function") == "swiglu"
     return "silu" if swiglu else str(config.get("hidden_act", "silu"))
 

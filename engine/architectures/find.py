@@ -1,4 +1,4 @@
-"""find: returns the record of the architecture that a config.json names."""
+"""find: finds the record of a config.json's architecture."""
 
 from difflib import get_close_matches
 
@@ -9,7 +9,7 @@ from engine.config_reader import CLASSIFIER, Reader
 
 
 def find(config: Reader) -> tuple[Architecture, str, Reader]:
-    """Return the architecture's record, the wrapper's name or "", and the text model's config.
+    """Return (the architecture's record, the wrapper's name or "", the text model's config).
 
     Raises ConfigError for an architecture that is not supported; the message names the nearest one.
     """
@@ -43,16 +43,17 @@ def find(config: Reader) -> tuple[Architecture, str, Reader]:
 
 
 def _family(name: str) -> str:
-    """Return a name's own part, without endings such as ForCausalLM that unrelated models share."""
+    """Return a class name without suffixes such as ForCausalLM, which unrelated models share."""
     for ending in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model"):
         name = name.removesuffix(ending)
     return name
 
 
 def _record_of(name: str) -> Architecture | None:
-    """Return the record of a class name, with or without a head; None if there is no such record.
+    """Return the record for a class name, with or without a head suffix; None if there is none.
 
-    Qwen3Model is Qwen3ForCausalLM without its head. BertForMaskedLM is BertModel with a head.
+    For example, Qwen3Model is Qwen3ForCausalLM without a head, and BertForMaskedLM is BertModel
+    with one.
     """
     base = name.removesuffix("Model").removesuffix("ForMaskedLM").removesuffix(CLASSIFIER)
     names = [name]
@@ -64,7 +65,7 @@ def _record_of(name: str) -> Architecture | None:
 
 
 def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
-    """Return the text model's config: text_config with the outer keys that also hold for it."""
+    """Return the text model's config: text_config, with the outer keys that also apply to it."""
     known = class_defaults(wrapper.name)
     key = wrapper.text_key
     inner = config.inner(key).values
@@ -87,10 +88,10 @@ def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
     return Reader(values, f"{config.path}: {key}")
 
 
-# Outer keys that mean something else, or nothing, to the text model.
+# Outer keys that do not apply to the text model.
 _OF_WRAPPER = ("architectures", "model_type", "text_config", "vision_config", "audio_config")
 _TIED = "tie_word_embeddings"
-# Outer keys that hold for the text model too.
+# Outer keys that also apply to the text model.
 _OF_BOTH = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype", _TIED, "quantization_config")
 
 

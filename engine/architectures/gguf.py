@@ -1,8 +1,8 @@
 """The layout of GGUF files: a `Gguf` entry for each architecture. No torch here.
 
-llama.cpp names tensors by their function, so most names follow from our names (`STEMS`). An entry
-has only what differs in its family. `deployments.checkpoints.gguf` converts a file to a folder with
-the original checkpoint's names and order of rows, so that adapters fit.
+llama.cpp names tensors by their function, so most names follow from Manta's names (`STEMS`). An
+entry has only the differences of its family. `deployments.checkpoints.gguf` converts a file to a
+folder with the original checkpoint's names and row order, so that adapters fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +17,15 @@ from engine.architectures.record import Architecture, CheckpointTensor, Rows
 
 
 class Metadata(Protocol):
-    """The metadata of a GGUF file, as far as entries read it."""
+    """The interface of a GGUF file's metadata."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key."""
         ...
 
     def own(self, key: str, default: Any = None) -> Any:
-        """Return the value of a metadata key, given without the architecture's name before it."""
+        """Return the value of a metadata key of the architecture; key: without the architecture's
+        name."""
         ...
 
     def has(self, tensor: str) -> bool: ...
@@ -32,7 +33,7 @@ class Metadata(Protocol):
 
 Make = Callable[[Metadata], Any]
 
-# Our tensor name -> GGUF names of its parts, without "blk.<layer>." and ".weight".
+# Manta's tensor name -> GGUF names of its parts, without "blk.<layer>." and ".weight".
 STEMS: Mapping[str, tuple[str, ...]] = {
     "embedding": ("token_embd",),
     "positions": ("position_embd",),
@@ -58,9 +59,9 @@ STEMS: Mapping[str, tuple[str, ...]] = {
     "shared_down": ("ffn_down_shexp",),
     "shared_gate": ("ffn_gate_inp_shexp",),
 }
-# GGUF names where the record has one tensor for all parts.
+# GGUF names if the record has one tensor for all parts.
 _FUSED = {"qkv": "attn_qkv", "gate_up": "ffn_up"}
-# Tensors whose names in the record are complete -> the last part of their GGUF name.
+# Tensors whose names in the record are complete -> the last part of the GGUF name.
 _WHOLE = {
     "sinks": "weight",
     "experts_gate_up": "weight",
@@ -75,7 +76,7 @@ _STEMS_OF_WHOLE = {
     "experts_down_bias": STEMS["experts_down"],
     "router_correction": ("exp_probs_b",),
 }
-# Key of config.json, as the records read it -> key of the GGUF file.
+# Key of config.json, in the records' naming -> key of the GGUF file.
 KEYS: Mapping[str, str] = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -105,20 +106,21 @@ KEYS: Mapping[str, str] = {
 class Gguf:
     """The GGUF layout of an architecture.
 
-    record: the name of its record.
+    record: the name of the architecture's record.
     name: the value of general.architecture.
-    stems: our name -> the file's names, where they differ from STEMS.
-    pieces: our name -> the tensor's names and form in the converted folder, where these differ from
-        the original checkpoint's: in parts, transposed, or with rows in another order.
+    stems: Manta's name -> the file's names, where they differ from STEMS.
+    pieces: Manta's name -> the tensor's description in the converted folder, where it differs from
+        the original checkpoint: split, transposed, or with another row order.
     rows: stem -> the order of its rows, where it differs from the folder's.
-    plus_one: whether one was added to the weights of norms.
+    plus_one: whether the file's norm weights have one added.
     keys: further keys, like KEYS.
-    says: values of config.json that do not depend on the file.
+    says: fixed values of config.json.
     computed: key of config.json -> the function that computes its value. The result None becomes
         null in config.json, not the class's default.
     rope: key of rope_parameters -> the function that computes its value.
     eps: the key of config.json for the epsilon of norms.
-    when: whether the entry is for this file, among entries of the same name; the first match wins.
+    when: returns whether the entry is for a file; among entries of one name the first match
+        applies.
     """
 
     record: str
@@ -136,7 +138,7 @@ class Gguf:
 
     @property
     def architecture(self) -> str:
-        """The architecture that the converted folder's config.json names."""
+        """The architecture in the converted folder's config.json."""
         return f"{self.record}, {self.name} in GGUF" if self.pieces else self.record
 
     def applied(self, record: Architecture) -> Architecture:
@@ -154,10 +156,10 @@ class Gguf:
     def targets(self, record: Architecture) -> dict[str, str]:
         """Return {tensor name in the file, without "blk.<layer>.": tensor name in the folder}.
 
-        In the folder's names "{i}" stands for the layer, and "{e}" or "{h}" for an expert or a
-        head, all of which the file has in one tensor.
+        In the folder's names "{i}" is the layer, and "{e}" or "{h}" an expert or a head, all of
+        which the file has in one tensor.
 
-        record: the record that `applied` has returned.
+        record: the result of `applied`.
         """
         names = {}
         for ours, stored in record.tensors.items():
@@ -177,14 +179,15 @@ _PERMUTED: Mapping[str, Rows] = {
     "attn_q": lambda model: half_pairs(model.num_heads, model.head_dim),
     "attn_k": lambda model: half_pairs(model.num_kv_heads, model.head_dim),
 }
-# Files of models that see, in which llama.cpp has halves of pairs, and checkpoints have neighbours.
+# For files of vision models, in which rotary pairs are half a head apart, but adjacent in
+# checkpoints.
 _HALVES: Mapping[str, Rows] = {
     "attn_q": lambda model: neighbouring_pairs(model.num_heads, model.head_dim, model.rotary_dim),
     "attn_k": lambda model: neighbouring_pairs(
         model.num_kv_heads, model.head_dim, model.rotary_dim
     ),
 }
-# Some files name a layer's second norm after the block before it.
+# Some files name a layer's second norm after the preceding block.
 _BEHIND = {"mlp_norm": ("post_attention_norm",)}
 _EXPERT = f"{LAYER}mlp.experts.{{e}}."
 _APART = experts_at(
@@ -216,10 +219,10 @@ def _layers(file: Metadata) -> range:
 
 
 def _layer_types(file: Metadata) -> list[str] | None:
-    """Return layer_types as the file's sliding_window_pattern gives them; None without a pattern.
+    """Convert the file's sliding_window_pattern to layer_types; None without a pattern.
 
-    The pattern is a list with true for each layer that has the window, or a period. The last layer
-    of a period has no window. With period 0 all layers have the window.
+    The pattern is a list with true for each layer with a window, or a period, whose last layer has
+    no window. With period 0 all layers have the window.
     """
     pattern = file.own("attention.sliding_window_pattern")
     if pattern is None:
@@ -230,7 +233,7 @@ def _layer_types(file: Metadata) -> list[str] | None:
 
 
 def _window(file: Metadata) -> int | None:
-    """Return the file's sliding window; None where it is 0."""
+    """Return the file's sliding window; None if it is 0."""
     return int(file.own("attention.sliding_window", 0)) or None
 
 
@@ -246,8 +249,8 @@ def _head_dim(file: Metadata) -> int:
 def _gemma_scale(layers: int) -> Make:
     """Return a function that computes query_pre_attn_scalar, which files do not have.
 
-    The value is the size of a head. In a model of `layers` layers, which is the 27B, it is the
-    hidden size divided by the heads.
+    The value is the head size. In the 27B, identified by its `layers` layers, it is the hidden size
+    divided by the number of heads.
     """
 
     def scalar(file: Metadata) -> int:
@@ -265,12 +268,12 @@ def _mpt(file: Metadata) -> dict[str, Any]:
 
 
 def _sections(file: Metadata) -> bool:
-    """Whether rotary positions have several axes."""
+    """Whether the file has M-RoPE sections."""
     return any(file.get("glm4.rope.dimension_sections") or ())
 
 
 def _with(stem: str) -> Make:
-    """Return a function that tests whether the file's first layer has this tensor."""
+    """Return a function that tests whether a file's first layer has a tensor."""
     return lambda file: file.has(f"blk.0.{stem}.weight")
 
 
@@ -287,7 +290,7 @@ _QWEN_MOE: Mapping[str, Make] = {"mlp_only_layers": _dense}
 _H = "transformer.h.{i}."
 
 GGUFS: tuple[Gguf, ...] = (
-    # Files of Llama and its relatives have the same name; files with experts are of Mixtral.
+    # Files of Llama and similar models have the same name; files with experts are Mixtral's.
     Gguf(
         "MixtralForCausalLM", "llama", rows=_PERMUTED, when=lambda file: file.own("expert_count", 0)
     ),
@@ -385,7 +388,8 @@ GGUFS: tuple[Gguf, ...] = (
         eps="layer_norm_eps",
     ),
     Gguf("Starcoder2ForCausalLM", "starcoder2", eps="norm_epsilon"),
-    # GLM-4 had several names; this is the newer one. Older files have q, k and v in one tensor.
+    # GLM-4 has several names, of which this is the newer. Older files have q, k and v in one
+    # tensor.
     Gguf(
         "GlmForCausalLM",
         "chatglm",
@@ -474,7 +478,7 @@ GGUFS: tuple[Gguf, ...] = (
         },
     ),
     Gguf("XverseForCausalLM", "xverse", rows=_PERMUTED),
-    # One entry for all sizes: the number of heads tells a 13B, the vocabulary tells Baichuan 2.
+    # One entry for all sizes: the number of heads identifies a 13B, the vocabulary size Baichuan 2.
     Gguf(
         "BaichuanForCausalLM",
         "baichuan",
@@ -505,7 +509,7 @@ GGUFS: tuple[Gguf, ...] = (
         pieces={"qkv": CheckpointTensor(("gpt_neox.layers.{i}.attention.query_key_value",))},
         eps="layer_norm_eps",
     ),
-    # Where attention and MLP each have a norm, attention reads the second one.
+    # If attention and MLP have separate norms, attention uses the second one.
     Gguf(
         "FalconForCausalLM, two norms",
         "falcon",

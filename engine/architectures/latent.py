@@ -1,6 +1,6 @@
-"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) in records.
+"""Latent: the description of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434).
 
-This module has the sizes, tensor names and readers of config.json. No torch here.
+This module also has the tensor names and readers of config.json. No torch here.
 """
 
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from engine.config.model_config import LayerAttention, ModelConfig
 
-NORM_EPS = 1e-6  # epsilon of the latents' norms, whatever the file gives for other norms
+NORM_EPS = 1e-6  # epsilon of the latents' norms, independent of the file's epsilon for other norms
 _ATTENTION = "model.layers.{i}.self_attn."
 
 
@@ -32,10 +32,10 @@ class Latent:
     rope: elements of the rotary key that all heads share; the cache stores it after the latent.
     nope: non-rotary elements of a head's query and key, before its `rope` rotary elements.
     value: elements of a head's value.
-    query_rank: elements of the latent that queries are computed from; 0 = from the hidden state.
-    neighbours: whether the checkpoint stores the two elements of a rotary pair side by side.
-    query_factor: factor of the query's latent after its norm.
-    factor: factor of the key-value latent after its norm.
+    query_rank: elements of the latent from which queries are computed; 0 = from the hidden state.
+    neighbours: whether the elements of a rotary pair are adjacent in the checkpoint.
+    query_factor: factor on the query's latent after its norm.
+    factor: factor on the key-value latent after its norm.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Latent:
     factor: float = 1.0
 
 
-# Keys for `Architecture.computed`: the cache holds one key head, a latent and its rotary key.
+# Entries for `Architecture.computed`: the cache has a single head, a latent and its rotary key.
 ONE_KEY_HEAD: Mapping[str, Read] = {
     "num_key_value_heads": lambda config: 1,
     "head_dim": lambda config: config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),
@@ -59,12 +59,13 @@ ONE_KEY_HEAD: Mapping[str, Read] = {
 def latent_attention(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Return the attention of layers that are like `plain`, but have latent attention."""
+    """Return the attention of all layers: `plain` with latent attention."""
     return alike(config, latent_layer(config, plain), layers)
 
 
 def latent_layer(config: Reader, plain: "LayerAttention") -> "LayerAttention":
-    """Return `plain` with latent attention, whose scores have yarn's mscale squared as a factor."""
+    """Return `plain` with latent attention, whose scores are multiplied by yarn's squared
+    mscale."""
     heads = config.size("num_attention_heads")
     latent = Latent(
         config.size("kv_lora_rank"),
@@ -87,11 +88,13 @@ def _mscale(config: Reader) -> float:
 
 
 def _last_halves(latent: Latent, before: int, heads: int) -> "NDArray[np.int64]":
-    """Return the stored row of each of our rows, for heads that end with rotary elements.
+    """Return, for each row in Manta's order, the stored row, for heads that end with rotary
+    elements.
 
-    In our order the first elements of all rotary pairs of a head come before the second ones.
+    In Manta's order the first elements of all rotary pairs of a head come before the second
+    elements.
 
-    before: the number of a head's elements before its `latent.rope` rotary elements.
+    before: the number of a head's elements before the `latent.rope` rotary elements.
     heads: the number of heads.
     """
     import numpy as np
@@ -112,11 +115,11 @@ def _queries(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _behind(queries: Rows) -> Rows:
-    """Return a function that gives the stored order of the rows of one merged matrix.
+    """Return a function that returns the stored row order of a merged matrix.
 
     The matrix has queries first, then the latent and the rotary key that heads share.
 
-    queries: a function that returns the stored order of the queries' rows.
+    queries: returns the stored order of the queries' rows.
     """
 
     def rows(model: "ModelConfig") -> "NDArray[np.int64]":
@@ -135,7 +138,7 @@ def _query_latents(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 _KV_A = f"{_ATTENTION}kv_a_proj_with_mqa"
-# A model has qkv; where queries have their own latent, it has qkv_a, query_norm and q_b.
+# A model has qkv; if queries have a separate latent, it has qkv_a, query_norm and q_b instead.
 LATENT: Mapping[str, CheckpointTensor] = {
     "qkv": CheckpointTensor((f"{_ATTENTION}q_proj", _KV_A), _behind(_queries)),
     "qkv_a": CheckpointTensor((f"{_ATTENTION}q_a_proj", _KV_A), _behind(_query_latents)),
@@ -144,5 +147,5 @@ LATENT: Mapping[str, CheckpointTensor] = {
     "latent_norm": CheckpointTensor((f"{_ATTENTION}kv_a_layernorm",)),
     "kv_b": CheckpointTensor((f"{_ATTENTION}kv_b_proj",)),
 }
-# Biases are refused: some of these matrices are fused into one matmul, and no model has biases.
+# Biases are not supported, as some of these matrices are fused and no model has biases.
 UNBIASED = {"attention_bias": (False,)}

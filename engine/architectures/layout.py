@@ -1,7 +1,8 @@
-"""Orders in which checkpoints store the rows of attention and MLP matrices.
+"""The orders in which checkpoints store the rows of attention and MLP matrices.
 
-Each function returns, for each of our rows, its index in the checkpoint. Our order is all queries,
-all keys, all values. Within a head the first halves of the rotary pairs come before the second.
+Each function returns, for each row in Manta's order, its index in the checkpoint. Manta's order is
+all queries, all keys, all values. Within a head the first elements of the rotary pairs come before
+the second elements.
 """
 
 from typing import TYPE_CHECKING
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.int64]":
-    """Return, for each of our rows of `heads` heads of this size, its index in a checkpoint
-    whose rotary pairs are adjacent.
+    """Return the stored rows of heads whose rotary pairs are adjacent in the checkpoint.
 
-    Stored pairs are (0, 1), (2, 3) and so on; ours are (0, rotary / 2), (1, rotary / 2 + 1) ...
+    Stored pairs are (0, 1), (2, 3) and so on; Manta's are (0, rotary / 2), (1, rotary / 2 + 1) ...
 
-    rotary: the number of rotary rows in a head; other rows keep their place. None = all.
+    size: the number of rows of a head.
+    rotary: the number of rotary rows in a head; other rows keep their position. None = all.
     """
     import numpy as np
 
@@ -34,7 +35,7 @@ def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.
 
 
 def neighbouring_pairs(heads: int, size: int, rotary: int) -> "NDArray[np.int64]":
-    """Return the inverse of `half_pairs`, for stored halves of pairs that are adjacent in ours."""
+    """Return the inverse of `half_pairs`: stored pairs are half a head apart, Manta's adjacent."""
     return half_pairs(heads, size, rotary).argsort()
 
 
@@ -60,7 +61,7 @@ def neighbours_in_k(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def grouped(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the stored rows of a matrix grouped by key head: its queries, its key, its value."""
+    """Return the stored rows of a matrix grouped by KV head: queries, key and value of each."""
     import numpy as np
 
     group = model.num_heads // model.num_kv_heads
@@ -72,7 +73,7 @@ def grouped(model: "ModelConfig") -> "NDArray[np.int64]":
 def four_blocks(model: "ModelConfig") -> "NDArray[np.int64]":
     """Return the stored rows of four blocks, each with a quarter of queries, values and keys.
 
-    CodeGen has this order because it was trained on a device of four cores.
+    CodeGen has this order because it was trained on a device with four cores.
     """
     import numpy as np
 
@@ -81,6 +82,5 @@ def four_blocks(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def both(stored: Rows, then: Rows) -> Rows:
-    """Return the composition of two orders: `stored` gives the order q, k, v, then `then`
-    applies."""
+    """Return the composition of two row orders: `stored` gives q, k, v, to which `then` applies."""
     return lambda model: stored(model)[then(model)]

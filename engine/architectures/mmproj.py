@@ -1,7 +1,7 @@
-"""The layout of GGUF files with a vision tower (mmproj): an `Mmproj` entry for each projector.
+"""The layout of GGUF files with a vision encoder (mmproj): an `Mmproj` entry for each projector.
 
-llama.cpp writes a multimodal model's tower into a file of its own, with tensor names that are alike
-in all families. `deployments.checkpoints.gguf_tower` converts the tensors to the names and shapes
+llama.cpp writes a multimodal model's vision encoder into a separate file, with similar tensor names
+for all families. `deployments.checkpoints.gguf_tower` converts the tensors to the names and shapes
 of transformers' checkpoints. No torch here.
 """
 
@@ -14,14 +14,15 @@ Values = dict[str, Any]
 
 
 class Tower(Protocol):
-    """An mmproj file, as far as entries read it."""
+    """The interface of an mmproj file's metadata."""
 
     def own(self, key: str, default: Any = None) -> Any:
-        """Return the value of a metadata key, given without "clip." before it."""
+        """Return the value of a metadata key. key: without the prefix "clip."."""
         ...
 
     def need(self, key: str) -> Any:
-        """Return a value as `own` does. Raises ConfigError if the key is missing."""
+        """Return the value of a required metadata key; see `own`. Raises ConfigError if it is
+        missing."""
         ...
 
     def has(self, tensor: str) -> bool: ...
@@ -36,24 +37,24 @@ class Mmproj:
     """The layout of one projector's file.
 
     projector: the value of clip.projector_type.
-    wrapper: the class of transformers that the converted folder's config.json names.
-    text: values of general.architecture of the text models that the tower belongs to.
-    tensors: tensor name in the file, complete or without ".weight" -> its name in the folder; {i}
-        stands for the layer. Tensors of one name in the folder are joined, in this order.
-    tokens: key of config.json -> texts of the token, of which the first that the vocabulary has is
-        taken. The first token is that of pictures, which each vocabulary has.
-    out: (a tensor, the axis of it that is as long as an embedding).
-    vision: the function that returns vision_config.
-    settings: the function that returns the processor's settings, besides mean and deviation.
-    outer: the function that returns further keys of config.json.
+    wrapper: transformers' class name in the converted folder's config.json.
+    text: values of general.architecture of the text models for which the encoder is.
+    tensors: tensor name in the file, complete or without ".weight" -> name in the folder; {i} is
+        the layer. Tensors with the same name in the folder are concatenated, in this order.
+    tokens: key of config.json -> possible texts of the token; the first that the vocabulary has is
+        used. The first key is the image token, which each vocabulary has.
+    out: (a tensor, its axis whose length is the width of an embedding).
+    vision: returns vision_config.
+    settings: returns the processor's settings, except mean and deviation.
+    outer: returns further keys of config.json.
     optional: names of `tensors` that some models of the family lack.
-    plus_one: a norm to whose weights one was added.
-    permuted: names of matrices in which the rows of a rotary pair are adjacent, as llama.cpp
-        writes a Llama's queries and keys.
-    sections: whether the text model has rotary positions of three axes.
-    levels: the function that returns the layers after which a further level of embeddings is
-        computed (deepstack).
-    when: whether the entry is for this file, among entries of one projector; the first is taken.
+    plus_one: a norm whose weights in the file have one added.
+    permuted: names of matrices in which the rows of a rotary pair are adjacent, as llama.cpp stores
+        queries and keys of a Llama.
+    sections: whether the text model has M-RoPE.
+    levels: returns the layers after which further embeddings are computed (DeepStack).
+    when: returns whether the entry is for a file; among entries of one projector the first match
+        applies.
     """
 
     projector: str
@@ -79,12 +80,12 @@ def _size(file: Tower, key: str) -> int:
 
 
 def _inner(file: Tower) -> int:
-    """Return the width of MLPs, which is wrong in the metadata of Qwen2-VL."""
+    """Return the MLP width by a tensor's shape, as Qwen2-VL's metadata are wrong."""
     return max(file.shape("v.blk.0.ffn_up.weight"))
 
 
 def _sizes(file: Tower) -> Values:
-    """Return the keys of vision_config that most families have."""
+    """Return the keys and values of vision_config that most families have."""
     return {
         "hidden_size": _size(file, "embedding_length"),
         "intermediate_size": _inner(file),
@@ -97,7 +98,7 @@ def _sizes(file: Tower) -> Values:
 
 
 def _activation(file: Tower, default: str) -> str:
-    """Return the activation of MLPs. default: that of files that name none."""
+    """Return the activation of MLPs. default: the activation for files without the key."""
     if file.own("use_silu", False):
         return "silu"
     return "gelu" if file.own("use_gelu", False) else default
@@ -129,7 +130,7 @@ def _qwen2(file: Tower) -> Values:
 
 
 def _qwen2_5(file: Tower) -> Values:
-    period = int(file.own("vision.n_wa_pattern", 0)) or 1  # 0: no layer has windows
+    period = int(file.own("vision.n_wa_pattern", 0)) or 1  # 0 = no layer has window attention
     return {
         **_qwen_later(file),
         "window_size": int(file.own("vision.window_size", 112)),
@@ -164,7 +165,8 @@ def _deepstack(file: Tower) -> list[int]:
 
 
 def _table(file: Tower) -> int:
-    """Return the side in pixels of a picture with a patch for each learned position."""
+    """Return the side in pixels of the square picture that has as many patches as learned
+    positions."""
     return isqrt(file.shape("v.position_embd.weight")[0]) * _size(file, "patch_size")
 
 
@@ -193,8 +195,8 @@ def _paddle(file: Tower) -> Values:
 def _qwen_settings(least: int, most: int, frames: int = 2) -> Callable[[Tower], Values]:
     """Return a function that computes the settings of a processor that resizes as Qwen's does.
 
-    least, most: the limits of a picture's area in pixels, where the GGUF file has none.
-    frames: frames of a patch.
+    least, most: the default limits of a picture's area in pixels.
+    frames: the number of frames of a patch.
     """
 
     def settings(file: Tower) -> Values:
@@ -264,7 +266,7 @@ def _idefics3_settings(file: Tower) -> Values:
 
 def _intern(file: Tower) -> Values:
     sizes = _sizes(file)
-    # Positions are made for pictures of this size, in which the first row is the class token's.
+    # the picture size by the number of learned positions, of which the first is the class token's
     lines = isqrt(file.shape("v.position_embd.weight")[-2] - 1)
     return {
         **sizes,
@@ -295,10 +297,10 @@ _LAYER = "v.blk.{i}."
 
 
 def _layer(before: str, **names: str) -> dict[str, str]:
-    """Return the names of a layer's tensors: the file's name -> the converted folder's.
+    """Return the names of a layer's tensors: name in the file -> name in the folder.
 
-    before: the beginning of the folder's names, up to the layer's number.
-    names: the end of the file's name -> the end of the folder's.
+    before: the prefix of the folder's names, up to the layer's number.
+    names: suffix in the file -> suffix in the folder.
     """
     return {f"{_LAYER}{stem}": f"{before}.{{i}}.{name}" for stem, name in names.items()}
 
@@ -334,7 +336,7 @@ _QWEN_TOKENS = {
 def _qwen2_merged(
     projector: str, wrapper: str, vision: Callable[[Tower], Values], **mlp: str
 ) -> Mmproj:
-    """Return the record of Qwen2-VL's or Qwen2.5-VL's tower.
+    """Return the entry of Qwen2-VL's or Qwen2.5-VL's vision encoder.
 
     projector, wrapper, vision: see Mmproj.
     mlp: names of the tensors of a layer's MLP, as for `_layer`.
@@ -353,7 +355,7 @@ def _qwen2_merged(
 
 
 def _qwen3_vl(wrapper: str, text: str) -> Mmproj:
-    """Return the record of Qwen3-VL's tower beside one kind of text model. See Mmproj."""
+    """Return the entry of Qwen3-VL's vision encoder for one kind of text model. See Mmproj."""
     levels = "model.visual.deepstack_merger_list.{i}"
     return Mmproj(
         "qwen3vl_merger",
@@ -381,7 +383,7 @@ def _qwen3_vl(wrapper: str, text: str) -> Mmproj:
 
 
 def _glm4v(wrapper: str, text: str) -> Mmproj:
-    """Return the record of GLM-4.1V's tower beside one kind of text model. See Mmproj."""
+    """Return the entry of GLM-4.1V's vision encoder for one kind of text model. See Mmproj."""
     return Mmproj(
         "glm4v",
         wrapper,
@@ -414,10 +416,10 @@ def _glm4v(wrapper: str, text: str) -> Mmproj:
 
 
 def _siglip(before: str, projector: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of SigLIP's tensors: the file's name -> the converted folder's.
+    """Return the names of SigLIP's and the projector's tensors: name in the file -> in the folder.
 
-    before: the beginning of all names of the folder.
-    projector: the names of the projector's tensors, which are added.
+    before: the prefix of the folder's names.
+    projector: the names of the projector's tensors.
     """
     return {
         "v.patch_embd": f"{before}.embeddings.patch_embedding",
@@ -526,7 +528,7 @@ MMPROJS: tuple[Mmproj, ...] = (
             },
         ),
         {
-            # The converter leaves <image_soft_token>, the last token, out of the vocabulary.
+            # llama.cpp's converter omits <image_soft_token>, the last token, from the vocabulary.
             "image_token_index": ("<image_soft_token>", "<pad>"),
             "boi_token_index": ("<start_of_image>",),
             "eoi_token_index": ("<end_of_image>",),

@@ -1,4 +1,4 @@
-"""Experts: the description of a mixture of experts, and the usual way to read it."""
+"""Experts: the description of a mixture of experts, and its reader for most models."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Experts:
     act, limit, weigh_input: see `kernels.experts.reference.ExpertWeights`.
     bias: whether the experts' matrices have biases.
     router_bias: whether the router has a bias.
-    shared_size: the inner width of the shared expert, an MLP that every token passes; 0 = none.
-    shared_gate: whether the shared expert's output is multiplied by the sigmoid of a matmul.
-    beside_mlp: whether the layer has experts and an MLP, which are added up, with separate norms.
+    shared_size: the inner width of the shared expert, an MLP for all tokens; 0 = none.
+    shared_gate: whether the shared expert's output is multiplied by the sigmoid of a projection.
+    beside_mlp: whether layers add the outputs of experts and an MLP, with separate norms.
     ahead: whether the experts' output is added after the MLP of the next layer, which has no
-        experts. The experts read the input of their own layer's MLP.
-    same: the number of zero experts, numbered after the others, which return their input.
+        experts. The experts read the input of their layer's MLP.
+    same: the number of zero experts, which return their input and are numbered last.
     """
 
     layers: tuple[int, ...]
@@ -46,7 +46,7 @@ class Experts:
 
     @property
     def choices(self) -> int:
-        """The number of experts that the router chooses among, zero experts included."""
+        """The number of experts among which the router chooses, including zero experts."""
         return self.count + self.same
 
 
@@ -61,15 +61,15 @@ def read_experts(
     jitter: float = 0.0,
     **others: Any,
 ) -> Experts | None:
-    """Read a mixture of num_experts experts; None if no layer has one.
+    """Read a mixture of experts from config.json; None if no layer has experts.
 
-    A token is routed to num_experts_per_tok experts. Without moe_intermediate_size an expert has
-    the width of an MLP.
+    There are num_experts experts, of which num_experts_per_tok are chosen for a token. Without
+    moe_intermediate_size an expert has the width of an MLP.
 
-    layers: layers that have experts; None = all.
+    layers: the layers with experts; None = all.
     score, renormalise, scale, jitter: see `kernels.experts.routing.Routing`.
     others: further fields of Experts.
-    Raises ConfigError for a file that contradicts itself.
+    Raises ConfigError for contradictory values.
     """
     layers = tuple(range(model.num_layers) if layers is None else layers)
     if not layers:
@@ -94,7 +94,7 @@ def read_experts(
 
 
 def one_size(config: Reader, key: str) -> int:
-    """Return the size under a key, for which some files have a list that repeats it."""
+    """Return the size under a key, for which some files have a list of equal sizes."""
     value = config.get(key)
     if isinstance(value, list) and value and all(size == value[0] for size in value):
         config = Reader({key: value[0]}, config.path)

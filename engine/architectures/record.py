@@ -1,4 +1,4 @@
-"""Architecture, CheckpointTensor, Wrapper: describe a model family and its checkpoint. No torch."""
+"""Architecture, CheckpointTensor, Wrapper: records of model families and checkpoints. No torch."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,26 +21,26 @@ Rows = Callable[["ModelConfig"], "NDArray[np.int64]"]
 Read = Callable[[Reader], Any]
 # (config.json, a layer of full attention, number of layers) -> the attention of each layer
 Attend = Callable[[Reader, "LayerAttention", int], Sequence["LayerAttention"]]
-# (config.json, the model without its experts) -> its experts; None if no layer has any
+# (config.json, the model's config without experts) -> its experts; None if no layer has any
 ReadExperts = Callable[[Reader, "ModelConfig"], "Experts | None"]
-# config.json of a sequence classifier -> (Pooling.mode, the layers of its head)
+# config.json of a sequence classifier -> (Pooling.mode, layers of the head)
 ReadClassifier = Callable[[Reader], tuple[str, "tuple[HeadLayer, ...]"]]
-# (beginning of a name in the checkpoint, its replacement) pairs; the first match is taken.
+# (prefix of a name in the checkpoint, its replacement) pairs; the first match applies.
 Renames = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """The place of one of our matrices, norms or tables in a checkpoint.
+    """The location of one of the model's matrices, norms or tables in a checkpoint.
 
-    names: the tensors' names without ".weight". "{i}" is the layer, "{h}" the head where each head
-        has a tensor. Where the checkpoint counts two of our layers as one, "{pair}" is its number
-        and "{half}" tells which of the two. A matrix of several parts (query, key and value; gate
-        and up) is stored as one tensor for each, or as one with all of them. A norm without a name
-        has no weight. Names of experts' tensors are complete, with "{e}" for the expert; without
-        "{e}" all experts are stacked.
-    rows: the order of rows over all parts, where it differs from ours. Rows cannot move from one
-        tensor to another. Biases and adapters follow their matrix.
+    names: the tensors' names without ".weight". "{i}" is the layer, "{h}" the head if each head has
+        a tensor. If the checkpoint counts two decoder layers as one, "{pair}" is its number and
+        "{half}" 0 or 1. A matrix of several parts (query, key and value; gate and up) is stored as
+        one tensor for each part, or as one tensor. A norm without a name has no weight. Names of
+        experts' tensors are complete, with "{e}" for the expert; without "{e}" all experts are
+        stacked.
+    rows: the stored order of rows over all parts, where it differs from Manta's. Rows stay within
+        their tensor. Biases and adapters have the order of their matrix.
     transposed: whether the checkpoint stores [in, out].
     """
 
@@ -62,9 +62,9 @@ class CheckpointTensor:
 class HeadLayer:
     """A linear layer or a LayerNorm of a classifier's head, applied to one pooled hidden state.
 
-    name: the name of its tensors, without ".weight".
-    activation: the activation after it, as torch.nn or config.json name it.
-    bias: whether it has a bias.
+    name: the name of the layer's tensors, without ".weight".
+    activation: the activation after the layer, by the name in torch.nn or config.json.
+    bias: whether the layer has a bias.
     eps: the epsilon of a LayerNorm; None = a linear layer.
     """
 
@@ -78,16 +78,16 @@ class HeadLayer:
 class Mtp:
     """The names of a multi-token-prediction layer in a checkpoint, without ".weight".
 
-    In names "{layers}" stands for the model's number of layers, which is the MTP layer's number.
+    In names "{layers}" is the model's number of layers, which is the MTP layer's number.
 
-    layer: the beginning of the names of a decoder layer's tensors, up to "self_attn".
+    layer: the prefix of the names of the decoder layer's tensors, up to "self_attn".
     embedding_norm, hidden_norm: norms of the next token's embedding and of the hidden state.
-    project: the matrix from the embedding and the hidden state, concatenated, to the layer's input.
-    norm: the norm before the model's own head.
+    project: the matrix from the concatenated embedding and hidden state to the layer's input.
+    norm: the norm before the LM head.
     hidden_first: whether the hidden state comes before the embedding in the matrix's columns.
-    copies: tensors that repeat the model's own, and are not read.
-    count: the key of config.json with the number of these layers.
-    absent: the number of these layers where config.json lacks the key.
+    copies: tensors that equal the target model's, and are not read.
+    count: the key of config.json with the number of MTP layers.
+    absent: the number of MTP layers if config.json lacks the key.
     """
 
     layer: str
@@ -102,7 +102,7 @@ class Mtp:
 
 
 _NEXT = "model.layers.{layers}."
-# DeepSeek V3, and models with its layout
+# DeepSeek V3, and models with the same names
 NEXTN = Mtp(
     _NEXT,
     f"{_NEXT}enorm",
@@ -114,7 +114,8 @@ NEXTN = Mtp(
 
 
 def score_of_last(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
-    """Return the head of decoders' *ForSequenceClassification: a score of the last token."""
+    """Return the head of a decoder's *ForSequenceClassification: a linear layer on the last
+    token."""
     return "last", (HeadLayer("score", bias=False),)
 
 
@@ -122,30 +123,30 @@ def score_of_last(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
 class Architecture:
     """The record of an architecture: one value of "architectures" in config.json, or a variant.
 
-    tensors: our name -> its place in the checkpoint. A decoder layer has the norms that are named
-        here, and a gated MLP if there is a gate_up, else a plain one (up).
+    tensors: Manta's name -> location in the checkpoint. A decoder layer has the norms in this map,
+        and a gated MLP if gate_up is in it, else a plain one (up).
     models: the models' names for users, for the list in the documentation.
-    model_type: the value in config.json; wrappers name their text model by it alone.
-    switches: field of ModelConfig -> the function that reads it from config.json, in place of the
-        one in `model_config._SWITCHES`, if any.
-    keys: our name of a config.json key -> the file's name (see Reader).
-    defaults: the file's key -> its value where config.json lacks it and its transformers class has
-        no default.
+    model_type: the value in config.json, by which wrappers name their text model.
+    switches: field of ModelConfig -> the function that reads it from config.json, instead of the
+        one in `model_config._SWITCHES`.
+    keys: Manta's name of a config.json key -> the file's name (see Reader).
+    defaults: the file's key -> value if config.json lacks the key and its transformers class has no
+        default.
     attention: (config.json, the attention of a full-context layer without special features, number
         of layers) -> the attention of each layer.
     experts: the reader of the mixture of experts.
-    computed: our name of a config.json key -> the function that computes it from other keys.
-    only: key -> its supported values; the first is the value of a missing key.
-    variant: config.json -> the name of the record to use, this one or another; None = this one.
-    renames: (another beginning of checkpoints' tensor names, the usual one) pairs.
-    ignored: patterns of the names of tensors that the model does not use. "{layers}" stands for its
-        number of layers, and so for the number of the first layer that is not part of the model.
-    network: the key in `registry.MODELS` of the class that computes the model.
-    encoder: whether it is an embedding model with bidirectional attention.
-    absent: (the model, a layer) -> our names in `tensors` that the layer does not have.
-    classifier: for a sequence classifier's checkpoint, which hidden state is pooled (Pooling.mode)
-        and the layers over it; the last one gives a number for each label.
-    mtp: the names of a multi-token-prediction layer, if checkpoints have one that can draft.
+    computed: Manta's name of a config.json key -> the function that computes it from other keys.
+    only: key -> supported values; the first is the value of a missing key.
+    variant: config.json -> the name of the record to use; None = this record.
+    renames: (alternative prefix of checkpoints' tensor names, usual prefix) pairs.
+    ignored: patterns of the names of tensors that the model does not use. "{layers}" is the number
+        of layers, and so the number of the first layer that is not part of the model.
+    network: the key in `registry.MODELS` of the model's class.
+    encoder: whether this is an embedding model with bidirectional attention.
+    absent: (model config, layer) -> Manta's names in `tensors` that the layer does not have.
+    classifier: for a sequence classifier, returns which hidden state is pooled (Pooling.mode) and
+        the layers over it; the last one computes a logit for each label.
+    mtp: the names of a multi-token-prediction layer, if checkpoints have one that is supported.
     """
 
     name: str
@@ -169,25 +170,25 @@ class Architecture:
     mtp: Mtp | None = None
 
     def filled(self, config: Reader) -> Reader:
-        """Return config.json with missing keys filled in.
+        """Return config.json with missing keys filled by defaults.
 
-        The values are the defaults of its transformers class, and those of this record.
+        The defaults are those of the transformers class, then those of this record.
         """
         known, kind = class_defaults(self.model_type), config.get("model_type")
         if kind is not None and (known.values or not self.model_type):
-            # config.json may have the model_type of a related model, whose defaults come first
+            # config.json may have the model_type of a related model, whose defaults have precedence
             known = class_defaults(str(kind), known)
         values, defaults = dict(config.values), {**self.defaults, **known.values}
         for alias, key in known.aliases.items():
             if alias in values:
                 values.setdefault(key, values[alias])
-        # rope_scaling, the older name, must not be hidden by a default
+        # a default must not hide rope_scaling, the older name
         if values.get("rope_scaling"):
             defaults.pop("rope_parameters", None)
         return Reader(values, config.path).renamed(self.keys, defaults)
 
     def ignores(self, name: str, layers: int) -> bool:
-        """Whether the model does not use this tensor.
+        """Whether the model ignores the checkpoint's tensor `name`.
 
         layers: the model's number of layers.
         """
@@ -195,10 +196,9 @@ class Architecture:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     def stored_name(self, name: str) -> str:
-        """Return the name by which `tensors` knows a tensor of the checkpoint.
+        """Return the name in `tensors` of a checkpoint's tensor.
 
-        A network that was saved without its head leaves out its own name: layers.0 for
-        model.layers.0.
+        Checkpoints of a model without head omit the prefix: layers.0 for model.layers.0.
         """
         name = renamed(name, self.renames)
         network, dot, _ = self.tensors["embedding"].names[0].partition(".")
@@ -210,21 +210,22 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """The record of a multimodal model: where its text model is, and the family of its tower.
+    """The record of a multimodal model: how to find its text model, and the family of its images.
 
-    config.json has the text model's keys in text_config, where model_type names the record. Flat
-    files have them among their own keys.
+    config.json has the text model's keys in text_config, whose model_type selects the record. Flat
+    files have these keys at the top level.
 
     models: the models' names for users.
     flat: the text model's model_type in flat files, which have no text_config.
-    renames: the beginnings of the text model's tensor names.
-    ignored: patterns of the other parts' tensors, as the checkpoint names them.
-    images: the family of its tower and its pictures: a key of `engine.config.towers.FAMILIES`,
-        `engine.images.processor.FAMILIES` and `engine.models.vision.registry.TOWERS`; "" = its
-        pictures are not supported.
-    tower: model_type of the one vision_config that `images` is for; "" = of every one.
+    renames: the prefixes of the text model's tensor names.
+    ignored: patterns of the checkpoint's names of other parts' tensors.
+    images: the family of vision encoder and image processor: a key of
+        `engine.config.towers.FAMILIES`, `engine.images.processor.FAMILIES` and
+        `engine.models.vision.registry.TOWERS`; "" = images are not supported.
+    tower: the model_type that vision_config must have for `images`; "" = any.
     text_key: the key of config.json that has the text model's config.
-    place: the text that is put for a picture into a chat template without images; "" = none.
+    place: the image placeholder to write into chats whose template does not support images; "" =
+        none.
     """
 
     name: str
@@ -256,5 +257,5 @@ def renamed(name: str, renames: Renames) -> str:
 
 
 def always(value: Any) -> Read:
-    """Return a reader that gives this value for every config.json."""
+    """Return a reader that returns a fixed value for every config.json."""
     return lambda config: value

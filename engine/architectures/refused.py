@@ -1,6 +1,6 @@
-"""Architectures that are refused although a relative's record seems to fit.
+"""Unsupported architectures that would match the record of a similar architecture.
 
-For each, the error says what is missing. No torch here.
+For each, the error says which feature is missing. No torch here.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""WRAPPERS: the records of multimodal models, whose text model has a record of its own."""
+"""WRAPPERS: the records of multimodal models; their text models have separate records."""
 
 from engine.architectures.record import Wrapper
 
@@ -130,7 +130,7 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("Cohere2VisionForConditionalGeneration", "Command A Vision"),
     )
 }
-# Other values of a text_config's model_type -> the record's model_type.
+# Alternative values of a text_config's model_type -> the record's model_type.
 TEXT_TYPES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",

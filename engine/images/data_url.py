@@ -1,17 +1,17 @@
-"""decode_base64, decode_data_url, frame_urls: decode pictures that are base64 in a request."""
+"""decode_base64, decode_data_url, frame_urls: decode base64 pictures in requests."""
 
 import binascii
 
 from engine.errors import InvalidRequest
 from engine.images.picture_file import FORMATS, invalid_image
 
-_SLICE = 2**20  # characters, a multiple of 4; other threads have their turn between slices
-_MAX_HEAD = 256  # characters of a data: URL before its data
+_SLICE = 2**20  # characters decoded at a time, a multiple of 4; other threads can run in between
+_MAX_HEAD = 256  # maximum characters of a data: URL before its data
 _STANDARD = bytes.maketrans(b"-_", b"+/")  # from the URL-safe alphabet to the standard one
 
 
 def decode_data_url(url: str, max_bytes: int) -> bytes:
-    """Return the data of a data: URL. Its media type is not trusted, so it is not read.
+    """Return the data of a data: URL. The media type is ignored, as clients may set it wrongly.
 
     max_bytes: the maximum bytes of the data.
     Raises InvalidRequest.
@@ -23,9 +23,9 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
 
 
 def frame_urls(url: str) -> list[str]:
-    """Return a data: URL for each frame of a clip, data:video/jpeg;base64,FRAME,FRAME and so on.
+    """Split the data: URL of a video, data:video/jpeg;base64,FRAME,FRAME..., into one per frame.
 
-    Raises InvalidRequest for any other URL, such as that of a file of a clip.
+    Raises InvalidRequest for any other URL, such as that of a video file.
     """
     head, *frames = url.split(",")
     if len(frames) < 2 or head[:5].lower() != "data:" or len(head) > _MAX_HEAD:
@@ -38,7 +38,7 @@ def frame_urls(url: str) -> list[str]:
 
 
 def decode_base64(text: str, max_bytes: int, start: int = 0) -> bytes:
-    """Return the bytes of base64 in either alphabet, without blanks and with correct padding.
+    """Decode base64 in either alphabet, which must have no blanks and correct padding.
 
     max_bytes: the maximum bytes of the result.
     start: the index in the text where the base64 begins.
@@ -55,9 +55,9 @@ def decode_base64(text: str, max_bytes: int, start: int = 0) -> bytes:
             if b"-" in ascii_bytes or b"_" in ascii_bytes:
                 ascii_bytes = ascii_bytes.translate(_STANDARD)
             decoded = binascii.a2b_base64(ascii_bytes, strict_mode=True)
-        except ValueError:  # raised for characters outside ASCII, too
+        except ValueError:  # also raised for characters outside ASCII
             raise _no_base64() from None
-        if not last and len(decoded) != len(piece) // 4 * 3:  # padding in the middle
+        if not last and len(decoded) != len(piece) // 4 * 3:  # only the last piece may have padding
             raise _no_base64()
         data += decoded
     if not data:
@@ -68,7 +68,7 @@ def decode_base64(text: str, max_bytes: int, start: int = 0) -> bytes:
 
 
 def too_large(max_bytes: int) -> InvalidRequest:
-    """Return the error of a file with too many bytes."""
+    """Return the error for a file with too many bytes."""
     return invalid_image(f"has more than {max_bytes} bytes", code="image_too_large")
 
 

@@ -11,12 +11,12 @@ from engine.images.processor import ImageProcessor, clips_of
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of an image or a clip in a chat.
+    """An image or a clip in a chat: its placeholder text, and the tokens that replace it.
 
     placeholder: the text that the template writes for the image or clip.
     layouts: the layout of the image, or the layouts of the clip's spans of tokens.
-    outer: the texts before and after the placeholder; if both are there, they are replaced together
-        with the placeholder.
+    outer: texts before and after the placeholder, which are replaced together with the placeholder
+        if both are present.
     """
 
     placeholder: str
@@ -27,7 +27,7 @@ class Place:
     def of(
         cls, processor: ImageProcessor, layouts: Sequence[ImageLayout], *, clip: bool
     ) -> "Place":
-        """Return the place of an image, or of a clip.
+        """Return the Place of an image, or of a clip.
 
         layouts: the layout of the image, or those of the clip's spans.
         """
@@ -38,11 +38,11 @@ class Place:
 
 
 def surround(text: str, places: Sequence[Place]) -> str:
-    """Return a rendered chat with the images' texts (`ImageLayout.before`, `after`) put in.
+    """Insert the images' texts (`ImageLayout.before`, `after`) into a rendered chat.
 
     A clip of several spans gets a placeholder for each span.
 
-    places: the images' places, in the order of the placeholders. A text that has other placeholders
+    places: the images' places, in the order of the placeholders. A chat whose placeholders differ
         is returned unchanged.
     """
     names = {place.placeholder for place in places}
@@ -69,15 +69,17 @@ def expand_placeholders(
     places: Sequence[Place],
     count: int,
 ) -> tuple[list[int], list[int]]:
-    """Return a chat's token ids with each layout's tokens, and the index where each layout begins.
+    """Replace the placeholders in a chat's token ids by the tokens of the images.
 
-    ids: tokens of the rendered chat, in which one placeholder stands for each layout.
-    token_id: returns the token id of a placeholder; None if the placeholder is no token.
+    Returns (token ids, index at which each layout begins).
+
+    ids: tokens of the rendered chat, with one placeholder token for each layout.
+    token_id: returns the token id of a placeholder; None if the placeholder is not a single token.
     places: the layouts of the images and clips in the chat, in the order of the template.
     count: the number of images and clips in the request.
 
     Raises InvalidRequest if the template has not written one placeholder for each layout,
-    ConfigError for a placeholder that is no token.
+    ConfigError for a placeholder that is not a single token.
     """
     tokens = {place.placeholder: token_id(place.placeholder) for place in places}
     for text, token in tokens.items():

@@ -1,19 +1,19 @@
-"""ImageLayout: a picture's place in a prompt and its size, which its width and height decide.
+"""ImageLayout: a picture's tokens and size, which depend on its width and height.
 
-ImageError: the error of a picture that a model cannot take.
+ImageError: the error of a picture that a model does not support.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-# The values of an image's `detail` in a request; "low" asks for few tokens.
+# The values of an image's `detail` in a request; "low" requests few tokens.
 DETAILS = ("auto", "low", "high", "original")
-# Frames a second of a clip: the maximum, and the default.
+# Maximum and default of a clip's frames per second.
 MAX_FPS, DEFAULT_FPS = 1000, 2.0
 
 
 class ImageError(ValueError):
-    """The error of a picture that a model cannot take; the message is for the sender.
+    """The error of a picture that a model does not support; the message is for the client.
 
     code: a stable machine-readable word.
     """
@@ -26,14 +26,14 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """The place of a picture in a prompt, and the size of its pixels.
+    """The tokens of a picture in a prompt, and the size of its pixels.
 
-    token_ids: the tokens that stand in the prompt for one placeholder of the chat template.
+    token_ids: the tokens that replace one placeholder of the chat template.
     first: the index in token_ids of the first image token.
-    length: tokens from the first to the last image token.
+    length: number of tokens from the first to the last image token.
     size, grid, shape: see `engine.images.image.Image`.
-    before, after: text around the tokens, which is encoded together with the text beside it.
-    frames: the indices of the clip's frames whose pixels the span has; (0,) for a still picture.
+    before, after: text around the tokens, which is encoded together with the neighbouring text.
+    frames: the indices of the clip's frames in this span; (0,) for a still picture.
     time_step: see `engine.images.image.Image`.
     """
 
@@ -50,7 +50,7 @@ class ImageLayout:
 
 
 def is_fps(value: Any) -> bool:
-    """Whether a value is a clip's number of frames a second."""
+    """Whether a value is valid as a clip's frames per second."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_FPS
 
 

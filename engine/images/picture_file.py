@@ -1,7 +1,7 @@
-"""PictureFile: a picture in a file of bytes, measured by its header first and decoded later.
+"""PictureFile: a picture's file, of which first the header is read; the pixels are decoded later.
 
-Files come from any client. So the first bytes choose the one decoder that is opened, the header's
-size is checked before a pixel is decoded, and no text of the library reaches an error.
+Files come from any client. So the first bytes select the only decoder that is used, the size in the
+header is checked before any pixel is decoded, and errors contain no text of the library.
 """
 
 import io
@@ -13,8 +13,8 @@ from PIL import Image
 from engine.errors import InvalidRequest
 
 FORMATS = "PNG, JPEG, WebP, GIF or BMP"
-MAX_PIXELS = 89_478_485  # pixels of one picture, beyond which Pillow warns
-# Pillow copies all pixels of a WebP while no other thread runs: 40 ms for so many.
+MAX_PIXELS = 89_478_485  # maximum pixels of a picture; Pillow warns of larger ones
+# Maximum pixels of a WebP, which Pillow copies with the GIL held: 40 ms for this many.
 WEBP_PIXELS = 24_000_000
 
 _MAGIC = (
@@ -25,7 +25,7 @@ _MAGIC = (
     (b"BM", "BMP"),
 )
 _ORIENTATION = 0x0112  # EXIF's tag
-# EXIF's orientation -> what turns the picture upright.
+# EXIF's orientation -> the operation that turns the picture upright
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -35,23 +35,23 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = (5, 6, 7, 8)  # orientations in which width and height change places
+_SIDEWAYS = (5, 6, 7, 8)  # orientations in which width and height are swapped
 
 
 def invalid_image(message: str, code: str = "invalid_image") -> InvalidRequest:
-    """Return the error of a picture that cannot be used. message: a predicate of "the picture"."""
+    """Return the error for an invalid picture. message: a predicate for "the picture"."""
     return InvalidRequest(message, code=code)
 
 
 @dataclass(frozen=True, slots=True)
 class PictureFile:
-    """A picture in a file, of which only the header was read.
+    """A picture's file, of which only the header was read.
 
-    width, height: pixels of the upright picture.
+    width, height: size in pixels of the upright picture.
     stored: (width, height) in the file.
     format: the decoder's name.
     orientation: the number of EXIF's orientation; 1 = upright.
-    frames: whether more frames follow the first one, which alone is decoded.
+    frames: whether the file has more than one frame, of which only the first is decoded.
     """
 
     data: bytes
@@ -90,30 +90,30 @@ class PictureFile:
         return cls(data, width, height, stored, kind, orientation, _frames(picture))
 
     def decode(self) -> Image.Image:
-        """Return the picture: upright, in 8-bit RGB, over white where it is transparent.
+        """Decode the picture: upright, in 8-bit RGB, on white where it is transparent.
 
-        Other threads run meanwhile. Raises InvalidRequest invalid_image.
+        The GIL is released meanwhile. Raises InvalidRequest invalid_image.
         """
         try:
             picture = _open(self.data, self.format)
             if picture.size != self.stored:
                 raise _broken()
             picture.load()
-            if picture.size != self.stored:  # a frame may be larger than the header says
+            if picture.size != self.stored:  # a frame may differ from the size in the header
                 raise _broken()
             rgb = _rgb(picture)
-            del picture  # two pictures of this size are in memory at once, not three
+            del picture  # so that only two pictures of this size are in memory at once
             return _turned(rgb, self.orientation)
         except InvalidRequest:
             raise
         except MemoryError:
             raise invalid_image("needs more memory than there is", code="image_too_large") from None
-        except Exception:  # Pillow raises what its decoders raise, with addresses in the text
+        except Exception:  # decoders raise any exception, with addresses in the text
             raise _broken() from None
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
-    """Return a picture of any mode upright, in 8-bit RGB, over white where it is transparent."""
+    """Convert a picture of any mode: upright, in 8-bit RGB, on white where it is transparent."""
     return _turned(_rgb(picture), _orientation(picture))
 
 
@@ -169,7 +169,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 def _orientation(picture: Image.Image) -> int:
     """Return the number of EXIF's orientation in the header; 1 if it is missing or unreadable.
 
-    `Image.getexif` would decode a PNG to look behind its pixels.
+    `Image.getexif` is not used, as it would decode a PNG to read metadata after the pixels.
     """
     raw = picture.info.get("exif")
     if not isinstance(raw, bytes):
@@ -186,12 +186,12 @@ def _orientation(picture: Image.Image) -> int:
 def _frames(picture: Image.Image) -> bool:
     try:
         return picture.format != "MPO" and bool(getattr(picture, "is_animated", False))
-    except Exception:  # a broken second frame harms nobody
+    except Exception:  # an invalid second frame is ignored
         return True
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
-    """Return a loaded picture of any mode in 8-bit RGB."""
+    """Convert a loaded picture of any mode to 8-bit RGB."""
     mode = picture.mode
     if mode.startswith("I") or mode == "F":
         return _deep(picture)
@@ -204,7 +204,7 @@ def _rgb(picture: Image.Image) -> Image.Image:
 
 
 def _deep(picture: Image.Image) -> Image.Image:
-    """Return a grey picture of 16 bits in RGB. Pillow's own conversion cuts values at 255."""
+    """Convert a 16-bit grey picture to 8-bit RGB; Pillow's conversion would clip values at 255."""
     import numpy as np
 
     grey = np.asarray(picture)

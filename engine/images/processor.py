@@ -1,4 +1,4 @@
-"""image_processor: returns the processor of a model's images; prepare: runs it. No torch here."""
+"""image_processor: loads a model's image processor; prepare: processes a picture. No torch here."""
 
 import hashlib
 import threading
@@ -28,7 +28,8 @@ from engine.images.picture_file import PictureFile
 from engine.images.settings import Encode, ProcessorSettings
 from engine.images.threads import prepares
 
-if TYPE_CHECKING:  # the library imports this module where no picture comes
+# not imported at runtime, as the library also imports this module for models without images
+if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
@@ -43,11 +44,12 @@ __all__ = [
 
 
 class ImageProcessor(Protocol):
-    """The interface of an image processor: from a picture to a model's tokens and pixels.
+    """The interface of an image processor, which converts a picture to tokens and pixels.
 
     placeholder: the text that the chat template writes for a picture, such as "<|image_pad|>".
-    image_token_id: the token at whose positions the picture's embeddings stand.
-    settings: all settings that change pixels, as bytes for digests.
+    image_token_id: the placeholder token that the picture's embeddings replace.
+    settings: all settings that affect pixels, as bytes for digests.
+
     """
 
     placeholder: str
@@ -57,8 +59,8 @@ class ImageProcessor(Protocol):
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
         """Return the layout of a picture of width x height pixels.
 
-        detail: "low" asks for few tokens.
-        Raises ImageError for a picture that the model does not take.
+        detail: one of `DETAILS`; "low" requests few tokens.
+        Raises ImageError for a picture that the model does not support.
         """
         ...
 
@@ -68,7 +70,7 @@ class ImageProcessor(Protocol):
 
 
 class ClipProcessor(Protocol):
-    """The interface of a video processor: from a clip, a list of frames, to tokens and pixels.
+    """The interface of a video processor, which converts a clip's frames to tokens and pixels.
 
     placeholder: the text that the chat template writes for a clip.
     outer: the texts before and after the placeholder, which a clip's spans replace as well.
@@ -90,8 +92,8 @@ class ClipProcessor(Protocol):
         A clip is one span, or (Qwen3-VL) one for each temporal patch.
 
         width, height: pixels of each frame.
-        fps: frames a second.
-        Raises ImageError for a clip that the model does not take.
+        fps: frames per second.
+        Raises ImageError for a clip that the model does not support.
         """
         ...
 
@@ -116,10 +118,10 @@ FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
 
 
 def image_processor(folder: Path, encode: Encode | None = None) -> ImageProcessor | None:
-    """Return the processor of a model folder; None if the model takes no pictures here.
+    """Return the image processor of a model folder; None if images are not supported.
 
-    encode: returns the tokens of a text with special tokens in it. Some families need none.
-    Raises ConfigError naming the file and key that cannot be read.
+    encode: returns the tokens of a text that may have special tokens; some families do not need it.
+    Raises ConfigError naming the file and the invalid key.
     """
     config = Reader.from_file(folder / "config.json")
     names = config.get("architectures", [])
@@ -130,7 +132,7 @@ def image_processor(folder: Path, encode: Encode | None = None) -> ImageProcesso
 
 
 def clips_of(processor: ImageProcessor | None) -> ClipProcessor | None:
-    """Return the processor of a model's clips; None for a model that takes none."""
+    """Return the video processor of a model; None if clips are not supported."""
     return processor.clips if isinstance(processor, QwenImages) else None
 
 
@@ -140,8 +142,8 @@ def clip_layouts(
     """Return the layouts of a clip's spans of tokens, in order.
 
     sizes: (width, height) of its frames.
-    fps: frames a second, as `is_fps` allows.
-    Raises ImageError for frames of several sizes, and a clip that the model does not take.
+    fps: frames per second, valid by `is_fps`.
+    Raises ImageError for frames of different sizes, and for a clip that the model does not support.
     """
     clips = clips_of(processor)
     if clips is None:
@@ -195,12 +197,12 @@ def prepare(
     start: int,
     cache: PixelCache | None = None,
 ) -> Image:
-    """Return a picture, or a span of a clip, with its pixels and digest.
+    """Compute the pixels and the digest of a picture, or of a span of a clip.
 
-    picture: a file or an RGB picture, of the width and height that the layout was made for; for a
-        clip the list of all its frames.
+    picture: a file or an RGB picture of the layout's width and height; for a clip the list of all
+        frames.
     start: the index in the prompt's token_ids of the layout's first token.
-    cache: the cache from which pixels are taken, and into which they are put.
+    cache: a cache of pixels to use and to fill.
     Raises InvalidRequest for a file that cannot be decoded.
     """
     frames = picture if isinstance(picture, Sequence) else [picture]
@@ -234,11 +236,11 @@ def prepare(
 def _digest(
     processor: ImageProcessor, frames: Sequence[Pillow.Image | PictureFile], layout: ImageLayout
 ) -> bytes:
-    """Return the digest of a picture, or of a span of a clip, with this layout."""
+    """Return the digest of a picture, or of a span of a clip, with a layout."""
     clips = clips_of(processor) if len(frames) > 1 else None
     settings = processor.settings if clips is None else processor.settings + clips.settings
     kind = "file" if isinstance(frames[0], PictureFile) else str(frames[0].size)
-    digest = hashlib.sha256()  # CPUs have instructions for it
+    digest = hashlib.sha256()  # fast, as CPUs have instructions for SHA-256
     for field in (settings, f"{kind} {layout.grid} {layout.shape}".encode()):
         digest.update(len(field).to_bytes(8, "little") + field)
     for frame in frames:
@@ -255,7 +257,7 @@ def _tiles(
     index: int,
     layout: ImageLayout,
 ) -> "NDArray[np.uint8]":
-    """Return the pixels of frames[index]. Raises InvalidRequest, which names a clip's frame."""
+    """Return the pixels of one frame. Raises InvalidRequest, which names the frame of a clip."""
     picture = frames[index]
     if isinstance(picture, PictureFile):
         try:
@@ -268,7 +270,8 @@ def _tiles(
 
 
 def _bytes(pixels: "NDArray[np.uint8]") -> bytes:
-    """Return an array's bytes in C order, without a copy if the array is a view of them all."""
+    """Return an array's bytes in C order, without a copy if the array views a whole bytes
+    object."""
     buffer: Any = pixels
     while hasattr(buffer, "base"):
         buffer = buffer.base

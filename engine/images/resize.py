@@ -7,17 +7,17 @@ from PIL import Image as Pillow
 
 from engine.images.threads import alone, share_out, threads
 
-_STRIP = 2**18  # pixels; to hand a strip of fewer to a thread costs more than to resize it
+_STRIP = 2**18  # minimum pixels of a strip, for which a thread is worth its overhead
 
 
 def resized(
     picture: Pillow.Image, size: tuple[int, int], filter: int, strips: int | None = None
 ) -> Pillow.Image:
-    """Return an RGB picture in another size, with exactly the pixels of Pillow's `resize`.
+    """Resize an RGB picture to exactly the pixels of Pillow's `resize`.
 
-    Pillow resizes along rows and along columns in two passes, with 8-bit pixels in between. In the
-    pass along rows no row depends on another, in the pass along columns no column. So strips, which
-    threads resize separately, change no pixel.
+    Pillow resizes along rows and along columns in two passes, with 8-bit pixels in between. Rows
+    are independent in the first pass, and columns in the second. So threads can resize strips
+    separately, without changing any pixel.
 
     size: (width, height) in pixels.
     filter: the resampling filter, as Pillow numbers it.
@@ -28,7 +28,7 @@ def resized(
         area = max(picture.width * picture.height, width * height)
         strips = min(threads(), area // _STRIP)
     divisible = filter != Pillow.Resampling.NEAREST and _rows_first(*picture.size, *size)
-    # Strips cost a quarter more CPU time, which shortens nothing where pictures wait for cores.
+    # Strips take a quarter more CPU time, which gains nothing while other pictures wait for cores.
     if strips < 2 or not divisible or not alone():
         return picture.resize(size, filter)
     if width != picture.width:
@@ -39,10 +39,10 @@ def resized(
 
 
 def _rows_first(width: int, height: int, new_width: int, new_height: int) -> bool:
-    """Whether Pillow certainly resizes along rows first, or in one pass alone.
+    """Whether Pillow certainly resizes along rows first, or needs only one pass.
 
-    Pillow 13 begins with columns where they lose more than twice the pixels that rows lose. The
-    limit here is lower, since other versions of Pillow have other rules.
+    Pillow 13 begins with columns if these lose more than twice as many pixels as rows. The limit
+    here is lower, as other versions of Pillow have other rules.
     """
     if new_height >= height or new_width == width:
         return True
@@ -75,7 +75,7 @@ def _along_columns(picture: Pillow.Image, height: int, filter: int, strips: int)
 
 
 def _each_strip(work: Callable[[tuple[int, int]], None], length: int, strips: int) -> None:
-    """Call `work` for (begin, end) of each of `strips` about equal parts of `length` lines."""
+    """Divide `length` lines into `strips` similar parts, and call `work` with each (begin, end)."""
     count = min(strips, length)
     bounds = [length * i // count for i in range(count + 1)]
     share_out(work, list(itertools.pairwise(bounds)))

@@ -1,4 +1,4 @@
-"""ProcessorSettings: the files of a model folder that say how pictures become pixels."""
+"""ProcessorSettings: the image processor's settings in a model folder."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ Encode = Callable[[str], Sequence[int]]
 
 logger = logging.getLogger("manta.engine")
 
-# Newer folders have the settings inside this file, others in a file of their own.
+# Newer folders have the image settings inside the first file, others in the second.
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 _OF_CLIPS = "video_preprocessor_config.json"
 
@@ -25,11 +25,11 @@ _OF_CLIPS = "video_preprocessor_config.json"
 class ProcessorSettings:
     """The settings of a checkpoint's image processor, and the tokens of its pictures.
 
-    values: preprocessor_config.json, image_processor of processor_config.json, or what a
-        publisher's own files say, in the same terms.
+    values: preprocessor_config.json, image_processor of processor_config.json, or the settings of a
+        publisher's files under the same names.
     config: config.json.
     folder: the model's folder.
-    encode: returns the tokens of a text with special tokens in it; None = there is no tokenizer.
+    encode: returns the tokens of a text that may have special tokens; None = there is no tokenizer.
     """
 
     values: Reader
@@ -39,9 +39,9 @@ class ProcessorSettings:
 
     @classmethod
     def read(cls, folder: Path, encode: Encode | None = None) -> "ProcessorSettings | None":
-        """Read a folder's files; None if no file has settings of pictures that are supported.
+        """Read a folder's files; None if they have no supported image settings.
 
-        Raises ConfigError naming a file that cannot be read.
+        Raises ConfigError naming an invalid file.
         """
         values = cls.values_of(folder)
         if values is None:
@@ -70,7 +70,7 @@ class ProcessorSettings:
         return Reader.from_file(older) if older.is_file() else mistral_settings(folder)
 
     def of_clips(self) -> Reader:
-        """Return a reader of the folder's settings of clips, which may be empty."""
+        """Return a reader of the folder's video settings, which may be empty."""
         newer, older = self.folder / PROCESSOR, self.folder / _OF_CLIPS
         if newer.is_file():
             inner = Reader.from_file(newer).inner("video_processor")
@@ -86,9 +86,9 @@ class ProcessorSettings:
         return int(number)
 
     def token(self, *keys: str) -> int:
-        """Return the token id under the first of the given keys that config.json has.
+        """Return a token id from config.json, under the first of several keys that exists.
 
-        If config.json has none of the keys, the first one is looked up in `values`.
+        If config.json has none of the keys, the first key is looked up in `values`.
         """
         key = next((key for key in keys if self.config.get(key) is not None), keys[0])
         value = self.config.get(key, self.values.get(key))
@@ -110,21 +110,21 @@ class ProcessorSettings:
     def text(self, token_id: int, default: str) -> str:
         """Return the text of a special token, as the chat template writes it.
 
-        default: the family's text, where the folder has no tokenizer.json that names the token.
+        default: the family's text, used if tokenizer.json does not have the token.
         """
         return special_tokens(self.folder).get(token_id, default)
 
     def ids(self, *tokens: tuple[str, int]) -> list[int]:
         """Return the ids of special tokens.
 
-        tokens: (text, the id where the folder has no tokenizer.json with the text) pairs.
+        tokens: (text, default id if tokenizer.json does not have the text) pairs.
         """
         ids = {text: token_id for token_id, text in special_tokens(self.folder).items()}
         return [ids.get(text, default) for text, default in tokens]
 
 
 def special_tokens(folder: Path) -> dict[int, str]:
-    """Return {id: text} of a tokenizer's special tokens; {} without a readable file.
+    """Return {id: text} of a folder's special tokens; {} without a readable file.
 
     The file is tokenizer.json, or added_tokens.json in a folder without tokenizer.json.
     """

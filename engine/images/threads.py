@@ -1,7 +1,7 @@
 """share_out: runs work on pictures in this thread and in idle helper threads.
 
-`prepares` counts the pictures that are decoded and resized, so that a lone one is resized by
-several threads.
+`prepares` counts the pictures that are being decoded and resized, so that a single one is resized
+by several threads.
 """
 
 import os
@@ -15,16 +15,16 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-_MOST = 4  # threads for one picture; Pillow lets others run while it decodes and resizes
+_MOST = 4  # maximum threads for one picture; Pillow releases the GIL while it decodes and resizes
 
 
 _lock = threading.Lock()  # guards `_prepared`
-_prepared = 0  # pictures that are decoded or resized now
+_prepared = 0  # number of pictures that are being decoded or resized
 
 
 @contextmanager
 def prepares() -> Iterator[None]:
-    """Count, while open, one more picture that this process decodes and resizes."""
+    """Count one more picture that is being decoded and resized, during the `with` block."""
     global _prepared
     with _lock:
         _prepared += 1
@@ -36,13 +36,13 @@ def prepares() -> Iterator[None]:
 
 
 def alone() -> bool:
-    """Whether at most one picture is decoded or resized now."""
+    """Whether at most one picture is being decoded or resized."""
     return _prepared < 2
 
 
 @cache
 def threads() -> int:
-    """Return how many threads work on one picture: one a core, at most 4."""
+    """Return the number of threads for one picture: one per core, at most 4."""
     return min(_MOST, len(os.sched_getaffinity(0)))
 
 
@@ -52,16 +52,16 @@ def _helpers() -> ThreadPoolExecutor:
 
 
 def share_out(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return the results of `work` for all items, some of which other threads compute.
+    """Run `work` for all items, with idle helper threads; return the results.
 
-    Work may share out parts of its own. The first error is raised once no item is being worked on.
+    `work` may call this function too. The first error is raised once no item is in progress.
     """
     first, *others = items
     handed = [(item, _helpers().submit(work, item)) for item in others]
     try:
         results = [work(first)]
         for item, future in handed:
-            # Where the helpers are busy with other pictures, this thread does not wait for them.
+            # items that no helper has begun are computed by this thread
             results.append(work(item) if future.cancel() else future.result())
         return results
     finally:

@@ -1,1 +1,1 @@
-"""Decoders with an MLP in each layer; each module holds one family."""
+"""Dense decoders, with an MLP in each layer; each module has one family."""

@@ -1,12 +1,12 @@
-"""Slopes of ALiBi (Press et al. 2022): the penalty on a score for each token of distance."""
+"""The slopes of ALiBi (Press et al. 2022), the penalty on scores per token of distance."""
 
 import math
 
 
 def slopes(heads: int) -> tuple[float, ...]:
-    """Return the ALiBi slopes of BLOOM: 2^(-8 h / n) for head h of the first n, a power of two.
+    """Return BLOOM's ALiBi slopes: 2^(-8 h / n) for heads h = 1 .. n, where n is a power of two.
 
-    The other heads have slopes between these.
+    If there are more than n heads, the others have slopes in between.
     """
     whole = 1 << int(math.log2(heads))
     first = [2 ** (-8 * (h + 1) / whole) for h in range(whole)]
@@ -17,10 +17,9 @@ def slopes(heads: int) -> tuple[float, ...]:
 def mpt_slopes(heads: int, largest: float) -> tuple[float, ...]:
     """Return the ALiBi slopes of MPT.
 
-    They are the slopes for the next power of two of heads, with every second slope moved to the
-    front.
+    These are the slopes for the next power of two, with every second slope moved to the front.
 
-    largest: alibi_bias_max, by which the smallest slope is 2^-largest.
+    largest: alibi_bias_max; the smallest slope is 2^-largest.
     """
     whole = 1 << math.ceil(math.log2(heads))
     all_slopes = [2 ** (-largest * (h + 1) / whole) for h in range(whole)]

@@ -23,7 +23,7 @@ _SWITCHES = {
 
 
 def _cohere2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return each layer's attention: full without rotary embedding, or perhaps with a window."""
+    """Return each layer's attention: full without rotary embedding, or rotary with a window."""
     full, local = replace(plain, rope=None), plain
     if config.get("sliding_window") is not None:
         local = replace(plain, window=config.size("sliding_window"))

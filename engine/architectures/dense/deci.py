@@ -1,7 +1,7 @@
-"""DeciLM (Nemotron Super and Ultra): a Llama whose key heads and MLP width differ by layer.
+"""DeciLM (Nemotron Super and Ultra): a Llama whose KV heads and MLP width differ by layer.
 
-An architecture search has chosen them, and dropped attention or the MLP in some layers. The models'
-code is only in their repositories.
+An architecture search has chosen these, and removed attention or the MLP in some layers. The
+models' code is only in their repositories.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,12 @@ from engine.config_reader import Reader
 if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention
 
-# Kinds of layers that an architecture search may choose and that are not supported here.
+# keys of layer kinds that an architecture search may choose but that are not supported
 _OTHER = ("replace_with_linear", "sparsify", "is_mamba", "mamba", "moe", "llama4", "window_length")
 
 
 def _layers(config: Reader, part: str) -> Iterator[Reader]:
-    """Yield the object of block_configs for each layer's "attention" or "ffn"."""
+    """Yield, for each layer, the object of block_configs under "attention" or "ffn"."""
     blocks, layers = config.listed("block_configs", dict), config.size("num_hidden_layers")
     if blocks is None or len(blocks) != layers:
         raise config.error("block_configs", f"must be a list of {layers} objects, one a layer")
@@ -49,9 +49,9 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
-    """Return each layer's MLP width: intermediate_size, or the width that ffn_mult gives.
+    """Return each layer's MLP width: intermediate_size, or the width by ffn_mult.
 
-    That width is 2/3 * ffn_mult * hidden_size, rounded up to a multiple of 256.
+    The latter is 2/3 * ffn_mult * hidden_size, rounded up to a multiple of 256.
     """
     hidden, sizes = config.size("hidden_size"), []
     for own in _layers(config, "ffn"):

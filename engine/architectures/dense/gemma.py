@@ -1,4 +1,4 @@
-"""Gemma: norms multiply by one plus their weight; the embedding is scaled, and is the head too.
+"""Gemma: norms multiply by one plus their weight; the embedding is scaled, and the head is tied.
 
 From Gemma 2 on, attention and MLP each have a norm before and after them.
 """
@@ -43,7 +43,7 @@ def _gemma2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
 
 
 def _gemma3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return each layer's attention; windowed ones have their own rotary base, without scaling."""
+    """Return each layer's attention; windowed ones have a separate rotary base, without scaling."""
     plain = _scaled(config, plain)
     rope = rope_of(config, WINDOW, plain, config.number("rope_local_base_freq", 10000.0))
     local = replace(plain, rope=rope, window=config.size("sliding_window"))
@@ -57,7 +57,7 @@ ARCHITECTURES = (
         LLAMA,
         models="Gemma 1, CodeGemma",
         model_type="gemma",
-        # Files say hidden_act "gelu", but the models were trained with its tanh form.
+        # Files have hidden_act "gelu", but the models were trained with the tanh approximation.
         switches={**_SWITCHES, "hidden_act": always("gelu_pytorch_tanh")},
     ),
     Architecture(
@@ -83,7 +83,7 @@ ARCHITECTURES = (
             "logit_cap": lambda config: config.number_or_none("final_logit_softcapping"),
         },
         keys={"hidden_act": "hidden_activation"},
-        # The multimodal models' files on the hub leave most of these keys out.
+        # The multimodal models' files on the hub omit most of these keys.
         attention=_gemma3,
         only={"use_bidirectional_attention": (False, None)},
     ),

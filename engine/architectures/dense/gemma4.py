@@ -1,7 +1,7 @@
 """Gemma 4: sliding windows, full layers with other heads, normed values, a factor for each layer.
 
-The E models give each token one more input for each layer, and their last layers read the keys of
-earlier layers. The 26B has a mixture of experts next to each MLP.
+The E models have per-layer embeddings, and their last layers read the KV of earlier layers. The 26B
+has a mixture of experts next to each MLP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,7 +109,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _without_keys(config: Reader, layers: int) -> int:
-    """Return the number of last layers that read the keys of other layers."""
+    """Return the number of last layers that read other layers' KV."""
     shared = config.count("num_kv_shared_layers")
     if shared >= layers:
         raise config.error("num_kv_shared_layers", f"{shared} of {layers} layers: none has keys")
@@ -117,7 +117,7 @@ def _without_keys(config: Reader, layers: int) -> int:
 
 
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
-    """Return each layer's MLP width; config.json may double it in layers that share keys."""
+    """Return each layer's MLP width, which config.json may double in layers that share KV."""
     size, layers = config.size("intermediate_size"), config.size("num_hidden_layers")
     shared = _without_keys(config, layers)
     wide = 2 if config.flag("use_double_wide_mlp") else 1
@@ -145,7 +145,7 @@ ARCHITECTURES = (
             "layer_input_rows": lambda config: config.size("vocab_size_per_layer_input"),
         },
         keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
-        computed={  # computed in this order, as the second replaces what the first reads
+        computed={  # computed in this order, as the second replaces a key that the first reads
             "full_rope_parameters": _ropes(FULL, _PROPORTIONAL),
             "rope_parameters": _ropes(WINDOW, {"rope_theta": 10000.0}),
         },

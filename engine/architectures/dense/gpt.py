@@ -1,6 +1,6 @@
 """Models before Llama, such as GPT-2, Falcon and BLOOM: layer norms with biases and plain MLPs.
 
-Their positions are learned, partly rotary, or ALiBi slopes.
+They have learned positions, partly rotary embeddings, or ALiBi.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention, ModelConfig
 
 _H = "transformer.h.{i}."
-# Files of GPT-2 and BLOOM on the hub leave out the beginning of the names.
+# Files of GPT-2 and BLOOM on the hub omit the names' prefix.
 _BARE = tuple((f"{part}.", f"transformer.{part}.") for part in ("h", "wte", "wpe", "ln_f"))
 _BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.causal_mask", "*.rotary_emb.inv_freq")
 _SIZES = {
@@ -96,7 +96,7 @@ _MPT = "transformer.blocks.{i}."
 
 
 def _conv(tensors: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-    """Return the tensors, with their matrices marked as stored transposed, [in, out]."""
+    """Return a copy of the tensors in which matrices are marked as stored transposed, [in, out]."""
     turned = {
         ours: replace(tensors[ours], transposed=True) for ours in ("qkv", "out", "up", "down")
     }
@@ -108,7 +108,7 @@ def _one_key_head(config: Reader) -> int:
 
 
 def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the stored rows of qkv: grouped by key head, unless there is only one key head."""
+    """Return the stored rows of qkv, which are grouped by KV head unless there is only one."""
     import numpy as np
 
     rows = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -116,9 +116,9 @@ def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _gpt_neo(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return each layer's attention, with unscaled scores: by default global and local in turn.
+    """Return each layer's attention, with unscaled scores: by default alternately global and local.
 
-    config.json may give another order in attention_layers or attention_types.
+    config.json may have another order in attention_layers or attention_types.
     """
     full = replace(plain, rope=None, scale=1.0)
     local = replace(full, window=config.size("window_size", 256))
@@ -143,7 +143,7 @@ def _falcon_kv_heads(config: Reader) -> int:
 
 
 def _falcon_norms(config: Reader) -> str:
-    """Return the record's name, which depends on whether attention and MLP have a norm each."""
+    """Return the record's name, which depends on whether attention and MLP have separate norms."""
     own = config.flag("new_decoder_architecture") and config.get("num_ln_in_parallel_attn", 2) == 2
     return "FalconForCausalLM, two norms" if own else "FalconForCausalLM"
 
@@ -155,7 +155,8 @@ def _falcon_parallel(config: Reader) -> str:
 
 
 def _falcon(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return each layer's attention; ALiBi's slopes are rounded to bfloat16 and scaled too."""
+    """Return each layer's attention; ALiBi slopes are rounded to bfloat16 and scaled like
+    scores."""
     if config.flag("alibi"):
         rounded = tuple(_bfloat16(slope) * plain.scale for slope in slopes(plain.num_heads))
         plain = replace(plain, rope=None, slopes=rounded)
@@ -386,7 +387,7 @@ ARCHITECTURES = (
             **_ALL_HEADS,
             **_FOUR_TIMES,
             "hidden_act": always("gelu_pytorch_tanh"),
-            # ALiBi has no longest context; this is the length that the model was trained with.
+            # ALiBi has no maximum context; this is the training length.
             "max_positions": lambda config: config.size("seq_length", 2048),
         },
         keys={

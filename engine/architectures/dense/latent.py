@@ -1,4 +1,4 @@
-"""Dense decoders with latent attention."""
+"""Dense decoders with multi-head latent attention (MLA)."""
 
 from engine.architectures.dense.llama import LLAMA
 from engine.architectures.dense.remote import MINICPM

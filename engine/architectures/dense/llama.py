@@ -1,4 +1,4 @@
-"""Llama and its relatives, and the tensor names of their checkpoints, which most models share.
+"""Llama and similar models, and their checkpoints' tensor names, which most models share.
 
 They have rotary embeddings, RMS norms before attention and MLP, and a gated MLP.
 """
@@ -50,9 +50,9 @@ def without(tensors: Mapping[str, CheckpointTensor], *ours: str) -> dict[str, Ch
 
 
 def one_llama_layer(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json of a Llama with one layer, for a drafter that has such a layer.
+    """Return the config.json of a Llama with one layer, for a drafter with such a layer.
 
-    values: the layer's keys of config.json, such as hidden_size.
+    values: the keys of config.json that describe the layer, such as hidden_size.
     """
     return {
         **values,
@@ -66,7 +66,7 @@ def one_llama_layer(values: Mapping[str, Any]) -> dict[str, Any]:
 def ungated(
     tensors: Mapping[str, CheckpointTensor], up: str = "mlp.up_proj"
 ) -> dict[str, CheckpointTensor]:
-    """Return the tensors with a plain MLP instead of a gated one.
+    """Return the tensors for a model with a plain MLP instead of a gated one.
 
     up: the name of the plain MLP's first matrix.
     """
@@ -80,7 +80,7 @@ def granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
 def _granite_swa(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Return each layer's attention, with its own rotary base; base 0 = no rotary embedding."""
+    """Return each layer's attention, with a rotary base for each layer; 0 = no rotary embedding."""
     plain = granite(config, plain, 1)[0]
     bases = of_layers(config, "layer_rope_theta", layers, int, float) or [None] * layers
     kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
@@ -116,7 +116,7 @@ def _ministral(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Return each layer's attention.
 
-    With use_sliding_window, layers from max_window_layers on have the window, else no layer.
+    With use_sliding_window, layers from max_window_layers on have the window; otherwise none has.
     """
     if not config.flag("use_sliding_window"):
         return [plain] * layers
@@ -128,7 +128,7 @@ def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
 def _ministral3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Return each layer's attention, with queries scaled up beyond the trained context.
 
-    The factor grows with the logarithm of the position divided by the trained context.
+    The factor grows with the logarithm of position / trained context.
     """
     rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
     if rope.get("llama_4_scaling_beta"):

@@ -1,4 +1,4 @@
-"""Phi, StableLM and StarCoder 2: layer norms with biases, heads that are partly rotary."""
+"""Phi, StableLM and StarCoder 2: layer norms with biases, and partly rotary heads."""
 
 from engine.architectures.by_layer import windowed
 from engine.architectures.dense.llama import LAYER, LLAMA, ungated, without

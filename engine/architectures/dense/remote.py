@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _QWEN = "transformer.h.{i}."
 _PACKED = {**LLAMA, "qkv": CheckpointTensor((f"{LAYER}self_attn.W_pack",))}
-_NORMED_HEAD = 125696  # vocabulary of Baichuan 2, whose head has rows of length one
+_NORMED_HEAD = 125696  # vocabulary size of Baichuan 2, whose LM head has normalised rows
 
 
 def _baichuan(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return each layer's attention; the 13B, recognised by its forty heads, has ALiBi."""
+    """Return each layer's attention; the 13B, identified by its forty heads, has ALiBi."""
     if plain.num_heads == 40:
         plain = replace(plain, rope=None, slopes=slopes(plain.num_heads))
     return [plain] * layers
@@ -69,8 +69,8 @@ ARCHITECTURES = (
             "qkv_bias": always(True),
             "hidden_act": always("silu"),
         },
-        # Beyond seq_length the model's own code changes the rotation with the text's length, also
-        # of keys that are cached already. So seq_length is the limit here.
+        # seq_length is the limit, as beyond it the model's code changes the rotary embedding with
+        # the text's length, also for cached keys.
         keys={
             "head_dim": "kv_channels",
             "max_position_embeddings": "seq_length",

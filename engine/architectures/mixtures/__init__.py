@@ -1,1 +1,1 @@
-"""Decoders in which layers have experts instead of an MLP; each module holds one family."""
+"""Decoders with mixtures of experts; each module has one family."""

@@ -14,7 +14,7 @@ _EXPERTS = f"{_BLOCK}ffn.experts.mlp."
 
 
 def _inner(key: str, name: str, default: Any) -> Read:
-    """Return a reader of a value in an object inside config.json.
+    """Return a reader of a value in a nested object of config.json.
 
     key: the object's key.
     name: the value's key in the object.

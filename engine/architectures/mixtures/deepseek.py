@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and models like them: latent attention and mixtures of experts."""
+"""DeepSeek V2 and V3, and similar models: latent attention and mixtures of experts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ _GROUPED = "group_limited_greedy"
 
 
 def _v2(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read the experts, chosen by softmax, and by groups only with group_limited_greedy.
+    """Read the experts, which are routed by softmax, and by groups only with group_limited_greedy.
 
     The score of a group is that of its best expert.
     """
@@ -49,7 +49,7 @@ def _glm_lite(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _mistral4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return latent attention for all layers; queries grow with position as in Llama 4."""
+    """Return latent attention for all layers; queries are scaled by position as in Llama 4."""
     rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
     if rope.get("llama_4_scaling_beta") is not None:
         trained = rope.size(

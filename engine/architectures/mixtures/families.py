@@ -32,11 +32,11 @@ _BLOCK = f"{LAYER}block_sparse_moe."
 def experts_at(
     router: str, gate: str, up: str, down: str, **others: str
 ) -> dict[str, CheckpointTensor]:
-    """Return the tensors of experts each of whose matrices is a tensor of its own.
+    """Return the tensors of experts whose matrices are separate tensors.
 
-    router: the router's name in the checkpoint, inside of the layer.
+    router: the router's name in the checkpoint, within the layer.
     gate, up, down: the names of an expert's matrices, without ".weight".
-    others: our names of further tensors -> the checkpoint's, inside of the layer.
+    others: Manta's names of further tensors -> the checkpoint's, within the layer.
     """
     names = {
         "router": CheckpointTensor((f"{LAYER}{router}",)),
@@ -88,15 +88,17 @@ def _mixtral(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def qwen(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts in every decoder_sparse_step-th layer, except the layers in mlp_only_layers."""
+    """Read the experts: in every decoder_sparse_step-th layer, except those in mlp_only_layers."""
     step, dense = config.size("decoder_sparse_step", 1), config.listed("mlp_only_layers", int) or ()
     layers = (i for i in range(model.num_layers) if (i + 1) % step == 0 and i not in dense)
     return read_experts(config, model, layers, renormalise=config.flag("norm_topk_prob"))
 
 
 def _qwen3_vl(config: Reader) -> str:
-    """Return the record of a mixture in Qwen3-VL. Folders made from GGUF files have a tensor for
-    each expert, and name Qwen 3's class."""
+    """Return the record of Qwen3-VL's mixture of experts.
+
+    Folders converted from GGUF files have a tensor for each expert, and Qwen 3's class name.
+    """
     apart = config.get("architectures") == ["Qwen3MoeForCausalLM"]
     return "Qwen3MoeForCausalLM" if apart else "Qwen3MoeForCausalLM, in Qwen3-VL"
 
@@ -110,7 +112,7 @@ def _qwen2(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def deepseek(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts after first_k_dense_replace dense layers, chosen by sigmoids and a correction.
+    """Read the experts, after first_k_dense_replace dense layers, with sigmoid scores and a bias.
 
     A shared expert is as wide as n_shared_experts experts together.
     """
@@ -199,7 +201,7 @@ def _gpt_oss(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _in_turns(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the stored rows of gate and up, which checkpoints interleave row by row."""
+    """Return the stored rows of gate and up, which are interleaved row by row."""
     import numpy as np
 
     assert model.experts is not None
@@ -209,7 +211,8 @@ def _in_turns(model: "ModelConfig") -> "NDArray[np.int64]":
 def _sinks_and_windows(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Return each layer's attention, with sinks; from the first on every other one has a window."""
+    """Return each layer's attention, with sinks; every other layer, from the first, has a
+    window."""
     plain = replace(plain, sinks=True)
     local = windowed(config, plain, 1)[0]
     kinds = layer_types(config, layers, lambda i: "full_attention" if i % 2 else WINDOW)
@@ -260,7 +263,7 @@ ARCHITECTURES = (
         only=_ONE_STREAM,
         experts=qwen,
     ),
-    # Only inside Qwen3-VL: one tensor has all experts of a layer, stored as [in, out].
+    # Only within Qwen3-VL: one tensor has all experts of a layer, stored as [in, out].
     Architecture(
         "Qwen3MoeForCausalLM, in Qwen3-VL",
         {
@@ -379,7 +382,7 @@ ARCHITECTURES = (
         models="OLMoE",
         model_type="olmoe",
         switches={"qk_norm": always("flat")},
-        # clipping would have to follow the norms, which is not computed here
+        # clipping after the norms is not supported
         only={"clip_qkv": (None,)},
         experts=_olmoe,
     ),

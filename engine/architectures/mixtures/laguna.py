@@ -1,7 +1,7 @@
 """Laguna: softplus gates on attention, by head or by element, and mixtures of experts.
 
-Layers differ in their number of query heads. Windowed layers have their own rope. The first layer
-is dense.
+Layers differ in the number of query heads. Windowed layers have a separate rope. The first layer is
+dense.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read the experts, which by default all layers but the first have."""
+    """Read the experts, by default in all layers but the first."""
     kinds = of_layers(config, "mlp_layer_types", model.num_layers, str)
     experts = read_experts(
         config,

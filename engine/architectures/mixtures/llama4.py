@@ -1,6 +1,7 @@
-"""Llama 4: three of four layers see a rotary chunk of the context, the fourth sees all of it.
+"""Llama 4: three of four layers have chunked attention and rotary embeddings.
 
-The fourth has no rotary embedding. Experts' weights multiply their input instead of their output.
+The fourth has full attention without rotary embeddings. Routing weights multiply the experts' input
+instead of the output.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,8 +24,7 @@ _SHARED = f"{_MLP}shared_expert."
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Return each layer's attention; rotary ones may have chunks, and norms of queries and keys.
 
-    The norm has no weight and covers a whole head. So its result is the same before and after the
-    rotary embedding.
+    The norm has no weight and covers a whole head, so it commutes with the rotary embedding.
     """
     rotary = rotary_layers(config, layers)
     kinds = layer_types(config, layers, lambda i: CHUNK if rotary[i] else FULL)
@@ -41,7 +41,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts in each interleave_moe_layer_step-th layer, or in the layers of moe_layers."""
+    """Read the experts: in every interleave_moe_layer_step-th layer, or in moe_layers."""
     step = config.size("interleave_moe_layer_step", 1)
     layers: Iterable[int] | None = config.listed("moe_layers", int)
     if layers is None:
@@ -76,7 +76,7 @@ ARCHITECTURES = (
             "moe_intermediate_size": "intermediate_size",
             "num_experts": "num_local_experts",
         },
-        # The multimodal models' files on the hub leave some of these keys out.
+        # The multimodal models' files on the hub omit some of these keys.
         attention=_attention,
         experts=_experts,
     ),

@@ -1,7 +1,7 @@
-"""LongCat-Flash: scaled latent attention, and experts of which some return their input.
+"""LongCat-Flash: scaled latent attention, and experts some of which return their input.
 
-A layer of the checkpoint is two decoder layers here. Its experts read the input of the first one's
-MLP, and their output is added after the second one's.
+A layer of the checkpoint is two decoder layers here. The experts read the input of the first
+layer's MLP, and their output is added after the second layer's MLP.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Return latent attention for all layers, with latents scaled by sqrt(hidden size / rank)."""
-    config.size("q_lora_rank")  # raises ConfigError if it is missing
+    config.size("q_lora_rank")  # checks that the key exists; raises ConfigError
     layer = latent_layer(config, plain)
     assert layer.latent is not None
     hidden, latent = config.size("hidden_size"), layer.latent
@@ -35,7 +35,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts in every other layer, with zero experts, softmax and a correction."""
+    """Read the experts: in every other layer, with zero experts, softmax scores and a bias."""
     return read_experts(
         config,
         model,
@@ -48,9 +48,9 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _of_pair(stored: CheckpointTensor) -> CheckpointTensor:
-    """Return the names in LongCat's files for a tensor of Llama or DeepSeek.
+    """Convert a tensor's names from Llama's or DeepSeek's to LongCat's.
 
-    These files count two layers as one, so names have "{pair}" and "{half}" instead of "{i}".
+    LongCat's files count two layers as one, so names have "{pair}" and "{half}" instead of "{i}".
     """
     names = []
     for name in stored.names:

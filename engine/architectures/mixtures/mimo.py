@@ -1,4 +1,4 @@
-"""MiMo-V2: windows with sinks, full layers with fewer key heads, values narrower than keys.
+"""MiMo-V2: windows with sinks, full layers with fewer KV heads, values narrower than keys.
 
 The first layer is dense, the others have mixtures of experts.
 """
@@ -22,7 +22,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     """Return each layer's attention: by default full in the first and every sixth, else windowed.
 
     transformers' files have layer_types. The hub's files have hybrid_layer_pattern (1 = a window),
-    and their window does not count the token itself.
+    with a window size that does not count the token itself.
     """
     pattern = of_layers(config, "hybrid_layer_pattern", layers, int)
     if pattern is None:
@@ -57,7 +57,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read the experts, which by default all layers but the first have.
+    """Read the experts, by default in all layers but the first.
 
     transformers' files have mlp_layer_types; the hub's files have moe_layer_freq (1 = experts).
     """

@@ -1,4 +1,4 @@
-"""Recurrent and hybrid models: decoders with layers that keep a state for each request.
+"""Recurrent and hybrid models: decoders in which layers have a state for each request.
 
-Each module holds one family.
+Each module has one family.
 """

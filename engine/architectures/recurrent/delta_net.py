@@ -1,4 +1,5 @@
-"""Gated DeltaNet in records: its sizes, tensor names, row orders and readers. No torch here."""
+"""DeltaNet: the description of Gated DeltaNet, with tensor names, row orders and readers. No
+torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """A recurrent layer of Gated DeltaNet, which keeps a state instead of keys and values.
+    """A recurrent layer of Gated DeltaNet, which has a state instead of KV.
 
     The state of a request is a matrix [key_size, value_size] for each value head, and the last taps
     - 1 inputs of the layer's convolution.
 
-    negative: whether a correction may be up to twice the error, so that states may change their
-        sign.
-    norm_eps: the epsilon of the norm of the heads' outputs; None = that of the model's norms.
+    negative: whether beta may be up to 2 instead of 1, which allows negative eigenvalues.
+    norm_eps: the epsilon of the norm of the heads' outputs; None = the model's epsilon.
     pending_updates: the number of decodes whose updates are stored next to the state before they
         are applied to it (`kernels.recurrent.delta_rule_cuda`).
     """
@@ -56,9 +56,9 @@ class DeltaNet:
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a request's float32 states: convolution inputs, matrices, pending updates.
 
-        A pending update is not yet in the matrices. For each head and decode it has a key, a
-        correction, and a sum in the first of four further elements, which align the next update to
-        16 bytes.
+        A pending update is not yet added to the matrices. For each head and decode it has a key, a
+        correction, and a cumulative decay in the first of four further elements, which align the
+        next update to 16 bytes.
         """
         matrices = (self.value_heads, self.key_size, self.value_size)
         entry = self.key_size + self.value_size + 4
@@ -71,7 +71,7 @@ class DeltaNet:
 
         `kernels.recurrent.delta_chunks_cuda` allocates them. The 16-bit elements are queries and
         keys of each key head, and weights, values and token pairs of each value head. The float32
-        elements are sums of decays of each value head.
+        elements are cumulative decays of each value head.
         """
         keys, values = (max(64, padded(size)) for size in (self.key_size, self.value_size))
         per_head = CHUNK * (keys + values + CHUNK)
@@ -111,7 +111,7 @@ def read_delta_net(config: Reader) -> DeltaNet:
 def _by_key_head(model: "ModelConfig") -> "NDArray[np.int64]":
     """Return the stored rows of the input matrices, which checkpoints group by key head.
 
-    For each key head one tensor has the query, the key, the values that share it, and their gates.
+    For each key head one tensor has the query, the key, the values of the group, and their gates.
     Another tensor has beta and decay of these values.
     """
     import numpy as np
@@ -135,7 +135,7 @@ _REST: Mapping[str, CheckpointTensor] = {
     "delta_norm": CheckpointTensor((f"{_LINEAR}norm.weight",)),
     "delta_out": CheckpointTensor((f"{_LINEAR}out_proj",)),
 }
-# The input projection in our order: queries, keys, values; the values' gates; beta; decay.
+# The input projection in Manta's order: queries, keys, values; the values' gates; beta; decay.
 DELTA_NET_BY_KEY_HEAD: Mapping[str, CheckpointTensor] = {
     "delta_in": CheckpointTensor((f"{_LINEAR}in_proj_qkvz", f"{_LINEAR}in_proj_ba"), _by_key_head),
     **_REST,

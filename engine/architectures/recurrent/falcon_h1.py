@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Return each layer's attention, with the multipliers of config.json.
 
-    The multiplier of the layer's input multiplies queries, keys and values. So it applies to scores
-    twice and to attended values once.
+    The multiplier of the layer's input applies to queries, keys and values, and so twice to scores
+    and once to the output.
     """
     into = config.number("attention_in_multiplier", 1.0)
     mixer = mamba2_mixer(config)
@@ -39,9 +39,9 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _factors(config: Reader, key: str, count: int) -> tuple[float, ...]:
-    """Return the `count` numbers of a key; all ones where the file has no such key.
+    """Return the `count` factors under a key; all ones without the key.
 
-    Raises ConfigError for another number of them.
+    Raises ConfigError for another number of factors.
     """
     factors = config.get(key, [1.0] * count)
     if not isinstance(factors, list | tuple) or len(factors) != count:
@@ -73,7 +73,8 @@ ARCHITECTURES = (
             "logit_scale": lambda config: config.number("lm_head_multiplier", 1.0),
             "mlp_factors": _mlp_factors,
         },
-        # The multipliers are folded into scales, which would miss the biases.
+        # Biases are not supported, as multipliers are folded into scales that do not apply to
+        # biases.
         only=dict.fromkeys(
             ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), (False, None)
         ),

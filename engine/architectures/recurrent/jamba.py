@@ -1,4 +1,5 @@
-"""Jamba: Mamba-1 with some attention layers without positions; MLPs alternate with experts."""
+"""Jamba: Mamba-1 and some attention layers without rotary embeddings; MLPs and experts
+alternate."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,9 +66,9 @@ def _mixer(config: Reader) -> Mamba1:
 
 
 def _every(config: Reader, what: str, layers: int, period: int, offset: int) -> list[bool]:
-    """Return for each layer whether it is one of every `period`, from layer `offset` on.
+    """Return for each layer whether layer % period == offset.
 
-    what: the beginning of the config.json keys that override period and offset.
+    what: the prefix of the config.json keys that override period and offset.
     """
     period = config.size(f"{what}_layer_period", period)
     offset = config.get(f"{what}_layer_offset", offset)

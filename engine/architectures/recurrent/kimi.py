@@ -1,6 +1,6 @@
 """Kimi Linear: three layers of Kimi Delta Attention for each layer of latent attention.
 
-Latent attention has no rotary embedding here. The first layer is dense, the others have mixtures of
+Latent attention has no rotary embedding. The first layer is dense, the others have mixtures of
 experts.
 """
 
@@ -28,8 +28,8 @@ class Kimi:
     The state of a request is a matrix [size, size] for each head, and the last taps - 1 inputs of
     the layer's convolution.
 
-    rank: elements of the latents that decays and gates are computed from; every tensor-parallel
-        rank has all of them.
+    rank: elements of the latents from which decays and gates are computed; every tensor-parallel
+        rank has whole latents.
     pending_updates: the number of decodes whose updates are stored next to the state before they
         are applied to it (`kernels.recurrent.delta_rule_cuda`).
     """
@@ -50,8 +50,8 @@ class Kimi:
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a request's float32 states: convolution inputs, matrices, pending updates.
 
-        A pending update is not yet in the matrices. For each head and decode it has a key, a
-        correction, and sums.
+        A pending update is not yet added to the matrices. For each head and decode it has a key, a
+        correction, and cumulative decays.
         """
         channels = 3 * self.heads * self.size
         entry = 3 * self.size
@@ -63,14 +63,15 @@ class Kimi:
         """The buffer elements of a prompt's chunk, all heads: (16-bit elements, float32 elements).
 
         `kernels.recurrent.kimi_chunks_cuda` allocates them. The 16-bit elements are queries, keys,
-        weights, values and token pairs. The float32 elements are sums of decays, and token pairs.
+        weights, values and token pairs. The float32 elements are cumulative decays, and token
+        pairs.
         """
         size, pairs = max(64, padded(self.size)), CHUNK * CHUNK
         return self.heads * (4 * CHUNK * size + pairs), self.heads * (CHUNK * size + pairs)
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return each layer's attention: latent without rotary embedding, or delta attention.
+    """Return each layer's attention: latent without rotary embedding, or Kimi Delta Attention.
 
     transformers' files have layer_types. The hub's files have the numbers of layers, from 1 on, in
     linear_attn_config.
@@ -121,7 +122,7 @@ _TENSORS: Mapping[str, CheckpointTensor] = {
     "shared_gate_up": CheckpointTensor(
         (f"{_BLOCK}shared_experts.gate_proj", f"{_BLOCK}shared_experts.up_proj")
     ),
-    # Queries, keys, values, corrections, and the latents of decays and of gates.
+    # queries, keys, values, betas, and the latents of decays and of gates
     "kimi_in": CheckpointTensor(
         tuple(f"{_OWN}{name}_proj" for name in ("q", "k", "v", "b", "f_a", "g_a"))
     ),

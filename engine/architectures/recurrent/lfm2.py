@@ -19,7 +19,7 @@ _CONV = "conv"
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A layer of a short convolution: out(c * conv(b * x)), where b, c, x are matmuls of its input.
+    """A layer with a short convolution: out(c * conv(b * x)), where b, c, x are projections.
 
     bias: whether the convolution and both matmuls have biases.
     """
@@ -57,13 +57,13 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _full_layers(config: Reader) -> list[int]:
-    """Return the numbers of the attention layers; all layers where the file does not list them."""
+    """Return the numbers of the attention layers; all layers if the file does not list them."""
     full = config.listed("full_attn_idxs", int)
     return [*range(config.size("num_hidden_layers"))] if full is None else full
 
 
 def _inner(config: Reader) -> int:
-    """Return the MLP's width, which the file gives by a size, a multiplier and a multiple."""
+    """Return the MLP width, from a size, a multiplier and a rounding multiple in the file."""
     size = config.size("intermediate_size")
     if not config.flag("block_auto_adjust_ff_dim", True):
         return size

@@ -1,4 +1,4 @@
-"""Mamba-2 in records, and the hybrid models Granite 4 and Bamba."""
+"""Mamba2: the description of a Mamba-2 layer; and the hybrid models Granite 4 and Bamba."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +24,10 @@ class Mamba2:
 
     conv_bias: whether the convolution has a bias.
     bias: whether both matmuls have biases.
-    limits: the least and the largest time step; others are clipped.
-    factors: factors of the gate, x, B, C and the time steps that the first matmul computes; () =
-        none.
-    out_factor: the factor of the mixer's output.
-    normed: whether the heads' output is normed before the last matmul.
+    limits: the minimum and maximum time step, to which time steps are clipped.
+    factors: factors on the first matmul's outputs: gate, x, B, C and time steps; () = none.
+    out_factor: a factor on the mixer's output.
+    normed: whether the heads' output has a norm before the last matmul.
     gate_last: whether the gate is applied after the norm.
     """
 
@@ -46,9 +45,9 @@ class Mamba2:
     gate_last: bool = False
 
     def undivided(self, ranks: int) -> str:
-        """Return why this number of ranks cannot divide the layer; "" = it can.
+        """Return why the layer cannot be divided among `ranks` ranks; "" = it can.
 
-        Every rank has B and C of a single group. A norm over all heads cannot be divided.
+        With a single group, every rank has B and C. A norm over all heads cannot be divided.
         """
         if self.groups > 1:
             return f"{self.groups} groups of Mamba-2's heads" if self.groups % ranks else ""
@@ -62,7 +61,7 @@ class Mamba2:
 
     @property
     def inner(self) -> int:
-        """The number of elements of all heads."""
+        """The number of elements of all heads together."""
         return self.heads * self.head_size
 
     @property
@@ -80,7 +79,7 @@ class Mamba2:
         """The buffer elements of a prompt's chunk: (16-bit elements, float32 elements).
 
         `kernels.recurrent.mamba2_chunks_cuda` allocates them. The 16-bit elements are x and states
-        of each head, and B and C of each group. The float32 elements are time steps and sums of
+        of each head, and B and C of each group. The float32 elements are time steps and cumulative
         decays.
         """
         size, states = padded(self.head_size), padded(self.state_size)
@@ -90,7 +89,7 @@ class Mamba2:
 
 
 def mamba2_mixer(config: Reader) -> Mamba2:
-    """Read a layer of Mamba-2 from the keys mamba_..., to which records map other names."""
+    """Read a Mamba-2 layer from the keys mamba_...; records map other names to these."""
     heads = config.size("mamba_n_heads", 128)
     inner = config.size_or_none("mamba_d_ssm")
     if inner is None:
@@ -121,7 +120,7 @@ def mamba2_mixer(config: Reader) -> Mamba2:
 
 
 def _limits(config: Reader) -> tuple[float, float]:
-    """Read time_step_limit, where files spell infinity as text or an object, as JSON has none."""
+    """Read time_step_limit, in which infinity is a string or an object, as JSON has none."""
     limits = config.get("time_step_limit", [0.0, "inf"])
     try:
         least, most = (
@@ -135,7 +134,7 @@ def _limits(config: Reader) -> tuple[float, float]:
 def mamba2_tensors(prefix: str) -> Mapping[str, CheckpointTensor]:
     """Return the tensors of a mixer whose names in the checkpoint begin with `prefix`.
 
-    Rows are stored in our order: the gate, x, B and C, the time steps.
+    Rows are stored in Manta's order: the gate, x, B and C, the time steps.
     """
     return {
         "mamba_in": CheckpointTensor((f"{prefix}in_proj",)),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention
 
 LINEAR = "linear_attention"
-CHUNK = 64  # tokens of a prompt that the kernels compute together
+CHUNK = 64  # tokens of a chunk, which kernels compute together in prompts
 
 
 def padded(size: int) -> int:
@@ -29,42 +29,42 @@ class Mixer(Protocol):
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a request's one to three float32 state tensors.
 
-        They are the last inputs of a convolution, the layer's sums over all tokens, and updates
-        that are not yet in these sums.
+        These are the last inputs of a convolution, the recurrent state, and pending updates of the
+        state.
         """
         ...
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """The elements of buffers that a prompt's CUDA kernels need for each CHUNK tokens.
+        """The buffer elements that CUDA kernels need for each CHUNK tokens of a prompt.
 
-        The first number counts elements of the activations' dtype, the second float32 elements. (0,
-        0) means that the layer computes token by token.
+        The result is (elements of the activations' dtype, float32 elements); (0, 0) if the layer is
+        computed token by token.
         """
         ...
 
     def undivided(self, ranks: int) -> str:
-        """Return why this number of ranks cannot divide the layer; "" = it can."""
+        """Return why the layer cannot be divided among `ranks` ranks; "" = it can."""
         ...
 
     def of_rank(self, ranks: int) -> "Mixer":
-        """Return one rank's part of the layer; all ranks have equal parts."""
+        """Return the description of one rank's part; all ranks have equal parts."""
         ...
 
 
 def mixing(plain: "LayerAttention", mixer: Mixer) -> "LayerAttention":
-    """Return a layer that has the mixer instead of attention."""
+    """Return `plain` with the mixer instead of attention."""
     return replace(plain, mixer=mixer, attends=False)
 
 
 def mixed_kinds(
     config: Reader, layers: int, names: Mapping[str, str], default: Sequence[str] | None = None
 ) -> list[str]:
-    """Return the kind of each layer, one of the values of `names`, by layer_types.
+    """Return the kind of each layer by layer_types, as one of the values of `names`.
 
-    names: the file's names -> ours, FULL among ours.
-    default: the file's names where layer_types is missing; None = missing is an error.
-    Raises ConfigError for other names, or if no layer has keys and values.
+    names: the file's name -> Manta's name of a kind; FULL is among the latter.
+    default: the file's names if layer_types is missing; None = that is an error.
+    Raises ConfigError for other names, or if no layer has KV.
     """
     kinds = config.get("layer_types")
     if kinds is None and default is not None:

@@ -1,6 +1,7 @@
-"""Nemotron-H: each layer is one norm and one block.
+"""Nemotron-H: each layer has one norm and one block.
 
-The block is Mamba-2, attention without positions, or an MLP or mixture of experts without gates.
+The block is Mamba-2, attention without rotary embeddings, or an MLP or mixture of experts without
+gates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ _PATTERN = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}
 
 
 def _layer_types(config: Reader) -> list[str]:
-    """Return the kind of each layer; files before transformers 5 give one letter for each layer."""
+    """Return the kind of each layer; files before transformers 5 have one letter for each layer."""
     kinds = config.listed("layers_block_type", str)
     if kinds is not None:
         return kinds

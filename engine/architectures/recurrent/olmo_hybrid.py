@@ -1,6 +1,6 @@
 """OLMo Hybrid: three layers of Gated DeltaNet for each layer of attention.
 
-DeltaNet layers have norms before attention and MLP; attention layers have them after, as in OLMo 3.
+DeltaNet layers have norms before mixer and MLP; attention layers have them after, as in OLMo 3.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     if FULL not in default:
         default[-1] = FULL
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)
-    # Published models have no rotary embeddings, which they write as null.
+    # Published models have no rotary embeddings: rope_theta is null.
     if config.inner("rope_parameters").raw("rope_theta", config.get("rope_theta")) is None:
         plain = replace(plain, rope=None)
     mixer = replace(

@@ -44,7 +44,7 @@ ARCHITECTURES = (
         model_type="qwen3_next",
         switches=_SWITCHES,
         ignored=_IGNORED,
-        # Qwen's own config.json has no key for the MTP layer
+        # Qwen's config.json has no key for the MTP layer
         mtp=replace(_MTP, count="num_nextn_predict_layers", absent=1),
         attention=hybrid,
         experts=_experts,

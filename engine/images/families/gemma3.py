@@ -1,4 +1,4 @@
-"""Gemma3Images: pictures of Gemma 3, of any shape, become one square view."""
+"""Gemma3Images: the image processor of Gemma 3, which resizes pictures to a square."""
 
 import json
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_AROUND = "\n\n"  # before and after a picture
+_AROUND = "\n\n"  # text before and after a picture
 
 
 class Gemma3Images:

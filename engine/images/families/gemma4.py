@@ -1,4 +1,4 @@
-"""Gemma4Images: pictures of Gemma 4 become one view that keeps their shape, of about equal size."""
+"""Gemma4Images: the image processor of Gemma 4, which resizes to one area at any aspect ratio."""
 
 import json
 import math
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 # Defaults of transformers' class, for keys that the file lacks.
 _PATCH, _POOL, _MOST = 16, 3, 280
-_LOW = 70  # embeddings of a picture with detail: low
+_LOW = 70  # maximum embeddings of a picture with detail: low
 
 
 class Gemma4Images:
-    """The image processor of Gemma 4, which enlarges or shrinks all pictures to one area.
+    """The image processor of Gemma 4, which enlarges or shrinks all pictures to the same area.
 
     unit: the side, in pixels, of the square that becomes one embedding.
-    most: the maximum number of embeddings, to whose area pictures are resized.
+    most: the maximum number of embeddings, which gives the area.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:
@@ -50,7 +50,8 @@ class Gemma4Images:
         return ImageLayout(token_ids, 1, size, size, (0, 0), shape)
 
     def _units(self, height: int, width: int, most: int) -> tuple[int, int]:
-        """Return the grid (rows, columns) of a picture's embeddings, at most `most` in all."""
+        """Return the grid (rows, columns) of a picture's embeddings, with at most `most`
+        embeddings."""
         factor = math.sqrt(most * self.unit**2 / (height * width))
         rows = math.floor(factor * height / self.unit)
         columns = math.floor(factor * width / self.unit)

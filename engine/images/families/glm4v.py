@@ -1,16 +1,16 @@
-"""GlmImages: pictures of GLM-4.1V, GLM-4.5V and GLM-4.6V become one view that keeps their shape."""
+"""GlmImages: the image processor of GLM-4.1V, GLM-4.5V and GLM-4.6V."""
 
 from engine.images.families.qwen_vl import QwenImages
 from engine.images.layout import ImageLayout
 from engine.images.settings import ProcessorSettings
 
-_FRAMES = 2  # frames that a patch covers, if config.json does not say
+_FRAMES = 2  # default frames that a patch covers
 
 
 class GlmImages(QwenImages):
     """The image processor of GLM-4.1V and later, which resizes as Qwen's does.
 
-    Small pictures are enlarged first. The limits of the area in the settings count all frames of a
+    Small pictures are enlarged first. The area limits in the settings count all frames of a
     temporal patch, in which a still picture is repeated.
     """
 
@@ -24,7 +24,8 @@ class GlmImages(QwenImages):
         self.settings += f" {frames}".encode()
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture, enlarged first if a side is shorter than an embedding's.
+        """Return the layout of a picture, which is enlarged first if it is smaller than an
+        embedding.
 
         Raises ImageError for an aspect ratio above 200.
         """

@@ -1,4 +1,4 @@
-"""Idefics3Images: pictures of Idefics 3 and SmolVLM become named tiles and a view of the whole."""
+"""Idefics3Images: the image processor of Idefics 3 and SmolVLM, with tiles and a whole view."""
 
 import json
 import math
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Defaults of transformers' class, for keys that the file lacks.
 _LONGEST = 4 * 364
-_MOST = 4096  # limit of a picture's longer side in pixels, whatever the file says
+_MOST = 4096  # maximum longer side of a picture in pixels, also if the file's limit is larger
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
@@ -27,7 +27,7 @@ class Idefics3Images:
     longest: the length in pixels to which the longer side is resized.
     tile: the side of a tile in pixels.
     size: the number of embeddings of a tile.
-    splits: whether pictures are cut into tiles at all.
+    splits: whether pictures are cut into tiles.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:
@@ -36,7 +36,7 @@ class Idefics3Images:
         self.placeholder = settings.text(self.image_token_id, "<image>")
         self.longest = values.inner("size").size("longest_edge", _LONGEST)
         vision = config.inner("vision_config")
-        side = vision.square("image_size", 224)  # side of the pictures that the tower is made for
+        side = vision.square("image_size", 224)  # the tower's input size in pixels
         self.tile = values.inner("max_image_size").size("longest_edge", side)
         self.splits = values.flag("do_image_splitting", True)
         self.filter = settings.filter(Pillow.Resampling.LANCZOS)
@@ -62,7 +62,8 @@ class Idefics3Images:
         return self._layouts[grid]
 
     def _text(self, rows: int, columns: int) -> str:
-        """Return a picture's text in the prompt: tiles, named by row and column, then the whole."""
+        """Return a picture's text in the prompt: tiles, named by row and column, then the whole
+        view."""
         tile = self.placeholder * self.size
         lines = [
             "".join(f"{_AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1))
@@ -87,7 +88,7 @@ class Idefics3Images:
         return max(width, 1), max(height, 1)
 
     def _tiled(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height of whole tiles around a fitted picture."""
+        """Return the width and height of a fitted picture, rounded up to whole tiles."""
         ratio = width / height
         if width >= height:
             width = self._whole(width)
@@ -99,7 +100,8 @@ class Idefics3Images:
         return math.ceil(side / self.tile) * self.tile
 
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
-        """Return the pixels [tiles, tile, tile, 3] of an RGB picture, the whole of it last."""
+        """Return the pixels [tiles, tile, tile, 3] of an RGB picture; the whole view is the last
+        tile."""
         size = self._fitted(*picture.size)
         picture, whole = resized(picture, size, self.filter), (self.tile, self.tile)
         tiles = []

@@ -1,4 +1,4 @@
-"""InternImages: pictures of InternVL become a grid of tiles and a view of the whole."""
+"""InternImages: the image processor of InternVL, with a grid of tiles and a whole view."""
 
 import json
 from typing import TYPE_CHECKING
@@ -56,9 +56,9 @@ class InternImages:
         return self._layouts[tiles]
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return the (columns, rows) nearest to a picture's shape.
+        """Return the grid (columns, rows) of tiles whose aspect ratio is nearest to a picture's.
 
-        Of equally near grids it is the largest of which the picture would fill more than half.
+        Among equally near grids this is the largest one of which the picture fills more than half.
         """
         best, least = (1, 1), float("inf")
         for columns, rows in self.grids:
@@ -69,7 +69,8 @@ class InternImages:
         return best
 
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
-        """Return the pixels [tiles, tile, tile, 3] of an RGB picture, the whole of it last."""
+        """Return the pixels [tiles, tile, tile, 3] of an RGB picture; the whole view is the last
+        tile."""
         tiles = []
         if layout.shape[0] > 1:
             columns, rows = self._grid(*picture.size)

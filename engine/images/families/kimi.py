@@ -1,4 +1,4 @@
-"""KimiImages: pictures of Kimi-VL, Kimi K2.5 and K2.6 become one view, padded to embeddings."""
+"""KimiImages: the image processor of Kimi-VL, Kimi K2.5 and K2.6."""
 
 import json
 import math
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Defaults of the publisher's classes, for keys that the file lacks.
 _PATCH, _MERGE, _MOST, _SIDE = 14, 2, 16384, 512
-_LOW = 512  # embeddings of a picture with detail: low, without its padding
+_LOW = 512  # maximum embeddings of a picture with detail: low, without padding
 
 
 def settings_of_media(values: Reader) -> Reader:
@@ -27,13 +27,15 @@ def settings_of_media(values: Reader) -> Reader:
 
 
 class KimiImages:
-    """The image processor of Kimi-VL and Kimi K2.5, which only shrinks, and pads right and below.
+    """The image processor of Kimi-VL and Kimi K2.5, which only shrinks pictures.
+
+    Pictures are padded to whole embeddings at the right and at the bottom.
 
     patch: the side of a patch in pixels.
     merge: the side, in patches, of the square that becomes one embedding.
-    most: the maximum number of patches of a picture, without its padding.
-    side: the maximum side of a picture in patches, to which longer ones are shrunk; None = Kimi-VL,
-        which refuses longer ones.
+    most: the maximum number of patches of a picture, without padding.
+    side: the maximum side of a picture in patches, to which larger ones are shrunk; None = Kimi-VL,
+        which refuses larger ones.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:
@@ -53,7 +55,7 @@ class KimiImages:
         self.settings = json.dumps(shown).encode()
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture. Raises ImageError for one too long for Kimi-VL."""
+        """Return the layout of a picture. Raises ImageError if it is too large for Kimi-VL."""
         check_sides(width, height)
         shrunk = self._shrunk(width, height, detail)
         shape = self._padded(shrunk)
@@ -68,7 +70,7 @@ class KimiImages:
         return ImageLayout((self.image_token_id,) * size, 0, size, size, (0, 0), shape)
 
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
-        """Return the pixels [1, height, width, 3] of an RGB picture, with its padding in black."""
+        """Return the pixels [1, height, width, 3] of an RGB picture, padded with black."""
         import numpy as np
 
         details = (self._shrunk(*picture.size, detail) for detail in ("auto", "low"))
@@ -78,7 +80,7 @@ class KimiImages:
         return whole
 
     def _shrunk(self, width: int, height: int, detail: str) -> tuple[int, int]:
-        """Return the width and height of a picture without its padding."""
+        """Return the width and height of a resized picture without padding."""
         most = min(self.most, _LOW * self.merge**2) if detail == "low" else self.most
         patches = max(1, width // self.patch) * max(1, height // self.patch)
         scale = min(1.0, math.sqrt(most / patches))
@@ -88,7 +90,7 @@ class KimiImages:
         return max(1, int(width * scale)), max(1, int(height * scale))
 
     def _padded(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the shape (1, height, width) of a picture with its padding."""
+        """Return the shape (1, height, width) of a picture with padding."""
         unit = self.patch * self.merge
         width, height = (-(-side // unit) * unit for side in size)
         return 1, height, width

@@ -1,4 +1,4 @@
-"""Llama4Images: pictures of Llama 4 become tiles of a padded canvas, and a view of the whole."""
+"""Llama4Images: the image processor of Llama 4, with tiles of a padded canvas and a whole view."""
 
 import json
 import math
@@ -19,12 +19,12 @@ _Sides = tuple[int, int]  # height, width
 
 
 class Llama4Images:
-    """The image processor of Llama 4, which keeps shapes and pads with black right and below.
+    """The image processor of Llama 4, which pads pictures with black at the right and the bottom.
 
     tile: the side of a tile in pixels.
     size: the number of embeddings of a tile.
-    most: the maximum number of tiles beside the view of the whole.
-    largest: whether pictures are enlarged as far as the canvases allow.
+    most: the maximum number of tiles, not counting the whole view.
+    largest: whether pictures are enlarged to the largest canvas.
     """
 
     placeholder = "<|image|>"
@@ -59,11 +59,12 @@ class Llama4Images:
         return self._layouts[rows, columns]
 
     def _canvas(self, height: int, width: int) -> _Sides:
-        """Return the canvas of a picture, as (rows, columns) of tiles.
+        """Choose the canvas of a picture, as (rows, columns) of tiles.
 
-        Of the canvases that do not shrink the picture it is the one that enlarges the picture
-        least, or most with `largest`. If all shrink the picture, it is the one that does so least.
-        Of equal ones it is the smallest. Scales are float32, as in the model's own processor.
+        Among canvases that do not shrink the picture, the one is chosen that enlarges it least, or
+        most with `largest`. If all shrink the picture, the one that shrinks it least is chosen.
+        Among equal ones the smallest is chosen. Scales are float32, as in the model's original
+        processor.
         """
         import numpy as np
 
@@ -79,7 +80,7 @@ class Llama4Images:
     def _fitted(self, height: int, width: int, canvas: _Sides) -> _Sides:
         """Return the (height, width) in pixels of a picture on its canvas.
 
-        height, width: the picture's own size in pixels.
+        height, width: the picture's original size in pixels.
         canvas: (rows, columns) of tiles.
         """
         high, wide = (count * self.tile for count in canvas)
@@ -94,8 +95,9 @@ class Llama4Images:
     def _limit(self, canvas: int, side: int) -> "tuple[int, float | np.float32]":
         """Return the maximum length of a picture's side on a canvas, and its scale.
 
-        canvas, side: the length in pixels of the canvas's side and of the picture's own side.
-        The scale is float32 where the canvas is the limit, as in the model's own processor.
+        The scale is float32 if the canvas limits the length, as in the model's original processor.
+
+        canvas, side: the lengths in pixels of the canvas's side and of the original picture's side.
         """
         import numpy as np
 
@@ -105,7 +107,8 @@ class Llama4Images:
         return most, most / side
 
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
-        """Return the pixels [tiles, tile, tile, 3] of an RGB picture, the whole of it last."""
+        """Return the pixels [tiles, tile, tile, 3] of an RGB picture; the whole view is the last
+        tile."""
         width, height = picture.size
         several = layout.shape[0] > 1
         rows, columns = self._canvas(height, width) if several else (1, 1)

@@ -1,4 +1,4 @@
-"""mistral_settings: the image settings of folders that have only Mistral's own files."""
+"""mistral_settings: reads image settings of folders with only files in Mistral's format."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ PARAMS, TEKKEN = "params.json", "tekken.json"
 
 
 def mistral_settings(folder: Path) -> Reader | None:
-    """Return the settings of a processor, named as in transformers' files; None if there are none.
+    """Return the settings of an image processor under transformers' names; None if there are none.
 
     Mistral's folders have the settings in params.json (vision_encoder) and in tekken.json (image,
-    or multimodal in older files). Mean and deviation are those of transformers' class.
+    or multimodal in older files). Mean and deviation are transformers' defaults.
 
     Raises ConfigError naming file and key.
     """

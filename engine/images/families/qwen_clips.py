@@ -1,7 +1,7 @@
 """Video processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6, for equally spaced frames.
 
-A patch of the tower covers a few frames, two in all published models. The last frame is repeated as
-often as the last patch needs.
+A patch of the tower covers a few frames, two in all published models. The last frame is repeated to
+fill the last patch.
 """
 
 import json
@@ -11,10 +11,11 @@ from engine.config_reader import Reader
 from engine.images.layout import ImageError, ImageLayout
 from engine.images.settings import ProcessorSettings
 
-_ASPECT = 200  # largest ratio of a picture's longer side to the shorter
-_FRAMES, _MOST_FRAMES = 2, 768  # default frames that a patch covers, and of a whole clip
-_POSITIONS_S = 4  # default of tokens_per_second in config.json
-_LEAST_UNITS, _MOST_UNITS = 128, 768  # default limits of the embeddings of a frame or clip
+_ASPECT = 200  # maximum ratio of a picture's longer side to the shorter one
+# default number of frames that a patch covers, and default maximum frames of a clip
+_FRAMES, _MOST_FRAMES = 2, 768
+_POSITIONS_S = 4  # default of config.json's tokens_per_second
+_LEAST_UNITS, _MOST_UNITS = 128, 768  # default minimum and maximum embeddings of a frame or clip
 
 
 def clip_token(config: Reader) -> int | None:
@@ -29,7 +30,7 @@ def clip_token(config: Reader) -> int | None:
 
 
 def check_aspect(width: int, height: int) -> None:
-    """Raise ImageError for a picture that is too narrow or too flat for the models."""
+    """Raise ImageError for a picture whose aspect ratio the models do not support."""
     if max(width, height) > _ASPECT * min(width, height):
         raise ImageError(
             "invalid_image",
@@ -46,8 +47,8 @@ def grid_of(
     The picture is scaled so that the area of all frames is between `least` and `most` pixels.
 
     unit: the side, in pixels, of the square that becomes one embedding.
-    frames: the number of frames of this size, by which the scale is computed.
-    counted: the number of frames by which is decided whether the picture is scaled at all.
+    frames: the number of frames whose area the scale is computed from.
+    counted: the number of frames whose area decides whether the picture is scaled at all.
     """
     rows, columns = round(height / unit), round(width / unit)
     if counted * rows * columns * unit**2 > most:
@@ -68,7 +69,7 @@ class QwenClips:
 
     placeholder: the text that the chat template writes for a clip.
     outer: the texts before and after the placeholder, which a clip's spans replace as well.
-    token_id: the token at whose positions the embeddings of clips stand.
+    token_id: the placeholder token that embeddings of clips replace.
     unit: the side, in pixels, of the square that becomes one embedding.
     least, most: the limits of a frame's area in pixels.
     """
@@ -85,12 +86,12 @@ class QwenClips:
         self.most_frames = values.size("max_frames", _MOST_FRAMES)
         config = settings.config.inner("vision_config")
         self.patch_frames = config.square("temporal_patch_size", _FRAMES)
-        # M-RoPE's temporal positions per second.
+        # temporal M-RoPE positions per second
         self.positions_s = config.number("tokens_per_second", _POSITIONS_S)
 
     @property
     def settings(self) -> bytes:
-        """The settings that change the pixels of a clip, for digests."""
+        """All settings that affect the pixels of a clip, as bytes for digests."""
         return json.dumps(["clip", self.unit, self.least, self.most, self.patch_frames]).encode()
 
     def layouts(self, width: int, height: int, frames: int, fps: float) -> list[ImageLayout]:
@@ -98,8 +99,8 @@ class QwenClips:
 
         width, height: pixels of each frame.
         frames: the number of frames.
-        fps: frames a second.
-        Raises ImageError for a clip that the model does not take.
+        fps: frames per second.
+        Raises ImageError for a clip that the model does not support.
         """
         if not 2 <= frames <= self.most_frames:
             raise ImageError(
@@ -118,7 +119,7 @@ class QwenClips:
         return [self._piece(grid, indices, time_step=self._time_step(fps))]
 
     def _time_step(self, fps: float) -> float:
-        """Return the distance of consecutive temporal patches in M-RoPE's temporal positions."""
+        """Return the distance between consecutive temporal patches in temporal M-RoPE positions."""
         return 1.0
 
     def _patches(self, frames: int) -> list[tuple[int, ...]]:
@@ -144,9 +145,9 @@ class QwenClips:
 
 
 class PacedClips(QwenClips):
-    """The video processor of Qwen2.5-VL, whose temporal M-RoPE positions measure time.
+    """The video processor of Qwen2.5-VL, whose temporal M-RoPE positions are proportional to time.
 
-    Everything else is as in Qwen2-VL.
+    Otherwise it equals Qwen2-VL's.
     """
 
     def _time_step(self, fps: float) -> float:
@@ -156,9 +157,9 @@ class PacedClips(QwenClips):
 class TimedClips(QwenClips):
     """The video processor of Qwen3-VL and later.
 
-    A clip is a span of tokens for each temporal patch, after the patch's time as text.
+    A clip has a span of tokens for each temporal patch, after the patch's time as text.
 
-    least, most: the limits of the area of all frames of a clip in pixels.
+    least, most: the limits on the area of all frames of a clip in pixels.
     """
 
     def __init__(self, settings: ProcessorSettings, token_id: int, unit: int) -> None:

@@ -1,4 +1,4 @@
-"""Image processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6: one view of any shape."""
+"""Image processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6."""
 
 import json
 from typing import TYPE_CHECKING
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 # Defaults of transformers' class, for keys that the file lacks.
 _PATCH, _MERGE, _LEAST, _MOST = 14, 2, 56 * 56, 28 * 28 * 1280
-_LOW = 512  # embeddings of a picture with detail: low
+_LOW = 512  # maximum embeddings of a picture with detail: low
 
 
 class QwenImages:
-    """The base class of Qwen's image processors, which resize pictures to whole embeddings.
+    """The base class of Qwen's image processors, which round sides to whole embeddings.
 
     unit: the side, in pixels, of the square that becomes one embedding.
     least, most: the limits of a picture's area in pixels.
@@ -35,7 +35,7 @@ class QwenImages:
     """
 
     name, text = "qwen_vl", "<|image_pad|>"
-    limits = _LEAST, _MOST  # (least, most) of transformers' class
+    limits = _LEAST, _MOST  # transformers' defaults of (least, most)
     clip_class: type[QwenClips] | None = None
 
     def __init__(self, settings: ProcessorSettings) -> None:

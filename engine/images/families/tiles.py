@@ -1,4 +1,4 @@
-"""cut, stacked, tile_layout: cut pictures into square tiles of one size, for image processors."""
+"""cut, stacked, tile_layout: helpers of image processors that cut pictures into square tiles."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def cut(picture: Pillow.Image, tile: int) -> list[Pillow.Image]:
     """Return the square tiles of a picture, row by row.
 
-    tile: the side of a tile in pixels, of which the picture's sides are multiples.
+    tile: the side of a tile in pixels, which divides the picture's sides.
     """
     return [
         picture.crop((left, top, left + tile, top + tile))
@@ -26,7 +26,7 @@ def cut(picture: Pillow.Image, tile: int) -> list[Pillow.Image]:
 
 
 def stacked(tiles: Sequence[Pillow.Image]) -> "NDArray[np.uint8]":
-    """Return the pixels [tiles, height, width, 3] of RGB tiles."""
+    """Stack the pixels of RGB tiles, [tiles, height, width, 3]."""
     import numpy as np
 
     return np.stack([np.asarray(tile, np.uint8) for tile in tiles])
@@ -37,10 +37,10 @@ def tile_layout(
 ) -> ImageLayout:
     """Return the layout of a picture in tiles.
 
-    ids: the tokens that stand in the prompt for the picture, image tokens among them.
+    ids: the tokens of the picture in the prompt, including image tokens.
     shape: (tiles, height, width) of pixels.
     size: the number of embeddings of a tile.
-    Raises ConfigError if the ids have another number of image tokens.
+    Raises ConfigError if the number of image tokens is wrong.
     """
     if ids.count(image_token_id) != shape[0] * size:
         raise ConfigError(
