@@ -208,8 +208,8 @@ def look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
     last: the norm after all layers.
     """
     row = [(layer, sublayer) for layer in layers for sublayer in layer.sublayers]
-    # not needed for Attention and Mlp, which fuse the norm with a matmul, and Experts, with the
-    # router
+    # Only norms before Attention and Mlp, which accept a computed norm. Experts fuse theirs with
+    # the router.
     norms = [
         sublayer.before if type(sublayer.block) in (Attention, Mlp) else None
         for _, sublayer in row[1:]

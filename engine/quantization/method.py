@@ -1,8 +1,8 @@
-"""LinearMethod: the interface by which linear layers store weights and multiply by them.
+"""LinearMethod: the interface of a storage format of weights, with its matmuls.
 
 Each kind of quantisation is a subclass, which `registry` chooses. ``create`` allocates the weights
-and names the checkpoint tensors that fill them. ``finish`` packs them after loading. ``apply`` is
-the hot path.
+and names their checkpoint tensors. ``finish`` packs the weights after loading. ``apply`` is the
+matmul, on the hot path.
 """
 
 from abc import ABC, abstractmethod
