@@ -16,7 +16,7 @@ decode before it:
 
   drafts       tokens[row, start + 1 : start + 1 + k] = d1 .. dk
   decodes      at start .. start + k, which sample y0 .. yk
-  accepted     d1 .. da, where d1 = y0, d2 = y1, ...; the text goes on with y0 .. ya, which the
+  accepted     d1 .. da, where d1 = y0, d2 = y1, ...; the text continues with y0 .. ya, which the
                sampler has written over the drafts
 """
 

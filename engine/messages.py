@@ -44,13 +44,14 @@ BATCH_PRIORITY = 16  # the priority of batch work: the lowest that a router's qu
 class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     """A request for one choice; a client's n > 1 becomes n messages with the same seed.
 
-    token_ids: the prompt and, when a request is resumed elsewhere, the output emitted so far.
+    token_ids: the prompt and, when a request is resumed on another replica, the output emitted so
+        far.
     num_prompt_tokens: the index in token_ids where the output begins. max_tokens, min_tokens and
         the random counters count from there, so that a resumed request continues without a
         difference.
     cache_salt: part of the prefix-cache key; only requests of one salt share cached blocks.
-    adapter: name of a known adapter, or "name@revision" (a request that is resumed elsewhere needs
-        the weights that it began with); "" = the model itself.
+    adapter: name of a known adapter, or "name@revision" (a request that is resumed on another
+        replica needs the weights that it began with); "" = the model itself.
     priority: smaller runs earlier; ties by arrival. From BATCH_PRIORITY on the request is batch
         work, which takes a small part of steps beside other requests.
     request_id: the caller's id of the request, only for logs.
@@ -368,7 +369,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     disk_kv_damaged: int = 0  # files that were short, foreign or damaged
     disk_kv_failed_reads: int = 0
     # Since start: images whose embeddings came from an encoder pool, and images whose embeddings
-    # should have come and did not. The replica sets the second number.
+    # were expected from it but did not arrive. The replica sets the second number.
     images_received: int = 0
     images_not_received: int = 0
     # KV blocks from other replicas, since the start: pulls, pulls that failed in part or as a
@@ -415,7 +416,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
-    """A heartbeat from a thread beside the step loop, sent also in the middle of a step.
+    """A heartbeat, which another thread than the step loop's sends also during a step.
 
     doing: "step" = in a step; "device" = in a step and waiting for the device; "input" = waiting
         for a message or an adapter, with nothing to run; "" = none of these.
@@ -447,7 +448,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The message that the engine could not start or cannot go on.
+    """The message that the engine could not start or has failed.
 
     message: the error, with a suggestion.
     The replica adds the following for a router:

@@ -1,4 +1,5 @@
-"""private_folder: makes a folder for sockets that only this user can read, with a short path."""
+"""private_folder: creates a folder with a short path for sockets, which only this user can
+access."""
 
 import contextlib
 import os

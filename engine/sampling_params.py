@@ -75,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int64; None = decided at submission, so that a resumed request keeps its numbers:
         `seed_for`.
     stop: a string or up to 128, of 1..256 bytes; the text is cut before the first occurrence.
-    stop_token_ids: end tokens beside the model's own.
+    stop_token_ids: end tokens in addition to the model's.
     allowed_token_ids: the only tokens that may be sampled, end tokens included; none = all.
     bad_words_ids: sequences of token ids that never occur as a whole.
     logprobs: None = none; k = those of the chosen token and of the k most likely (k <= 32).

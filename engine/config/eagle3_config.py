@@ -27,7 +27,7 @@ class Eagle3Config:
         stands for the output of the last layer.
     norm_before_residual: whether the residual begins with the normed state.
     norm_before_fc: whether the joined inputs have one norm before the matmul that fuses them.
-    fc_norm: whether each input has a norm of its own before that matmul.
+    fc_norm: whether each input has a separate norm before that matmul.
     norm_output: whether the next pass reads the drafter's hidden state after its final norm.
     """
 

@@ -180,7 +180,7 @@ class Decoder:
         number of parameters that a token uses; the same holds for the LM head. The embedding costs
         nothing unless it is tied, as a step reads few of its rows.
 
-        outlines: all layers of the model.
+        outlines: all layers of the model, on the meta device.
         """
         ends = sum(linear.spec.num_parameters for linear in self._ends())
         if self.head is None:

@@ -17,7 +17,7 @@ token in flight, the step's forward pass is launched without its sampling:
 Masks are then computed on other threads while the device computes layers and logits. If all tokens
 that masks depend on are known, masks are computed while the forward pass is launched.
 
-If a step raises, the poison requests fail and the engine goes on: failures/. If the device
+If a step raises, the poison requests fail and the engine continues: failures/. If the device
 has no memory for a step, no request fails: the step's tokens are computed again in smaller steps.
 """
 
@@ -422,7 +422,7 @@ class EngineCore:
     def pause(self, mode: str, ticket: int) -> None:
         """Hold new requests back until `resume`; see `Pause.begin` and `answers`."""
         if self._pause.frozen:
-            self._timer.skip()  # as "wait" lets requests go on
+            self._timer.skip()  # as "wait" lets requests continue
         if self._pause.begin(mode, ticket):
             self.abort([*self.scheduler.requests, *self._preparing, *self._pause.later])
 
@@ -572,7 +572,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Assert that no row, block or request is lost.
 
-        Meant for idle moments, but always legal.
+        Meant for idle moments, but may be called at any time.
         """
         self.scheduler.check_integrity()
 

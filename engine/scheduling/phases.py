@@ -84,7 +84,7 @@ class RequestPhases:
         self._end_tokens = set(config.eos_token_ids)
 
     def speculate(self, speculation: Speculation | None) -> None:
-        """Set the source of drafts from now on; None = no drafts. Legal when no step is in
+        """Set the source of drafts from now on; None = no drafts. Call this only when no step is in
         flight."""
         self.drafts: StepDrafts | None = None
         if speculation is not None:
@@ -220,7 +220,7 @@ class RequestPhases:
     def change_weights(self, model_key: str, *, recompute: bool) -> None:
         """Empty the caches and give requests the new key, as the weights have changed.
 
-        Legal when no step is in flight.
+        Call this only when no step is in flight.
 
         No later request starts from a prefix of the old weights.
 
@@ -354,7 +354,7 @@ class RequestPhases:
         return queued + sum(computing)
 
     def check_integrity(self) -> None:
-        """Assert the invariants of requests, rows and blocks. Legal between steps."""
+        """Assert the invariants of requests, rows and blocks. Call this only between steps."""
         self.memory.check_integrity()
         phases = dict.fromkeys(RequestPhase, 0)
         for request in self.requests.values():

@@ -223,7 +223,7 @@ class Request:
 
         step_index: the number of the step, counted by the group.
         held: number of blocks in the request's table.
-        Legal while the request has a row.
+        Call this only while the request has a row.
         """
         if self.phase is RequestPhase.DECODING:
             now = self.base + step_index + 1

@@ -28,7 +28,7 @@ _LAST = 8  # number of last steps of such a rest, in which the drafter processes
 _RETRIALS = 4  # number of long blocks until another length is measured again; fewer at first
 
 # ---- Speed-ups: tokens a second with drafts, divided by tokens a second without
-_LEAST = 1.02  # least speed-up at which drafts go on
+_LEAST = 1.02  # minimum speed-up at which drafts continue
 # _LEAST_READING replaces _LEAST as long as steps without drafts were measured only while the
 # drafter processed their tokens, which takes up to a tenth of a step. For a speed-up below _CLOSE,
 # steps without this work are measured before drafts continue.

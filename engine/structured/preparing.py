@@ -1,4 +1,4 @@
-"""Grammars: creates the constraints of new requests on threads beside the step loop."""
+"""Grammars: creates the constraints of new requests on other threads than the step loop's."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence

@@ -387,7 +387,7 @@ class Tokenizer:
         return stream.feed(list(token_ids)) + stream.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for, special or not (for logprobs)."""
+        """Return the bytes of one token, special or not (for logprobs)."""
         return self.tables.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:

@@ -107,7 +107,7 @@ def _fill(
 ) -> None:
     """Load every parameter of the model, and repack quantised ones for their kernels.
 
-    stored: the tensors under the names that the model uses.
+    stored: the tensors by the model's names.
     converted: whether the folder is a converted one, with packed parameters.
     """
     units = _units(model, stored if converted else None)

@@ -20,7 +20,7 @@ def padded(size: int) -> int:
 
 
 class Mixer(Protocol):
-    """The description of a recurrent layer: frozen, and equal for layers that are alike.
+    """The description of a recurrent layer: frozen, and equal for equal layers.
 
     `engine.layers.recurrent.block` has the layer of each description.
     """

@@ -3,11 +3,11 @@
 Most drafters have one layer. Row i of its input is the target model's hidden state of token i and
 the embedding of token i + 1. Its KV blocks have the same ids as the target model's:
 
- step     states and next tokens of all tokens -> rows; the last accepted one gives the first draft
- pass     the row before, the last draft -> a row, which gives the next draft; and so on
+ step     states and next tokens of all tokens -> rows; the last accepted row gives the first draft
+ pass     previous row, last draft -> a row, which gives the next draft; and so on
 
-A draft model reads no states. Its row i reads token i, as the target model's does, so its first
-draft takes a pass, too.
+A draft model reads no hidden states. Row i of its input is token i, so that its first draft takes a
+pass too.
 """
 
 from collections.abc import Mapping

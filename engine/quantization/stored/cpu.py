@@ -35,7 +35,7 @@ class StoredCpu(Stored):
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> PackedBlocks:
         return _packed(piece, bias)
 
-    # ---- Experts: each has its own layers
+    # ---- Experts: each has separate layers
 
     def create_stored_experts(self, spec: ExpertsSpec) -> tuple[ExpertsApart, Sequence[Parameter]]:
         biases, filled = stored_experts.biases(spec)

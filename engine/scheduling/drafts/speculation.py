@@ -190,7 +190,7 @@ class Speculation:
         """Add the drafts that the drafter proposes or a grammar forces to `chosen`.
 
         awaited: the request for whose drafts the step has waited.
-        asks: whether to ask the drafter.
+        asks: whether to use the drafter, not only grammars.
         """
         for entry, request in enumerate(requests):
             forced = self._forced(request) if constrained else []

@@ -51,7 +51,7 @@ class StepDrafts:
     def add(self, builder: StepBuilder, group: DecodeGroup, room: int, constrained: bool) -> None:
         """Add the drafts that a step verifies, and those that it computes, to a step.
 
-        Legal when no step is in flight.
+        Call this only when no step is in flight.
 
         group: the step's decodes.
         room: the maximum number of drafts to verify, by free rows and tokens.

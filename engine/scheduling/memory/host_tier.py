@@ -549,7 +549,7 @@ class HostTier:
         """Forget the loads in flight, as the device's pools are replaced; return the waiting
         requests.
 
-        Legal when no copy is in flight.
+        Call this only when no copy is in flight.
         """
         for ticket, load in list(self._loads.items()):
             del self._loads[ticket]

@@ -73,7 +73,7 @@ class ImageCache:
         self.used: set[bytes] = set()
         self._used_tokens = 0
         self._step_tokens = 0  # number of embeddings that it encodes
-        self._images: list[Image] = []  # images that it encodes for its own tokens
+        self._images: list[Image] = []  # images that it encodes for tokens of the same step
         # digest -> image that it encodes for later steps, and the request that needs it
         self._ahead: dict[bytes, tuple[Image, Request]] = {}
         self.dropped: list[bytes] = []
@@ -90,7 +90,7 @@ class ImageCache:
         request.images = [replace(image, pixels=b"", rows=b"") for image in request.images]
 
     def _take_rows(self, image: Image) -> None:
-        """Store embeddings that came with an image, if they are new and there is room for them."""
+        """Store an image's received embeddings, if they are new and there is room for them."""
         if not image.rows or image.digest in self._sizes or image.digest in self._came:
             return
         if self._came_tokens + image.size <= self._plan.cache_tokens:
@@ -98,7 +98,7 @@ class ImageCache:
             self._came_tokens += image.size
 
     def _give_rows(self, digest: bytes) -> Image | None:
-        """Remove and return the image with embeddings that came with a request, if there is one."""
+        """Remove and return an image with received embeddings; None if there is none."""
         image = self._came.pop(digest, None)
         if image is not None:
             self._came_tokens -= image.size
@@ -229,7 +229,7 @@ class ImageCache:
     def _encoded(self, image: Image) -> Image:
         """Make room for an image's embeddings, which this step encodes or has received.
 
-        Returns the image with its embeddings if they came with the request, else with its pixels.
+        Returns the image with its received embeddings, if there are any, else with its pixels.
         """
         self._make_room(image.size)
         self._sizes[image.digest] = image.size
@@ -306,7 +306,7 @@ class ImageCache:
                 self._drop(image.digest)
 
     def clear(self) -> None:
-        """Drop all embeddings, also those that came with requests. Legal between steps."""
+        """Drop all embeddings, also received ones. Call this only between steps."""
         for digest in list(self._came):
             self._give_rows(digest)
         for digest in list(self._sizes):
@@ -325,7 +325,7 @@ class ImageCache:
         }
 
     def check_integrity(self, requests: Collection[Request]) -> None:
-        """Assert the invariants. Legal between steps.
+        """Assert the invariants. Call this only between steps.
 
         requests: all requests that have not ended.
         """

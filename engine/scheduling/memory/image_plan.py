@@ -14,7 +14,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """The tokens that stand for images in prompts, and the limits of an engine's images.
+    """The placeholder tokens of images in prompts, and the limits of an engine's images.
 
     token_ids: the placeholder token ids in prompts: of images, then of videos.
     cache_tokens: the maximum number of embeddings that the runner has at once.

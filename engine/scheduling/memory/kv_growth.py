@@ -209,7 +209,7 @@ class KVGrowth:
     def lower(self, pool: BlockManager, num_blocks: int) -> None:
         """Remove blocks down to num_blocks, or to the last one in use, and unmap them at once.
 
-        Legal when no step is in flight.
+        Call this only when no step is in flight.
         """
         reached = pool.withdraw(max(self.least, num_blocks))
         unmap = self.pages.retract(reached)

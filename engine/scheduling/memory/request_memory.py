@@ -65,7 +65,7 @@ class RequestMemory:
         self.empty(config.num_blocks)
 
     def empty(self, num_blocks: int) -> None:
-        """Reset all pools to num_blocks empty blocks. Legal when no request has any block."""
+        """Reset all pools to num_blocks empty blocks; no request may have a block."""
         assert not self.running and not self.deferred
         config, size = self._config, self._config.block_size
         self.pools = [
@@ -375,7 +375,7 @@ class RequestMemory:
         return footprints + [self.footprint(r, step_index_of(r)) for r in running]
 
     def check_integrity(self) -> None:
-        """Assert that no row or block is lost or shared. Legal between steps."""
+        """Assert that no row or block is lost or shared. Call this only between steps."""
         held = [(r.row, r.kv_rank, r.blocks) for r in self.running.values()]
         held += [(release.row, release.kv_rank, release.blocks) for release in self.deferred]
         for rank, pool in enumerate(self.pools):

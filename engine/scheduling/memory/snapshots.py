@@ -16,7 +16,7 @@ all groups of layers with keys have their blocks. Snapshots are taken at these b
 No two are within `gap` tokens: computing so few tokens again is faster than copying a state. A
 chunk of a prompt ends where a snapshot is taken, which adds a step.
 
-A snapshot has its own memory, or lies in a row that no request has: there are as many rows as
+A snapshot has separate memory, or lies in a row that no request has: there are as many rows as
 requests that may ever run, and a state is as large as the keys of thousands of tokens. A request
 that needs a row takes an empty one, or that of the least recently used snapshot. The device copies
 rows to snapshots at the beginning of the step that takes the request further, then snapshots to
@@ -133,7 +133,8 @@ class Snapshots:
         self._rolling: set[bytes] = set()
         self._to_save: dict[int, int] = {}  # slot -> row, copied at the beginning of the next step
         self._to_resume: set[int] = set()  # slots that the next step copies to rows
-        self._reserved: set[int] = set()  # slots with their own memory, for states from the host
+        # slots with separate memory, reserved for states from the host
+        self._reserved: set[int] = set()
         self.evicted = 0  # number of snapshots evicted for room while their blocks were cached
 
     def __len__(self) -> int:

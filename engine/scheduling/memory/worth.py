@@ -3,8 +3,8 @@
 Copies cost bandwidth, so blocks are stored by second use (`HostPlan.everything` stores all):
 
  a block that a request found in the prefix cache, or that was evicted and computed again
- all blocks of a request that goes on where an earlier one ended: the next turn of a conversation
- all blocks of a preempted request
+ all blocks of a request that continues an earlier one: the next turn of a conversation all blocks
+ of a preempted request
 
 A prefix is loaded if that takes less time than computing its tokens, by the rates of the last
 copies and of the largest steps.

@@ -153,7 +153,7 @@ class BlockMoves:
         self._answers.append(Answer(ticket, message=message))
 
     def take_answers(self) -> list[Answer]:
-        """Return the answers to orders since the last call."""
+        """Return the answers to `serve` since the last call."""
         answers, self._answers = self._answers, []
         return answers
 
@@ -220,7 +220,7 @@ class BlockMoves:
     # ---- the source ----------------------------------------------------------------------------
 
     def keep(self, request: Request, pool: BlockManager, seconds: float) -> None:
-        """Hold the cached blocks of a request that leaves, for an expected pull."""
+        """Hold the cached blocks of a request that leaves, for `seconds`, for an expected pull."""
         hashes = request.hashes[: request.num_registered]
         blocks = [block for block in pool.match_prefix(hashes) if block >= 0]
         held = sum(len(lease.blocks) for lease in self._leases.values())
