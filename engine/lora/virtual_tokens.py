@@ -241,7 +241,6 @@ class VirtualTokensDevice:
         """Copy the KV of prefixes into KV blocks, before a step reads them.
 
         size: tokens of a block.
-
         put: `KVCache.write_entries`.
         """
         for prefix in prefixes:

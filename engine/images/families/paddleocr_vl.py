@@ -1,4 +1,4 @@
-"""PaddleImages: pictures of PaddleOCR-VL become one view that keeps their shape."""
+"""PaddleImages: the image processor of PaddleOCR-VL, which resizes as Qwen's does."""
 
 from engine.images.families.qwen_vl import QwenImages
 from engine.images.layout import ImageLayout
@@ -13,7 +13,8 @@ class PaddleImages(QwenImages):
     limits = 384 * 384, 1536 * 1536
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
-        """Return the layout of a picture, enlarged first if a side is shorter than an embedding's.
+        """Return the layout of a picture, which is enlarged first if it is smaller than an
+        embedding.
 
         Raises ImageError for an aspect ratio above 200.
         """

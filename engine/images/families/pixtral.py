@@ -1,4 +1,4 @@
-"""PixtralImages: pictures of Pixtral and Mistral 3 become one view, whose rows end with a token."""
+"""PixtralImages: the image processor of Pixtral and Mistral 3, with a token after each row."""
 
 import json
 import math
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_LONGEST = 1024  # the default of transformers' class
-# (text, id) of the token after each row of a picture but the last, and of that after the last.
+_LONGEST = 1024  # transformers' default of the longest side
+# (text, id) of the token after each row of a picture except the last, and of the token after the
+# last row.
 _BREAK, _END = ("[IMG_BREAK]", 12), ("[IMG_END]", 13)
-_LOW = 22  # embeddings on the longer side of a picture with detail: low
+_LOW = 22  # maximum embeddings on the longer side of a picture with detail: low
 
 
 class PixtralImages:
-    """The image processor of Pixtral and Mistral 3, which shrinks pictures that are too long.
+    """The image processor of Pixtral and Mistral 3, which shrinks pictures that are too large.
 
     Sides are rounded up to whole embeddings.
 
@@ -52,7 +53,7 @@ class PixtralImages:
         if detail == "low":
             most = [min(side, _LOW * self.unit) for side in most]
         ratio = max(height / most[0], width / most[1], 1)
-        # A side that shrinks to nothing would give no embedding.
+        # at least one row and column, also if a side shrinks to nothing
         rows, columns = (
             max(1, math.ceil(math.floor(side / ratio) / self.unit)) for side in (height, width)
         )
