@@ -1,6 +1,7 @@
 """AdapterCalls, StaleAdapters: a router's calls to replicas about the adapters of its model.
 
-StaleAdapters handles requests whose adapter was replaced between routing and the engine.
+StaleAdapters restarts requests whose adapter was replaced after routing and before the request
+reached the engine.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ _PAUSE = 0.3
 class AdapterCalls:
     """A router's calls to replicas about adapters.
 
-    wait_seconds: longest wait for a replica to be ready.
+    wait_seconds: maximum seconds to wait for a replica to be ready.
     waking: wakes the model if it sleeps.
     waiting: number of calls that wait for a replica to be ready.
     """
@@ -49,10 +50,11 @@ class AdapterCalls:
         self._waking = waking
 
     async def load(self, record: AdapterRecord) -> AdapterInfo:
-        """Have a replica read and check an adapter, and make it known to its engine.
+        """Make one replica read and check an adapter's files and register the adapter with its
+        engine.
 
-        The replica is the one that requests with this adapter would be routed to. Raises
-        AdapterError; Overloaded if there is no replica.
+        The replica is the one to which requests with this adapter would be routed. Returns the
+        adapter's facts. Raises AdapterError; Overloaded if there is no replica.
         """
         for _ in range(_LOSSES):
             client = await self._find(record.name)
@@ -67,8 +69,7 @@ class AdapterCalls:
         raise Overloaded("the replicas that read the adapter did not answer", code="no_replica")
 
     async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None:
-        """Tell every replica which revision an adapter's name means now, and wait for their
-        answers.
+        """Send every replica the current revision of an adapter's name, and wait for all answers.
 
         gone: whether the adapter was removed.
         """
@@ -108,9 +109,10 @@ class AdapterCalls:
 
 
 class StaleAdapters:
-    """Requests that were sent with an old revision, because their router had missed a change.
+    """The handler of requests that were sent with an outdated adapter revision, because this router
+    had missed a change.
 
-    They have no tokens yet, so they start again with the new revision.
+    These requests have no output tokens yet, so each is sent again with the new revision.
     """
 
     def __init__(self, adapters: AdapterRegistry, assignment: Assignment) -> None:
@@ -120,10 +122,10 @@ class StaleAdapters:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def hold_back(self, choice: InflightChoice, delta: Delta) -> bool:
-        """Hold back a delta that ends a choice with an error, if a new adapter revision may be the
-        cause.
+        """Withhold a delta that ends a choice with an error, if an outdated adapter revision may be
+        the cause.
 
-        Returns whether the delta is held back. If not, the error may be shown to the client.
+        Returns whether the delta is withheld. If false, the error may be sent to the client.
         """
         inflight, request = choice.inflight, choice.inflight.request
         if request.adapter is None:

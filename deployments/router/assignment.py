@@ -1,7 +1,7 @@
 """Assignment: sends choices to replicas, and aborts choices at replicas.
 
-Choices that lost their replica wait here for another one. New requests wait in the
-request queue instead (admission/request_queue.py).
+Choices that lost their replica wait here for another replica. New requests wait in the request
+queue instead (admission/request_queue.py).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from engine.messages import BATCH_PRIORITY, Abort, KVSource
 class DisplacedChoices:
     """The choices that have lost their replica and wait for another one.
 
-    seconds: longest wait of a choice, after which its request fails.
+    seconds: maximum seconds that a choice waits before its request fails.
     waking: wakes the model when a choice begins to wait.
     """
 
@@ -60,7 +60,7 @@ class DisplacedChoices:
         return timer is not None
 
     def fail_all(self, error: MantaError) -> None:
-        """Fail the requests of all waiting choices, as no replica will come for them."""
+        """Fail the requests of all waiting choices, because no replica will become available."""
         for choices in self.pop_all():
             choices[0].inflight.fail(error)
 
@@ -74,13 +74,14 @@ class DisplacedChoices:
 
 
 class Assignment:
-    """The sending of choices to replicas: asks `route`, books the choice and sends the frame.
+    """The sender of choices to replicas: picks a replica by `route`, books the choice and submits
+    it.
 
-    Replicas know choices by numbers (`InflightChoice.id`), none of which is used twice.
+    Messages to replicas identify a choice by a number (`InflightChoice.id`) that is never reused.
 
-    numbers: the unused numbers.
+    numbers: iterator over the unused numbers.
 
-    wait_seconds: longest wait of a displaced choice for a replica.
+    wait_seconds: maximum seconds that a displaced choice waits for a replica.
     """
 
     def __init__(
@@ -112,17 +113,17 @@ class Assignment:
         *,
         with_room: bool = False,
     ) -> None:
-        """Send choices of one request to one replica; without a replica, let them wait.
+        """Send choices of one request to one replica; if none is available, keep them as displaced.
 
         among: names of the replicas that may be chosen; None: any.
-        with_room: whether only replicas that take more choices may be chosen.
+        with_room: whether only replicas with room for more choices may be chosen.
         """
         first = choices[0]
         inflight = first.inflight
         request, emitted = inflight.request, first.emitted
         limit, adapter = request.params.max_tokens, request.adapter
         tokens = request.token_ids + emitted
-        # A text that becomes an embedding leaves nothing in the prefix cache.
+        # An embedding request leaves nothing in the prefix cache.
         caches = not request.params.pooled
         wanted = RoutingRequest(
             len(tokens),
@@ -179,11 +180,11 @@ class Assignment:
         *,
         with_room: bool,
     ) -> tuple[RoutingDecision | None, bool]:
-        """Return the decision for choices of a model with prefill and decode replicas, and whether
-        the chosen replica computes the prompt only.
+        """Return the routing decision for choices of a model with prefill and decode replicas, and
+        whether the chosen replica computes the prompt only.
 
-        A prompt of which a decode replica's cache lacks only a few tokens starts at that replica.
-        Returns (None, False) if no replica of the right role may be chosen.
+        If a decode replica's cache has all but a few tokens of the prompt, the request starts
+        there. Returns (None, False) if no replica of the right role may be chosen.
         """
         fleet, first = self._replicas.fleet, choices[0]
 
@@ -222,12 +223,12 @@ class Assignment:
         *,
         prefilled: bool,
     ) -> KVSource | None:
-        """Return the source from which a choice's new replica should pull the KV blocks of the
-        prefix; None if that replica has them, or computes them sooner.
+        """Return the source from which a choice's new replica should pull the prefix's KV blocks;
+        None if the new replica has the blocks, or computes them sooner.
 
-        Of a choice that moves, the replica that it leaves has the blocks of the newest tokens.
+        When a choice moves to another replica, its old replica has the blocks of the newest tokens.
 
-        client, decision: the new replica, and how it was chosen.
+        client, decision: the new replica, and the routing decision.
         prefilled: whether the choice leaves a prefill replica that has computed its prompt.
         """
         tokens = len(choice.inflight.request.token_ids) + len(choice.emitted)
@@ -241,12 +242,12 @@ class Assignment:
         return self._replicas.source(decision.source) if decision.source else None
 
     def assign_displaced(self) -> None:
-        """Try again to send all displaced choices, as there may be a replica for them now."""
+        """Try again to send all displaced choices to replicas."""
         for choices in self.displaced.pop_all():
             self.assign(choices)
 
     def take_off(self, choices: list[InflightChoice]) -> None:
-        """Abort choices at their replicas, or end their wait for a replica."""
+        """Abort choices at their replicas, or remove them from the displaced choices."""
         by_client: dict[ReplicaClient, list[int]] = {}
         for choice in choices:
             self.displaced.remove(choice)
@@ -261,7 +262,7 @@ class Assignment:
     def bring_back(self, choices: list[InflightChoice]) -> None:
         """Send choices again that `take_off` has aborted.
 
-        They get new numbers, because a replica may not have ended the old ones yet.
+        The choices get new numbers, because replicas may not have ended the old ones yet.
         """
         for choice in choices:
             choice.id = next(self.numbers)
@@ -275,9 +276,10 @@ class Assignment:
     def _allowed(
         self, choices: list[InflightChoice], among: Sequence[str] | None
     ) -> Sequence[str] | None:
-        """Return those replicas of `among` that may run the choices; None: any replica may.
+        """Return the names of the replicas of `among` that may run the choices; None: any replica
+        may.
 
-        Choices with tokens may only continue with the same weights.
+        Choices with output tokens may only continue with the same weights.
         """
         for choice in choices:
             if choice.emitted and choice.weights:
@@ -306,7 +308,8 @@ class Assignment:
         for choice in choices:
             suspicion = choice.suspicion
             if len(choice.emitted) > choice.begun:
-                # The last replica has generated tokens, so an earlier probation proves nothing now.
+                # The previous replica has generated tokens, so an earlier passed probation is no
+                # longer valid.
                 suspicion.passed = False
             choice.place = decision.replica
             choice.weights = client.endpoint.weights

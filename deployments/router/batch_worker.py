@@ -1,8 +1,9 @@
-"""BatchWorker: answers the requests of batches, at one router of an application at a time.
+"""BatchWorker: runs the requests of batches (/v1/batches), at one router of an application at a
+time.
 
-The router that holds the folder's lock works. The system releases the lock when its process ends,
-and another router goes on. Answers are appended to files as they arrive, and answered requests are
-not sent again.
+The router that holds the lock of the batch folder does the work. The kernel releases the lock when
+that process ends, and another router continues. Answers are appended to files as they arrive, and
+answered requests are not sent again.
 """
 
 import asyncio
@@ -55,19 +56,19 @@ Ask = Callable[[str, str, dict[str, Any], str, float], Awaitable[Answer]]
 def asker(app: AsgiApp, options: Callable[[], ApiOptions]) -> Ask:
     """Return a function that sends a batch's request to our own HTTP API, without a socket.
 
-    The request has the present rights and limits of the API key that made the batch.
+    The request has the present rights and limits of the API key that created the batch.
 
-    options: returns the API's present options, which have the keys.
+    options: returns the API's present options, including the API keys.
     """
 
     async def ask(owner: str, path: str, body: dict[str, Any], id: str, seconds: float) -> Answer:
         caller = known_caller(owner, options())
         if caller is None:
             return 401, {}, ApiError(401, "invalid_api_key", "the batch's key is gone").body()
-        # A tenant of its own, so that the key's other requests do not queue behind its batches.
+        # Batches use a separate tenant, so that the key's other requests do not queue behind them.
         caller = replace(caller, tenant=f"{owner}/batch")
         priority = max(BATCH_PRIORITY, caller.least_priority)
-        # Not msgspec, which refuses integers beyond 64 bits and writes infinity as null.
+        # json is used because msgspec refuses integers beyond 64 bits and writes infinity as null.
         payload = json.dumps({**body, "priority": priority}).encode()
         return await post(app, path, payload, caller, id, seconds)
 
@@ -78,7 +79,7 @@ class BatchWorker:
     def __init__(self, folder: BatchFolder, ask: Ask) -> None:
         self.folder = folder
         self.ask = ask
-        # Its waiters are served in order, so batches share the slots fairly.
+        # A semaphore serves its waiters in order, so batches share the slots fairly.
         self.slots = asyncio.Semaphore(folder.settings.in_flight)
         self._lock: IO[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -92,7 +93,7 @@ class BatchWorker:
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     def close(self) -> None:
-        """Stop working. The folder's lock is released once the running batches have stopped."""
+        """Stop the worker. The folder's lock is released once the running batches have stopped."""
         if self._task is not None:
             self._task.cancel()
         else:
@@ -119,7 +120,7 @@ class BatchWorker:
             self.unlock()
 
     def take_lock(self) -> bool:
-        """Try to lock the folder; return whether this router holds the lock, new or from before.
+        """Lock the folder if possible; return whether this router holds the lock.
 
         Raises OSError if the folder's file system has no locks.
         """
@@ -142,7 +143,8 @@ class BatchWorker:
             await asyncio.to_thread(self.folder.sweep)
 
     async def work(self) -> None:
-        """Answer batches until none is left. Cancellation leaves the batches resumable."""
+        """Run batches until none is left. Cancelling this coroutine leaves the batches
+        resumable."""
         try:
             while True:
                 await self._begin()
@@ -182,7 +184,8 @@ class BatchWorker:
                 if error is None:
                     self._failures.pop(id, None)
                 else:
-                    # An OSError, as of a full disk, may pass; other errors would repeat each time.
+                    # An OSError, such as a full disk, may be temporary; any other error would recur
+                    # at each try.
                     if not isinstance(error, OSError):
                         self._failures[id] = self._failures.get(id, 0) + 1
                     self._again[id] = time.monotonic() + AGAIN_SECONDS
@@ -190,7 +193,7 @@ class BatchWorker:
 
 
 class _Run:
-    """The work on one batch, from its present state to its end."""
+    """The processing of one batch, from its present status to its end."""
 
     def __init__(self, worker: BatchWorker, entry: Entry) -> None:
         self._worker = worker
@@ -200,7 +203,7 @@ class _Run:
         self._counts = entry.fields["request_counts"]
         self._files: dict[str, IO[bytes]] = {}
         self._saved = 0.0
-        # Monotonic time before which no new request is sent, as there was no room.
+        # Monotonic time before which no new request is sent, because a request was refused.
         self._resume_at = 0.0
         self._running: set[asyncio.Task[None]] = set()
 
@@ -235,7 +238,7 @@ class _Run:
         await asyncio.to_thread(self._folder.save, self._entry)
 
     async def give_up(self) -> None:
-        """End a batch whose work has failed too often, and publish the answers that it has."""
+        """End a batch whose processing has failed too often, and publish the answers so far."""
         message = f"the work on this batch failed {MAX_TRIES} times; the router's log says why"
         error = {"code": "internal_error", "message": message, "line": None, "param": None}
         self._batch["errors"] = {"object": "list", "data": [error]}
@@ -246,7 +249,8 @@ class _Run:
         await self._becomes("failed")
 
     def _validate(self) -> tuple[int, list[dict[str, Any]]]:
-        """Return the number of requests in the input, and its errors in OpenAI's form."""
+        """Return the number of requests in the input file, and the input's errors in OpenAI's
+        form."""
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
         total = 0
@@ -280,9 +284,9 @@ class _Run:
         return done
 
     def _lines(self) -> Generator[tuple[int, dict[str, Any] | ApiError]]:
-        """Yield (line number from 1, parsed JSON object) of the input's non-blank lines.
+        """Yield (line number from 1, parsed JSON object) for each non-blank line of the input file.
 
-        Instead of the object there is an ApiError for a line that the HTTP API would refuse.
+        For a line that the HTTP API would refuse, the second item is an ApiError.
         """
         with self._input.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -304,8 +308,8 @@ class _Run:
                 yield line
 
     def _stopped(self) -> str | None:
-        """Return why no more requests of the batch are sent, "cancelled" or "expired"; None if
-        there is no such reason."""
+        """Return "cancelled" or "expired" if no more requests of the batch may be sent; None
+        otherwise."""
         if self._folder.cancelled_at(self._batch["id"]) is not None:
             return "cancelled"
         return "expired" if time.time() >= self._batch["expires_at"] else None
@@ -358,7 +362,7 @@ class _Run:
                         self._entry.owner, line["url"], line["body"], id, seconds_left
                     )
                 except Exception:
-                    # Raised from here, the exception would make each try of the batch fail.
+                    # If the exception were raised, each try of the whole batch would fail.
                     logger.exception("batch %s: the request %s failed", self._batch["id"], id)
                     status, headers, answer = 500, {}, internal().body()
             wait = wait_of(status, headers)
@@ -393,9 +397,9 @@ class _Run:
     async def _publish(self, ended: str = "completed") -> None:
         """Publish the written lines as output and error files, and end the batch.
 
-        The files' ids are saved first, so that publishing can be resumed after a crash.
+        The ids of both files are saved first, so that publishing can be resumed after a crash.
 
-        ended: the final status, unless the batch has expired or was cancelled.
+        ended: the final status of a batch that neither expired nor was cancelled.
         """
         batch = self._batch
         batch["cancelling_at"] = self._folder.cancelled_at(batch["id"])

@@ -1,5 +1,5 @@
-"""Router: the Serve deployment that answers HTTP and handle calls, by the API and the models'
-backend."""
+"""Router: the Serve deployment that answers HTTP requests and handle calls, with `Api` and
+`ModelsBackend`."""
 
 import asyncio
 import gc
@@ -62,18 +62,18 @@ logger = logging.getLogger("manta.router")
 _FIGURES_SECONDS = 1.0
 _ASK_SECONDS = 5.0  # seconds for the other routers to find or stop a request
 _ASKERS = 8  # maximum of simultaneous calls to the other routers
-_LAST_WORDS = 1.0  # seconds after a drain for the errors of failed requests to be sent
+_LAST_WORDS = 1.0  # seconds after a drain in which errors of failed requests are still sent
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """The settings of a router.
 
-    models: the one served model; None if models are added and removed at run time.
-    find_models: returns the models of an application, if models change at run time.
-    change_models: functions that change the models of an application.
-    in_flight: maximum of requests at once.
-    body_bytes: maximum size of a request's body. choices: maximum of its prompts, and of `n`.
+    models: a tuple of the one served model; None if models are added and removed at run time.
+    find_models: returns the models of an application; used if models change at run time.
+    change_models: functions that add, change and remove models of an application.
+    in_flight: maximum number of concurrent requests.
+    body_bytes: maximum size of a request's body. choices: maximum number of prompts, and of `n`.
     max_tokens, strict, share_by, share_prefixes, cors_origins, store_bytes, images, page: see
         ApiOptions.
     stream_seconds: seconds that a request may go on after its model was changed or removed.
@@ -112,15 +112,14 @@ class RouterSettings:
 class Router:
     """The Serve deployment of routers: the HTTP API, the choice of replicas, and all streams.
 
-    engines: handles of the engine deployments, by which the router learns of replicas; tokens come
-        over channels.
+    engines: handles of the engine deployments, through which the router discovers replicas. Tokens
+        arrive over channels instead.
     """
 
     def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
         log_through_serve(settings.log_level)
-        # A thread that runs Python makes the event loop wait for one switch interval each time that
-        # the loop returns from a system call, several times per chunk. The default interval is 5
-        # ms.
+        # While another thread runs Python, the event loop waits for one switch interval after each
+        # of its system calls, several times per chunk. The default interval is 5 ms.
         sys.setswitchinterval(5e-4)
         self._settings = settings
         self._engines = engines
@@ -197,9 +196,9 @@ class Router:
             training=self._training,
             observe=lambda route, status, _: front.metrics.http.inc(1, route, str(status)),
         )
-        # A caller with a handle is inside the cluster and needs no key.
+        # A caller with a Serve handle is inside the cluster and needs no API key.
         self._trusted = build_asgi(front, options)
-        # Serve itself adds the request's id, or a new one, to request and response.
+        # Serve itself adds x-request-id to the request and the response.
         keys = await key_service.start()
         options = replace(options, tell_request_id=False, limits=key_service.limits, **keys)
         http = self._http = build_asgi(front, options)
@@ -234,7 +233,7 @@ class Router:
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer a chat completion if the body has `messages`, a text completion otherwise.
 
-        The fields of body and answer are those of the HTTP API.
+        The fields of the body and of the result are those of the HTTP API.
         """
         return await handle_call.call(self._trusted, self._named(body))
 
@@ -248,33 +247,34 @@ class Router:
         async for chunk in handle_call.stream(self._trusted, self._named(body), last_event_id):
             yield chunk
 
-    # Ray Data's Serve stage calls these methods, as Ray's own LLM deployments have them. It takes
-    # the first item that each call yields.
+    # Ray Data's Serve stage calls these methods, which Ray's own LLM deployments have, too. The
+    # stage takes the first item that each call yields.
 
     async def completions(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer to a row of a dataset; see `ray_data.answer_row`."""
+        """Yield the text completion of a dataset row; see `ray_data.answer_row`."""
         yield await answer_row(self._trusted, "/v1/completions", request, self._front.only)
 
     async def chat(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer to a row of a dataset that has a chat."""
+        """Yield the answer to a dataset row with a chat; see `ray_data.answer_row`."""
         yield await answer_row(self._trusted, "/v1/chat/completions", request, self._front.only)
 
     async def embeddings(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the embeddings of a row of a dataset."""
+        """Yield the embeddings of a dataset row; see `ray_data.answer_row`."""
         yield await answer_row(self._trusted, "/v1/embeddings", request, self._front.only)
 
     async def update_weights(self, folder: str, version: str = "", model: str = "") -> str:
         """Replace the weights at all replicas by a checkpoint; return the version's name.
 
-        folder: the checkpoint, which all replicas' nodes can read until the next update.
+        folder: path of the checkpoint, which every replica's node must be able to read until the
+            next update.
         version: name of the new weights; "": a number.
         model: the model's name; "" if only one model is served.
-        Raises UpdateFailed, after which the old weights serve on, InvalidRequest, and Overloaded.
+        Raises UpdateFailed (the old weights remain in use), InvalidRequest, and Overloaded.
         """
         return await self._training.update(model, folder, version)
 
     async def pause(self, mode: str = "keep", model: str = "") -> None:
-        """Pause all replicas; modes are those of `engine.LLM.pause`.
+        """Pause all replicas. mode: as in `engine.LLM.pause`.
 
         Raises InvalidRequest, Overloaded.
         """
@@ -291,9 +291,9 @@ class Router:
         body: dict[str, Any] | str | bytes | None = None,
         method: str = "",
     ) -> dict[str, Any]:
-        """Answer a call of any HTTP route with the JSON that it would return.
+        """Call any HTTP route, and return the JSON of its response.
 
-        A response that is no JSON is returned as {"text": ...}.
+        A response that is not JSON is returned as {"text": ...}.
 
         path: the route.
         query: the URL's query, such as "mode=keep" or {"mode": "keep"}.
@@ -303,19 +303,19 @@ class Router:
         return await handle_call.control(self._trusted, path, query, body, method)
 
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a request's body with the model's name, if only one model is served."""
+        """Return a request's body with the model's name filled in if only one model is served."""
         only = self._front.only
         return {"model": only, **body} if only else body
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and return once the last answer was sent.
+        """Refuse new requests, and return once all running requests have been answered.
 
-        Called before the application is deleted, because Serve does not tell routers in time.
+        Called before the application is deleted, because Serve would notify routers too late.
 
         seconds: time after which running requests end with the error `draining`.
         """
         if self._worker is not None:
-            # Another router goes on with its batches.
+            # Another router continues the batches of this router.
             self._worker.close()
         self._front.refuse_new()
         await self._idle(seconds)
@@ -329,8 +329,8 @@ class Router:
             await asyncio.sleep(0.05)
 
     async def state(self) -> dict[str, Any]:
-        """Return the load and the replicas as this router sees them, in all and by model if there
-        are several models.
+        """Return the load and the replicas as this router sees them: in total and, with several
+        models, by model.
 
         `pid`, `tasks` (asyncio tasks by name) and `held` help to find leaks: the counts in `held`
         are 0 when no request is in flight.
@@ -421,7 +421,8 @@ class Router:
 
 
 def _state_json(what: ModelsBackend | Dispatcher, model: str) -> dict[str, Any]:
-    """Return the load, replicas and metrics of one model (a Dispatcher), or of all models together.
+    """Return the load, replicas and metrics as JSON: of one model (a Dispatcher), or of all models
+    together (a ModelsBackend).
 
     model: the model's name; "" for several.
     """

@@ -1,4 +1,4 @@
-"""Dispatcher: the router's `Backend` of one model. It takes requests in, and its parts serve them:
+"""Dispatcher: the router's `Backend` of one model. The dispatcher accepts requests; its parts are:
 
   RequestQueue      admits requests and keeps them until a replica has room
   Assignment        sends choices to replicas and aborts them there
@@ -53,7 +53,7 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
 
-PAUSED_SECONDS = 20.0  # seconds that a request waits in a trainer's pause until a log line says so
+PAUSED_SECONDS = 20.0  # seconds of waiting in a trainer's pause after which a log line is written
 
 
 class Dispatcher:
@@ -91,7 +91,7 @@ class Dispatcher:
         self.weights.on_pause = self._watch_pause
         self._pause_watch: asyncio.TimerHandle | None = None
         self.requests = RequestsInFlight(name, metrics)
-        # requests whose timers fail them if no update brings weights after a sleep dropped them
+        # requests with a timer that fails them if no update restores the weights dropped by a sleep
         self._weightless: WeakSet[InflightRequest] = WeakSet()
         self._adapter_calls = calls = AdapterCalls(
             self.replicas, random, limits.wait_seconds, self.waking
@@ -164,9 +164,10 @@ class Dispatcher:
             self._await_weights(inflight)
 
     def _await_weights(self, inflight: InflightRequest) -> None:
-        """Fail a request that after `wait_seconds` is still held for lack of weights.
+        """Start a timer that fails a request if the engines still lack weights after
+        `wait_seconds`.
 
-        While a trainer has paused the model, the time begins again.
+        While a trainer has paused the model, the timer is restarted.
         """
         if inflight in self._weightless:
             return
@@ -177,7 +178,7 @@ class Dispatcher:
             if not self.weights.dropped:
                 return
             if self.weights.paused:
-                # The trainer has not ended its step yet, and may still send weights.
+                # The trainer has not finished its step, and may still send weights.
                 self._await_weights(inflight)
                 return
             message = (
@@ -190,14 +191,15 @@ class Dispatcher:
         inflight.timers.append(loop.call_later(self._wait_seconds, refuse))
 
     def _watch_pause(self) -> None:
-        """Log once if a request waits long for the end of the pause that now begins."""
+        """Log once if a request waits for longer than PAUSED_SECONDS in the pause that now
+        begins."""
         loop, began = asyncio.get_running_loop(), time.monotonic()
 
         def look() -> None:
             self._pause_watch = None
             if not self.weights.paused:
                 return
-            # In a pause of this mode requests that came before it run to their ends.
+            # In a "wait" pause, requests that arrived before the pause run to completion.
             since = began if self.weights.pause_mode == "wait" else 0.0
             late = time.monotonic() - PAUSED_SECONDS
             waiting = sum(since <= inflight.arrived <= late for inflight in self.requests)
@@ -242,9 +244,10 @@ class Dispatcher:
         )
 
     def held(self) -> dict[str, int]:
-        """Return {name of a kind of object: number that unfinished requests hold in this router}.
+        """Return, by kind of object, the number of objects that unfinished requests hold in this
+        router.
 
-        A count above 0 without requests is a leak.
+        A count above 0 while no request is in flight indicates a leak.
         """
         return {
             "requests": len(self.requests),
@@ -257,7 +260,8 @@ class Dispatcher:
         return view_of_model(self.replicas, self.queue, self.requests, self._events.log)
 
     def load(self) -> dict[str, int | float]:
-        """Return the metrics of arriving and waiting load that scaling/policy.py reads, by name."""
+        """Return {metric: value} of the arriving and waiting load, which scaling/policy.py
+        reads."""
         return {
             **self.requests.arrival_rates(),
             "in_flight": len(self.requests),
@@ -295,16 +299,16 @@ class Dispatcher:
         self._draining = True
 
     def leave(self, reason: MantaError) -> None:
-        """Stop serving the model, while requests go on at the remaining replicas.
+        """Stop serving the model; requests continue at the remaining replicas.
 
-        reason: error of waiting requests once no replica is left.
+        reason: the error of requests that still wait once no replica is left.
         """
         self.queue.leave(reason)
 
     def close(self, reason: MantaError | None = None) -> None:
         """Fail the requests in flight, and disconnect from the replicas.
 
-        reason: their error; None: the service is stopping.
+        reason: the error of the requests; None: the service is stopping.
         """
         self.refuse_new()
         self.waking.close()

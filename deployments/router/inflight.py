@@ -1,4 +1,4 @@
-"""InflightRequest, InflightChoice: a prompt and its continuations, for any replica to go on with.
+"""InflightRequest, InflightChoice: the state from which any replica can continue a request.
 
 An InflightRequest is one prompt. An InflightChoice is one of its n continuations, which runs at one
 replica at a time. To continue at another replica, `InflightChoice.as_request` appends the emitted
@@ -20,25 +20,26 @@ from deployments.router.request_trace import RequestTrace
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest
 
-# Unread bytes of a stream, estimated, beyond which the stream pauses.
+# Estimated unread bytes of a stream beyond which the stream is paused.
 UNREAD_BYTES = 2**20
-READER_SECONDS = 30.0  # seconds for which a paused stream is kept
+READER_SECONDS = 30.0  # seconds for which a paused stream is kept before it fails
 KEEP_SECONDS = 20.0  # seconds for which a prefill replica holds the KV blocks of a prompt
 DELTA_BYTES = 256  # estimated bytes of a delta with one token
 LOGPROB_BYTES = 192  # estimated bytes of a log-probability
 
 
 class InflightChoice:
-    """A choice in flight: the tokens that came, and the replica that runs it.
+    """A choice in flight: the output tokens so far, and the replica that runs the choice.
 
     id: number of the choice in messages to replicas. index: its index among the request's choices.
     emitted: output token ids so far.
     place: name of the replica that runs the choice; "" if none does.
-    begun: number of tokens emitted before the choice was sent to that replica.
-    suspicion: the record of engine deaths that the choice may have caused.
-    weights: weights of the choice's last replica; it may only continue with the same weights.
+    begun: number of output tokens before the choice was sent to its present replica.
+    suspicion: the engine deaths that the choice may have caused.
+    weights: identity of the weights of the choice's last replica; the choice may only continue with
+        the same weights.
     version: version of the weights that sampled the last tokens; "" before the first token.
-    prefill: whether its replica computes the prompt and the first token only.
+    prefill: whether its present replica computes the prompt and the first token only.
     """
 
     __slots__ = (
@@ -74,14 +75,14 @@ class InflightChoice:
         self.done = False
 
     def change_version(self, version: str) -> None:
-        """Record that the next tokens come from other weights than the tokens before."""
+        """Record that the next tokens are sampled by another version of the weights."""
         self.version = version
         self._version_starts.append((version, len(self.emitted)))
 
     def versions(self) -> list[tuple[str, int]]:
         """Return (weights version, number of tokens) of each part of `emitted`, in order.
 
-        Tokens that a resumed stream began with belong to no part.
+        Tokens that a resumed stream started with are left out.
         """
         ends = [start for _, start in self._version_starts[1:]] + [len(self.emitted)]
         return [
@@ -97,13 +98,14 @@ class InflightChoice:
     def as_request(self) -> EngineRequest:
         """Return the message that starts the choice, or resumes it after the emitted tokens.
 
-        A suspect is limited to the tokens of its probation, and a prefill replica to one token.
+        max_tokens is limited to the probation's tokens for a suspect, and to one token for a
+        prefill replica.
         """
         request = self.inflight.request
         params = request.params
         if (self.last or self.emitted) and params.prompt_logprobs is not None:
-            # Prompt logprobs came with the first delta; requesting them again would disable the
-            # prefix cache for nothing.
+            # Prompt logprobs arrived with the first delta; requesting them again would disable the
+            # prefix cache for no benefit.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         if self.suspicion.tokens or self.prefill:
             limit = len(self.emitted) + self._first_tokens
@@ -130,11 +132,12 @@ class InflightChoice:
 
     @property
     def _first_tokens(self) -> int:
-        """The number of tokens after which probation or prefill at the replica ends; 0: neither."""
+        """The number of tokens after which the choice's probation or prefill ends; 0: it has
+        neither."""
         return self.suspicion.tokens or int(self.prefill)
 
     def passes(self, delta: Delta, context: int) -> bool:
-        """Whether a delta ends only the choice's probation or prefill, not the choice.
+        """Whether a delta ends only the choice's probation or prefill, not the choice itself.
 
         context: context length of the replica's model, in tokens.
         """
@@ -150,7 +153,7 @@ class InflightChoice:
 
 
 class ChoiceAssignment(Protocol):
-    """The parts of `assignment.Assignment` that a request uses.
+    """The interface of `assignment.Assignment` that a request uses.
 
     numbers: yields a new number for a choice each time.
     """
@@ -165,10 +168,10 @@ class ChoiceAssignment(Protocol):
 
 
 class EndedRequests(Protocol):
-    """The method of `requests_in_flight.RequestsInFlight` that a request uses."""
+    """The interface of `requests_in_flight.RequestsInFlight` that a request uses."""
 
     def ended(self, inflight: "InflightRequest") -> None:
-        """Handle that all choices of a request have ended. Called once per request."""
+        """Handle the end of a request's last choice. Called once per request."""
 
 
 class InflightRequest:
@@ -187,7 +190,7 @@ class InflightRequest:
         self.choices = [InflightChoice(self, index, next(numbers)) for index in range(n)]
         self._open = len(self.choices)
         for choice, tokens in zip(self.choices, request.emitted, strict=False):
-            # The request resumes a stream, whose first tokens another router has sent.
+            # The request resumes a stream; another router has sent its first tokens.
             choice.done = tokens is None
             choice.emitted = list(tokens or ())
             choice.weights = request.weights
@@ -216,7 +219,7 @@ class InflightRequest:
 
     @property
     def begun(self) -> bool:
-        """Whether any choice has tokens."""
+        """Whether any choice has output tokens."""
         return any(choice.emitted for choice in self.choices)
 
     @property
@@ -226,7 +229,8 @@ class InflightRequest:
 
     @property
     def paused(self) -> bool:
-        """Whether the choices are at no replica because the client does not read the stream."""
+        """Whether the stream is paused: no replica runs its choices, because the client does not
+        read."""
         return self._paused is not None
 
     async def next(self) -> list[tuple[int, Delta]]:
@@ -300,7 +304,7 @@ class InflightRequest:
             choice.emitted += delta.token_ids
             metrics.output_tokens.values[()] += tokens
             if tokens > 1:
-                # A step gives one token and those of accepted drafts.
+                # A step emits one token plus the accepted draft tokens.
                 self.trace.drafted(tokens - 1)
         self._items.append((choice.index, delta))
         if delta.finish:
@@ -358,7 +362,7 @@ class InflightRequest:
             self._metrics.request.observe(now - self.arrived)
         error = "" if self._error is None else self._error.code
         self.trace.ends(self.output_tokens, error, now)
-        # The pixels are kept in case another replica needs them, which none does now.
+        # Pixels are kept for a move to another replica; a finished request never moves.
         self.request.images = []
         self._requests.ended(self)
 

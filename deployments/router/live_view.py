@@ -1,7 +1,7 @@
 """The live view: what a router knows of its models at present, as JSON for GET /v1/live.
 
-The view is computed on demand from the data of routing, queue and traces, in bounded time however
-many requests are in flight. Nothing is recorded for it, so it costs requests nothing.
+The view is computed on demand from the state of routing, queue and traces, in bounded time however
+many requests are in flight. Nothing is recorded for the view, so requests do not pay for it.
 """
 
 import math
@@ -25,12 +25,12 @@ from deployments.routing.step_cost import StepCostModel
 
 
 class ApplicationView:
-    """The live views of all routers of an application, as any one router returns them.
+    """The collector of the live views of all routers of an application.
 
     Concurrent callers share one call to the other routers.
 
     own: returns this router's view.
-    others: returns the views of the other routers that answer.
+    others: returns the views of those other routers that answer in time.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class ApplicationView:
 
 
 _REQUESTS = 256  # maximum of requests in flight that are listed, the oldest first
-# Number of newest requests in flight, and of last ended ones, whose decisions and moves are listed.
+# Number of newest requests in flight, and of requests that ended last, whose routing decisions and
+# moves are listed.
 _NEWEST = 64
 _CHOICES = 50
 _EVENTS = 50
@@ -58,7 +59,7 @@ _QUEUES = 32
 
 
 class EventLog:
-    """A log of the last replicas that joined or were lost."""
+    """A log of the replicas that joined or were lost most recently."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[float, str, str, str]] = deque(maxlen=_EVENTS)
@@ -81,7 +82,7 @@ def view_of_model(
     """Return the live view of one model.
 
     Times are given as seconds ago, because routers' clocks differ, and durations in milliseconds.
-    Values that are unknown, or belong to a stage that was not reached, are None.
+    Unknown values, and times of stages that a request has not reached, are None.
     """
     now = time.monotonic()
     fleet = replicas.fleet
@@ -105,18 +106,19 @@ def view_of_model(
 
 
 def _last(
-    found: Iterable[tuple[float, dict[str, Any]]], count: int, now: float
+    entries: Iterable[tuple[float, dict[str, Any]]], count: int, now: float
 ) -> list[dict[str, Any]]:
     """Return the newest `count` entries, the newest first, each with its age in seconds (`ago_s`).
 
-    found: pairs (time, entry). now: the present time of the same clock.
+    entries: pairs (time, entry). now: the present time of the same clock.
     """
-    newest = sorted(found, key=lambda pair: pair[0], reverse=True)[:count]
+    newest = sorted(entries, key=lambda pair: pair[0], reverse=True)[:count]
     return [{"ago_s": round(now - at, 3), **entry} for at, entry in newest]
 
 
 def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
-    """Return a replica as JSON; `cost` is what routing expects of a request (routing/fleet.py)."""
+    """Return a replica's state as JSON; `cost` has the expected seconds per request and token
+    (routing/fleet.py)."""
     state, column = client.state, client.state.column
     fixed = fleet.terms[FIXED, column] if column >= 0 else math.inf
     return {

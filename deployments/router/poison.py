@@ -2,17 +2,17 @@
 
 A kill from outside says nothing about the requests in the engine. An engine that died by itself may
 have died of any request in it. Requests that had hardly begun there are suspects: most poison
-requests kill during prefill. Each suspect is put on probation: it is sent to another replica to
-generate a few tokens there, as the only suspect that runs (replica/suspect_queue.py). A suspect
-that has generated them has passed. It continues once all suspects at that replica have had their
-turn, so that it cannot kill the engine during another probation. Requests that had generated PROOF
-tokens also continue then, without a probation. If each of them had one, a crash that no request
-caused would pause all streams for as long as all probations take.
+requests kill during prefill. Each suspect is put on probation: another replica generates a few of
+its tokens while no other suspect runs there (replica/suspect_queue.py). A suspect with these tokens
+has passed. The suspect continues after the last probation at that replica, so that it cannot kill
+the engine during another one. Requests that had generated PROOF tokens also continue then, without
+a probation. Otherwise a crash that no request caused would pause all streams for as long as all
+probations take.
 
-When an engine dies while a suspect is on probation, that suspect is given up, as it was in two
-engines that died. The second death makes suspects only of requests without a token in that engine,
-and no other request is blamed for the first death any more. A request that was in two engines that
-died for unexplained causes is put on probation however many tokens it had generated.
+If an engine dies while a suspect is on probation, the suspect's request fails, as it was in two
+engines that died. The second death makes suspects only of requests without a token in that engine.
+The first death then counts against no other request. A request that was in two engines that died
+for unexplained causes is put on probation however many tokens it had generated.
 
   what happened to the engine        what becomes of the requests in it
   died by itself, none on probation  requests that had hardly begun go on probation, the others wait
@@ -28,11 +28,12 @@ died for unexplained causes is put on probation however many tokens it had gener
 from deployments.transport.channel import Start
 from engine.messages import Failed
 
-# Tokens of a probation; an engine that dies may have computed two more than it has reported.
+# Tokens of a probation. An engine that dies may have computed two more tokens than it reported.
 PROBATION = 3
-# Maximum of tokens of the probation of a choice that has passed once: a poison may be slow.
+# Maximum tokens of a later probation of a choice that has passed one: a poison request may take
+# longer to kill.
 LONG_PROBATION = 64
-DEATHS = 3  # unexplained engine deaths after which a choice is given up without a probation
+DEATHS = 3  # unexplained engine deaths after which a choice's request fails without a probation
 PROOF = 8  # tokens from one replica after which a choice is not blamed for that replica's loss
 
 
@@ -48,14 +49,14 @@ def by_itself(failed: Failed) -> bool:
 class Suspicion:
     """The record of replicas that one choice has lost.
 
-    deaths: names of the replicas whose engines died by themselves, for unexplained causes, while
-        they had the choice.
+    deaths: names of the replicas whose engines crashed, for unknown causes, while they ran the
+        choice.
     tokens: tokens to generate on the choice's next probation; 0: the choice is no suspect.
     passed: whether the choice has passed its probation, or needs none after the last death, and has
-        generated nothing since.
+        generated no token since.
     losses: number of replicas killed from outside in a row without a new token of the choice;
-        silent replicas do not count.
-    doubts: number of replicas lost before they had generated PROOF tokens of the choice.
+        replicas lost by silence do not count.
+    doubts: number of lost replicas that had generated fewer than PROOF tokens of the choice.
     """
 
     __slots__ = ("deaths", "doubts", "losses", "passed", "tokens")
@@ -67,20 +68,20 @@ class Suspicion:
 
     @property
     def start(self) -> Start:
-        """Return when the next replica may start the choice: "" at once, "alone" as the only
-        suspect that runs, "after" all suspects.
+        """Return when the next replica may start the choice: "": at once; "alone": as the only
+        running suspect; "after": after all suspects.
         """
         return "alone" if self.tokens else "after" if self.passed else ""
 
     def passes(self) -> None:
-        """End the choice's probation, as the choice has generated the tokens of it."""
+        """Record that the choice has passed its probation."""
         self.tokens = 0
         self.passed = True
 
     def acquit(self, deaths: list[str]) -> None:
         """Forget the given replicas' deaths, because another request is known to be their cause.
 
-        A choice that waits for probation still goes on probation, as there may be a second poison
+        A choice that waits for its probation still needs it, as there may be a second poison
         request.
         """
         self.deaths = [death for death in self.deaths if death not in deaths]
@@ -96,13 +97,13 @@ class Suspicion:
     ) -> str:
         """Record that a replica with the choice was lost, perhaps because of the choice.
 
-        Returns why the choice is given up; "" if it continues.
+        Returns the error message if the choice's request must fail; "" if it continues.
 
         id: number of the choice at the replica.
         given: number of the choice's tokens that the replica has generated.
         failed: the replica's last message, if its engine failed.
         allowed: maximum of `losses`; see DispatchLimits.losses.
-        silent: whether the connection was closed for silence, so that the process may be alive.
+        silent: whether the connection was closed because nothing arrived; the process may be alive.
         """
         if failed is not None:
             if self._waited(id, given, failed.suspects):
@@ -121,7 +122,7 @@ class Suspicion:
         return ""
 
     def _waited(self, id: int, given: int, suspects: list[int] | None) -> bool:
-        """Whether the choice was at the replica, but not in its engine."""
+        """Whether the choice was waiting at the replica and had not entered its engine."""
         if self.tokens:
             return id not in (suspects or ())
         return self.passed and not given and suspects is not None and id not in suspects
@@ -129,7 +130,7 @@ class Suspicion:
     def _died(self, replica: str, id: int, given: int, failed: Failed) -> str:
         """Record that an engine crashed while the choice was in it.
 
-        Returns why the choice is given up; "" if it continues.
+        Returns the error message if the choice's request must fail; "" if it continues.
         """
         self.losses = 0
         if failed.suspects is not None:
@@ -139,8 +140,8 @@ class Suspicion:
             elif not failed.doubt:
                 return "the engine died again when it ran this request"
         self.deaths = [*(death for death in self.deaths if death not in failed.deaths), replica]
-        # In doubt (`failed.doubt`) an innocent choice may have run beside a poison request once
-        # more, so one more death is allowed.
+        # If several requests may have caused this death (`failed.doubt`), the choice may be
+        # innocent, so one more death is allowed.
         if len(self.deaths) >= DEATHS + failed.doubt:
             return f"{len(self.deaths)} engines died while they ran this request"
         if len(self.deaths) > 1:

@@ -25,8 +25,8 @@ class ReplicaEvents:
     """The listener to all replicas of one model (`replica_client.ReplicaListener`).
 
     A delta that ends a choice is not passed to the client in four cases: the replica drains, the
-    adapter was replaced, the choice has passed its probation, or its prefill was for another
-    replica.
+    adapter was replaced, the choice has passed its probation, or a prefill replica has computed the
+    prompt for a decode replica.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class ReplicaEvents:
         self._stale = StaleAdapters(adapters, assignment)
 
     def close(self) -> None:
-        """Cancel the tasks that wait for new revisions of adapters."""
+        """Cancel the tasks that fetch new revisions of adapters."""
         self._stale.close()
 
     def opened(self, client: ReplicaClient) -> None:
-        """Handle that a replica is connected: send waiting choices and requests to replicas."""
+        """Handle a newly connected replica: send waiting choices and requests to replicas."""
         logger.info("replica %s is connected", client.replica)
         self._metrics.channels.inc()
         self.log.add_entry("joined", client.replica)
@@ -70,7 +70,7 @@ class ReplicaEvents:
         self._queue.fill()
 
     def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
-        """Send the choices of a lost replica elsewhere, or fail them."""
+        """Send the choices of a lost replica to other replicas, or fail their requests."""
         self.log.add_entry("lost", client.replica, f"{reason}; {len(choices)} choices move")
         self._replicas.closing.discard(client)
         self._losses.lost(client, choices, reason)
@@ -85,7 +85,7 @@ class ReplicaEvents:
         for delta in frame.deltas:
             choice = choices.get(delta.id)
             if choice is None:
-                continue  # aborted while the delta was on its way
+                continue  # aborted while the delta was in transit
             if delta.cached >= 0:  # the choice's first delta
                 state.begun(delta.id)
                 if delta.adapter_us > 0:
@@ -115,7 +115,7 @@ class ReplicaEvents:
         self._queue.hear_frame(state)
 
     def _end_prefill(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """Send a choice to a decode replica, as this prefill replica has computed its prompt.
+        """Move a choice from a prefill replica, which has computed its prompt, to a decode replica.
 
         The decode replica pulls the prompt's KV blocks.
         """

@@ -1,4 +1,4 @@
-"""ReplicaLosses: moves or fails the choices of a replica that is lost or drains."""
+"""ReplicaLosses: moves the choices of a lost or draining replica to others, or fails them."""
 
 import asyncio
 import logging
@@ -14,13 +14,14 @@ from engine.errors import RequestFailed
 
 logger = logging.getLogger("manta.router")
 
-_SUSPECT_PAUSE = 0.25  # seconds within which a router hears of all replicas that died together
+_SUSPECT_PAUSE = 0.25  # seconds within which a router learns of all replicas that died together
 
 
 class ReplicaLosses:
-    """The decision which choices of a lost replica move to others, and which fail as suspects.
+    """The handler of lost replicas: their choices move to other replicas, or fail as suspects.
 
-    allowed: replicas, killed from outside, that a request may lose in a row without a new token.
+    allowed: number of replicas killed from outside that a request may lose in a row without a new
+        token.
     requests: all requests in flight.
     """
 
@@ -37,7 +38,8 @@ class ReplicaLosses:
         self._metrics = metrics
 
     def given_back(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """Move a choice that a draining replica has returned. No request is blamed."""
+        """Move a choice that a draining replica has returned, without counting a loss against
+        it."""
         self._moves(client, choice, "it is to stop")
         self._assignment.assign([choice])
 
@@ -65,8 +67,9 @@ class ReplicaLosses:
             )
             choice.begun = len(choice.emitted)
             if choice.suspicion.losses:
-                # This choice may be the cause. Others are sent first, so that they run before it
-                # can kill again. Meanwhile the router hears of replicas that died with this one.
+                # This choice may have killed the engine. The others are sent first, so that they
+                # run before it can kill again. Meanwhile the router learns of replicas that died
+                # with this one.
                 self._assign_later([choice], _SUSPECT_PAUSE)
             else:
                 moving.setdefault(choice.inflight, []).append(choice)
@@ -82,7 +85,7 @@ class ReplicaLosses:
                 self._assignment.assign(unfinished)
 
     def _give_up(self, client: ReplicaClient, choice: InflightChoice) -> bool:
-        """Fail the choice's request if it has cost too many replicas; return whether it failed."""
+        """Fail the choice's request if it has lost too many replicas; return whether it failed."""
         why = choice.suspicion.lost(
             client.replica, choice.id, choice.given, client.failed, self._allowed, client.silent
         )

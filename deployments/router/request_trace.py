@@ -1,7 +1,7 @@
 """RequestTrace: times and moves of a request, for GET /v1/requests/{id} and OpenTelemetry spans.
 
-The router that has the request keeps the trace. The trace is written to when the request is sent to
-a replica, gets its first token or several in a step, moves or ends, but not for each token. It
+The router of the request keeps the trace. Events are recorded when the request is sent to a
+replica, gets its first token or accepted drafts, moves or ends, but not for each token. A trace
 holds no tokens and no text, so thousands of traces take a few megabytes. Times are arguments.
 """
 
@@ -86,15 +86,15 @@ class RequestTrace:
         self.received_at = time.time()
         self.state = "waiting"
         self.placed = 0.0  # time at which a replica was first chosen
-        # Of the choice that got the first token: microseconds from arrival in the engine to its
-        # first step.
+        # Microseconds from arrival in the engine to the first step, for the choice with the first
+        # token.
         self.engine_us = -1
         self.adapter_us = -1  # the part of engine_us until the adapter was on the device
         self.started = 0.0  # time at which that first step began
         self.first = 0.0
         self.cached = 0
         self.output_tokens = 0
-        # number of drafts that a step accepted -> number of such steps
+        # number of draft tokens accepted in a step -> number of such steps
         self.accepted_runs: dict[int, int] = {}
         self.finish: list[str] = []
         self.error = ""
@@ -105,7 +105,7 @@ class RequestTrace:
     # -- events
 
     def sent(self, decision: RoutingDecision, now: float, emitted: int) -> None:
-        """Record that the request is sent to a replica. emitted: number of its tokens so far."""
+        """Record that the request is sent to a replica. emitted: number of output tokens so far."""
         self.placed = self.placed or now
         self.state = "running"
         self._decisions.append((now, decision, emitted))
@@ -124,13 +124,14 @@ class RequestTrace:
         self.started = sent + max(0, delta.queued_us) / 1e6
 
     def drafted(self, accepted: int) -> None:
-        """Record that a step of a choice accepted drafts. accepted: their number, at least 1."""
+        """Record that a step accepted draft tokens. accepted: number of these tokens, at least
+        1."""
         self.accepted_runs[accepted] = self.accepted_runs.get(accepted, 0) + 1
 
     def moves(self, place: str, why: str, now: float) -> None:
         """Record that a choice has left its replica, and set the state "waiting".
 
-        place: name of the replica. why: reason for the user.
+        place: name of the replica that the choice has left. why: the reason, for users.
         """
         self.state = "waiting"
         self._moves.append((now, place, why))
@@ -234,7 +235,7 @@ class RequestTrace:
     def _adapter(self) -> dict[str, Any] | None:
         """Return the request's adapter as JSON; None without one.
 
-        Its load_ms is the time that the request waited for the adapter to be on the device.
+        load_ms is the time for which the request waited until the adapter was on the device.
         """
         if not self.adapter:
             return None
@@ -248,7 +249,7 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """The traces of the last `kept` requests that ended."""
+    """The traces of the last ended requests; `kept` is their maximum number."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._ended: deque[RequestTrace] = deque(maxlen=kept)
@@ -265,8 +266,8 @@ class RequestTraces:
     ) -> Iterator[RequestTrace]:
         """Return all traces with a request id, in the order of arrival.
 
-        They belong to the prompts of one call, or to several calls with the same id. The search
-        walks over all traces, so that requests need not maintain an index.
+        The traces belong to the prompts of one call, or to several calls with the same id. The
+        search scans all traces, so that requests need not maintain an index.
 
         owner: digest of the API key that asks, which sees its own traces only; None: all.
         unfinished: traces of requests in flight, which are searched too.
@@ -306,7 +307,7 @@ def context_of(traceparent: str, tracestate: str, settings: TracingSettings) -> 
     """Return the caller's trace context, or a new one without it; None if the context is not
     sampled.
 
-    A caller's own sampling decision holds.
+    If the caller's context has a sampling decision, it applies.
 
     traceparent, tracestate: the request's headers; "": none.
     """

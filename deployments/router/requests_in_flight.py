@@ -41,7 +41,7 @@ class RequestsInFlight(Collection[InflightRequest]):
         return inflight in self._requests
 
     def add(self, inflight: InflightRequest) -> None:
-        """Add a request, and fail it at its deadline if it has one, which needs an event loop."""
+        """Add a request; a timer on the event loop fails it at its deadline, if it has one."""
         self._requests[inflight] = None
         deadline = inflight.request.deadline
         if deadline is not None:
@@ -64,7 +64,7 @@ class RequestsInFlight(Collection[InflightRequest]):
         """
         asked = [inflight for inflight in self._requests if inflight.trace.id == id]
         for inflight in asked:
-            # Traces are not updated for each token.
+            # Traces are not updated per token, so the numbers of output tokens are set here.
             inflight.trace.output_tokens = inflight.output_tokens
         unfinished = [inflight.trace for inflight in asked]
         now = time.monotonic()
@@ -92,7 +92,8 @@ class RequestsInFlight(Collection[InflightRequest]):
     def arrival_rates(self) -> dict[str, float]:
         """Return {"prompt_rate", "output_rate"}: the tokens/s that arrived since the last call.
 
-        Cached prompt tokens are left out. Outputs are assumed to have the mean length so far.
+        Cached prompt tokens are left out. Outputs are assumed to have the mean length of earlier
+        outputs.
         """
         metrics = self._metrics
         ended = sum(metrics.output_size.counts)
@@ -108,7 +109,7 @@ class RequestsInFlight(Collection[InflightRequest]):
     def fail_all(self, reason: MantaError | None = None) -> None:
         """Fail all requests that are still in flight.
 
-        reason: their error; None: the service is stopping.
+        reason: the error of the requests; None: the service is stopping.
         """
         message = "the service is stopping, and the time it had for this request is over"
         for inflight in list(self._requests):

@@ -1,4 +1,4 @@
-"""RouterTraining: the orders of trainers (weights, pauses, sleeps) to a router's models."""
+"""RouterTraining: passes trainers' orders (weights, pauses, sleeps) to a router's models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,8 @@ from engine.errors import InvalidRequest
 
 
 class RouterTraining:
-    """The trainers' orders to a router's models; implements `deployments.api.options.Training`."""
+    """The implementation of `deployments.api.options.Training`, the trainers' orders to a router's
+    models."""
 
     def __init__(self, front: ModelsBackend) -> None:
         self._front = front
@@ -90,7 +91,7 @@ class RouterTraining:
         )
 
     def _of(self, model: str) -> Dispatcher:
-        """Return a model's dispatcher; "" stands for the only model. Raises InvalidRequest."""
+        """Return the dispatcher of a model; "": of the only model. Raises InvalidRequest."""
         known = self._front.dispatchers
         name = model or self._front.only
         if name not in known:

@@ -1,8 +1,9 @@
-"""FleetWeights: the weights of a model at all of its replicas, as a trainer changes them.
+"""FleetWeights: applies a trainer's weight updates, pauses and sleeps to all replicas of a model.
 
-Every replica checks an update. Then the WeightsRecord is written, which all routers share, and each
-replica loads the weights between two of its steps. Each token has the version of its weights. A
-replica that joins, or missed the order, loads the record's weights before it gets requests.
+First every replica checks an update. Then the WeightsRecord, which all routers share, is written,
+and each replica loads the weights between two of its steps. Each token is labelled with the version
+of its weights. A replica that joins, or missed the order, loads the recorded weights before it gets
+requests.
 """
 
 import asyncio
@@ -32,26 +33,27 @@ from engine.scheduling.orders.updates import MODES
 
 logger = logging.getLogger("manta.router")
 
-ORDER_SECONDS = 600.0  # longest wait for an answer: a slow disk, or a pause that lets requests end
+ORDER_SECONDS = 600.0  # longest wait for an answer, as disks may be slow and pauses long
 _RETRY = 0.3  # seconds between attempts to make a replica match the record
-LOST_SECONDS = 30.0  # seconds without a replica that has the weights, until they count as lost
+LOST_SECONDS = 30.0  # seconds after which weights that no replica has count as lost
 
 
 Order = UpdateWeights | TransferWeights | Control
 
 
 class MakeOrder(Protocol):
-    """A function that returns the order to send to a replica, given the ticket of its answer."""
+    """A function that returns the order for a replica, given the ticket that identifies its
+    answer."""
 
     def __call__(self, ticket: int) -> Order: ...
 
 
 class FleetWeights:
-    """The weights and the pause of one model's replicas, as one router orders them.
+    """One router's control of the weights, pauses and sleeps of one model's replicas.
 
     base: identity of the weights in the model's folder; "": unknown.
     version: the recorded version of the weights.
-    paused, asleep: whether the record has a pause, and whether it has a sleep of any part.
+    paused, asleep: whether a pause is recorded, and whether a sleep of any memory part is.
     slept_deeply: whether the last sleep was of level 2, which drops weights.
     on_deep_sleep: called without arguments when this router learns of a sleep of level 2.
     on_pause: called without arguments when this router learns of a pause.
@@ -69,17 +71,17 @@ class FleetWeights:
         self.on_deep_sleep: Callable[[], None] = lambda: None
         self.on_pause: Callable[[], None] = lambda: None
         self._bringing: dict[ReplicaClient, asyncio.Task[None]] = {}
-        # Monotonic seconds since which no replica has the record's weights.
+        # Monotonic time since when no replica has had the recorded weights.
         self._lost_since: float | None = None
 
     @property
     def dropped(self) -> bool:
-        """Whether a sleep has dropped the weights of all replicas, and no update has come since."""
+        """Whether a sleep has dropped the weights of all replicas, with no update since."""
         states = [client.state for client in self._replicas.values() if client.connection]
         return bool(states) and all(state.stats.weights_dropped for state in states)
 
     async def refresh(self) -> None:
-        """Read the record that routers share. If the store is unavailable, log that."""
+        """Read the record that routers share. An unavailable store is only logged."""
         try:
             record = await asyncio.to_thread(self._store.get)
         except OSError as error:
@@ -107,7 +109,7 @@ class FleetWeights:
 
     @property
     def ended_by(self) -> str:
-        """The routes that end the pause, as a log names them."""
+        """The HTTP routes that end the present pause, for log lines."""
         record = self._record
         if record.dozes:
             return "POST /wake_up"
@@ -132,9 +134,9 @@ class FleetWeights:
     async def update(self, folder: str, version: str = "", *, recompute: bool = False) -> str:
         """Replace the weights at all replicas, and return the version's name.
 
-        folder: a checkpoint that every replica's node can read, until the next update: replicas
-            that start later read it, too.
-        recompute: whether running requests compute their KV cache again.
+        folder: path of a checkpoint that every replica's node can read until the next update,
+            because replicas that start later read it, too.
+        recompute: whether running requests recompute their KV cache with the new weights.
         Raises UpdateFailed, after which all replicas have the old weights, and Overloaded.
         """
         version = await self._new_version(version)
@@ -145,7 +147,8 @@ class FleetWeights:
         return version
 
     async def _new_version(self, version: str) -> str:
-        """Return the name of the next weights: `version`, or the record's next number if it is "".
+        """Return the version name of the next weights: `version`, or the record's next number if
+        `version` is "".
 
         Raises UpdateFailed if the present weights have that name.
         """
@@ -167,7 +170,7 @@ class FleetWeights:
         try:
             await self._order_all(lambda ticket: UpdateWeights(ticket, folder, version, recompute))
         except UpdateFailed as error:
-            # The replica had accepted the check before, so `_bring_up` tries to load again.
+            # The replica has passed the check, so `_bring_up` retries the load.
             logger.error("weights of version %s: %s", version, error.message)
 
     # -- updates that a trainer sends
@@ -196,15 +199,16 @@ class FleetWeights:
         self._check_all(await self._ask_all(make))
 
     async def start_update(self) -> None:
-        """Begin an update that comes in several messages, at all replicas. Raises MantaError."""
+        """Begin, at all replicas, an update whose tensors arrive in several messages. Raises
+        MantaError."""
         await self._order_all(lambda ticket: TransferWeights(ticket, "start"))
         await self._forget_sent()
 
     async def take_tensors(self, info: dict[str, Any], version: str = "") -> str:
         """Have all replicas receive tensors from a trainer.
 
-        After `start_update` the tensors are a part of an update, and "" is returned. Without it
-        they are a whole update, which is loaded at once; the version of the weights is returned.
+        After `start_update` the tensors are a part of an update, and "" is returned. Otherwise the
+        tensors are a whole update: it is loaded at once, and its version is returned.
 
         info: vLLM's `update_info`.
         Raises UpdateFailed, after which all replicas have the old weights, and Overloaded.
@@ -212,7 +216,7 @@ class FleetWeights:
         folders = await self._transferred("update", info)
         if all(folders.values()):
             return await self._replace_each(folders, version)
-        # a replica that joined after `start_update` takes the tensors for a whole update: drop it
+        # a replica that joined after `start_update` treats the tensors as a whole update: drop it
         late = [client for client, folder in folders.items() if folder]
         if late:
             await self._drop(late)
@@ -225,18 +229,19 @@ class FleetWeights:
         """
         return await self._replace_each(await self._transferred("finish", {}), version)
 
-    # -- updates by SGLang's routes, whose messages do not say which is the last
+    # -- updates by SGLang's routes, whose messages do not mark the last one
 
     async def begin_sent(self) -> None:
-        """Begin an update that `end_sent` ends. Raises MantaError."""
+        """Begin an update by SGLang's routes, which `end_sent` ends. Raises MantaError."""
         await self.start_update()
         await self._write(sending=True)
 
     async def take_sent(self, info: dict[str, Any], version: str = "") -> str:
-        """Have all replicas receive tensors of an update, which the first call begins.
+        """Have all replicas receive tensors of an update by SGLang's routes, which the first call
+        begins.
 
-        Once the checkpoint is whole, the weights are loaded and their version is returned; before
-        that "" is. During a pause it is always "", and the update ends with `end_sent`.
+        Once the checkpoint is complete, the weights are loaded and their version is returned;
+        before, "". During a pause the result is always "", and the update ends with `end_sent`.
 
         Raises the errors of `take_tensors`.
         """
@@ -250,7 +255,8 @@ class FleetWeights:
             folders = await self._transferred("update" if self.paused else "collect", info)
             complete = {client: folder for client, folder in folders.items() if folder}
             if len(complete) < len(folders) or self.paused:
-                # a replica that joined after the beginning lacks the earlier tensors: drop these
+                # a replica that joined after the update began lacks its first tensors: drop its
+                # tensors
                 if complete:
                     await self._drop([*complete])
                 return ""
@@ -261,7 +267,7 @@ class FleetWeights:
         return await self._replace_each(folders, name)
 
     async def end_sent(self) -> str:
-        """Replace the weights by the tensors that were sent; return the version.
+        """Replace the weights by the tensors that were sent by SGLang's routes; return the version.
 
         Returns "" if no update was begun. Raises the errors of `take_tensors`.
         """
@@ -278,10 +284,11 @@ class FleetWeights:
             await self._write(sending=False, sent_version="")
 
     async def _transferred(self, what: str, info: dict[str, Any]) -> dict[ReplicaClient, str]:
-        """Send an order of a transfer to all replicas, and return {replica: its checkpoint folder}.
+        """Send a TransferWeights order to all replicas, and return {replica: its checkpoint
+        folder}.
 
-        A folder is "" while the replica's checkpoint is not whole. Replicas that have not joined
-        the transfer are left out, and load the record's weights later. Raises MantaError if a
+        A folder is "" while the replica's checkpoint is incomplete. Replicas that have not joined
+        the transfer are left out, and load the recorded weights later. Raises MantaError if a
         replica fails, after which no replica continues the transfer.
 
         what, info: fields of TransferWeights.
@@ -298,11 +305,13 @@ class FleetWeights:
         return {client: answer.message for client, answer in members.items()}
 
     async def _drop(self, clients: Sequence[ReplicaClient] | None = None) -> None:
-        """Have replicas drop the tensors of an unfinished update. clients: None = all."""
+        """Have replicas drop the tensors of an unfinished update. clients: the replicas; None:
+        all."""
         await self._ask_all(lambda _, ticket: TransferWeights(ticket, "drop"), clients)
 
     async def _replace_each(self, folders: dict[ReplicaClient, str], version: str) -> str:
-        """Have each replica load new weights from a folder of its own, once all were checked.
+        """Have each replica load new weights from its own folder, after all replicas have checked
+        theirs.
 
         folders: the folder of each replica.
         Returns the version. Raises UpdateFailed, after which the update is dropped.
@@ -341,7 +350,7 @@ class FleetWeights:
         """Pause all replicas, and free memory of their engines; see `engine.LLM.sleep`.
 
         level, tags: as in `engine.LLM.sleep`; level 0 only pauses.
-        mode: mode of the pause. The end of the sleep ends this pause, but not an earlier one.
+        mode: mode of the pause. Waking ends this pause, but not an earlier one.
         Raises MantaError, after which there is no pause. Engines that cannot sleep refuse before a
         request is paused.
         """
@@ -371,9 +380,9 @@ class FleetWeights:
         await self._write(asleep=asleep, level=level)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Allocate parts of the engines' memory that a sleep has freed. Raises MantaError.
+        """Wake the engines: allocate memory that a sleep has freed. Raises MantaError.
 
-        tags: names of the parts; none: all parts.
+        tags: names of the memory parts to allocate; none: all parts.
         """
         parts = _parts(tags)
         await self.refresh()
@@ -400,7 +409,7 @@ class FleetWeights:
         """Send an order to all replicas and wait for their answers.
 
         Raises Overloaded if there is no replica, and the error of a replica that refused. A replica
-        that is lost meanwhile does not count, as another one replaces it.
+        that is lost meanwhile is ignored, as another one replaces it.
         """
         self._check_all(await self._ask_all(lambda _, ticket: make(ticket)))
 
@@ -429,7 +438,7 @@ class FleetWeights:
         return by_client
 
     def _check_all(self, answers: Mapping[ReplicaClient, Answer]) -> None:
-        """Raise the error of the first answer that is a refusal: Overloaded or UpdateFailed."""
+        """Raise Overloaded or UpdateFailed for the first answer that is a refusal."""
         for client, answer in answers.items():
             if answer.code == "device_busy":
                 raise Overloaded(answer.message, code=answer.code)
@@ -447,20 +456,21 @@ class FleetWeights:
             answer = await calls.ask(client, make(calls.ticket()), ORDER_SECONDS)
             if not isinstance(answer, Answer) or answer.code != "update_in_progress":
                 return answer if isinstance(answer, Answer) else None
-            # Another router has the replica load weights at the moment.
+            # The replica is loading weights on another router's order.
             await asyncio.sleep(_RETRY)
 
     # -- replicas that differ from the record
 
     def opened(self, client: ReplicaClient) -> None:
-        """Keep requests from a replica that was just connected, until it matches the record."""
+        """Send no requests to a newly connected replica until its weights, pause and sleep match
+        the record."""
         if self._record.number:
             client.state.keep_out(True)
             self._bring(client)
 
     def differs(self, client: ReplicaClient, stats: EngineStats) -> None:
-        """Let a replica get requests again if its stats match the record; if not, start to make it
-        match."""
+        """Compare a replica's stats with the record. If they match, requests are sent to it again;
+        otherwise a task sends the recorded state to it."""
         if not self.lacks(stats):
             client.state.keep_out(False)
         else:
@@ -473,8 +483,8 @@ class FleetWeights:
             task.add_done_callback(lambda _: self._bringing.pop(client, None))
 
     async def _bring_up(self, client: ReplicaClient) -> None:
-        """Order the recorded weights, pause and sleep from a replica until it has them or is
-        lost."""
+        """Send a replica orders for the recorded weights, pause and sleep, until it matches the
+        record or is lost."""
         logged = ""
         while client.connection is not None and not client.retired:
             await asyncio.sleep(_RETRY)
@@ -511,14 +521,14 @@ class FleetWeights:
                 )
             elif stats.weights_version == record.version:
                 if client.state.kept_out:
-                    # An idle engine sends no frame by itself, and `differs` needs one.
+                    # `differs` needs a frame, which an idle engine sends only after an order.
                     await self._order(client, lambda ticket: Control("resume", ticket))
                 return
 
     def _lost(self, record: WeightsRecord) -> bool:
-        """Whether the record's weights are lost: no replica has had them for LOST_SECONDS.
+        """Whether the recorded weights are lost: no replica has had them for LOST_SECONDS.
 
-        Called when a replica has not found the folder of the weights.
+        Called when a replica could not find the folder of the weights.
         """
         if any(
             client.state.stats.weights_version == record.version
@@ -533,7 +543,8 @@ class FleetWeights:
         return now - self._lost_since >= LOST_SECONDS
 
     async def _forget(self, record: WeightsRecord) -> None:
-        """Return to the weights of the model's own folder, as the record's weights are lost."""
+        """Change the record back to the weights in the model's own folder, because the recorded
+        weights are lost."""
         self._lost_since = None
         await self.refresh()
         if self._record.version != record.version:
@@ -550,7 +561,8 @@ class FleetWeights:
             logger.warning("weights: %s", error.message)
 
     def lacks(self, stats: EngineStats) -> bool:
-        """Whether a replica's version, pause or sleep differs from the record's. stats: its own."""
+        """Whether a replica's weights version, pause or sleep differs from the record. stats: the
+        replica's."""
         return (
             stats.weights_version != self.version
             or stats.paused != self.paused
@@ -563,7 +575,7 @@ class FleetWeights:
 
 
 def _parts(tags: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts of an engine's memory that a request's tags name; without tags all parts.
+    """Return the engine memory parts that a request's tags name; without tags, all parts.
 
     Raises InvalidRequest.
     """

@@ -1,7 +1,8 @@
-"""WeightsRecord: the weights that a model's replicas should have. Stores by which routers share it.
+"""WeightsRecord: the weights that a model's replicas should have, and the stores by which routers
+share the record.
 
-A record outlives a deletion of the application, as its weights may. Routers reset it once no
-replica has the weights and their folder is gone.
+A record remains after the application is deleted, as its weights may remain. Routers reset the
+record once no replica has the weights and their folder is gone.
 """
 
 from typing import Protocol
@@ -14,17 +15,17 @@ from deployments.cluster_store import prefix, store
 class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The weights and the pause that all replicas of a model should have.
 
-    number: grows with each change of the record.
+    number: incremented with each change of the record.
     base: identity of the weights in the model's own folder; the record holds for this model only.
-    folder: path of the checkpoint, or one path a line of which each node has one; "": the model's
-        own folder.
+    folder: path of the checkpoint, or several paths, one per line, of which each node has one; "":
+        the model's own folder.
     version: name of the weights.
     paused: mode of the pause; "": no pause.
     asleep: parts of the engines' memory that a trainer's sleep has freed.
     level: level of the last sleep.
-    dozes: whether the sleep has begun the pause, so that both end together.
-    sending: whether an update by SGLang's routes was begun and has not ended.
-    sent_version: name of the weights of that update; "": none was given.
+    dozes: whether the sleep also began the pause, so that both end together.
+    sending: whether an update by SGLang's routes is under way.
+    sent_version: version name in that update; "": none.
     """
 
     number: int = 0

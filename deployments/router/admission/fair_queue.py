@@ -1,7 +1,7 @@
 """FairQueue: decides which requests a router admits, and in which order they go to replicas.
 
-It also computes when refused requests should come again. It has no Ray, event loop or clock; `now`
-is in monotonic seconds.
+It also computes the Retry-After of refused requests. The module uses no Ray, event loop or clock;
+`now` is in monotonic seconds.
 
   request -- refused: 429 or 503, with the seconds until there is room
     |
@@ -9,9 +9,9 @@ is in monotonic seconds.
     |                                                              ^
     +-> FairQueue, in the order of (fair share, priority) -- room -+
 
-Requests wait here rather than in the engines. Here they can still be reordered, end at their
-deadline, and go to whichever replica has room first. An engine gets what its batch can hold and a
-little more, so that it never waits for the router.
+Requests wait here rather than in the engines. Here requests can still be reordered, end at their
+deadline, and go to whichever replica has room first. An engine gets the requests that its batch can
+hold and a few more, so that it never idles.
 
 Work is counted in tokens: those of the prompt and the expected output. Limits in seconds are work
 divided by the measured rate of the replicas. So a fast pool has a longer queue than a slow one, and
@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 Fields = NDArray[np.float64]  # a value for each replica
 
-# Expected output tokens of a request without a limit, before any request has ended. Larger than the
-# guess of routing (`OUTPUT_GUESS`), so that too little is admitted rather than too much.
+# Expected output tokens of a request without a limit, until a request has ended. The value exceeds
+# the guess of routing (`OUTPUT_GUESS`), to admit too little rather than too much.
 _GUESS = 256
-_LEARN = 0.05  # weight of the newest output length in the mean
+_LEARN = 0.05  # weight of the newest output length in the moving average
 # A choice longer than expected is assumed to generate this share of the expected tokens more.
 _OVERDUE = 0.1
 
@@ -43,12 +43,12 @@ _SHARE = 4.0
 _LEVELS = 3
 # Priorities are clamped to +-16 when requests are ordered.
 _STEPS = 16
-_CALM = 0.25  # times queue_seconds: an overload is over when less work waits
-_WHOLE = 1.5  # times queue_seconds: longest time to the first token in queue and engine
-_LEAST = 0.1  # times queue_seconds: least wait that is allowed, however slow the engine is
-_BURST = 4.0  # times queue_seconds: longest wait while a burst fills the batch
-_MARGIN = 1.25  # times the expected wait: time that a deadline must leave
-_PROMISED = 0.5  # share of the rate reserved for refused requests that come again
+_CALM = 0.25  # an overload has ended when less than this x queue_seconds of work waits
+_WHOLE = 1.5  # maximum time to the first token, queue plus engine, in units of queue_seconds
+_LEAST = 0.1  # wait that is always allowed, however slow the engine is, in units of queue_seconds
+_BURST = 4.0  # maximum wait while a burst fills the batch, in units of queue_seconds
+_MARGIN = 1.25  # a deadline must be at least this many expected waits away
+_PROMISED = 0.5  # share of the rate that is reserved for retries of refused requests
 # Share of a Retry-After that is random, so that refused requests do not return together.
 _JITTER = 0.25
 _SLOWEST = 60.0  # longest Retry-After in seconds; official clients ignore a longer one
@@ -73,9 +73,8 @@ class Capacity:
     """The capacity of the replicas for one router, from which waiting times are estimated.
 
     rate: tokens/s; inf while unknown.
-    rows: number of choices that the replicas can run at once.
-    free: rows that are neither used nor waited for; if negative, the number of choices that wait
-        at the replicas for a row.
+    rows: number of choices that the replicas can run concurrently.
+    free: unused rows minus the choices that wait at the replicas for a row; may be negative.
     endings: expected seconds until each choice at a replica ends, ascending; empty if unknown.
     first_seconds: seconds from sending a choice to a replica to its first token.
     """
@@ -95,12 +94,13 @@ class Capacity:
         first_seconds: Fields,
         endings: Sequence[float] = (),
     ) -> "Capacity":
-        """Return the capacity of all replicas: sums of their figures, the mean of first_seconds.
+        """Return the combined capacity of all replicas: each field summed, but first_seconds
+        averaged.
 
         A replica with an unknown rate is assumed to have the mean rate of the others.
 
-        rates, rows, free, first_seconds: the fields of Capacity, with a value for each replica.
-        endings: the field of Capacity, for the choices at all replicas.
+        rates, rows, free, first_seconds: fields of Capacity, one value per replica.
+        endings: the field `endings` of Capacity, over all replicas.
         """
         count = len(rates)
         places, unused = float(rows.sum()), float(free.sum())
@@ -134,14 +134,14 @@ class OutputEstimate:
     def expected(self, limit: int) -> float:
         """Return the expected output tokens of a request.
 
-        limit: max_tokens, or what is left of the context.
+        limit: max_tokens, or the remaining context length.
         """
         return min(limit, self._means.get(limit.bit_length(), _GUESS))
 
     def left(self, limit: int, tokens: int) -> float:
         """Return the expected number of further tokens of a request.
 
-        limit: max_tokens, or what was left of the context.
+        limit: max_tokens, or the context length remaining after the prompt.
         tokens: output tokens so far.
         """
         expected = self.expected(limit)
@@ -156,10 +156,10 @@ class OutputEstimate:
 class Ticket(Generic[T]):
     """A request's entry in the queue.
 
-    item: the request; None once it was removed from the queue.
+    item: the request; None after its removal from the queue.
     key: the API key whose share the request counts against.
     tokens: expected work of the request. sequences: number of its choices.
-    start: virtual time at which the earlier requests of the key have had their tokens.
+    start: virtual time at which the key's earlier requests have been served.
     """
 
     __slots__ = ("item", "key", "sequences", "start", "tokens")
@@ -176,7 +176,7 @@ class _Key:
     __slots__ = ("finish", "tokens", "waiting")
 
     def __init__(self) -> None:
-        self.finish = 0.0  # virtual time at which the key's last request has had its tokens
+        self.finish = 0.0  # virtual time at which the key's last request has been served
         self.tokens = 0.0  # tokens of its waiting requests
         self.waiting = 0
 
@@ -184,16 +184,16 @@ class _Key:
 class FairQueue(Generic[T]):
     """The queue of one router's waiting requests, fair between API keys.
 
-    Order: start-time fair queueing. Virtual time is the tokens of service that each busy key has
-        had. A request starts where its key's last request ends, or now if the key was idle. So a
-        key that sends ten times as much waits behind itself, and an idle key saves nothing up. Each
-        step of priority shifts a request by the service of its key in age_seconds. Waiting
+    Order: start-time fair queueing. Virtual time is the number of tokens served to each busy key. A
+        request starts where its key's last request ends, or now if the key was idle. So a key that
+        sends ten times as much delays only itself, and an idle key earns no credit. Each step of
+        priority shifts a request by the tokens that its key is served in age_seconds. Waiting time
         outweighs priority, so no request starves.
 
-    Bound: the waiting work of a key is at most `_SHARE` times the queue's free room, and half of
-        that for each step of lower priority.
-        So no key can fill the queue, a key without waiting requests always finds room, and the
-        lowest priority is refused first. An admitted request is not refused later.
+    Bound: the waiting work of a key is at most `_SHARE` times the queue's free room, halved for
+        each step of lower priority. So no key can fill the queue, a key without waiting requests
+        always finds room, and the lowest priority is refused first. An admitted request is not
+        refused later.
 
     random: returns uniform numbers in [0, 1), for the jitter of Retry-After.
     """
@@ -209,8 +209,8 @@ class FairQueue(Generic[T]):
         self._keys: dict[str, _Key] = {}
         self._busy = 0  # keys with requests waiting
         self._now = 0.0  # virtual time
-        self._long_since = math.inf  # time since which more than queue_seconds of work waits
-        self._calm_since = math.inf  # time since which at most `_CALM` of that work waits
+        self._long_since = math.inf  # time since when over queue_seconds of work waits
+        self._calm_since = math.inf  # time since when at most `_CALM` of that work waits
         self._asked = -math.inf  # time of the last admission check
         self._promised = 0.0  # time until which future room is reserved for refused requests
 
@@ -240,7 +240,7 @@ class FairQueue(Generic[T]):
         capacity: Capacity,
         deadline: float | None = None,
     ) -> Refusal | None:
-        """Return why a request may not wait; None if it may.
+        """Return the reason to refuse a new request; None if the request may enter the queue.
 
         tokens: expected work of the request.
         deadline: monotonic seconds; None: no deadline.
@@ -262,10 +262,11 @@ class FairQueue(Generic[T]):
         excess = mine + tokens - share * room
         if excess <= 0 and late <= 0:
             return None
-        # Room grows as the queue drains. The share `part` of it drains from this key's requests.
+        # Room grows as the queue drains. The share `part` of the waiting tokens belongs to this
+        # key.
         part = mine / self.tokens
         seconds = max(late, excess / (share + part) / rate)
-        # Other refused requests need that room, too, so each gets a later time.
+        # Each refused request reserves part of that room, so the next one gets a later time.
         at = max(now + seconds, min(self._promised, now + _SLOWEST))
         self._promised = at + tokens / (_PROMISED * rate)
         seconds = min(_SLOWEST, (at - now) * (1.0 + _JITTER * self._random()))
@@ -273,9 +274,9 @@ class FairQueue(Generic[T]):
         return Refusal("overloaded" if fair else "rate_limit_exceeded", max(1.0, seconds))
 
     def _refusal_of_first(self, capacity: Capacity) -> Refusal | None:
-        """Return why a request may not enter the empty queue; None if it may.
+        """Return the reason to refuse a request while the queue is empty; None if it may enter.
 
-        It may wait as long as in a burst, since no other request waits behind it.
+        The request may wait as long as in a burst, since no other request waits behind it.
         """
         late = self._row_seconds(0.0, capacity) - self._patience(capacity, _BURST, _BURST)
         if late <= 0:
@@ -292,7 +293,8 @@ class FairQueue(Generic[T]):
     def _patience(
         self, capacity: Capacity, most: float = 1.0, with_engine: float = _WHOLE
     ) -> float:
-        """Return the seconds that a request may wait in the queue, besides its time in the engine.
+        """Return the seconds that a request may wait in the queue, excluding its time in the
+        engine.
 
         most: limit of the wait, in units of queue_seconds.
         with_engine: limit of wait and engine time together, in units of queue_seconds.
@@ -304,7 +306,7 @@ class FairQueue(Generic[T]):
     def _row_seconds(self, mine: float, capacity: Capacity) -> float:
         """Return the expected seconds until a row is free for a new request of a key.
 
-        Requests that began together end together, so the mean rate alone would be wrong.
+        Requests that began together end together, so an estimate from the mean rate would be wrong.
 
         mine: the key's own waiting tokens.
         """
@@ -317,8 +319,8 @@ class FairQueue(Generic[T]):
     def _bound(self, capacity: Capacity, now: float) -> float:
         """Return the maximum of tokens that may wait in the queue.
 
-        A burst into an idle batch may wait `_BURST` times as long. Work that waits for longer than
-        that is no burst, and the usual limit holds again.
+        A burst into an idle batch may wait `_BURST` times as long as usual. Work that has waited
+        for longer than that is no burst, so the usual limit applies to it.
         """
         limits = self._limits
         short = self._patience(capacity) * capacity.rate
@@ -377,7 +379,8 @@ class FairQueue(Generic[T]):
         return heap[0][2] if heap else None
 
     def pop(self) -> T:
-        """Remove and return the head, which goes to a replica. The queue must not be empty."""
+        """Remove and return the next request, to send it to a replica. The queue must not be
+        empty."""
         ticket = self.head()
         assert ticket is not None and ticket.item is not None
         self._now = max(self._now, ticket.start)
@@ -386,7 +389,8 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, ticket: Ticket[T]) -> None:
-        """Remove a request that ended while it waited, and take its tokens off its key's service.
+        """Remove a request that ended while it waited, and subtract its tokens from its key's
+        service.
 
         Idempotent.
         """
@@ -422,7 +426,8 @@ class FairQueue(Generic[T]):
             state.finish += tokens
 
     def _forget(self) -> None:
-        """Drop idle keys whose `finish` has passed, as they are equal to new keys."""
+        """Delete the state of idle keys whose `finish` has passed; they are treated like new
+        keys."""
         if len(self._keys) > 2 * self._busy + 64:
             self._keys = {
                 key: state

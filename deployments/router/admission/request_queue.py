@@ -26,10 +26,10 @@ _CAPACITY_SECONDS = 0.05  # seconds for which a computed capacity is reused
 
 
 class RequestQueue:
-    """The requests of one router that wait for a replica with room.
+    """The requests of one router that wait until a replica has room.
 
     fleet: the router's replicas.
-    requests: all requests in flight, which report their ends to the queue.
+    requests: all requests in flight; the queue is notified when one ends.
     assignment: sends requests to replicas.
     waking: wakes the model if it sleeps.
     """
@@ -57,7 +57,8 @@ class RequestQueue:
         self._estimate = OutputEstimate()
         self._capacity = (0.0, Capacity())  # (monotonic seconds until it is valid, capacity)
         self._rate = math.inf  # last known tokens/s of the replicas
-        # Error of waiting requests if the model is being removed; None: it is not.
+        # Error for waiting requests while the model is being removed; None: it is not being
+        # removed.
         self._leaving: MantaError | None = None
         requests.on_end.append(self.ended)
 
@@ -101,7 +102,8 @@ class RequestQueue:
             self._check(key, 0, 0.0, None)
 
     def check(self, request: GenerationRequest) -> bool:
-        """Return whether a new request may be sent to a replica now; if false, it has to wait.
+        """Return whether a new request may be sent to a replica now; if false, it must wait in the
+        queue.
 
         Raises MantaError if the request is refused.
         """
@@ -127,13 +129,14 @@ class RequestQueue:
             request.deadline,
             self._queue_of(request),
         )
-        # If `roomy`, the request waits at a replica for the next free row, not in this queue.
+        # If `roomy`, the request may wait at a replica for the next free row instead of in this
+        # queue.
         return roomy
 
     def enter(self, inflight: InflightRequest, roomy: bool) -> None:
-        """Send a request to a replica, or let it wait.
+        """Send a request to a replica, or add it to the queue.
 
-        roomy: result of `check`.
+        roomy: the result of `check` for this request.
         """
         if roomy:
             self._assignment.begin(inflight)
@@ -174,14 +177,14 @@ class RequestQueue:
                 return
 
     def fail_all(self, error: MantaError) -> None:
-        """Fail all waiting requests, as no replica will come for them."""
+        """Fail all waiting requests with an error, because no replica will become available."""
         for inflight in list(self._tickets):
             inflight.fail(error)
 
     def leave(self, reason: MantaError) -> None:
-        """Let the model be removed: fail waiting requests once its last replica has gone.
+        """Prepare for the model's removal: fail waiting requests once its last replica has gone.
 
-        reason: error of these requests.
+        reason: the error of these requests.
         """
         self._leaving = reason
         self.replicas_changed()
@@ -201,8 +204,8 @@ class RequestQueue:
             self.replicas_changed()
 
     def ended(self, inflight: InflightRequest) -> None:
-        """Handle the end of a request: take it out of the queue or, if it had been sent to a
-        replica, correct its key's service and the output estimate."""
+        """Handle the end of a request. A waiting request is removed from the queue. After a request
+        that was sent to a replica, its key's service and the output estimate are corrected."""
         ticket = self._tickets.pop(inflight, None)
         queue = self._queue_of(inflight.request)
         if ticket is not None:
@@ -218,8 +221,8 @@ class RequestQueue:
     # -- measures
 
     def _survey(self, *, batch_work: bool = False) -> tuple[bool, bool, bool]:
-        """Return (whether a replica is available, whether a replica takes more choices, whether
-        one that takes more has a free row).
+        """Return three booleans: whether any replica is available, whether any accepts more
+        choices, and whether any of those that accept more has a free row.
 
         The cost is a few array operations, however many replicas there are.
 
@@ -233,7 +236,8 @@ class RequestQueue:
         ready, takes = bool(places.max() > -math.inf), places > 0
         if fleet.apart:
             if not takes[fleet.roles != PREFILL].any():
-                # No replica has room for decodes, so prompts would be computed long before answers.
+                # No replica has room for decodes, so prompts would be computed long before their
+                # decodes start.
                 return ready, False, False
             takes &= fleet.roles != DECODES
         roomy = bool(takes.any())
@@ -262,7 +266,7 @@ class RequestQueue:
         now, queue = time.monotonic(), queue or self._queue
         capacity = self._capacity_at(now)
         if queue is self._batch_queue:
-            # Batch work is not measured, and its first tokens may be late.
+            # first_seconds is measured without batch work, whose first tokens may be late.
             capacity = replace(capacity, first_seconds=0.0)
         refusal = queue.refusal(key, priority, work, now, capacity, deadline)
         if refusal is None:
@@ -291,7 +295,7 @@ class RequestQueue:
                 self._rate = capacity.rate
             elif known.any():
                 # All replicas are new, after an update or from another pool. The last known rate is
-                # used until theirs is known, so that waiting work is not refused.
+                # used until the new replicas are measured, so that waiting work is not refused.
                 capacity = replace(capacity, rate=self._rate)
             self._capacity = (now + _CAPACITY_SECONDS, capacity)
         return capacity

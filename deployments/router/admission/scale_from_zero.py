@@ -1,7 +1,7 @@
 """Waking: scaling from zero replicas.
 
-A request wakes a model whose pools are empty. If the request cannot be held until a replica is
-ready, its error says when to come back.
+A request to a model without replicas makes Serve start one. If the request cannot be held until the
+replica is ready, its error has a Retry-After.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ UNKNOWN = 5.0  # Retry-After in seconds if the time of a replica's start is unkn
 
 
 class Waking:
-    """The calls by which one router asks Serve for a replica of a model that has none.
+    """The router's calls that make Serve start the first replica of a model without replicas.
 
-    A model sleeps if it may have no replicas, has none, and no call for one is under way.
+    A model sleeps if it may scale to zero, has no replica, and no call for one is pending.
 
     model: name of the model.
-    start_seconds: assumed time of a replica's start until one was measured; None: the model never
-        sleeps, and this object does nothing.
-    ask: asks Serve for a replica, and returns when the replica has answered.
+    start_seconds: assumed seconds of a replica's start, until a start was measured; None: the model
+        never sleeps, and this object does nothing.
+    ask: makes Serve start a replica, and returns when the replica has answered.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Waking:
 
     @property
     def wakes_for_requests(self) -> bool:
-        """Whether the model had replicas and has none now, so that the next request starts one."""
+        """Whether the model has scaled to zero, so that the next request starts a replica."""
         return self._guess is not None and self._empty and self._was_there
 
     @property
@@ -64,13 +64,15 @@ class Waking:
         self._was_there |= count > 0
 
     def opened(self, start_seconds: float) -> None:
-        """Record that a replica can take requests and how long its start took; stop waking.
+        """Record that a replica accepts requests and how long its start took; cancel the pending
+        call.
 
         start_seconds: duration of the replica's start as it reports; 0: unknown.
         """
         self._was_there = True
         if self._waits:
-            # Another router may have asked earlier, and then the start took longer than this wait.
+            # Another router may have asked for the replica earlier: the start then took longer than
+            # this router's wait.
             self._took = max(time.monotonic() - self._asked, start_seconds)
             logger.info("%s is awake after %.1f s", self._model, self._took)
         elif self._took is None and start_seconds:
@@ -88,7 +90,8 @@ class Waking:
         return True
 
     def check(self, wait_seconds: float) -> None:
-        """Raise Overloaded if a replica is starting that is not expected within `wait_seconds`."""
+        """Raise Overloaded if a replica is starting but not expected to be ready within
+        `wait_seconds`."""
         if self._took is None or not self._waits:
             return
         seconds_left = self._asked + self._took - time.monotonic()
@@ -101,8 +104,7 @@ class Waking:
             )
 
     def seconds(self) -> float:
-        """Return the seconds that a client should wait before its next try, while there is no
-        replica."""
+        """Return the Retry-After in seconds while the model has no replica."""
         if not self._waits or self._guess is None:
             return UNKNOWN
         expected = self._guess if self._took is None else self._took

@@ -15,9 +15,9 @@ logger = logging.getLogger("manta.router")
 
 @dataclass(frozen=True, slots=True)
 class KeySettings:
-    """The API keys of a configuration.
+    """The API keys in a configuration, and the files that they come from.
 
-    user, admin: the keys when the configuration was built, used if the router's node lacks the
+    user, admin: the keys read when the configuration was built, used if the router's node lacks the
         files.
     files: {"api_keys_file" or "admin_keys_file": path}.
     """
@@ -28,7 +28,8 @@ class KeySettings:
 
 
 class KeyFiles:
-    """The keys in the files as last read. `poll` blocks, and may run in one thread at a time."""
+    """The API keys as last read from the files. `poll` blocks, and may run in one thread at a
+    time."""
 
     def __init__(self, settings: KeySettings) -> None:
         self._keys = {"api_keys_file": settings.user, "admin_keys_file": settings.admin}
@@ -36,10 +37,11 @@ class KeyFiles:
         self._seen: dict[str, tuple[int, ...] | None] = dict.fromkeys(self._files)
 
     def poll(self) -> bool:
-        """Read the files that have changed, and return whether keys have changed.
+        """Read the files that have changed since the last call, and return whether any key has
+        changed.
 
-        The keys of a missing or faulty file stay as they were, so that a mistake does not lock all
-        users out.
+        If a file is missing or faulty, its previous keys remain valid, so that a mistake does not
+        lock all users out.
         """
         changed = False
         for name, path in self._files.items():

@@ -1,7 +1,7 @@
-"""KeyService: a router's background work for keys and usage.
+"""KeyService: a router's background task for API keys and usage.
 
-Once a second, in a thread, it reads changed keys files, shares counts with the other routers and
-writes the usage file.
+Once a second, in a thread, the service reads changed keys files, shares counts with the other
+routers and writes the usage file.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from deployments.router.keys.usage_log import UsageLine, UsageLog
 logger = logging.getLogger("manta.router")
 
 POLL_SECONDS = 1.0
-_SHARE_SECONDS = 60.0  # seconds of sharing after the last request of a key with limits
+_SHARE_SECONDS = 60.0  # seconds of sharing counts after the last request of a key with limits
 
 _Counts = dict[str, KeyCount]
 
 
 class SharedCounts:
-    """The counts of keys with limits, which the routers of an application share.
+    """The store in which the routers of an application share the counts of keys with limits.
 
-    The counts are in Ray's own key-value store, so a key has one limit at all routers, and what it
-    has used survives them. Methods block, and raise OSError if the store is unavailable.
+    The store is Ray's own key-value store: a key has one limit across all routers, and its used
+    tokens survive the routers. Methods block, and raise OSError if the store is unavailable.
 
     router: name of this router, under which its own counts are stored.
     """
@@ -46,9 +46,9 @@ class SharedCounts:
         """Store the tokens that keys had used before this application started, unless another
         router has stored them.
 
-        A later value would count the application's own work twice.
+        A value that is read later would include the application's own tokens and count them twice.
 
-        spent: result of UsageLog.spent.
+        spent: the result of `UsageLog.spent`, {key id: {period: tokens}}.
         """
         for place, length in (("before-day", 10), ("before-month", 7)):
             counts = {
@@ -60,7 +60,7 @@ class SharedCounts:
             store("put", self._folder + place, msgspec.msgpack.encode(counts), overwrite=False)
 
     def exchange(self, counts: _Counts, periods: Collection[str]) -> dict[str, _Counts]:
-        """Store this router's counts, and return the counts of each other router, by store key.
+        """Store this router's counts, and return {store key of a router: its counts} of the others.
 
         periods: the current day and month; entries of routers without a count in them are deleted.
         """
@@ -126,10 +126,10 @@ class KeyService:
             self._log.flush()
 
     def ended(self, inflight: InflightRequest) -> None:
-        """Charge a finished request's prompt and output tokens to its API key and model.
+        """Charge the tokens of a finished prompt and its output to its API key and model.
 
-        The tokens are added to metrics, the key's limits and the usage log. Tokens that a stream
-        had before this router resumed it are left out, as another router has counted them.
+        The tokens are added to metrics, the key's limits and the usage log. If this router resumed
+        a stream, earlier tokens are left out, as another router has counted them.
         """
         trace = inflight.trace
         before = sum(len(tokens or ()) for tokens in inflight.request.emitted)

@@ -1,4 +1,4 @@
-"""UsageLog: a log file with a JSON line for each prompt that has ended.
+"""UsageLog: a log file with one JSON line per finished prompt.
 
 All routers of a machine share the file, which is renamed when it is full: usage.jsonl,
 usage.jsonl.1 (the newest full file), ...
@@ -23,7 +23,7 @@ _COMPLAINT_SECONDS = 60.0
 
 
 class UsageLine(msgspec.Struct):
-    """A line of the usage file: the tokens of one prompt that has ended.
+    """A line of the usage file: the token counts of one finished prompt.
 
     at: Unix time of the prompt's end.
     key: name of the API key; "" if keys are not used.
@@ -131,7 +131,7 @@ class UsageLog:
     def spent(self, at: float) -> dict[str, dict[str, int]]:
         """Return {key id: {period: tokens}} for the day and the month of the Unix time `at`.
 
-        Tokens are prompt and output tokens of the lines in files that are still there.
+        Prompt and output tokens are summed over the usage files that still exist.
         """
         spent: dict[str, dict[str, int]] = {}
         periods: tuple[Period, ...] = ("day", "month")

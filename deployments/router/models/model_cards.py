@@ -11,7 +11,7 @@ from deployments.router.replicas.replica_client import ReplicaEndpoint
 class ModelCards:
     """The cards of a model and its adapters (context, vocabulary, end tokens), by name.
 
-    base: the model's card, whose limits are replaced by those that replicas report.
+    base: the model's card; its limits are replaced by those that replicas report.
     by_name: the cards of the model and its adapters, by name.
     on_change: called without arguments when cards have changed.
     """
@@ -24,8 +24,8 @@ class ModelCards:
         self._known = False  # whether a replica has reported its limits
 
     def learn(self, endpoint: ReplicaEndpoint) -> None:
-        """Update the cards by a replica's vocabulary, end tokens and context length; of several
-        replicas the shortest context counts."""
+        """Update the cards with a replica's vocabulary, end tokens and context length; the shortest
+        context of all replicas counts."""
         known = self.base.max_model_len if self._known else endpoint.max_model_len
         self._known = True
         self.base = replace(

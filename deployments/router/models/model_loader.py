@@ -1,7 +1,7 @@
 """ModelLoader: loads the models that a router serves, and connects the router to their replicas.
 
 The loader also polls for changes that other routers make to adapters and models. One poll covers
-all models, so an unused model costs a router nothing.
+all models, so unused models add no cost.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class _Connected:
 
 
 class ModelLoader:
-    """The models of one router and their replicas. All methods belong to the event loop.
+    """The models of one router and their replicas. All methods must be called on the event loop.
 
     app: name of the router's Serve application.
     seconds: time for which requests may go on after their model was changed or removed.
@@ -115,8 +115,8 @@ class ModelLoader:
         connected = _Connected(model, dispatcher, engines)
         loop = asyncio.get_running_loop()
         for engine in engines:
-            # Setting an option makes the handle track its deployment now rather than from the first
-            # call.
+            # Setting an option makes the handle track its deployment from now on, not only from its
+            # first call.
             engine.options(method_name="stats")
             set_replicas = partial(connected.set_replicas, engine.deployment_name)
 
@@ -137,9 +137,10 @@ class ModelLoader:
             self._disconnect(before, same=model)
 
     async def follow(self, find: FindModels | None) -> None:
-        """Poll for changes from now on.
+        """Start polling for changes of models and adapters.
 
-        find: returns the models to serve, and blocks; None: the served models never change.
+        find: blocking function that returns the models to serve; None: the served models never
+            change.
         """
         self._find = find
         await self.poll()
@@ -193,7 +194,8 @@ class ModelLoader:
             self._polled = time.monotonic()
 
     async def _poll(self, find: FindModels) -> None:
-        # The mark is read first, so that a change in between is noticed by the next poll.
+        # The mark is read before the models, so that the next poll notices a change made in
+        # between.
         mark = await asyncio.to_thread(model_applications.mark, self._app)
         wanted = await asyncio.to_thread(find, self._app)
         for name in self._connected.keys() - wanted.keys():
@@ -233,8 +235,8 @@ class ModelLoader:
 
         The task ends the subscriptions to the replicas' addresses and closes the handles.
 
-        same: the new version of the model, which keeps the handles that both use; None: the model
-            was removed.
+        same: the model's new version, whose handles stay open if both versions use them; None: the
+            model was removed.
         """
         in_use = () if same is None else [(same.app, pool) for pool in same.pools]
 
@@ -258,7 +260,7 @@ class ChangeModels:
 
     put_model: adds or changes a model, given its name and its section of the configuration.
     remove: removes a model, given its name.
-    trouble: returns why a model does not start; see ModelChanges.
+    trouble: returns the reason why a model does not start; see ModelChanges.
     """
 
     put_model: Callable[[str, Mapping[str, Any]], None]
@@ -267,9 +269,10 @@ class ChangeModels:
 
 
 class RouterChanges:
-    """The changes of models over HTTP, made one at a time.
+    """The changes of models that clients make over HTTP, applied one at a time.
 
-    This router serves a changed model before it answers; the other routers do within a second.
+    This router serves a changed model before it answers the change; other routers do within a
+    second.
     """
 
     def __init__(self, change: ChangeModels, front: ModelsBackend, loader: ModelLoader) -> None:
@@ -300,10 +303,10 @@ class RouterChanges:
 
 
 async def _ask(engines: Engines) -> None:
-    """Wait for a first replica by a call to one of a model's engine deployments.
+    """Wait for a model's first replica, by a call to one of its engine deployments.
 
     Serve reports the call to the scaling policy as waiting work until it is answered or cancelled.
-    A call to one pool is enough, as the policy weighs all pools.
+    A call to one pool is enough, as the policy considers all pools.
     """
     response: Any = engines[0].stats.remote()
     try:

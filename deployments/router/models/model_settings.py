@@ -11,13 +11,14 @@ from deployments.transport.channel import ChannelLimits
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """The limits of one router's work for a model.
+    """The limits of one router for one model.
 
     wait_seconds: longest wait of a request for a replica.
-    in_flight: maximum of requests at once.
+    in_flight: maximum number of concurrent requests.
     waiting: maximum of choices that wait while no replica is ready.
     admission: limits of the queue while replicas are ready.
-    losses: replicas, killed from outside, that a request may lose in a row without a new token.
+    losses: number of replicas killed from outside that a request may lose in a row without a new
+        token.
     """
 
     wait_seconds: float = 30.0
@@ -37,7 +38,7 @@ class ServedModel:
     find_model: returns the model's local folder, and downloads the model if needed.
     seed, generation_config: settings of the engines.
     chat_template: jinja that replaces the model's own template; None: the model's own.
-    images: whether engines take images where the model sees them; `engine.images` of all pools.
+    images: whether engines of a multimodal model accept images; `engine.images` of all pools.
     start_seconds: assumed time of a replica's start if the model may sleep; else None.
     app: Serve application of the model's engines; "": the router's own.
     pools: deployments of the engines in that application.
@@ -59,7 +60,7 @@ class ServedModel:
     def same(self, other: "ServedModel") -> bool:
         """Whether `other` has the same settings, so that a router need not load it again.
 
-        The functions find_model are compared as `_made_of` says.
+        The functions `find_model` are compared by the results of `_made_of`.
         """
         mine, theirs = _made_of(self.find_model), _made_of(other.find_model)
         return mine == theirs and all(
@@ -70,7 +71,8 @@ class ServedModel:
 
 
 def _made_of(function: Callable[[], Path]) -> object:
-    """Return the parts of a functools.partial, which compare equal where the partials do not.
+    """Return the function and arguments of a functools.partial, as partials themselves never
+    compare equal.
 
     Returns any other function itself.
     """

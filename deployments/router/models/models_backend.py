@@ -31,7 +31,7 @@ _POLL = 0.2  # seconds between polls of whether a removed model is idle
 class _Owners(dict[str, Dispatcher]):
     """The dispatcher of each model or adapter name that requests may use.
 
-    Raises MantaError for a name that is missing, as its model was removed a moment ago.
+    Raises MantaError for an unknown name, because its model was just removed.
     """
 
     def __missing__(self, model: str) -> Dispatcher:
@@ -39,7 +39,8 @@ class _Owners(dict[str, Dispatcher]):
 
 
 class ModelsBackend:
-    """The models that one router serves. All methods belong to the event loop that created it.
+    """The backend of all models of one router. All methods must be called on the event loop that
+    created the object.
 
     name: name of the router.
     several: whether models are added and removed at run time. If false, there is one model, and
@@ -50,8 +51,8 @@ class ModelsBackend:
     def __init__(self, name: str, *, several: bool = False) -> None:
         self.name = name
         self.several = several
-        self.metrics = RouterMetrics()  # with several models: metrics of no single model
-        # Functions that are called for each prompt that has ended.
+        self.metrics = RouterMetrics()  # with several models: those that belong to no single model
+        # Functions that are called with each finished prompt.
         self.on_end: list[Callable[[InflightRequest], None]] = []
         self.adapters = AdaptersByModel(self)
         self.dispatchers: dict[str, Dispatcher] = {}
@@ -61,9 +62,9 @@ class ModelsBackend:
         self._draining = False
 
     def set_dispatcher(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
-        """Serve a model by a new dispatcher from now on.
+        """Serve a model with a new dispatcher from now on.
 
-        seconds: time for which requests of a replaced dispatcher may go on.
+        seconds: maximum seconds for which requests of a replaced dispatcher may continue.
         """
         dispatcher.requests.on_end.append(self._ended)
         dispatcher.cards.on_change = self._rebuild
@@ -83,7 +84,7 @@ class ModelsBackend:
             listener(inflight)
 
     def take_out(self, model: str, seconds: float) -> None:
-        """Stop serving a model to new requests; requests in flight may go on for `seconds`."""
+        """Refuse new requests for a model; requests in flight may continue for `seconds`."""
         dispatcher = self.dispatchers.pop(model)
         removed = MantaError(
             f"the model {model} was removed while it answered; GET /v1/models says what is served",
@@ -95,14 +96,14 @@ class ModelsBackend:
         self._rebuild()
 
     def sort(self, names: Sequence[str]) -> None:
-        """List the models in this order from now on."""
+        """Set the order in which models are listed."""
         self.dispatchers = {name: self.dispatchers[name] for name in names}
         self._rebuild()
 
     def _rebuild(self) -> None:
         """Collect the names of models and adapters that requests may use.
 
-        If two models have adapters of the same name, the name stands for the first model's adapter.
+        If two models have adapters of the same name, the name refers to the first model's adapter.
         """
         cards: dict[str, ModelCard] = {}
         owners = _Owners()
@@ -115,7 +116,7 @@ class ModelsBackend:
     def _retire(self, dispatcher: Dispatcher, seconds: float, reason: MantaError) -> None:
         """Start a task that closes a dispatcher once it has no requests, or after `seconds`.
 
-        reason: error of the requests that take longer.
+        reason: the error of requests that take longer than `seconds`.
         """
         task = asyncio.get_running_loop().create_task(self._wait_idle(dispatcher, seconds, reason))
         self._leaving[dispatcher] = task
@@ -187,9 +188,10 @@ class ModelsBackend:
             yield from self.metrics.of_no_model()
 
     def held(self) -> dict[str, int]:
-        """Return {name of a kind of object: number that unfinished requests hold in this router}.
+        """Return, by kind of object, the number of objects that unfinished requests hold in this
+        router.
 
-        A count above 0 without requests is a leak.
+        A count above 0 while no request is in flight indicates a leak.
         """
         counts = {"requests": 0, "waiting": 0, "choices": 0}
         for dispatcher in self._all():
@@ -224,7 +226,8 @@ class ModelsBackend:
     def autoscaling_stats(self) -> dict[str, int | float]:
         """Return the load metrics of the only model; {} if there are several.
 
-        Each of several models has an application of its own, which scales by its engines' reports.
+        With several models, each has its own application, which scales by the reports of its
+        engines.
         """
         if self.several:
             return {}
@@ -237,7 +240,7 @@ class ModelsBackend:
             dispatcher.refuse_new()
 
     def fail_all(self) -> None:
-        """Fail all requests that are still in flight, as the time of the drain is over."""
+        """Fail all requests in flight, because the drain has timed out."""
         for dispatcher in self._all():
             dispatcher.requests.fail_all()
 
@@ -311,7 +314,7 @@ class AdaptersByModel:
         return model or next(iter(holders), "")
 
     def _of(self, name: str) -> AdapterRegistry:
-        """Return the registry that has an adapter, or any registry if none has it.
+        """Return the registry that has an adapter, or an arbitrary registry if none has it.
 
         A registry that lacks an adapter reads what other routers have written. Raises AdapterError
         if there is no registry.

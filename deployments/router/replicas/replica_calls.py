@@ -1,6 +1,6 @@
-"""ReplicaCalls: calls to replicas over their channels, whose answers name the call's ticket.
+"""ReplicaCalls: request-response calls to replicas over their channels, matched by ticket numbers.
 
-`recall` fetches the tokens of a stream whose router or proxy has died, by such calls.
+`recall` uses such calls to fetch the tokens of a stream whose router or proxy has died.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ class Ticketed(Protocol):
 
 
 class ReplicaCalls:
-    """The open calls of one router. A call's answer is a message with the same ticket."""
+    """The pending calls of one router. The answer to a call is a message with the same ticket."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count(1)
         self._waiting: dict[int, tuple[ReplicaClient, asyncio.Future[Any]]] = {}
 
     def ticket(self) -> int:
-        """Return a number for a new call, which no other call has."""
+        """Return a unique number for a new call."""
         return next(self._tickets)
 
     async def ask(self, client: "ReplicaClient", message: Ticketed, seconds: float) -> Any:
@@ -71,10 +71,11 @@ async def recall(
     streams: Sequence[str],
     enough: Callable[[list[RecalledChoice]], bool],
 ) -> list[RecalledChoice]:
-    """Return the choices of the given streams that replicas remember, with their tokens.
+    """Return the choices of the given streams, with output tokens, that replicas still have in
+    memory.
 
-    Asks all replicas, also those that connect meanwhile. Ends when all have answered, when the
-    answers suffice, or after RECALL_SECONDS.
+    All replicas are asked, also those that connect meanwhile. The call ends when all have answered,
+    when the answers suffice, or after RECALL_SECONDS.
 
     clients: returns the present replicas. streams: ids of the streams.
     enough: whether the choices so far suffice.

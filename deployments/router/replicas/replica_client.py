@@ -30,12 +30,13 @@ class ReplicaEndpoint:
     weights, tokenizer: fields of checkpoints.resolve.ModelIdentity.
     start_seconds: duration of the replica's start; 0: not reported.
     dtype: the type of the engine's weights, as in "bfloat16"; "": not reported.
-    logprobs_mode: the logprobs mode of requests that name none.
-    tensor_parallel, pipeline_parallel: the number of ranks of a stage, and of stages.
-    kv_port, kv_secret: port and secret by which other replicas pull its KV blocks; 0 and "": none
-        do.
+    logprobs_mode: the default logprobs mode of requests.
+    tensor_parallel, pipeline_parallel: the number of ranks per pipeline stage, and of stages.
+    kv_port, kv_secret: port and secret by which other replicas pull KV blocks from this one; 0 and
+        "": blocks cannot be pulled.
     kv_token_bytes: bytes of a token's keys and values in all layers.
-    role: "prefill" computes prompts for others, "decode" continues them; "engine" does both.
+    role: "prefill": computes prompts for decode replicas; "decode": continues them; "engine": does
+        both.
     """
 
     host: str
@@ -61,8 +62,8 @@ class ReplicaEndpoint:
 
     @property
     def kv_source(self) -> KVSource | None:
-        """The address and secret by which this replica's KV blocks are pulled; None: they are
-        not."""
+        """The address and secret for pulling KV blocks from this replica; None: they cannot be
+        pulled."""
         return KVSource(self.host, self.kv_port, self.kv_secret) if self.kv_port else None
 
     @classmethod
@@ -95,10 +96,10 @@ class ReplicaListener(Protocol):
     """The interface for events of replicas, called on the event loop."""
 
     def opened(self, client: "ReplicaClient") -> None:
-        """Handle that the connection to a replica is open, so that requests may be sent."""
+        """Handle an opened connection: the replica accepts requests now."""
 
     def frame(self, client: "ReplicaClient", frame: StepFrame, now: float) -> None:
-        """Handle the deltas and stats of a replica's step. now: monotonic seconds."""
+        """Handle a frame with the deltas and stats of a replica's step. now: monotonic seconds."""
 
     def lost(self, client: "ReplicaClient", choices: list[InflightChoice], reason: str) -> None:
         """Handle a broken connection. choices: choices that the replica ran. reason: the cause."""
@@ -108,7 +109,7 @@ class ReplicaClient:
     """A connection to one replica, which is re-established until the client is retired.
 
     choices: this router's choices at the replica, by number.
-    listener: object that handles the replica's events.
+    listener: the handler of the replica's events.
     fleet: the fleet that has the replica's state until this client is retired.
     calls: the router's calls to replicas, which get the replica's answers.
     router: name of the router, for the replica's logs.
@@ -130,8 +131,8 @@ class ReplicaClient:
         self.endpoint = endpoint
         self.connection: RouterEnd | None = None  # None while it is not open
         self.choices: dict[int, InflightChoice] = {}
-        self.failed: Failed | None = None  # the replica's message that its engine has failed
-        # Whether the connection was closed because nothing came; the process may be alive.
+        self.failed: Failed | None = None  # the replica's last message, if its engine has failed
+        # Whether the connection was closed because nothing arrived; the process may be alive.
         self.silent = False
         # Whether Serve has removed the replica, so that it gets no new requests.
         self.retired = False
@@ -153,7 +154,8 @@ class ReplicaClient:
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())
 
     def receive(self, message: FromReplica) -> None:
-        """Update the replica's state by its message, and pass deltas or an answer to the router."""
+        """Handle a message of the replica: update its state, and pass deltas or an answer to the
+        router."""
         if isinstance(message, StepFrame):
             now = time.monotonic()
             self.state.observe(message.stats, message.taken, now)
@@ -179,7 +181,8 @@ class ReplicaClient:
             self.close("no longer in service")
 
     def retire(self) -> None:
-        """Send no new requests; close once the choices at the replica have ended."""
+        """Stop sending new requests, and close the connection once the replica's choices have
+        ended."""
         self._leave()
         if not self.choices:
             self.close("no longer in service")

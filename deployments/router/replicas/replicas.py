@@ -52,7 +52,7 @@ class Replicas(dict[str, ReplicaClient]):
         return None
 
     def holding(self, choice: InflightChoice) -> ReplicaClient | None:
-        """Return the client of the replica that runs a choice; None if no replica does."""
+        """Return the client of the replica that runs a choice; None if no replica runs it."""
         client = self.get(choice.place)
         if client is not None and choice.id in client.choices:
             return client
@@ -63,10 +63,10 @@ class Replicas(dict[str, ReplicaClient]):
     ) -> None:
         """Set the running replicas: connect to new ones, and retire those that are gone.
 
-        During an update, replicas with another tokenizer are left to routers with that tokenizer.
+        During an update, replicas with another tokenizer are left to the routers of that version.
 
         published: metadata that each replica has published, by name.
-        listener: object that handles events of new replicas.
+        listener: the handler of the new replicas' events.
         """
         if self.vocabulary:
             mine = ("", self.vocabulary)

@@ -94,11 +94,11 @@ def _content_part(part: Any, place: str) -> dict[str, Any]:
 
 
 def _url(file: Any, place: str, others: str) -> str:
-    """Return the URL of an Image or a Frame, a data: URL for bytes. Raises ApiError 400 if the
-    message has neither data nor url.
+    """Return the URL of an Image or Frame message; bytes become a data: URL. Raises ApiError 400 if
+    the message has neither data nor url.
 
     place: path of the field in the request, for errors.
-    others: alternatives to the image at this place, for the error.
+    others: the fields that are allowed here instead of the image, for the error.
     """
     source = file.WhichOneof("source")
     if source is None:
@@ -132,7 +132,7 @@ def _choice(text: str) -> Any:
 def _sampling(sampling: Any, chat: bool) -> dict[str, Any]:
     body: dict[str, Any] = {}
     for field, value in sampling.ListFields():
-        # Repeated values are a protobuf container, not a list.
+        # Repeated fields are protobuf containers, which are converted to lists.
         body[field.name] = value if isinstance(value, int | float | str) else list(value)
     if chat and "logprobs" in body:
         body |= {"logprobs": True, "top_logprobs": body["logprobs"]}

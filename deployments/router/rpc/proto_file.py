@@ -1,6 +1,6 @@
-"""read_proto: a parser of .proto files to descriptors, and the message classes of our own files.
+"""read_proto: parses .proto files to descriptors. message: the message classes of our own files.
 
-Parsing is done at run time, as generated code would work with some versions of protobuf only.
+Files are parsed at run time, because generated code would work with some versions of protobuf only.
 """
 
 import re
@@ -36,7 +36,7 @@ def read_proto(path: Path) -> FileDescriptorProto:
 
     Only the syntax of our own files is supported: one statement per line, messages at the top
     level, enums inside messages, scalar and message fields. Raises ValueError that names the line
-    of anything else.
+    of any other syntax.
     """
     file = FileDescriptorProto(name=path.name, syntax="proto3")
     open_: list[DescriptorProto | ServiceDescriptorProto | EnumDescriptorProto | str] = []

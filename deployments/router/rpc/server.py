@@ -41,7 +41,7 @@ logger = logging.getLogger("manta.grpc")
 _CHAT, _COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 _HEALTH_SECONDS = 1.0  # seconds between polls for Watch calls
 _Code = grpc.StatusCode
-# Status code by an error's `type`, as an error inside a stream has no HTTP status.
+# gRPC status code by an error's `type`, because an error inside a stream has no HTTP status.
 _KINDS = {
     INVALID: _Code.INVALID_ARGUMENT,
     AUTHENTICATION: _Code.UNAUTHENTICATED,
@@ -66,7 +66,7 @@ class GrpcServer:
     """A router's gRPC server.
 
     port: the port that the server listens on, also if the settings have 0 (any free port).
-    model: returns the model of requests that name none.
+    model: returns the model of a request without a model name.
     """
 
     def __init__(self, api: Api, ready: Ready, model: OnlyModel, settings: GrpcSettings) -> None:
@@ -99,16 +99,18 @@ class GrpcServer:
         logger.info("gRPC at %s:%d", self._settings.host, self.port)
 
     async def stop(self) -> None:
-        """Stop the server: refuse new calls, and let running ones end within `stop_seconds`."""
+        """Stop the server: refuse new calls, and wait up to `stop_seconds` for running calls to
+        end."""
         await self._server.stop(self._settings.stop_seconds)
 
 
 def _handlers(service: str, implementation: Any) -> Any:
-    """Return the handlers of a service's calls, for grpc.
+    """Return grpc's handler for all methods of a service.
 
     service: full name of the service.
 
-    implementation: object with a method of the same name for each method of the service.
+    implementation: object that has a Python method for each method of the service, of the same
+        name.
     """
     handlers = {}
     for name, (request, answer, streamed) in methods(service).items():
@@ -123,7 +125,7 @@ def _handlers(service: str, implementation: Any) -> Any:
 
 
 def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
-    """Return those of a gRPC call's metadata that become headers of its HTTP request."""
+    """Return the entries of a gRPC call's metadata that are passed on as HTTP headers."""
     return [
         (key.encode(), value.encode("utf-8", "replace"))
         for key, value in metadata or ()
@@ -133,7 +135,7 @@ def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
 
 
 class _Keys(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """An interceptor that checks a call's API key before its message is read, if keys are used.
+    """An interceptor that checks a call's API key, if keys are used, before its message is read.
 
     Health calls need no key, as over HTTP.
     """
@@ -262,7 +264,7 @@ class _Inference:
 
         The gRPC call's initial metadata is sent at the same time.
 
-        path, body: of the HTTP request; None: a GET.
+        path, body: path and JSON body of the HTTP request; without a body it is a GET.
         """
         headers = _headers(context.invocation_metadata())
         ids = [value for name, value in headers if name == b"x-request-id"]

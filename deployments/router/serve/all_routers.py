@@ -27,7 +27,7 @@ class AllRouters:
             async with asyncio.timeout(seconds) as limit:
                 if self._handle is None:
                     self._handle = serve.get_deployment_handle(self._deployment, self._app)
-                # Serve's results_async() would lose all answers if one is late.
+                # Serve's results_async() would lose all answers if one were late.
                 asked = self._handle.broadcast(method, *arguments)
                 waiting = [
                     asyncio.ensure_future(result.get_async())

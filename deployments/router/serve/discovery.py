@@ -1,8 +1,8 @@
-"""publish, subscribe: the running replicas, as Serve reports them to this process's handles.
+"""publish, subscribe: a registry of the running replicas that Serve reports to this process's
+handles.
 
-Serve pickles the class in `deployments.router.serve.request_router` by value together with its
-module, so a global there would be copied. The registry is therefore in this module, which is
-imported by name.
+Serve pickles `deployments.router.serve.request_router` by value, so a global there would be copied.
+Therefore the registry is in this module, which is imported by name.
 """
 
 import threading
@@ -32,7 +32,7 @@ def publish(app: str, deployment: str, replicas: Replicas) -> None:
 
 
 def subscribe(app: str, deployment: str, listener: Listener) -> Callable[[], None]:
-    """Call a listener with a deployment's replicas now, if known, and at each change.
+    """Call a listener with a deployment's replicas at each change, and now if they are known.
 
     The listener may be called on any thread.
 

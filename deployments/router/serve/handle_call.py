@@ -1,4 +1,5 @@
-"""Calls of our own ASGI app without a socket, which make calls over Serve handles HTTP requests."""
+"""In-process requests to our own ASGI app, which turn calls over Serve handles into HTTP
+requests."""
 
 import asyncio
 import contextlib
@@ -32,12 +33,12 @@ _MAX_PARTS = 16  # maximum of unread parts of a response
 
 
 def path_for(body: dict[str, Any]) -> str:
-    """Return the route for a body: that of chats if it has `messages`, else that of completions."""
+    """Return the path for a body: of chat completions if it has `messages`, else of completions."""
     return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
 async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
-    """Send a completion or chat, and return the JSON of the response.
+    """Send a chat or text completion, and return the JSON of the response.
 
     A failure is OpenAI's {"error": {...}} with an additional key "status".
     """
@@ -51,9 +52,10 @@ async def control(
     body: dict[str, Any] | str | bytes | None,
     method: str = "",
 ) -> dict[str, Any]:
-    """Send a request to a route, and return the JSON of the response; a failure as in `call`.
+    """Send a request to a route, and return the JSON of the response. A failure is returned as by
+    `call`.
 
-    A response that is no JSON is returned as {"text": ...}.
+    A response that is not JSON is returned as {"text": ...}.
 
     query: the URL's query, or its fields; a list repeats its field.
     body: a JSON object, or its text; None for a request without a body.
@@ -73,7 +75,7 @@ async def control(
 async def stream(
     app: AsgiApp, body: dict[str, Any], last_event_id: str | None = None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the chunks of a streamed response; a failure is the last item, in the form of `call`.
+    """Yield the chunks of a streamed response. A failure is the last item, in the form of `call`.
 
     Closing the generator aborts the request.
 
@@ -110,7 +112,7 @@ async def post(
     Cancelling the call aborts the request.
 
     payload: the JSON body.
-    caller: the tenant and its rights, as if an API key had been checked.
+    caller: the caller with its tenant and rights, used instead of an API key.
     seconds: time until the request's deadline.
     """
     deadline = f"{min(seconds, MAX_DEADLINE):.3f}".encode()
@@ -140,10 +142,10 @@ async def post(
 def wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
     """Return the seconds until a request should be sent again; None: the response is final.
 
-    A request is sent again if there was no room or no replica, or if the key's limit per minute or
-    budget was used up.
+    A request is retried if there was no room or no replica, or if the key's rate limit or budget
+    was exhausted.
 
-    status, headers: of the response.
+    status, headers: the response's status and headers.
     """
     if status not in (429, 503):
         return None
@@ -205,7 +207,7 @@ class AsgiCall:
         self.started = asyncio.Event()
         self.headers: dict[bytes, bytes] = {}
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
-        # The app waits for a caller that does not read, as on a socket.
+        # The app blocks while the caller does not read, as on a socket.
         self._room = asyncio.Semaphore(_MAX_PARTS)
         self._unread: list[Message] = [
             {"type": "http.request", "body": payload, "more_body": False}
@@ -244,8 +246,8 @@ class AsgiCall:
             yield part
 
     async def events(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield the JSON of each event of a streamed response, with its id as `event_id` if it has
-        one. None stands for [DONE]."""
+        """Yield the JSON of each event of a streamed response, with the event's id, if any, as
+        `event_id`; None for [DONE]."""
         tail = b""
         async for part in self.parts():
             *events, tail = (tail + part).split(b"\n\n")

@@ -1,6 +1,6 @@
 """answer_row: answers rows of Ray Data's Serve stage (`ServeDeploymentProcessorConfig`).
 
-Their requests have the priority of batch work.
+The requests of rows have the priority of batch work.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ from engine.messages import BATCH_PRIORITY
 
 # Fields that the stage adds to a row's `request_kwargs`, which the HTTP API does not know.
 _OF_STAGE = ("request_id", "idx_in_batch")
-_LONGEST_WAIT = 60.0  # seconds between two tries
-# A tenant of its own, so that other callers with handles do not queue behind a dataset.
+_LONGEST_WAIT = 60.0  # maximum seconds between two tries
+# Datasets use a separate tenant, so that other callers with handles do not queue behind them.
 _CALLER = Caller(tenant="ray-data")
 
 
 async def answer_row(app: AsgiApp, path: str, request: Any, model: str) -> dict[str, Any]:
-    """Return the JSON answer to a row's request; wait, however long, while there is no room.
+    """Return the JSON answer to a row's request; retry without a time limit while there is no room.
 
     path: the HTTP route that answers.
     request: the row's fields of the HTTP API and of the stage, as a mapping or a pydantic model.
-    model: the model of a request that names none; "": there are several.
-    Raises ValueError for an error response: the stage then fails this row alone.
+    model: the default model of a request; "": several models are served.
+    Raises ValueError for an error response; the stage then fails only this row.
     """
     fields = _fields(request)
     if fields.pop("stream", None):

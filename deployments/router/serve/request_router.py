@@ -1,8 +1,8 @@
 """DiscoveryRouter: Serve's request router for handles of engine deployments.
 
-The class publishes the running replicas to `discovery`, and sends plain calls to the least busy
-replica. Tokens take another way (see transport/channel.py). Serve pickles this module by value, so
-the module must have no state.
+The class publishes the running replicas to `discovery`, and sends handle calls to the least busy
+replica. Tokens are sent over channels instead (transport/channel.py). Serve pickles this module by
+value, so the module must have no state.
 """
 
 from ray.serve.request_router import (
@@ -18,7 +18,7 @@ from deployments.router.serve import discovery
 class DiscoveryRouter(FIFOMixin, RequestRouter):
     """A request router that publishes the replicas' metadata to `discovery`.
 
-    All replicas have the same rank, so Serve picks the one with the shortest queue.
+    All replicas are in one priority group, so Serve picks the one with the shortest queue.
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
