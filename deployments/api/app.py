@@ -40,7 +40,7 @@ log = logging.getLogger("manta.api")
 
 _ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
 _TEI = frozenset(route.path for route in tei.ROUTES)
-_REFUSING = 1.0  # seconds after a refusal in which headers are checked first (`refuse_early`)
+_REFUSING = 1.0  # seconds after a 429 or 503 in which `refuse_early` checks requests
 
 
 def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
@@ -51,7 +51,8 @@ def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
 class Api:
     """The HTTP API as an ASGI application.
 
-    A router process has two: one for HTTP, and one for calls by a Serve handle, which need no key.
+    A router process has two of these applications: one for HTTP, and one for calls over Serve
+    handles, which need no API key.
     context: the backend, options and state for the handlers of later requests
     """
 
@@ -124,7 +125,8 @@ class Api:
                 status = 500
                 log.error("request %s failed: %s", exchange.request_id, short_traceback(error))
                 if exchange.started:
-                    # The HTTP server closes the connection, so the client sees a cut answer.
+                    # The HTTP server then closes the connection, so the client notices the
+                    # truncated answer.
                     raise
                 await exchange.fail(internal())
         except ClientDisconnected:
@@ -138,10 +140,10 @@ class Api:
     async def refuse_early(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Refuse a generation request by its headers alone; return whether it has been answered.
 
-        Serve's layers, which an early refusal skips, cost many times as much as the refusal
-        itself. Headers are checked only shortly after another refusal. A request that is not
-        refused here is checked again with its body. The order of the checks is that of
-        `generate`: the limits of the key, then the queue.
+        An early refusal skips Serve's layers, which cost many times as much as the refusal itself.
+        Headers are checked only shortly after another refusal. A request that is not refused here
+        is checked again with its body. The checks have the order of `generate`: first the limits of
+        the key, then the queue.
         """
         began = time.monotonic()
         if began - self._refused_at > _REFUSING or scope["method"] != "POST":
@@ -157,7 +159,7 @@ class Api:
             exchange.check_envelope()
             caller = exchange.caller = authenticate(exchange, options, admin=False)
             if options.share_by == "user" and not caller.tenant:
-                return False  # the user, who shares the queue, is a field of the body
+                return False  # queue shares are by user, which is a field of the body
             place = queue_place(exchange, QueueFields(), options)
         except ApiError:
             return False
@@ -184,7 +186,7 @@ class Api:
 
 
 def _choose_errors(exchange: HttpExchange) -> None:
-    """Set the form of a request's error bodies to that of its dialect."""
+    """Set the format of a request's error bodies to that of its API dialect."""
     path = exchange.path
     if path.startswith(anthropic.PATH) or models.VERSION_HEADER in exchange.headers:
         exchange.error_object = anthropic.error_object
@@ -203,7 +205,8 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 
 
 async def _refuse_websocket(scope: Scope, send: Send) -> None:
-    """Refuse a WebSocket, which no route takes: with an HTTP error if the server can send one."""
+    """Refuse a WebSocket connection, by an HTTP error if the server can send one; no route takes
+    WebSockets."""
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1008})
         return

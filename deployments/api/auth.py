@@ -10,14 +10,14 @@ from deployments.api.options import ApiOptions
 
 
 def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) -> Caller:
-    """Return the caller whose API key the request's headers have.
+    """Return the caller that the API key in the request's headers identifies.
 
-    The key is that of exactly one ``Authorization: Bearer <key>``, or without that header of one
-    ``x-api-key: <key>``. If keys are configured for this kind of route, the key's SHA-256 must be
-    among their digests.
+    The key comes from exactly one header ``Authorization: Bearer <key>`` or, without that header,
+    from one ``x-api-key: <key>``. If keys are configured for this kind of route, the key's SHA-256
+    must be among their digests.
 
-    No other code reads these headers. Queue turns, prefix cache, ownership and rights follow the
-    Caller, so two spellings of a header with one key are one caller.
+    No other code reads these headers. Fair queueing, prefix cache, ownership and rights depend on
+    the Caller, so the same key in either header means the same caller.
 
     All digests are compared, each in constant time, so that the time of the answer reveals nothing
     about them.

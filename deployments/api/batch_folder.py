@@ -2,12 +2,11 @@
 of an application see.
 
     files/file-<hex>.json       the file's object of OpenAI's API, and its owner
-    files/file-<hex>.data       the file's content
-    files/<hex>.part            an upload that is under way
-    batches/batch_<hex>.json    the batch's object of OpenAI's API, and its owner
+    files/file-<hex>.data       the file's content files/<hex>.part            an upload that is
+    under way batches/batch_<hex>.json    the batch's object of OpenAI's API, and its owner
     batches/batch_<hex>.cancel  an empty file: the batch is to be cancelled
-    batches/batch_<hex>.output  answers so far, a line each; .errors: failures so far
-    worker.lock                 held by the router that works on batches
+    batches/batch_<hex>.output  answers so far, a line each; .errors: failures so far worker.lock
+    locked by the router that runs batches
 
 All functions block. A JSON file is replaced as a whole, so that a reader never sees half of one.
 """
@@ -32,9 +31,9 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 class BatchSettings:
     """The settings of the batch folder, as BatchConfig has them.
 
-    in_flight: maximum number of requests of batches at once
+    in_flight: maximum number of concurrent requests of batches
     file_bytes: maximum size of a file
-    key_bytes, key_batches: maximum bytes of all files, and number of unfinished batches, of a key
+    key_bytes, key_batches: maximum bytes of all files of a key, and of its unfinished batches
     keep_seconds: the time for which files and results are kept
     """
 
@@ -51,7 +50,7 @@ class Entry(msgspec.Struct):
 
     owner: the Caller.id of its key
     fields: the file's or batch's object of OpenAI's API
-    keep: the seconds for which a batch's results are kept; None: those of the settings
+    keep: the seconds for which a batch's results are kept; None: the settings' keep_seconds
     """
 
     owner: str
@@ -81,12 +80,13 @@ class BatchFolder:
     ) -> Entry:
         """Store the file at `source` under an id, and return its record.
 
-        With an `id` the call may be repeated, for example after a crash: `source` may have been
-        moved already.
+        With an `id` the call is idempotent, for example after a crash: `source` may have been moved
+        already.
 
         source: a path in this folder
         owner: the Caller.id of its key
-        keep: the seconds for which the file is kept, at most those of the settings; None: those
+        keep: the seconds for which the file is kept, at most the settings' keep_seconds; None:
+            these
         id: the file's id; "": a new one
         """
         id = id or new_file_id()
@@ -183,9 +183,10 @@ class BatchFolder:
         return {entry.fields["input_file_id"] for entry in self.open_batches(set())}
 
     def sweep(self) -> None:
-        """Remove expired files, batches that ended keep_seconds ago, and remains of cut uploads.
+        """Remove expired files, batches that ended keep_seconds ago, and remains of abandoned
+        uploads.
 
-        Inputs of batches that run are kept.
+        Input files of running batches are kept.
         """
         now, keep = time.time(), self.settings.keep_seconds
         used = self.in_use()
@@ -208,7 +209,7 @@ class BatchFolder:
 
 
 RUNNING = ("validating", "in_progress", "finalizing")
-_CUT = 3600.0  # seconds without a byte after which an upload counts as broken off
+_CUT = 3600.0  # seconds without a received byte after which an upload counts as abandoned
 
 
 def new_file_id() -> str:
@@ -241,7 +242,7 @@ def _load(path: Path) -> Entry | None:
 
 def _read(folder: Path, id: str, owner: str) -> Entry | None:
     if not _ID.fullmatch(id):
-        # The id becomes a path.
+        # The id becomes part of a path, so it may have safe characters only.
         return None
     entry = _load(folder / f"{id}.json")
     return entry if entry is not None and entry.owner == owner else None
@@ -260,7 +261,7 @@ def _list(folder: Path, owner: str | None) -> list[Entry]:
 def whole_lines(path: Path) -> Iterator[JsonObject]:
     """Yield the objects of a file of JSON lines.
 
-    A last line that a crash has cut is removed from the file.
+    An incomplete last line, left by a crash, is removed from the file.
     """
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         end = 0

@@ -1,8 +1,7 @@
-"""The bounds of request fields, and the typed reading of a JSON object's fields, which
-deployments/api/fields/ lists.
+"""The bounds of request fields, and checks that the body schemas of deployments/api/fields/ share.
 
-A field is used, or named in x-ignored-fields, or refused. `cache_control` is named once, however
-many blocks have it: it is a hint for the prefix cache, which needs none.
+Each field of a body is used, listed in the header x-ignored-fields, or refused. `cache_control` is
+listed only once, however many blocks have it: this hint has no effect on the prefix cache.
 """
 
 import itertools
@@ -17,14 +16,14 @@ MAX_CALLS = 4096  # tool calls in all messages together
 MAX_PARTS = 16_384  # content parts in all messages together
 MAX_MESSAGE_CALLS = 128  # tool calls in one message
 MAX_MESSAGE_PARTS = 1024  # content parts in one message
-# Newer clients say developer where templates know system.
+# role in a request -> role in chat templates; newer clients send developer instead of system
 ROLES = {
     "system": "system",
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
-    "observation": "observation",  # a tool's result, in templates such as ChatGLM's
+    "observation": "observation",  # the role of tool results in templates such as ChatGLM's
 }
 
 MAX_TOOLS = 128
@@ -32,7 +31,7 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 ConstraintKind = Literal["json", "regex", "choice", "grammar", "tags"]
-# Fields of other servers -> the kind of `structured_outputs` that they mean.
+# field of another server -> the kind of `structured_outputs` that it sets
 ALIASES: dict[str, ConstraintKind] = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -43,7 +42,7 @@ ALIASES: dict[str, ConstraintKind] = {
     "grammar": "grammar",
     "json_schema": "json",
 }
-MAX_TAGS = 128  # the structures of a structural tag, and also its triggers
+MAX_TAGS = 128  # maximum number of structures of a structural tag, and of its triggers
 SCHEMA_NAME = "[A-Za-z0-9_-]{1,64}"
 
 MAX_DEADLINE = 7 * 86400.0  # seconds
@@ -56,7 +55,7 @@ MAX_BATCH_METADATA = 16  # entries; OpenAI's limit
 MAX_BATCH_WINDOW = 30 * 86400  # seconds
 
 
-# Sent by OpenAI's clients, without effect here.
+# Fields that OpenAI's clients send, and that have no effect here.
 WITHOUT_EFFECT = frozenset(
     {
         "user",
@@ -76,7 +75,8 @@ WITHOUT_EFFECT = frozenset(
         "moderation",
     }
 )
-# Fields of other servers that would reach into the engine, and `chat_template`, which is code.
+# Refused fields: those of other servers that control engine internals, and `chat_template`, as
+# templates are code.
 NOT_ALLOWED = frozenset(
     {
         "kv_transfer_params",
@@ -92,8 +92,8 @@ NOT_ALLOWED = frozenset(
         "lora_path",
     }
 )
-# Fields of other servers that limit the output -> (values without effect, advice of the error).
-# Other values are refused, as an answer without the limit is not what the client asked for.
+# Field of another server that limits the output -> (values without effect, advice in the error).
+# Other values are refused, as the answer would lack the limit that the client asked for.
 LIMITS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "begin_suppress_tokens": (([],), "use suppress_tokens"),
     "force_words_ids": (([],), "use structured_outputs"),
@@ -118,7 +118,7 @@ LIMITS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "grammar_lazy": ((False,), "use tools"),
 }
 _HINT = "cache_control"
-_MAX_NAMED = 16  # names in the header x-ignored-fields
+_MAX_NAMED = 16  # maximum number of names in the header x-ignored-fields
 _HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]/~$]")
 
 
@@ -135,7 +135,7 @@ def check_names(
     Raises ApiError 400: field_not_allowed, not_supported; unknown_field if strict.
 
     known: the fields that are read, which are never ignored
-    generates: whether the body is that of a generation, where the fields in LIMITS are refused
+    generates: whether the body is a generation request, in which the fields in LIMITS are refused
     unused: the fields that are accepted without effect, in addition to WITHOUT_EFFECT
     """
     ignored: list[str] = []
@@ -169,7 +169,8 @@ def check_names(
 
 
 def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
-    """Return ignored fields as header-safe names, only the first ones if there are many.
+    """Return the names of ignored fields in header-safe characters; "..." replaces names beyond a
+    maximum.
 
     inside: the text before each name, e.g. ``stream_options.``
     """
@@ -181,18 +182,18 @@ def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
 
 
 def name_hint(sent: Any, ignored: list[str]) -> None:
-    """Add `cache_control` to the ignored fields if a block or tool has it and none before had.
+    """Add `cache_control` to the ignored fields, once, if a block or tool has this key.
 
-    sent: the block or tool as the client wrote it
+    sent: the block or tool as sent by the client
     """
     if isinstance(sent, dict) and sent.get(_HINT) is not None and _HINT not in ignored:
         ignored.append(_HINT)
 
 
 def kept_tokens(cut: int | None, limit: int) -> int | None:
-    """Return the maximum number of tokens that a prompt is truncated to; None: it is not.
+    """Return the number of tokens to which a prompt is truncated; None: it is not truncated.
 
-    cut: the value of `truncate_prompt_tokens`; -1 stands for `limit`
+    cut: the value of `truncate_prompt_tokens`; -1 means `limit`
     limit: the maximum number of tokens of the model's prompts
 
     Raises ApiError 400.

@@ -8,21 +8,21 @@ from typing import Literal
 
 LEAST_PRIORITY = -(2**31)
 
-CALLER = "manta.caller"  # key of an ASGI scope that a router made: the Caller, without an API key
+CALLER = "manta.caller"  # key of a router's own ASGI scope for the Caller, in place of an API key
 
 Period = Literal["day", "month"]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """The rights and limits of an API key: a line of a keys file, without the key.
+    """The rights and limits of an API key, as a line of a keys file states them.
 
     name: the name of the key in metrics, the usage file and errors; "": the start of its digest.
     models: patterns (`*`, `?`, `[...]`) of the models and adapters that the key may use; (): all.
-    requests, tokens: their maximum in a minute; None: no limit.
+    requests, tokens: maximum number of requests, and of tokens, per minute; None: no limit.
     budget: maximum tokens of prompts and outputs in a period; None: no limit.
     period: "day" or "month", which begin at midnight UTC.
-    priority: minimum of its requests' `priority`; smaller values run earlier.
+    priority: minimum value of `priority` in its requests; smaller values run earlier.
     """
 
     name: str = ""
@@ -35,7 +35,7 @@ class KeyRule:
 
     @property
     def limited(self) -> bool:
-        """Whether the key has a limit or budget, against which its requests are counted."""
+        """Whether the key has a rate limit or a budget, so that its requests are counted."""
         return not (self.requests is None and self.tokens is None and self.budget is None)
 
 
@@ -44,13 +44,13 @@ NO_RULE = KeyRule()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The client of a request, known by its API key.
+    """The client of a request, identified by its API key.
 
-    id: the first 32 hex digits of the key's digest; "" for all callers where keys are not used.
-    admin: whether the caller may change what is served and see the requests of all keys.
-    least_priority: the minimum of its requests' `priority`.
+    id: the first 32 hex digits of the key's digest; "" for all callers if no keys are configured.
+    admin: whether the caller may change models and adapters, and see the requests of all keys.
+    least_priority: the minimum value of `priority` in its requests.
     rule: the rights and limits of its key.
-    tenant: the tenant of its requests; "": chosen by `limits.share_by`.
+    tenant: the tenant for fair queueing; "": determined by `limits.share_by`.
     """
 
     id: str = ""

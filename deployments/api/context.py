@@ -22,7 +22,7 @@ from deployments.backend import Backend, ModelCard
 from engine.errors import MantaError
 
 _IMAGE_SETTING = "images.body_bytes"
-_BODY_STEP = 2**20  # bytes that are reserved ahead while a body of unknown length is read
+_BODY_STEP = 2**20  # bytes reserved in advance while a body of unknown length is read
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class ApiContext:
     async def read(self, exchange: HttpExchange, *, empty: bool = False) -> JsonObject:
         """Return the body as a JSON object. Raises ApiError 400, 408, 413, 415.
 
-        empty: whether a body of no bytes counts as an object without fields.
+        empty: whether an empty body counts as an object without fields.
 
-        Large bodies are unpacked and parsed off the event loop. A second call returns the same
+        Large bodies are decompressed and parsed off the event loop. A second call returns the same
         object.
         """
         if exchange.parsed is not None:
@@ -78,8 +78,8 @@ class ApiContext:
         return body
 
     def _takes_images(self) -> bool:
-        """Whether a body may exceed the limit for texts: a served model takes images, and the
-        limit of bodies with images is higher.
+        """Whether bodies may exceed max_body_bytes, because a served model takes images and the
+        limit for bodies with images is higher.
         """
         options = self.options
         return options.max_image_body_bytes > options.max_body_bytes and any(
@@ -87,13 +87,14 @@ class ApiContext:
         )
 
     def _raised_limit(self, exchange: HttpExchange, size: int) -> tuple[int, str]:
-        """Return the limit, in bytes, of a body that exceeds the limit for texts, and the name of
-        the limit's setting ("": none).
+        """Return the limit, in bytes, for a body that exceeds max_body_bytes, and the name of the
+        setting of this limit ("": none).
 
-        The body's bytes count in the memory of images until the request's answer is sent. A body
-        without a Content-Length is counted in steps, and the limit is the end of the present step.
+        The body's bytes are reserved in ImageMemory until the request's answer is sent. For a body
+        without a Content-Length, memory is reserved step by step, and the limit is the end of the
+        present step.
         size: bytes of the body that are known so far.
-        Raises Overloaded if the memory of images has no room.
+        Raises Overloaded if ImageMemory has no room.
         """
         if not self._takes_images():
             return self.options.max_body_bytes, ""
@@ -121,7 +122,7 @@ class ApiContext:
         return await in_thread(read, exchange.body_size)
 
     async def admit(self, key: str, name: Any, caller: Caller) -> ModelCard:
-        """Return the card of a request's model, if the request may enter the queue.
+        """Check that a request may enter the queue, and return the card of its model.
 
         key: the request's tenant
         name: the model's name in the request
@@ -149,7 +150,7 @@ class ApiContext:
     def charge(self, exchange: HttpExchange, prompts: Sequence[Sequence[int]]) -> None:
         """Charge the tokens of a request's prompts to the limits of its key.
 
-        Headers of the answer state what remains of the limits. Raises ApiError 429.
+        The answer gets headers with the remaining limits. Raises ApiError 429.
         """
         limits = self.options.limits
         if limits is not None and exchange.caller.rule.limited:
@@ -157,9 +158,9 @@ class ApiContext:
             exchange.always += limits.headers(exchange.caller)
 
     async def pin(self, name: str, deadline: float | None) -> AdapterRecord:
-        """Return the present record of an adapter, with its revision.
+        """Return the present record of an adapter, whose revision is known.
 
-        The adapter's first request waits here until a replica has read its files.
+        The first request for an adapter waits here until a replica has read the adapter's files.
         deadline: a time in monotonic seconds; None: no limit. Raises MantaError deadline_exceeded.
         """
         try:
@@ -171,5 +172,5 @@ class ApiContext:
             raise MantaError(message, code="deadline_exceeded") from None
 
 
-# The function of a route: it answers the request and returns None, or returns the answer's JSON.
+# The function of a route: sends the answer itself and returns None, or returns the answer's JSON.
 Handler = Callable[[ApiContext, HttpExchange], Awaitable[object]]

@@ -1,4 +1,5 @@
-"""generate: one generation request, from its body to the end of its answer, in any dialect."""
+"""generate: handles one generation request, from its body to the end of its answer, in any
+dialect."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ _SESSION = SESSION_HEADER.encode()
 
 
 class Answer(Protocol):
-    """The answer to a call, in the form of one dialect."""
+    """The writer of the answer to a generation call, in the format of one dialect."""
 
     async def stream(
         self, generation: Generation, exchange: HttpExchange, keepalive: float
@@ -38,7 +39,7 @@ class Answer(Protocol):
 class DialectRequest(ABC):
     """A generation request in the dialect of one API.
 
-    names_model_first: whether an unknown model is reported before other faults of the body
+    names_model_first: whether an unknown model is reported before other errors of the body
     """
 
     names_model_first = False
@@ -47,7 +48,7 @@ class DialectRequest(ABC):
     def read(
         self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]
     ) -> ChatRequest | TextRequest | None:
-        """Return a body as a request; None: the body asks for no text.
+        """Convert a body into a request; None if the body asks for no generated text.
 
         ignored: the list that names of fields without effect are added to
 
@@ -55,15 +56,14 @@ class DialectRequest(ABC):
         """
 
     async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:
-        """Check a request against conditions that other dialects do not have; here there are
-        none.
+        """Check a request against conditions of this dialect; the base class has none.
 
         Raises ApiError.
         """
         return
 
     async def settle(self, context: ApiContext, exchange: HttpExchange) -> None:
-        """Answer a request that asks for no text. Raises ApiError, MantaError."""
+        """Answer a request that asks for no generated text. Raises ApiError, MantaError."""
         raise NotImplementedError
 
     @abstractmethod
@@ -72,9 +72,9 @@ class DialectRequest(ABC):
     async def detach(
         self, context: ApiContext, exchange: HttpExchange, generation: Generation
     ) -> bool:
-        """Continue a generation without the connection, if the request asks for it.
+        """Continue a generation in the background, if the request asks for it.
 
-        Returns whether it does; the exchange has been answered then.
+        Returns whether the request asked for it; if so, the exchange has been answered.
         """
         return False
 
@@ -82,7 +82,8 @@ class DialectRequest(ABC):
 async def generate(
     context: ApiContext, exchange: HttpExchange, new_request: Callable[[], DialectRequest]
 ) -> None:
-    """Answer a generation request in the dialect of `new_request`. Raises ApiError, MantaError."""
+    """Answer a generation request. new_request: returns a new DialectRequest. Raises ApiError,
+    MantaError."""
     dialect = new_request()
     context.count_request(exchange)
     # Admit the request only after reading its body: a slow body must not occupy a place in the
@@ -129,7 +130,7 @@ async def generate(
             common.images = await options.images.pixels(
                 images.placed, images.processor, images.held, copies=common.params.n
             )
-            undecoded = None  # images count against the memory limit while anything refers to them
+            undecoded = None  # images count against the memory limit while they are referenced
         common.request_id, common.owner = exchange.request_id, exchange.caller.id
         common.key, common.deadline = place.key, place.deadline
         common.priority, common.cache_salt = place.priority, place.cache_salt
@@ -149,7 +150,8 @@ async def generate(
 async def _images(
     request: ChatRequest | TextRequest, card: ModelCard, intake: ImageIntake, ignored: list[str]
 ) -> ChatImages | None:
-    """Read the images of a chat; return None at once for a request without images."""
+    """Return the images of a chat after reading their headers; None for a request without
+    images."""
     if isinstance(request, TextRequest):
         return None
     for message in request.messages:
@@ -160,12 +162,12 @@ async def _images(
 
 
 def answers(dialect: Callable[[], DialectRequest]) -> Handler:
-    """Return the handler of a generating route. dialect: returns a new request of its dialect."""
+    """Return the handler of a generating route. dialect: returns a new DialectRequest."""
     return partial(generate, new_request=dialect)
 
 
 def generates(handler: Handler) -> bool:
-    """Return whether a route's handler is one of `answers`."""
+    """Return whether a route's handler was created by `answers`."""
     return isinstance(handler, partial) and handler.func is generate
 
 

@@ -1,13 +1,13 @@
-"""KeyLimits: rates and budgets of API keys, as one router counts them. Pure: times are arguments.
+"""KeyLimits: rate limits and budgets of API keys at one router. Pure: times are arguments.
 
-A rate is a token bucket that holds a minute's worth and fills as time passes. A request takes one
-from the bucket of requests and its prompt's tokens from that of tokens, or is refused. Its output's
-tokens are taken when it has ended; the bucket may become negative, and then fills from there. A
-budget counts the prompts and outputs of requests that have ended.
+A rate limit is a token bucket that holds one minute's allowance. A request takes one unit from the
+bucket of requests and its prompt tokens from the bucket of tokens, or is refused. Its output tokens
+are taken when it has ended, so that the bucket may become negative. A budget counts the prompts and
+outputs of requests that have ended.
 
 Routers do not ask each other before they admit a request. Each sends its counts to the others once
-a second (router/keys/key_service.py). Until they arrive, a key may exceed its limit by what the
-other routers have admitted meanwhile.
+a second (router/keys/key_service.py). Until these arrive, a key may exceed its limit by the
+requests that other routers admit meanwhile.
 """
 
 import math
@@ -20,16 +20,16 @@ from deployments.api.caller import Caller, Period
 from deployments.api.http.errors import NO_RETRY, ApiError
 
 MINUTE = 60.0
-# Maximum number of callers whose counts a router keeps; their keys come from the keys file alone.
+# Maximum number of keys whose counts a router keeps; only keys in the keys files are counted.
 _MOST_KEYS = 65_536
 
 
 class KeyCount(msgspec.Struct, array_like=True):
     """One router's counts of a key.
 
-    requests, tokens: the counts against rates since the router started
+    requests, tokens: the counts for rate limits since the router's start
     period: the current period, as `period_of` names it
-    spent: the tokens of prompts and outputs in that period
+    spent: prompt and output tokens in that period
     """
 
     requests: int = 0
@@ -59,14 +59,14 @@ class _Account:
 
 
 class KeyLimits:
-    """The rates and budgets of API keys, as one router counts them.
+    """The rate limits and budgets of API keys at one router.
 
     used: the monotonic seconds of the last request of a key with limits; 0 before the first
     """
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
-        self._heard: dict[str, dict[str, KeyCount]] = {}  # router -> key's id -> its last report
+        self._heard: dict[str, dict[str, KeyCount]] = {}  # router -> key id -> last report
         self.used = 0.0
 
     def count_request(self, caller: Caller, now: float, at: float) -> None:
@@ -104,9 +104,10 @@ class KeyLimits:
         account.own.tokens += tokens
 
     def ended(self, owner: str, prompt: int, output: int, at: float) -> None:
-        """Charge a finished prompt to its key: the output to its rate, all tokens to its budget.
+        """Charge a finished prompt to its key: output tokens to the rate limit, all tokens to the
+        budget.
 
-        owner: the key's id; at: Unix seconds.
+        owner: id of the key; at: Unix seconds.
         """
         account = self._accounts.get(owner)
         if account is None:
@@ -119,7 +120,7 @@ class KeyLimits:
         account.own.spent += prompt + output
 
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's x-ratelimit-* headers of an answer."""
+        """Return OpenAI's x-ratelimit-* headers for an answer to this caller."""
         account = self._accounts.get(caller.id)
         if account is None:
             return []
@@ -138,7 +139,7 @@ class KeyLimits:
     # -- between routers
 
     def told(self, at: float) -> dict[str, KeyCount]:
-        """Return this router's counts for the other routers: key's id -> counts. at: Unix
+        """Return this router's counts, to be sent to other routers: {key id: counts}. at: Unix
         seconds.
         """
         for account in self._accounts.values():
@@ -146,9 +147,9 @@ class KeyLimits:
         return {owner: account.own for owner, account in self._accounts.items()}
 
     def hear(self, routers: dict[str, dict[str, KeyCount]], at: float) -> None:
-        """Charge the counts of other routers since the last call, ended routers included.
+        """Charge what other routers, including ended ones, have counted since the last call.
 
-        routers: router's name -> key's id -> counts. at: Unix seconds.
+        routers: {router: {key id: counts}}. at: Unix seconds.
         """
         for known in self._accounts.values():
             self._spent(known, at)
@@ -161,7 +162,8 @@ class KeyLimits:
                     continue
                 if count.period == period_of(account.period, at):
                     account.others += count.spent
-                # A router's first report covers times that no longer count for a rate.
+                # A router's first report is not charged to rates, as it covers a longer time than
+                # the rates do.
                 last = None if before is None else before.get(owner, KeyCount())
                 if last is not None and account.requests is not None:
                     account.requests.level -= max(0, count.requests - last.requests)
@@ -186,10 +188,10 @@ class KeyLimits:
         return account
 
     def _spent(self, account: _Account, at: float) -> int:
-        """Return the tokens spent in the current period, by all routers as far as known."""
+        """Return the tokens spent in the current period at all routers, as far as known here."""
         period = period_of(account.period, at)
         if account.own.period != period:
-            if account.own.period:  # the counts of other routers belong to the former period, too
+            if account.own.period:  # the counts of other routers are of the old period, too
                 account.others = 0
             account.own.period, account.own.spent = period, 0
         return account.own.spent + account.others
@@ -201,7 +203,7 @@ def period_of(period: Period, at: float) -> str:
 
 
 def period_ends(period: Period, at: float) -> float:
-    """Return the seconds until the period of a Unix time is over."""
+    """Return the seconds from a Unix time to the end of its period."""
     day = 86400.0
     if period == "day":
         return day - at % day

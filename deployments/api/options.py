@@ -1,4 +1,4 @@
-"""ApiOptions: the operator's choices for the HTTP API, and the services behind its routes."""
+"""ApiOptions: the operator's settings for the HTTP API, and the services behind its routes."""
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,26 +10,27 @@ from deployments.api.caller import KeyRule
 from deployments.api.key_limits import KeyLimits
 from deployments.images.intake import ImageIntake
 
-# (request id, owner's key or None for all keys) -> a trace for each prompt of the call.
+# (request id, id of the owner's key or None for all keys) -> one trace per prompt with this id
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
 # () -> the live view of each router.
 Live = Callable[[], Awaitable[list[dict[str, Any]]]]
 
 
 class Stop(Protocol):
-    """A function that ends the running requests of an id at all routers."""
+    """A function that ends the running requests with an id, at all routers."""
 
     async def __call__(self, request_id: str, owner: str | None, partial: bool = False) -> int:
         """End the requests with this id at all routers, and return the number of prompts ended.
 
         owner: Caller.id of the caller, whose own requests alone are ended; None: any caller's.
-        partial: whether a request is answered with its output so far, not with an error.
+        partial: whether an ended request is answered with its output so far instead of an error.
         """
         ...
 
 
 class ModelChanges(Protocol):
-    """The status of the models of an endpoint that serves several, and changes to the models."""
+    """The interface for the status and for changes of the models, on an endpoint of several
+    models."""
 
     def status(self, model: str) -> str:
         """Return a model's status: ready, starting, or sleeping (the next request wakes it)."""
@@ -53,11 +54,12 @@ class ModelChanges(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The engine settings that trainers ask for.
+    """The engine settings that trainers read.
 
     model: the name that requests use. dtype: such as "bfloat16"; "": unknown.
-    logprobs_mode: the mode of requests that name none. replicas: the number of replicas.
-    tensor_parallel, pipeline_parallel: number of ranks of a replica's stage, and of its stages.
+    logprobs_mode: the default mode of requests. replicas: the number of replicas.
+    tensor_parallel, pipeline_parallel: number of ranks per pipeline stage, and of stages, of a
+        replica.
     """
 
     model: str
@@ -70,9 +72,9 @@ class EngineFacts:
 
 
 class Training(Protocol):
-    """The orders that a trainer may give. model: its name; "" where one model is served.
+    """The interface for a trainer's orders. model: the model's name; "": the only served model.
 
-    version: a name for the new weights; "": a running number. Methods raise MantaError.
+    version: name of the new weights; "": the next number. Methods raise MantaError.
     """
 
     async def update(self, model: str, folder: str, version: str) -> str:
@@ -88,8 +90,8 @@ class Training(Protocol):
     async def take_tensors(self, model: str, info: dict[str, Any], version: str) -> str:
         """Pass tensors from a trainer to all replicas. info: vLLM's `update_info`.
 
-        Without a `start_update` before, replaces the weights by the tensors at once, and returns
-        the version of the weights; else returns "".
+        Without a preceding `start_update` the weights are replaced at once, and their version is
+        returned; otherwise "" is.
         """
         ...
 
@@ -98,13 +100,13 @@ class Training(Protocol):
         ...
 
     async def begin_sent(self, model: str) -> None:
-        """Begin an update in SGLang's way, which `end_sent` ends."""
+        """Begin an update by SGLang's routes, which `end_sent` ends."""
         ...
 
     async def take_sent(self, model: str, info: dict[str, Any], version: str) -> str:
-        """Pass tensors of an update to all replicas, as SGLang does. info: see `take_tensors`.
+        """Pass tensors of an update by SGLang's routes to all replicas. info: see `take_tensors`.
 
-        Returns the version of the weights if these tensors have completed them; else "".
+        Returns the version of the weights if these tensors complete the update; else "".
         """
         ...
 
@@ -123,8 +125,8 @@ class Training(Protocol):
     async def reset_prefix_cache(self, model: str) -> None: ...
 
     async def state(self, model: str) -> dict[str, Any]:
-        """Return the weights' version, whether paused, sleeping or without weights, and the same
-        for each replica."""
+        """Return the state of the model and of each replica: weights version, pause, sleep, and
+        whether weights were dropped."""
         ...
 
     async def engine(self, model: str) -> "EngineFacts":
@@ -134,47 +136,49 @@ class Training(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ApiOptions:
-    """The operator's choices for the HTTP API, and the services behind its routes. strict: refuse
-    unknown request fields instead of naming them in x-ignored-fields.
+    """The operator's settings for the HTTP API, and the services behind its routes. strict: refuse
+    unknown request fields instead of listing them in x-ignored-fields.
 
-    api_keys: SHA-256 digests (32 bytes each) of the accepted keys; empty = no authentication. With
-        keys set, every route but /health and /ready needs one.
+    api_keys: SHA-256 digests (32 bytes each) of the accepted keys; empty: no authentication. With
+        keys, every route but /health and /ready needs one.
     admin_keys: digests of the keys that may also change what is served.
         Without them the admin routes are closed if api_keys are set, and open to all if not.
-    rules: digest of a key -> its rights and limits; others have NO_RULE. Admin keys may set any
-        priority; so may all callers where keys are not used.
-    limits: counts requests and tokens of keys against their rules; None: nothing is counted.
-    share_prefixes: requests of different keys share the prefix cache.
+    rules: digest of a key -> its rights and limits; other keys have NO_RULE. Admin keys, and all
+        callers if no keys are configured, may set any priority.
+    limits: counter of requests and tokens against the keys' rules; None: nothing is counted.
+    share_prefixes: whether requests of different keys share prefix-cache blocks.
     max_body_bytes: a larger body is refused before it is read; 4 MiB is about a million tokens of
         English.
-    body_timeout_s: seconds in which the body of a request must have arrived.
-    max_prompts: maximum prompts of a completions request; each becomes n requests to the engines.
+    body_timeout_s: seconds within which the body of a request must arrive.
+    max_prompts: maximum number of prompts of a completions request, each with n choices.
     max_choices: maximum number of choices of all prompts of a request together.
-    max_tokens: most tokens of an answer, and the default of requests that set none; None: what the
-        context leaves.
-    max_in_flight: generation requests at once; more are answered 503 with Retry-After. Bounds the
-        router's memory: waiting requests hold their tokens and a connection each.
-    share_by: the tenants among which waiting requests take turns: "api_key", "user" (the field)
-        or the name of a header in lower case.
-    deadline_s: the deadline, in seconds, of requests that set none; None: no deadline.
-    cors_origins: origins of web pages that may call, e.g. "https://chat.example.com"; "*": any.
+    max_tokens: maximum tokens of an answer, and the default of requests; None: only the context
+        limits the answer.
+    max_in_flight: maximum number of concurrent generation requests; more are answered 503 with
+        Retry-After. It bounds the router's memory, as each waiting request holds its tokens and a
+        connection.
+    share_by: what identifies a tenant for fair queueing: "api_key", "user" (the field) or the name
+        of a header in lower case.
+    deadline_s: the default deadline of requests in seconds; None: no deadline.
+    cors_origins: origins of web pages that may call the API, e.g. "https://chat.example.com"; "*":
+        any.
     keepalive_s: seconds between the keep-alive comments of a stream that waits for its first
         token; 0: none.
-    template_kwargs: names that chat_template_kwargs may set; others could change what the template
-        means.
-    store_bytes: room for answers of /v1/responses that are kept for later turns; 0: none are.
-    images: reads the images of requests, within the operator's limits.
+    template_kwargs: the variables that chat_template_kwargs may set; other variables could change
+        what the template means.
+    store_bytes: maximum bytes of stored answers of /v1/responses; 0: none are stored.
+    images: the reader of images in requests, within the operator's limits.
     page: whether /page is served, and /v1/live for it.
-    batches: the folder of /v1/files and /v1/batches; None: these routes are off.
-    models: changes the served models; None where there is one model for good.
-    training: the orders of trainers; None: these routes are off.
-    event_secret: signs the ids of events; the same for all routers of an application, at most 64
-        bytes.
-    tell_request_id: whether answers have x-request-id; False where Serve itself adds it.
+    batches: the batch folder of /v1/files and /v1/batches; None: these routes are off.
+    models: the changes of served models; None: the only model never changes.
+    training: the orders of trainers; None: the trainers' routes are off.
+    event_secret: the secret that signs event ids, equal for all routers of an application, at most
+        64 bytes.
+    tell_request_id: whether answers have x-request-id; False if Serve itself adds the header.
     metrics: returns the text of /metrics (Prometheus exposition format).
     explain: returns the traces of a request, for /v1/requests/{id}; see router/request_trace.py.
     stop: ends requests, for /stop_generate and /abort_requests.
-    live: returns the present state of all routers, for /v1/live; see router/live_view.py.
+    live: returns the live views of all routers, for /v1/live; see router/live_view.py.
     observe: called after each request with (route, status, seconds); route is one of a fixed set.
     """
 
@@ -215,7 +219,7 @@ class ApiOptions:
 
     @property
     def max_image_body_bytes(self) -> int:
-        """The maximum bytes of a body where a served model takes images."""
+        """The maximum bytes of a body if a served model takes images."""
         return max(self.max_body_bytes, self.images.limits.body_bytes)
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
-"""RouteTable: the served paths, their handlers, and their descriptions for /openapi.json; page_of:
-a page of a list, in the form of OpenAI's lists."""
+"""RouteTable: paths with their handlers, and with descriptions for /openapi.json. page_of: returns
+one page of a list in OpenAI's form."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,14 @@ from deployments.api.http.errors import invalid, shown
 from deployments.api.http.json_body import JsonObject
 
 Statuses = tuple[int, ...]
-Keys = tuple[str, ...] | None  # of an answer's JSON object
+Keys = tuple[str, ...] | None  # keys of an answer's JSON object
 H = TypeVar("H", bound=Handler)
 
-# The statuses that an operation may end with, beside 200 and those of every operation.
-# Of an operation that reads a body.
+# Error statuses of an operation that reads a body, besides those of every operation.
 READS = (400, 408, 413, 415)
-# Of an operation that names a resource, such as a model or a file.
+# Error statuses of an operation on a named resource, such as a model or a file.
 NAMES = (403, 404)
-# Of an operation that needs a replica.
+# Error statuses of an operation that needs a replica.
 QUEUES = (*READS, *NAMES, 409, 422, 429, 499, 503)
 
 JSON, EVENTS, LINES, PLAIN, HTML, BYTES, ANY = (
@@ -43,12 +42,12 @@ PAGES: Mapping[str, Schema] = {"after": TEXT}
 class Operation:
     """A method of a route.
 
-    statuses: HTTP statuses of its errors, beside those of every operation
-    answer: keys that the JSON of a 200 always has; None: the answer is not always an object
+    statuses: HTTP statuses of its errors, besides those of every operation
+    answer: keys that the JSON object of a 200 always has; None: the answer is not always an object
     kinds: media types of the answer
-    query: field of the query -> its schema
-    form: the schema of a multipart body, in the place of a JSON body
-    texts: whether `error` of a failure is its message, with the other fields beside it
+    query: {query field: schema}
+    form: the schema of a multipart body, instead of a JSON body
+    texts: whether `error` in an error answer is the message itself, beside the other fields
     """
 
     handler: Handler
@@ -66,9 +65,9 @@ class Operation:
 class Route:
     """A served path, with an operation for each of its methods.
 
-    path: the URL's path; {id} stands for one part without a slash, {name} for anything not empty
-    open: whether the route needs no key
-    admin: whether the route needs an admin's key
+    path: the URL's path; {id} matches one part without a slash, {name} any non-empty text
+    open: whether the route needs no API key
+    admin: whether the route needs an admin key
     """
 
     path: str
@@ -80,7 +79,7 @@ class Route:
 class RouteTable:
     """The routes of a module, in the order in which its handlers are added.
 
-    statuses, reads: default statuses of operations without and with a body; reads None: the same
+    statuses, reads: default statuses of operations without and with a body; reads None: as statuses
     answer: default of Operation.answer
     admin: default of Route.admin
     common: further fields that all operations share
@@ -103,7 +102,8 @@ class RouteTable:
         return iter(self._routes.values())
 
     def get(self, path: str, summary: str, answer: Keys = (), **more: Any) -> Callable[[H], H]:
-        """Return the decorator of a path's handler of GET and HEAD. more: see Operation, Route."""
+        """Return a decorator that registers a handler for GET and HEAD of a path. more: see
+        Operation, Route."""
         return self._adder(("GET", "HEAD"), path, summary, answer=answer, **more)
 
     def post(
@@ -115,14 +115,16 @@ class RouteTable:
         kinds: tuple[str, ...] = (JSON,),
         **more: Any,
     ) -> Callable[[H], H]:
-        """Return the decorator of a path's handler of POST. more: see Operation, Route."""
+        """Return a decorator that registers a handler for POST of a path. more: see Operation,
+        Route."""
         fields = {"body": body, "answer": answer, "kinds": kinds, **more}
         return self._adder(("POST",), path, summary, **fields)
 
     def delete(
         self, path: str, summary: str, answer: Keys = DELETED, **more: Any
     ) -> Callable[[H], H]:
-        """Return the decorator of a path's handler of DELETE. more: see Operation, Route."""
+        """Return a decorator that registers a handler for DELETE of a path. more: see Operation,
+        Route."""
         return self._adder(("DELETE",), path, summary, answer=answer, **more)
 
     def _adder(
@@ -155,11 +157,11 @@ class RouteTable:
 def page_of(
     items: Sequence[JsonObject], query: Mapping[str, str], usual: int, most: int, kind: str = ""
 ) -> JsonObject:
-    """Return the page of a list that `after` and `limit` of a query ask for.
+    """Return the page of a list that the query's `after` and `limit` select.
 
     items: objects with an id, in the order of the list
-    usual, most: the limit where the query has none, and the greatest limit
-    kind: the word for an item in errors, with a space; "": none
+    usual, most: the default and the maximum of `limit`
+    kind: the noun for an item in errors, with a trailing space; "": none
 
     Raises ApiError 400.
     """

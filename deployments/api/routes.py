@@ -1,4 +1,5 @@
-"""ROUTES: all served routes, from the tables of the dialects and services; locate: finds one."""
+"""ROUTES: all served routes, from the tables of the dialects and services. locate: finds a path's
+route."""
 
 import re
 from collections.abc import Mapping
@@ -38,7 +39,8 @@ _INVOCATIONS, _DOCUMENTS = RouteTable(reads=QUEUES), RouteTable()
     "/invocations", "What the body is for, as SageMaker asks", Body({}), None, (JSON, EVENTS)
 )
 async def _invoke(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer SageMaker's only route by the handler of the route that the body's fields select.
+    """Answer SageMaker's route /invocations, by the handler of the route that fits the body's
+    fields.
 
     Raises ApiError 400 if no route takes the body, 404 for a model that is not served.
     """
@@ -112,30 +114,30 @@ EXACT: Mapping[str, Route] = {route.path: route for route in ROUTES if "{" not i
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """Compile a path: {name} (of a model or an adapter) may contain slashes, {id} may not."""
+    """Return a regular expression for a route's path: {name} (of a model or adapter) may contain
+    slashes, {id} may not."""
     return re.compile(path.replace("{id}", "[^/]+").replace("{name}", ".+"), re.DOTALL)
 
 
 _PATTERNS = [(_pattern(route.path), route) for route in ROUTES if "{" in route.path]
 
 
-# OpenAI's routes that Manta lacks, and whose last part a pattern would take for an id.
+# Unsupported routes of OpenAI whose last part a pattern would match as an id.
 _ELSEWHERE = frozenset({f"{responses.PATH}/compact"})
 
 
 def _with_name(path: str) -> Route | None:
-    """Return the route of a path that contains the name of a model or adapter, or an id; None if
-    there is no such route.
+    """Return the route of a path with a variable part (a model's or adapter's name, or an id); None
+    if there is no such route.
     """
     return next((r for p, r in _PATTERNS if p.fullmatch(path)), None)
 
 
 def locate(path: str) -> tuple[str, Route | None]:
-    """Return a request's path in the form of `Route.path`, and its route; None if there is none.
+    """Return a request's normalised path, and its route; None if there is no route.
 
-    A missing /v1 is added and a doubled one is dropped, because clients get base URLs without /v1
-    or with two of them. The path is not normalised otherwise, so that no spelling of a path evades
-    a check.
+    A missing /v1 is added and a doubled one is removed, because clients are configured with such
+    base URLs. The path is not normalised otherwise, so that no spelling of a path evades a check.
     """
     if path.startswith("/v1/v1/"):
         path = path[3:]
@@ -147,7 +149,8 @@ def locate(path: str) -> tuple[str, Route | None]:
 
 
 def refusal(path: str, route: Route | None) -> ApiError:
-    """Return the error for a path without a route, or for a method that its route lacks."""
+    """Return the error for a path without a route, or for a method that the route does not
+    support."""
     if route is None:
         message = f"there is no {shown(path)}{_near(path)}; served: {', '.join(EXACT)}"
         return ApiError(404, "not_found", message)
@@ -161,10 +164,11 @@ def refusal(path: str, route: Route | None) -> ApiError:
 
 
 def _near(path: str) -> str:
-    """Return a hint at the route that the client probably meant; "" if no route is similar.
+    """Return an error text's hint at the route that the client probably meant; "" if no route is
+    similar.
 
-    A similar path differs from a route in its slashes, in its prefix, or by a typing error. Routes
-    of other servers are not similar.
+    A path is similar if it differs in slashes, in the prefix, or by a typing error. Known routes of
+    other servers are never similar.
     """
     plain = path.rstrip("/")
     for route in EXACT:

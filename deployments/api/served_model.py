@@ -1,4 +1,5 @@
-"""find_model: the served model that a request names, by its name or an alias, or leaves out."""
+"""find_model: finds the served model that a request means, by its name, an alias, or as the only
+model."""
 
 import functools
 import re
@@ -12,18 +13,18 @@ from deployments.api.http.errors import INVALID, ApiError, did_you_mean, invalid
 from deployments.backend import Backend, ModelCard
 
 MAX_MODEL_NAME = 256
-MAX_NAMED = 4  # models that an error names
+MAX_NAMED = 4  # maximum number of models that an error lists
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@+=-]+")
-_WILD = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]")  # wildcards of a pattern
+_WILD = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]")  # a wildcard in a pattern
 
 
 async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> ModelCard:
-    """Return the card of a model or adapter. An adapter has two names, "name" and "model:name",
-    and a model may have aliases. None or "" stands for the only served model.
+    """Return the card of a model or adapter. An adapter has two names, "name" and "model:name", and
+    a model may have aliases. name: the name in the request; None or "": the only served model.
 
     Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found; 403
-    model_not_found: the caller's key may not use it.
+    model_not_found: the caller's key may not use the model.
     """
     if name is not None and not isinstance(name, str):
         raise wrong_type("model", "a string")
@@ -33,7 +34,7 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
         names = [base.id for base in _bases(backend) if caller.may_use(base.id)]
         message = f"model is required where several are served; {_served(names)}"
         raise invalid(message, "model", "missing_field")
-    # Names become paths in some back ends, so names that could leave a folder are refused here.
+    # Some backends use names as paths, so names that could leave a folder are refused here.
     dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
     if dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name):
         raise invalid("model is not a valid model name", "model", "invalid_model_name")
@@ -51,8 +52,8 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
 
 
 def allowed(card: ModelCard, caller: Caller) -> ModelCard:
-    """Check that the caller may use a model, and return its card again. Raises ApiError 403
-    model_not_found, in OpenAI's words."""
+    """Check that the caller may use a model, and return the card unchanged. Raises ApiError 403
+    model_not_found, with OpenAI's message."""
     if caller.may_use(card.id):
         return card
     message = f'Key "{caller.name}" does not have access to model {shown(card.id)}'
@@ -60,19 +61,20 @@ def allowed(card: ModelCard, caller: Caller) -> ModelCard:
 
 
 def _served(names: Collection[str]) -> str:
-    """Return the part of an error message that lists a few served names."""
+    """Return a text that lists a few served names, for error messages."""
     first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
     more = len(names) - MAX_NAMED
     return f"served: {first}" + (f" and {more} more, see /v1/models" if more > 0 else "")
 
 
 def _bases(backend: Backend) -> list[ModelCard]:
-    """Return the models without their adapters."""
+    """Return the cards of the base models, without adapters."""
     return [card for card in backend.models().values() if card.parent is None]
 
 
 def known_model(name: Any, backend: Backend) -> ModelCard | None:
-    """Return the card of the model that a request names; None if this router does not know it.
+    """Return the card of the model that a request names; None if this router does not know the
+    name.
 
     A served model's name takes precedence over an adapter's, and an adapter's over an alias. Of
     several aliases that match, the most specific one counts, whichever model it belongs to.
@@ -100,10 +102,12 @@ def known_model(name: Any, backend: Backend) -> ModelCard | None:
 
 @functools.lru_cache(maxsize=4096)
 def specificity(alias: str) -> tuple[bool, int, int, str]:
-    """Return the sort key of aliases that match one name: the alias with the largest key is taken.
+    """Return the sort key of an alias: of several aliases that match a name, the one with the
+    largest key is used.
 
-    A name without wildcards comes first, then the pattern with the most other characters, then the
-    one with the fewest `*`. Ties are decided by the text, so the order of models has no effect.
+    Names without wildcards have the largest keys, then patterns with the most literal characters,
+    then those with the fewest `*`. Ties are decided by the text, so the order of models has no
+    effect.
     """
     wild = _WILD.findall(alias)
     own = len(_WILD.sub("", alias))

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: a text or a chat to token ids, and back."""
+"""/tokenize and /detokenize: the conversion of a text or chat to token ids, and back."""
 
 import msgspec
 
@@ -16,7 +16,7 @@ from deployments.api.route import NAMES, READS, RouteTable
 from deployments.api.served_model import find_model
 from engine.text.tokenizer import TooManyTokens
 
-# The limit exceeds the context, so that a client can learn by how much a text is too long.
+# The limit exceeds the context length, so that clients can learn by how much a text is too long.
 MIN_LIMIT = 65_536  # tokens
 ROUTES = RouteTable(reads=(*READS, *NAMES, 422))
 

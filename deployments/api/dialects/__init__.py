@@ -1,1 +1,2 @@
-"""The APIs of other servers: each checks its own fields and writes answers in its own form."""
+"""The APIs of other servers: each dialect checks its request fields and writes answers in its
+format."""

@@ -32,18 +32,18 @@ _NAMES: Mapping[str, str] = {
 
 
 class InfillRequest(DialectRequest):
-    """A request to /infill, which becomes a completion with a gap (fill in the middle)."""
+    """The dialect of /infill: reads a request as a fill-in-the-middle completion."""
 
     def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> TextRequest:
         fields = INFILL.read(body, ignored, strict=context.options.strict)
         files = [(file.filename or "tmp", file.text) for file in fields.input_extra or ()]
         prefix, suffix = fields.input_prefix or "", fields.input_suffix or ""
-        if fields.seed == -1:  # -1 stands for any seed
+        if fields.seed == -1:  # -1 means a random seed
             fields.seed = None
         most = fields.n_predict
         return TextRequest(
             model=fields.model,
-            # A negative n_predict sets no limit but the context.
+            # A negative n_predict means that only the context limits the output.
             sampling=take_sampling(
                 fields, LLAMA_SAMPLING, max_tokens=None if most is None or most < 0 else most
             ),
@@ -58,7 +58,7 @@ class InfillRequest(DialectRequest):
 
 
 class _Writer(ItemWriter):
-    """The writer of an answer to /infill in llama.cpp's form, as events or as a whole."""
+    """The writer of an answer to /infill in llama.cpp's format, streamed or whole."""
 
     def __init__(self, model: str) -> None:
         self.wire = Wire(lambda _, fields: b"data: %b\n\n" % msgspec.json.encode(fields))

@@ -1,4 +1,5 @@
-"""The routes of the server liteqwen: /chat and /stream_chat_post, read as chats; /stop_generate."""
+"""The routes of the server liteqwen: /chat and /stream_chat_post, which become chats, and
+/stop_generate."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -48,7 +49,7 @@ _LIVE = ("waiting", "running")
 
 
 class LiteqwenRequest(DialectRequest):
-    """A request to /chat or /stream_chat_post."""
+    """The dialect of /chat and /stream_chat_post: reads a request and writes its answer."""
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
@@ -73,7 +74,7 @@ class LiteqwenRequest(DialectRequest):
             kwargs, _SAME, logprobs=MAX_LOGPROBS if kwargs.return_logits else None
         )
         if kwargs.return_logits:
-            # Logits are the model's own, before sampling parameters, whatever the engine's default.
+            # Logits are returned before sampling parameters, whatever the engine's default mode.
             values = {**sampling.values, "logprobs_mode": "raw_logprobs"}
             sampling = replace(sampling, values=values)
         return ChatRequest(
@@ -89,7 +90,7 @@ class LiteqwenRequest(DialectRequest):
         )
 
     async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:
-        """Check that the request's id is not in use, and how long a reply it asks for.
+        """Check that the request's id is not in use, and that its max_new_tokens is allowed.
 
         Raises ApiError 400, 409 duplicate_request_id.
         """
@@ -100,7 +101,7 @@ class LiteqwenRequest(DialectRequest):
             return
         request_name = exchange.request_id = _checked_id(self._body.request_id)
         explain = context.options.explain
-        if explain is None or LAST in exchange.headers:  # a resumed stream keeps its id
+        if explain is None or LAST in exchange.headers:  # the id of a resumed stream may be in use
             return
         prompts = await explain(request_name, exchange.caller.id)
         if any(part["state"] in _LIVE for part in prompts):
@@ -127,7 +128,7 @@ class LiteqwenRequest(DialectRequest):
             ends.append(most)
         if (most := kwargs.max_length) is not None:
             ends.append(most - len(prompt))
-        if (most := call.common.params.max_tokens) is not None:  # the operator's
+        if (most := call.common.params.max_tokens) is not None:  # the operator's limit
             ends.append(most)
         if min(ends) < 1:
             whole = limit if room < 1 else kwargs.max_length or limit
@@ -142,7 +143,7 @@ class LiteqwenRequest(DialectRequest):
 class LiteqwenWriter:
     """The writer of an answer: events {text, delta, logits, code, flag}, or all in one object.
 
-    begin: the beginning of the reply, which the client has set.
+    begin: the text with which the client lets the reply begin.
     """
 
     def __init__(self, body: LiteqwenChat, begin: str, *, logits: bool) -> None:
@@ -159,7 +160,8 @@ class LiteqwenWriter:
             self._say(self._begin)
 
     def note(self, delta: Delta) -> None:
-        """Record the likeliest tokens at each position of a delta, before its text is parsed."""
+        """Record the most likely tokens at each position of a delta; called before its text is
+        parsed."""
         if not self._wants_logits:
             return
         for scored in delta.logprobs or ():
@@ -233,7 +235,7 @@ ROUTES.post("/stream_chat_post", "The same as events", LITEQWEN_CHAT, kinds=(EVE
     statuses=(*READS, *NAMES),
 )
 async def stop(context: ApiContext, exchange: HttpExchange) -> object:
-    """End a request of this caller, on whichever router it is. Raises ApiError 404."""
+    """End a running request of this caller, at whichever router it runs. Raises ApiError 404."""
     body = await context.read_as(exchange, LITEQWEN_STOP)
     id = _checked_id(body.request_id)
     ends, caller = context.options.stop, exchange.caller
@@ -246,7 +248,7 @@ async def stop(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _checked_id(given: str) -> str:
-    """Return the id that a client gave to a request, if it is valid. Raises ApiError 400."""
+    """Check the request id that a client has set, and return it. Raises ApiError 400."""
     if request_id([given.encode()]) != given:
         raise invalid("request_id takes letters, digits and . _ : - alone", "request_id")
     return given

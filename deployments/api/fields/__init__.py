@@ -1,4 +1,5 @@
-"""The fields of every request body: which are accepted, of which type and range, and which refused.
+"""The fields of every request body: the accepted ones with their types and ranges, and the refused
+ones.
 
-The checks of requests, /openapi.json and /docs are derived from them.
+The checks of requests, /openapi.json and /docs are derived from these definitions.
 """

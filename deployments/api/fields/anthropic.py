@@ -1,4 +1,4 @@
-"""MESSAGES: the body of /v1/messages, with the blocks of its turns."""
+"""MESSAGES: the body of /v1/messages, with the content blocks of its messages."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,7 +37,7 @@ class TextBlock(Struct, gc=False):
 
 
 class MediaBlock(Struct, gc=False):
-    """A block of media that no model takes: a document, audio or a video."""
+    """A block of media that no model accepts: a document, audio or a video."""
 
     source: Annotated[Any, of_schema(NEVER)] = None
 
@@ -51,7 +51,7 @@ _SEEN_BLOCKS: Mapping[str, type[Struct]] = {**_TEXT_BLOCKS, "image": AnthropicIm
 
 
 class TextOnlyBlock(Known[TextBlock | AnthropicImage | MediaBlock]):
-    """A block at a place where only texts are read; other blocks there are ignored or refused."""
+    """A block where only text is allowed; blocks of other types are ignored or refused."""
 
     KINDS = _TEXT_BLOCKS
 
@@ -97,7 +97,7 @@ class UserBlock(Known[TextBlock | ToolResult | AnthropicImage | MediaBlock]):
 
 
 class AssistantBlock(Known[TextBlock | ThinkingBlock | ToolUse | AnthropicImage | MediaBlock]):
-    """A block of an answer."""
+    """A block of an assistant's message."""
 
     KINDS: ClassVar = {**_TEXT_BLOCKS, "thinking": ThinkingBlock, "tool_use": ToolUse}
 
@@ -138,7 +138,7 @@ class CalledTool(Struct, gc=False):
 
 
 class MessagesTool(Known[CalledTool]):
-    """A tool. One without input_schema would be run by Anthropic's servers, and is ignored."""
+    """A tool. Tools without input_schema, which Anthropic's servers would run, are ignored."""
 
     KINDS: ClassVar = {"": CalledTool}
 
@@ -224,5 +224,5 @@ MESSAGES = struct_body(
     generates=True,
     required=("max_tokens",),
 )
-# The body of /v1/messages/count_tokens, without fields about the answer's length.
+# The body of /v1/messages/count_tokens, which has no fields about the answer's length.
 COUNTED = replace(MESSAGES, required=("messages",))

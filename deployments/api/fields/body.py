@@ -1,9 +1,10 @@
-"""StructBody: a request's body as a msgspec Struct, the source of its check, schema and page.
+"""StructBody: a request's body as a msgspec Struct, from which validation, JSON schema and
+documentation page are derived.
 
-The Struct has the fields with their types and ranges. What a type cannot express (token ids of the
-vocabulary, fields that exclude each other) is checked by the code that reads the body.
-This module makes the errors, from the type of the field at which msgspec's conversion failed.
-Beside the type, `Meta(extra=...)` may have these keys for the errors:
+The Struct has the fields with their types and ranges. Conditions that no type can express (token
+ids of the vocabulary, fields that exclude each other) are checked by the code that reads the body.
+This module creates the error messages, from the type of the field at which msgspec's conversion
+failed. `Meta(extra=...)` of a type may have these keys for error messages:
 
     expected   the end of "X must be ...", for a type that has no short name
     items      the noun for a list's items: "X takes 1 to 9 texts, got 10"
@@ -53,7 +54,7 @@ _NAMES: Mapping[type[inspect.Type], str] = {
 class Fault(ValueError):
     """The error of a value that a `Shape` does not accept.
 
-    message: the text after the path of the field
+    message: the error text that follows the path of the field
     place: the path inside the value, such as ``[3]``
     """
 
@@ -65,7 +66,7 @@ class Fault(ValueError):
 
 
 class Shape:
-    """A base class of values that clients may write in several JSON forms.
+    """A base class of field values that have several JSON forms.
 
     SCHEMA: the JSON schema of all these forms.
     """
@@ -74,7 +75,7 @@ class Shape:
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """Read a value. Raises Fault."""
+        """Parse a JSON value. Raises Fault."""
         raise NotImplementedError
 
     @classmethod
@@ -89,7 +90,7 @@ class Known(Shape, Generic[V]):
     KINDS: type -> the Struct
     DEFAULT: the type of objects without the field `type`; "": such objects are ignored
     known: the object as its Struct; None: the value has an unknown type, or is no object
-    sent: the object as the client wrote it
+    sent: the object as sent by the client
     """
 
     KINDS: ClassVar[Mapping[str, type[msgspec.Struct]]]
@@ -140,7 +141,7 @@ class Known(Shape, Generic[V]):
 
 
 class Typed(Generic[V]):
-    """A type of values in bodies, with a parser.
+    """The parser of a type of values in bodies.
 
     schema: the type's JSON schema
     """
@@ -148,7 +149,7 @@ class Typed(Generic[V]):
     def __init__(self, kind: Any, default: str = "") -> None:
         """Make the parser and the JSON schema of a type.
 
-        kind: the type, as msgspec takes it.
+        kind: the type, in a form that msgspec accepts.
         default: the tag of objects without the field `type`.
         """
         self._box = msgspec.defstruct("Box", [("value", kind)])
@@ -159,7 +160,7 @@ class Typed(Generic[V]):
                 form["required"].remove("type")
 
     def read(self, value: Any, path: str) -> V:
-        """Return the value as this type. path: its path in the body. Raises ApiError 400."""
+        """Convert a value to this type. path: the value's path in the body. Raises ApiError 400."""
         if self._default and isinstance(value, dict) and "type" not in value:
             value = {**value, "type": self._default}
         boxed = {"value": value}
@@ -172,12 +173,13 @@ class Typed(Generic[V]):
 
 
 def of_schema(schema: Schema) -> Meta:
-    """Return the Meta of a field with a JSON schema that only the code that reads it checks."""
+    """Return the Meta of a field whose JSON schema is only documented; the code that reads the
+    field checks it."""
     return Meta(extra_json_schema=schema)
 
 
 def expects(expected: str, code: str = "invalid_type", **extra: Any) -> Meta:
-    """Return the Meta of a value whose errors all have one text and one code.
+    """Return the Meta of a value for which all errors have the same text and code.
 
     expected, extra: see the module's docstring
     """
@@ -185,7 +187,7 @@ def expects(expected: str, code: str = "invalid_type", **extra: Any) -> Meta:
 
 
 def words(literal: Any, before: str = "", between: str = " or ", **extra: str) -> Meta:
-    """Return the Meta of a Literal, whose values errors and schemas list in their order."""
+    """Return the Meta of a Literal: errors and schemas list its values in their order."""
     values = get_args(literal)
     expected = before + between.join(map(str, values))
     return Meta(examples=list(values), extra={"expected": expected, **extra})
@@ -205,10 +207,10 @@ def told_of(name: str, expected: str, code: str = "invalid_value") -> Meta:
 
 @dataclass(frozen=True, slots=True)
 class StructBody(Body, Generic[T]):
-    """The Struct of a body, with the fields that are taken without effect or refused.
+    """The definition of a body: its Struct, the fields without effect, and the refused fields.
 
-    rejected: field -> (message, code) of the error for a value that asks for anything
-    generates: whether fields of other servers that limit an output are refused
+    rejected: field -> (message, code) of the error for a value other than those in `refused`
+    generates: whether fields of other servers that limit an output are refused (LIMITS)
     """
 
     struct: type[T] = field(kw_only=True)
@@ -216,7 +218,8 @@ class StructBody(Body, Generic[T]):
     generates: bool = field(kw_only=True, default=False)
 
     def read(self, body: Mapping[str, Any], ignored: list[str], *, strict: bool) -> T:
-        """Return the Struct of a body; add the names of fields without effect to `ignored`.
+        """Validate a body and return it as the Struct; add the names of fields without effect to
+        `ignored`.
 
         strict: whether unknown fields are refused. Raises ApiError 400.
         """
@@ -257,11 +260,11 @@ def struct_body(
 
     rejected: see StructBody
     ignored: fields without effect, which are named in x-ignored-fields
-    accepted: rejected fields -> the schema of the values that are accepted all the same, in place
-        of NOTHING
-    narrower: field -> keys that its schema has in addition to those of the Struct
+    accepted: rejected field -> schema of its values that are accepted nevertheless; the default is
+        NOTHING
+    narrower: field -> keys of its JSON schema in addition to those derived from the Struct
     required: fields that a body must have although the Struct has defaults for them
-    openai: whether OpenAI's fields without effect, and those that no request may set, are included
+    openai: whether the fields in WITHOUT_EFFECT and NOT_ALLOWED are included
     """
     taken, always = fields_of(struct)
     for name, schema in (narrower or {}).items():
@@ -276,7 +279,8 @@ def struct_body(
 
 
 def fields_of(struct: type[msgspec.Struct]) -> tuple[dict[str, Schema], tuple[str, ...]]:
-    """Return the JSON schemas of a Struct's fields, null left out, and the required names."""
+    """Return the JSON schemas of a Struct's fields, without null, and the names of required
+    fields."""
     _, components = msgspec.json.schema_components(
         (struct,), schema_hook=methodcaller("schema"), ref_template="{name}"
     )
@@ -313,7 +317,7 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
         beside = {key: part for key, part in schema.items() if key != "$ref"}
         return {**record(needed, **fields), **beside}
     if "enum" in schema and "examples" in schema:
-        return {"enum": schema["examples"]}  # in their own order
+        return {"enum": schema["examples"]}  # in their declared order
     parts = {key: part for key, part in schema.items() if key != "discriminator"}
     if forms := schema.get("anyOf"):
         structs = [components.get(form.get("$ref", ""), {}) for form in forms]
@@ -323,7 +327,8 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
 
 
 def _refused(fields: Mapping[str, Schema]) -> bool:
-    """Whether a Struct with these fields is always refused, as one of them accepts no value."""
+    """Whether one of these fields accepts no value, so that every object of the Struct is
+    refused."""
     return any(schema.get("not") == {} for schema in fields.values())
 
 
@@ -342,7 +347,7 @@ def _parse(shape: type[Any], value: Any) -> Any:
 def _explained(
     error: msgspec.ValidationError, struct: type[msgspec.Struct], body: Any, root: str = ""
 ) -> ApiError:
-    """Return the ApiError for an error of msgspec, in the words of this API.
+    """Return the ApiError, with this API's message, for an error of msgspec.
 
     root: the path in the body of the struct's only field; "": the struct is the whole body
     """
@@ -391,9 +396,9 @@ def _inside(shape: inspect.Type, name: str) -> inspect.Type:
 
 
 def _plain(shape: inspect.Type, value: Any) -> tuple[inspect.Type, dict[str, Any]]:
-    """Return a type without its annotations, and the `extra` of these.
+    """Return a type without its annotations, and the merged `extra` of the annotations.
 
-    A union becomes the alternative that fits the value, if one does.
+    A union is replaced by the alternative that fits the value, if there is one.
     """
     extra: dict[str, Any] = {}
     while True:
@@ -482,8 +487,8 @@ def _type_of(struct: type[msgspec.Struct]) -> inspect.StructType:
 def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
     """Return pairs (field, maximum bytes) of the texts of limited length.
 
-    msgspec itself limits their characters only. Fields with `large` (grammars) are left out, as
-    their limit is one of characters.
+    msgspec limits only the number of characters. Fields with `large` (grammars) are left out, as
+    their limit is in characters.
     """
     shapes = [(field.name, *_plain(field.type, "")) for field in _type_of(struct).fields]
     return tuple(
@@ -495,9 +500,9 @@ def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
 
 @functools.cache
 def _inner_names(struct: type[msgspec.Struct]) -> tuple[tuple[str, frozenset[str]], ...]:
-    """Return pairs (field, names of the inner Struct's fields) of the fields that are Structs.
+    """Return pairs (field, names of its Struct's fields) for the fields whose type is a Struct.
 
-    Fields of several types and Structs with an error for unknown objects are left out.
+    Left out are fields of several types, and Structs with a special error for unknown objects.
     """
     shapes = [(field.name, *_plain(field.type, {})) for field in _type_of(struct).fields]
     return tuple(

@@ -1,4 +1,5 @@
-"""Messages, MESSAGE, CALL: a chat's messages in OpenAI's form, one message, and a tool call."""
+"""Messages, MESSAGE, CALL: the schemas of a chat's messages, a message and a tool call in OpenAI's
+form."""
 
 from typing import Annotated, Any, Literal, Union
 
@@ -10,20 +11,20 @@ from deployments.api.fields.schema import NEVER, NULL, TEXT, Schema, either, nee
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
 from engine.images.layout import DETAILS, MAX_FPS
 
-_NO_TEXT = expects("a string")  # the error of a missing text, too
+_NO_TEXT = expects("a string")  # also the error for a missing text
 _NO_CALL = expects("a function call", up=1)
 _NO_ID = expects("the id of a tool call in an earlier message", "invalid_tool_call_id")
 Text = Annotated[str, _NO_TEXT]
 
 
 class TextPart(Struct, tag="text", tag_field="type", gc=False):
-    """A part that is a text."""
+    """A content part with a text."""
 
     text: Text
 
 
 class RefusalPart(Struct, tag="refusal", tag_field="type", gc=False):
-    """A part that is the text of a model's refusal."""
+    """A content part with a model's refusal."""
 
     refusal: Text
 
@@ -32,11 +33,12 @@ class RefusalPart(Struct, tag="refusal", tag_field="type", gc=False):
         return self.refusal
 
 
-# A field for which the JSON schemas allow no value, because no model takes it at this place.
+# A field that accepts any value here but none in the JSON schemas, because it is always refused
+# later.
 _Untold = Annotated[Any, of_schema(NEVER)]
 
 
-# The fields of images are checked by generation/images.py.
+# The contents of image fields are checked by generation/images.py.
 _URL: Schema = {
     "type": "string",
     "description": "data:image/png;base64,..., or an http(s) address of the server's images.hosts",
@@ -67,7 +69,7 @@ class ImageUrlPart(Struct, tag="image_url", tag_field="type"):
 
 
 class InputImagePart(Struct, tag="input_image", tag_field="type"):
-    """An image in an item of Responses."""
+    """An image in an item of the Responses API."""
 
     image_url: Annotated[Any, of_schema(needed(_URL))] = None
     detail: Annotated[Any, of_schema(one_of(*DETAILS))] = None
@@ -75,7 +77,8 @@ class InputImagePart(Struct, tag="input_image", tag_field="type"):
 
 
 class FilePart(Struct, tag="file", tag_field="type"):
-    """An image's file: the object `file` in a chat, the other fields in an item of Responses."""
+    """An image's file: the object `file` in a chat, the other fields in an item of the Responses
+    API."""
 
     file: Annotated[Any, of_schema(needed(_FILE))] = None
     file_data: Any = None
@@ -84,39 +87,41 @@ class FilePart(Struct, tag="file", tag_field="type"):
 
 
 class VideoPart(Struct, tag="video", tag_field="type"):
-    """A clip in a chat. video: a list of its frames' URLs. fps: frames a second."""
+    """A video clip in a chat. video: a list of its frames' URLs. fps: frames per second."""
 
     video: Annotated[Any, of_schema(needed(_LIST))] = None
     fps: _Fps = None
 
 
 class VideoUrlPart(Struct, tag="video_url", tag_field="type"):
-    """A clip in a chat. video_url: a data: URL of all frames, or an object with this `url`."""
+    """A video clip in a chat. video_url: a data: URL with all frames, or an object with such a
+    `url`."""
 
     video_url: Annotated[Any, of_schema(needed(_EITHER_FRAMES))] = None
     fps: _Fps = None
 
 
 class AnthropicImage(Struct):
-    """The block of an image in Anthropic's API. source: an object with `type` and data or url."""
+    """A content block with an image in Anthropic's API. source: an object with `type` and data or
+    url."""
 
     source: Annotated[Any, of_schema(needed(_SOURCE))] = None
 
 
 class MisplacedBlock(AnthropicImage):
-    """The block of an image at a place where no model takes one."""
+    """A content block with an image where images are not allowed."""
 
     source: _Untold = None
 
 
 class OllamaImage(Struct):
-    """An image of the list `images` in Ollama's API."""
+    """An item of the list `images` in Ollama's API."""
 
     base64: Any = None
 
 
 class OtherMedia(Struct):
-    """Media that no model takes at their place. kind: the `type` of the part."""
+    """A content part with media that are not allowed there. kind: the `type` of the part."""
 
     kind: str
 
@@ -126,10 +131,11 @@ WrittenClip = VideoPart | VideoUrlPart
 
 
 class MediaPart(Struct, tag_field="type"):
-    """A part of media that no model takes at its place. Its one field is named like its type."""
+    """A content part with media that are not allowed there. Its only field has the name of its
+    type."""
 
 
-# Parts of images in messages of roles that may have no images.
+# Image parts in messages of roles that must not have images.
 _MISPLACED_PARTS = (
     defstruct("image_url", [("image_url", _Untold, None)], bases=(ImageUrlPart,), tag="image_url"),
     defstruct(
@@ -155,9 +161,10 @@ _MEDIA_PARTS: list[Any] = [
     for name in ("input_audio", "audio_url")
 ]
 _CLIP_PARTS = (VideoPart, VideoUrlPart)
-# Types of the parts that are clips in other servers' APIs, the last one in items of Responses.
+# Types of parts with video clips in other servers' APIs; the last one is of items in the Responses
+# API.
 CLIP_KINDS = (*(str(part.__struct_config__.tag) for part in _CLIP_PARTS), "input_video")
-# Clips in items of Responses, and in messages of roles that have no images.
+# Video clips in items of the Responses API, and in messages of roles that must not have images.
 _MISPLACED_CLIPS: list[Any] = [
     defstruct(name, [(name, _Untold, None)], bases=(MediaPart,), tag=name) for name in CLIP_KINDS
 ]
@@ -191,7 +198,8 @@ _ItemPart: Any = _one_of(
 
 
 def _parts(least: int) -> Meta:
-    """Return the Meta with the length of a list of parts, for schemas; ChatBuilder checks it."""
+    """Return the Meta that documents the length of a list of parts; ChatBuilder checks the
+    length."""
     return of_schema({"minItems": least, "maxItems": MAX_MESSAGE_PARTS})
 
 
@@ -259,7 +267,7 @@ class ToolMessage(Message, tag="tool", kw_only=True):
 
 
 class AssistantMessage(Message, tag="assistant", kw_only=True):
-    """An answer of the model. Without content and calls its text is `refusal`, or empty."""
+    """An answer of the model. Without content and tool calls its text is `refusal`, or empty."""
 
     content: Annotated[str | Annotated[list[_PartOfText], _parts(0)], _EITHER] | None = None  # type: ignore[assignment]
     tool_calls: Annotated[

@@ -1,4 +1,5 @@
-"""RESPONSE_FORMAT, STRUCTURED_OUTPUTS, STRUCTURAL_TAG: the fields that constrain an output."""
+"""RESPONSE_FORMAT, STRUCTURED_OUTPUTS, STRUCTURAL_TAG: the schemas of fields that constrain the
+output."""
 
 from typing import Annotated, Any
 
@@ -56,7 +57,8 @@ class ObjectFormat(Struct, tag="json_object", tag_field="type", gc=False):
 
 
 class NamedSchema(Struct, kw_only=True, gc=False):
-    """A JSON schema with a name. strict: whether keywords that cannot be enforced are refused."""
+    """A JSON schema with a name. strict: whether a schema with unenforceable keywords is
+    refused."""
 
     name: _SchemaName
     schema: JsonSchema
@@ -86,7 +88,7 @@ _SIZES = f"takes 1 to {MAX_TAGS} of them"
 
 
 class StructuralTag(Struct, kw_only=True, gc=False):
-    """A constraint of free text: where a trigger occurs, one of the structures must begin."""
+    """A constraint on free text: each occurrence of a trigger must begin one of the structures."""
 
     format: Annotated[None, Meta(extra={"fault": _format_fault})] = None
     triggers: Annotated[

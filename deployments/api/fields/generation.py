@@ -35,7 +35,7 @@ from engine.errors import InvalidRequest
 
 UINT31 = 2**31 - 1
 Side = Literal["left", "right"]  # the side of a text that is cut
-# A list of token ids, which `take_token_ids` compares with the vocabulary.
+# A list of token ids; `take_token_ids` checks that they are in the vocabulary.
 TokenIds = Annotated[
     list[Any], Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"})
 ]
@@ -50,7 +50,7 @@ class Queued(Struct, kw_only=True, gc=False):
     deadline_seconds: Annotated[float, Meta(gt=0, le=MAX_DEADLINE)] | None = None
 
 
-# llama.cpp's and Ollama's names -> the fields of SamplingParams that they set.
+# field name of llama.cpp and Ollama -> the field of SamplingParams that it sets
 LLAMA_SAMPLING = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
     **{name: name for name in ("presence_penalty", "frequency_penalty")},
@@ -59,7 +59,8 @@ LLAMA_SAMPLING = {
 
 
 def _fault_of(name: str, value: Any) -> InvalidRequest | None:
-    """Return the error with which SamplingParams refuses a field's value; None if it takes it."""
+    """Return the error by which SamplingParams refuses a field's value; None if the value is
+    accepted."""
     try:
         sampling_params.SamplingParams(**{name: value})
     except InvalidRequest as error:
@@ -68,9 +69,10 @@ def _fault_of(name: str, value: Any) -> InvalidRequest | None:
 
 
 def sampled(name: str, **limits: Any) -> Meta:
-    """Return the Meta of a field of SamplingParams: its range, and errors in SamplingParams' words.
+    """Return the Meta of a field of SamplingParams, with its range and with SamplingParams' own
+    error messages.
 
-    limits: further arguments of Meta, or others in place of the range
+    limits: further arguments of Meta, which override the range
     """
     extra = {"fault": partial(_fault_of, name)}
     if name not in sampling_params.RANGES:
@@ -85,7 +87,7 @@ _TokenId = Annotated[int, Meta(ge=0)]
 _UInt31 = Annotated[int, Meta(ge=0, le=UINT31)]
 _StopText = Annotated[str, of_schema({"minLength": 1, "maxLength": sampling_params.MAX_STOP_BYTES})]
 _Stops = Annotated[list[_StopText], of_schema({"maxItems": sampling_params.MAX_STOP_STRINGS})]
-# SamplingParams checks the texts. An empty text counts as no stop string.
+# SamplingParams checks the texts. An empty text means no stop string.
 Stop = (
     Annotated[
         Annotated[str, of_schema({"maxLength": sampling_params.MAX_STOP_BYTES})] | _Stops,
@@ -140,7 +142,7 @@ class Sampling(Queued, kw_only=True):
     min_new_tokens: _UInt31 | None = None
     temperature: Annotated[float, sampled("temperature")] | None = None
     top_p: Annotated[float, sampled("top_p")] | None = None
-    # -1 is how other servers spell "all".
+    # In other servers -1 means all tokens.
     top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
     min_p: Annotated[float, sampled("min_p")] | None = None
     repetition_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
@@ -252,7 +254,7 @@ _NO_FUNCTIONS = {
     for name in ("functions", "function_call")
 }
 _NO_CALL = {"function_call": one_of(*NOTHING["enum"], "none", "auto")}
-# These APIs have no answer without a token.
+# Answers without any token do not exist in these APIs.
 _FROM_ONE: Schema = {"minimum": 1}
 CHAT = struct_body(
     Chat,
@@ -281,7 +283,7 @@ Count = Annotated[int, Meta(ge=1, le=UINT31)]
 
 
 def not_supported(instead: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
-    """Return {field: (message, code)} of refused fields. instead: field -> advice of its error."""
+    """Return {field: (message, code)} of refused fields. instead: field -> advice in its error."""
     return {
         name: (f"{name} is not supported; {advice}", "not_supported")
         for name, advice in instead.items()

@@ -1,4 +1,4 @@
-"""CHAT, GENERATE, EMBED and the others: bodies of Ollama's routes."""
+"""The bodies of Ollama's routes: CHAT, GENERATE, EMBED and others."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ from deployments.api.fields.pooled import TEXTS, PoolingBody, PoolingOptions, Po
 from deployments.api.fields.schema import NOTHING, TEXT, either, list_of, one_of
 from deployments.api.fields.tools import TOOLS
 
-# Fields about how Ollama keeps a model loaded and shortens long prompts.
+# Fields without effect, by which Ollama keeps models loaded and truncates prompts.
 IGNORED = frozenset({"keep_alive", "truncate", "shift"})
 
 
@@ -28,7 +28,7 @@ _NO_CALL = "an object with name and arguments"
 
 
 class OllamaCall(Struct, gc=False):
-    """A call in an answer of the model."""
+    """A tool call in an answer of the model."""
 
     function: Annotated[CalledFunction, expects(_NO_CALL)]
     id: str | None = None
@@ -37,7 +37,7 @@ class OllamaCall(Struct, gc=False):
 _Call = Annotated[OllamaCall, told_of("function", _NO_CALL, "invalid_type")]
 
 
-# A list of images in base64.
+# A list of images in base64; its items are checked later.
 _Images = Annotated[Any, of_schema(either(list_of(TEXT), NOTHING))]
 
 
@@ -70,7 +70,7 @@ class AssistantMessage(OllamaMessage, tag="assistant", kw_only=True):
 
 
 class ToolMessage(OllamaMessage, tag="tool", kw_only=True):
-    """The result of a tool call, which its id or the name of its function identifies."""
+    """The result of a tool call, which is identified by its id or by the function's name."""
 
     images: _Images = None
     tool_name: str | None = None
@@ -81,7 +81,7 @@ _Message = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage,
     told_of("role", "one of system, user, assistant, tool"),
 ]
-# Fields of a generation that are refused.
+# Refused fields of generation requests, with the advice of their errors.
 REFUSED: Mapping[str, tuple[str, str]] = {
     "context": (
         "context: ids of earlier turns are not taken; send the conversation to /api/chat",
@@ -179,7 +179,7 @@ class OllamaEmbed(PoolingBody, kw_only=True):
     dimensions: Positive | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Return options that truncate long texts unless the request's `truncate` is false."""
+        """Return the options: long texts are truncated unless the request's `truncate` is false."""
         return PoolingOptions(truncate=self.truncate is not False)
 
 
@@ -189,7 +189,7 @@ class OllamaEmbeddings(PoolingBody, kw_only=True):
     prompt: str
 
     def pooling_options(self) -> PoolingOptions:
-        """Return options that truncate long texts."""
+        """Return the options: long texts are truncated."""
         return PoolingOptions(truncate=True)
 
 

@@ -1,4 +1,5 @@
-"""Bodies of infilling, tokenising, adapters, batches, files and liteqwen's routes."""
+"""The bodies of the routes for infilling, tokenising, adapters, batches and files, and of
+liteqwen's routes."""
 
 from typing import Annotated, Any, Literal
 
@@ -32,7 +33,7 @@ from deployments.api.http.exchange import MAX_REQUEST_ID
 from engine.errors import InvalidRequest
 
 MAX_MODEL_NAME = 128  # bytes
-# Bytes. Whether the name is valid is checked later.
+# The limit is in bytes; whether the name is valid is checked later.
 MAX_ADAPTER_NAME = 256
 MAX_ADAPTER_PATH = 4096
 
@@ -123,7 +124,7 @@ _METADATA = f"up to {MAX_BATCH_METADATA} strings by name"
 
 
 class ExpiresAfter(Struct, gc=False):
-    """The time for which files of a batch are kept."""
+    """The time after which a batch's output files expire."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=3600, le=MAX_BATCH_WINDOW)]

@@ -22,14 +22,14 @@ from deployments.api.fields.schema import (
 MAX_TEXTS = 2048  # OpenAI's limit
 BYTES, BYTES_ONLY = "bytes", "bytes_only"
 MAX_PARTS = 1024  # content parts of one text
-# Several names of one field: whether a sigmoid, a softmax or the normalization of a vector is
-# applied at the end.
+# The names of one field: whether a final sigmoid, softmax or normalization is applied to the
+# output.
 ACTIVATION = ("use_activation", "activation", "softmax", "normalize")
 
 Format = Literal["float", "base64", "bytes", "bytes_only"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Endianness = Literal["native", "little", "big"]
-Direction = Literal["Left", "Right"]  # Side in TEI's words
+Direction = Literal["Left", "Right"]  # the type Side in TEI's spelling
 Task = Literal["embed", "classify"]
 PromptName = Annotated[str, Meta(max_length=256)]
 Positive = Annotated[int, Meta(ge=1, le=UINT31)]
@@ -51,10 +51,10 @@ def _check_count(values: list[Any]) -> None:
 
 
 class TextInput(Shape):
-    """A text, the token ids of one, or a list of either.
+    """The field `input`: a text, a list of token ids, or a list of either.
 
-    items: the texts, or lists of token ids, which are not checked yet
-    many: whether the field is a list of texts
+    items: the texts or lists of token ids; the ids are not checked yet
+    many: whether the field is a list of texts or of token id lists
     """
 
     SCHEMA = either(*TEXTS)
@@ -83,7 +83,8 @@ class TextInput(Shape):
 
 
 def _document_text(value: Any) -> str | None:
-    """Return a string, or that in an object's `text` or `content`; None if there is no string."""
+    """Return a document's text: the string itself, or an object's `text` or `content`; None if
+    there is no string."""
     text = value
     if isinstance(value, dict):
         text, content = value.get("text"), value.get("content")
@@ -93,7 +94,8 @@ def _document_text(value: Any) -> str | None:
 
 
 class Documents(Shape):
-    """One document, or a list of documents. Empty texts are accepted, as long lists have some."""
+    """One document, or a list of documents. Empty texts are accepted, as they occur in long
+    lists."""
 
     SCHEMA = either(_DOCUMENT, list_of(_DOCUMENT, 1, MAX_TEXTS))
 
@@ -171,7 +173,7 @@ class Pairs(Shape):
 
 
 class CohereInput(Shape):
-    """The text in the `content` of an object."""
+    """An input of Cohere's API: an object whose `content` has the text."""
 
     SCHEMA = record({"content": either(TEXT, _PARTS)})
 
@@ -202,13 +204,14 @@ def _joined(parts: Any) -> str | None:
 
 
 class PoolingOptions(NamedTuple):
-    """The options for the texts of a request and for their vectors.
+    """The options of a pooling request, for its texts and for the results.
 
     truncate: whether texts that are too long for the model are truncated, at their end
-    keep_end: whether texts are truncated at their beginning instead
-    special: whether a text gets the special tokens that tokenizer.json puts around it
-    cut: truncate_prompt_tokens: maximum tokens of a text; -1: the model's; None: not given
-    activations: name in ACTIVATION -> value, of those that the body has
+    keep_end: whether texts are truncated at their beginning instead of the end
+    special: whether the special tokens that tokenizer.json defines are added to a text
+    cut: the field truncate_prompt_tokens, a text's maximum of tokens; -1: the model's maximum;
+        None: not set
+    activations: {name in ACTIVATION: value} of the fields that the body has
     """
 
     truncate: bool = False
@@ -227,7 +230,7 @@ class PoolingBody(Queued, kw_only=True):
 
 
 class Texts(PoolingBody, kw_only=True):
-    """The fields of most bodies about texts."""
+    """The fields that most bodies with texts share."""
 
     truncate: bool | None = None
     truncate_prompt_tokens: TokenCut | None = None
@@ -252,7 +255,7 @@ class _Activated(Texts, kw_only=True):
 
 
 class Inputs(Texts, kw_only=True):
-    """A body with texts, or with a chat that becomes one."""
+    """The base of bodies with texts or a chat, which is rendered to one text."""
 
     input: TextInput | None = None
     prompt_name: PromptName | None = None
@@ -303,7 +306,7 @@ class Rerank(Reranked, kw_only=True):
 
 
 class RerankTexts(Reranked, kw_only=True):
-    """The body of /rerank, which takes TEI's `texts` in the place of `documents`."""
+    """The body of /rerank, which has TEI's `texts` or `documents`."""
 
     raw_scores: bool | None = None
     truncation_direction: Annotated[Direction, words(Direction)] | None = None
@@ -316,7 +319,8 @@ class RerankTexts(Reranked, kw_only=True):
 
 
 class Score(_Activated, kw_only=True):
-    """The body of /v1/score. FIRST and SECOND list the names of the pairs' two texts."""
+    """The body of /v1/score. FIRST and SECOND: alternative field names of the pairs' first and
+    second texts."""
 
     text_1: Documents | None = None
     queries: Documents | None = None
@@ -369,7 +373,8 @@ class CohereEmbed(PoolingBody, kw_only=True):
     truncate: Annotated[CohereCut, words(CohereCut)] | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Return options that say whether long texts are truncated, and at which end."""
+        """Return the options, which determine whether long texts are truncated, and at which
+        end."""
         return PoolingOptions(self.truncate != "NONE", self.truncate == "START")
 
 
@@ -401,7 +406,7 @@ class TeiEmbed(Tei, kw_only=True):
     dimensions: Positive | None = None
 
     def pooling_options(self) -> PoolingOptions:
-        """Return options that normalize vectors unless the request says otherwise."""
+        """Return the options: vectors are normalized unless the request's `normalize` is false."""
         options = super().pooling_options()
         if Texts.pooling_options(self).activations:
             return options

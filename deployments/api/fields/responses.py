@@ -26,12 +26,12 @@ from deployments.api.fields.generation import (
 from deployments.api.fields.schema import NEVER, NULL, TEXT, Schema, either, one_of, record
 from deployments.api.fields.tools import ARGUMENTS, INPUT, TOOL_NAMED, TextInput, ToolGrammar
 
-MAX_ITEMS = 4096  # of one input
+MAX_ITEMS = 4096  # items in one input
 MAX_METADATA = 16  # pairs
 
 
 def _other(*kinds: str | None) -> Schema:
-    """Return the schema of objects of other types, which are left out and listed as ignored."""
+    """Return the schema of objects whose type is not in `kinds`; such objects are ignored."""
     return record({"type": {"not": one_of(*kinds)}})
 
 
@@ -46,7 +46,7 @@ class MessageItem(Struct, gc=False):
 
 
 class ReasoningItem(Struct, gc=False):
-    """An item of the model's reasoning: texts in lists of parts."""
+    """An item with the model's reasoning, as lists of text parts."""
 
     content: Any = None
     summary: Any = None
@@ -99,7 +99,7 @@ class Item(Known[MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
 
     @classmethod
     def others(cls) -> Schema:
-        """Return the schema of messages without a type, and of objects that are left out."""
+        """Return the schema of messages without a type, and of ignored objects."""
         message = schema_of(MessageItem)
         message["properties"]["type"] = one_of("", None)
         no_message = {"type": "object", "properties": {"type": one_of("", None), "role": NEVER}}
@@ -139,7 +139,7 @@ class InnerTool(Known[FunctionTool | CustomTool]):
 
 
 class Namespace(Struct, gc=False):
-    """A namespace of tools. In the chat its name is a prefix of the tools' names."""
+    """A namespace of tools. Its name becomes a prefix of the tools' names in the chat."""
 
     name: Annotated[str, Meta(min_length=1), expects("a string")]
     tools: list[InnerTool]
@@ -161,13 +161,13 @@ _CHOICE = either(TEXT, record({"type": one_of("function", "custom", "allowed_too
 
 
 class TextOptions(Struct, kw_only=True, gc=False):
-    """The field `text` of a request, which has the format of the answer."""
+    """The field `text` of a request, which sets the format of the answer."""
 
     format: dict[str, Any] | None = None
 
 
 class ReasoningOptions(Struct, kw_only=True, gc=False):
-    """The field `reasoning` of a request, which says how much the model thinks."""
+    """The field `reasoning` of a request, which sets the reasoning effort."""
 
     effort: ReasoningEffort | None = None
 
@@ -204,15 +204,15 @@ class Responses(ItemChat, kw_only=True):
     background: bool | None = None
 
 
-# Fields that the answer repeats, and that have no other effect.
+# Fields whose only effect is that the answer repeats them.
 RESPONSES_REPEATED = frozenset(
     {"user", "safety_identifier", "prompt_cache_key", "service_tier", "max_tool_calls"}
 )
-# Fields without effect: a request that has them is answered as if it had not.
+# Fields without effect.
 RESPONSES_IGNORED = frozenset(
     {"client_metadata", "prompt_cache_retention", "prompt_cache_options", "moderation"}
 )
-# Refused field -> the advice of its error.
+# refused field -> advice in its error
 RESPONSES_REFUSED = {
     "conversation": "send the items, or previous_response_id",
     "prompt": "send the prompt's text as instructions and input",

@@ -1,7 +1,7 @@
-"""Body: the fields of one kind of request, as JSON schemas (2020-12) by name; and the few schemas
-of which these are made.
+"""Body: the fields of one kind of request body, as JSON schemas (2020-12) by name; and functions
+for building such schemas.
 
-Conditions on the model or on two fields at once (a token id of the vocabulary, min_tokens above
+Conditions that depend on the model or on two fields (token ids of the vocabulary, min_tokens above
 max_tokens) are in no schema; the code that reads the body checks them.
 """
 
@@ -16,7 +16,7 @@ TEXT: Schema = {"type": "string"}
 FILLED: Schema = {"type": "string", "minLength": 1}
 OBJECT: Schema = {"type": "object"}
 TOKEN: Schema = {"type": "integer", "minimum": 0}
-NOTHING: Schema = {"enum": [False, 0, "", [], {}]}  # values that ask for nothing
+NOTHING: Schema = {"enum": [False, 0, "", [], {}]}  # values that mean the same as no field
 NULL: Schema = {"type": "null"}
 NEVER: Schema = {"not": {}}
 _NEEDED = "x-needed"
@@ -29,9 +29,9 @@ class Body:
     Unknown fields are named in x-ignored-fields, unless `http.strict` refuses them.
 
     taken: the fields with an effect
-    required: the fields that must be there, and not null
+    required: the fields that must be present and not null
     ignored: the fields known to have no effect, which are named in x-ignored-fields
-    refused: refused field -> schema of the values that are accepted all the same
+    refused: refused field -> schema of its values that are accepted nevertheless
     known: the names of the fields whose values are checked
     """
 
@@ -46,7 +46,8 @@ class Body:
         object.__setattr__(self, "known", frozenset(looked | self.taken.keys()))
 
     def schema(self, *, strict: bool = False) -> Schema:
-        """Return the JSON schema of the whole body. null stands for a field that is left out.
+        """Return the JSON schema of the whole body. For optional fields it allows null, which means
+        absent.
 
         strict: whether the schema forbids unknown fields.
         """
@@ -66,7 +67,7 @@ class Body:
 
 
 def optional(schema: Schema) -> Schema:
-    """Return the schema, changed to allow null too."""
+    """Return a schema that also allows null."""
     kind = schema.get("type")
     if schema == {} or kind == "null":
         return schema
@@ -82,12 +83,13 @@ def integer(low: float, high: float) -> Schema:
 
 
 def number(low: float, high: float, *, above: bool = False) -> Schema:
-    """Return the schema of a number. above: whether low itself is excluded."""
+    """Return the schema of a number. above: whether the bound `low` is exclusive."""
     return {"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high}
 
 
 def text(most: int) -> Schema:
-    """Return the schema of a text. most: maximum bytes of UTF-8, and so a bound of characters."""
+    """Return the schema of a text. most: maximum bytes in UTF-8, which also bounds the number of
+    characters."""
     return {"type": "string", "maxLength": most}
 
 
@@ -109,7 +111,8 @@ def list_of(item: Schema, low: int = 0, high: int | None = None) -> Schema:
 
 
 def needed(schema: Schema) -> Schema:
-    """Return the schema of a key that `record` requires, though the Struct has a default for it.
+    """Mark a key's schema so that `record` requires the key, although the Struct has a default for
+    it.
 
     The code that reads the value raises the error for a missing key.
     """

@@ -1,4 +1,4 @@
-"""TOOL, NAMED, TOOL_CHOICE: tools in OpenAI's form, and which of them may be called."""
+"""TOOL, NAMED, TOOL_CHOICE: the schemas of tools in OpenAI's form, and of the choice among them."""
 
 from typing import Annotated, Any, Literal
 
@@ -30,12 +30,12 @@ class TextInput(Struct, tag="text", tag_field="type", gc=False):
 
 
 class GrammarInput(Struct, tag="grammar", tag_field="type", gc=False):
-    """The input of a custom tool that takes texts of a grammar."""
+    """The input of a custom tool that takes texts that match a grammar."""
 
     grammar: ToolGrammar
 
 
-# The error for the `format` of a custom tool's input, in every body with custom tools.
+# The Meta with the error for an invalid `format` of a custom tool's input.
 INPUT = expects('of type "text" or "grammar"', code="invalid_value")
 
 
@@ -54,7 +54,7 @@ class Function(Described, kw_only=True):
 
 
 class CustomTool(Described, kw_only=True):
-    """A tool that takes a text."""
+    """A custom tool, which takes a text."""
 
     format: Annotated[TextInput | GrammarInput, INPUT] | None = None
 
@@ -107,7 +107,7 @@ class _NamedCustom(Struct, tag="custom", tag_field="type", gc=False):
 
 
 def no_choice(_: Any = None, path: str = "tool_choice") -> ApiError:
-    """Return the error for a tool choice of no known form."""
+    """Return the error for a tool choice in an unknown form."""
     return invalid(f"{path} must be {_CHOICES}", path)
 
 

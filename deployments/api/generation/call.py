@@ -32,9 +32,10 @@ from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
 MAX_KWARGS_BYTES = 64 * 1024
-# Characters that a bad word counts for: it is encoded three times, each in a call of its own.
+# Characters that each bad word adds to the measure of work: a word is encoded three times, in
+# separate calls.
 _WORD_CHARS = 64
-_MOST_TOKEN_CHARS = 16  # characters per token of a prediction, beyond which it is cut
+_MOST_TOKEN_CHARS = 16  # characters per token beyond which a prediction is truncated
 MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
 
 
@@ -45,14 +46,15 @@ class GenerationCall:
     request: the client's request
     prompts: the token ids of each prompt
     texts: the texts that `echo` repeats, one for each prompt
-    common: the common part of the backend's requests for these prompts. Its token_ids are empty,
-        and its seed is a random one, for a request that sets none
-    prompt_logprobs: whether the request has this field; `echo` with `logprobs` needs them too
+    common: the backend's request without token ids, from which the requests of all prompts are
+        copied; its seed is random if the client sets none
+    prompt_logprobs: whether the request has this field; `echo` with `logprobs` also needs prompt
+        logprobs
     score_only: whether only the prompt's log-probabilities are computed (max_tokens 0 with echo)
-    timing: whether usage reports queue time and migrations (the header x-return-timing)
-    streams, emitted: one for each prompt, or none; see GenerationRequest
-    output: the plan for reading the answer's text; None: the text is the answer
-    images: the images of the prompt, of which `common` has the pixels once they are decoded
+    timing: whether usage reports queue time and migrations (header x-return-timing)
+    streams, emitted: one item per prompt, or empty; see GenerationRequest
+    output: the plan for parsing the answer's text; None: the text is not parsed
+    images: the images of the prompt; `common` gets their pixels after decoding
     ignored: the fields that have no effect with this model
     """
 
@@ -78,7 +80,7 @@ class GenerationCall:
         """Return the requests for the backend, one for each prompt."""
         params = self.common.params
         if self.score_only:
-            # An engine generates at least one token; the answer leaves it out.
+            # An engine generates at least one token, which the answer leaves out.
             params = msgspec.structs.replace(params, max_tokens=1)
         requests = []
         for i, ids in enumerate(self.prompts):
@@ -101,9 +103,9 @@ def encode_texts(
 ) -> list[list[int]]:
     """Return the token ids of each text.
 
-    special: whether special tokens are put before the texts
+    special: whether special tokens are put before each text
 
-    Encoding ends with TooManyTokens at the first text that has more than `limit` tokens.
+    Raises TooManyTokens at the first text with more than `limit` tokens.
     """
     prompts = []
     for text in texts:
@@ -122,12 +124,13 @@ async def prepare(
     backend: Backend,
     images: ChatImages | None = None,
 ) -> GenerationCall:
-    """Check a request against the model that it names, and encode its prompts.
+    """Check a request against the model that it names, encode its prompts, and return the
+    GenerationCall.
 
     size: the bytes of the request's body
-    images: the images of a chat, whose headers were read; None: there are none
+    images: the chat's images with headers already read; None: there are none
 
-    Raises ApiError 400 and InvalidRequest, which name fields by our names.
+    Raises ApiError 400 and InvalidRequest, with our names of fields rather than the dialect's.
     """
     work = partial(_prepared, request, card, backend.tokenizer(card.id), images)
     size += _WORD_CHARS * len(request.sampling.bad_words or ())
@@ -145,7 +148,8 @@ def _prepared(
     tokenizer: Tokenizer,
     images: ChatImages | None,
 ) -> GenerationCall:
-    """Return a request's call with its prompts. Raises ApiError 400, InvalidRequest."""
+    """Return the GenerationCall of a request with encoded prompts. Raises ApiError 400,
+    InvalidRequest."""
     params = request.sampling.params(tokenizer, card.vocab_size)
     if params.max_tokens == 0 and isinstance(request, ChatRequest):
         raise invalid("max_tokens must be at least 1", "max_tokens")
@@ -175,7 +179,7 @@ def _prepared(
 
 
 def _fill_chat(call: GenerationCall) -> None:
-    """Set the prompt of a chat and the plan of its answer. Raises as `prepare`."""
+    """Set the prompt of a chat and the OutputPlan of its answer. Raises as `prepare`."""
     request = call.request
     assert isinstance(request, ChatRequest)
     tools, tokenizer, limit = request.tools, call.tokenizer, call.card.max_model_len
@@ -233,7 +237,7 @@ def chat_ids(
 
     effort: the reasoning effort; None: the template's default.
     ignored: the list that names of fields without effect are added to.
-    max_tokens: the number of tokens beyond which encoding raises TooManyTokens.
+    max_tokens: maximum number of tokens, beyond which TooManyTokens is raised.
     images: the images of the messages, whose placeholders are expanded; None: there are none.
 
     Raises ApiError 400, InvalidRequest.
@@ -261,7 +265,7 @@ def template_options(
     opens: bool | None = None,
     continues: bool | None = None,
 ) -> TemplateOptions:
-    """Return the options with which a chat is rendered. Raises ApiError 400.
+    """Return the options for rendering a chat. Raises ApiError 400.
 
     variables: the field chat_template_kwargs
     opens: the field add_generation_prompt; None: the opposite of `continues`
@@ -293,7 +297,8 @@ def template_options(
 
 
 def _kept(cut: PromptCut, call: GenerationCall) -> int | None:
-    """Return the number of tokens that prompts are cut to; None: no limit. Raises ApiError 400."""
+    """Return the number of tokens to which prompts are truncated; None: not truncated. Raises
+    ApiError 400."""
     context = call.card.max_model_len
     tokens = kept_tokens(cut.tokens, context)
     if tokens is None:
@@ -323,7 +328,8 @@ def _fill_texts(call: GenerationCall) -> None:
 
 
 def _fill_gaps(call: GenerationCall, request: TextRequest) -> None:
-    """Set the prompts of gaps: the text before and the text after each (fill in the middle)."""
+    """Set the prompts for gaps (fill in the middle), each from the text before and the text after
+    the gap."""
     marks = FillMarks.of(call.tokenizer)
     if marks is None:
         raise invalid(
@@ -375,12 +381,12 @@ def check_limits(call: GenerationCall, most_choices: int, most_tokens: int | Non
     """Check the numbers of choices, of tokens in the context and in the answer, and of prompt
     log-probabilities.
 
-    most_tokens: the most tokens of an answer, which becomes the call's limit if it has none; None:
-        what the context leaves
+    most_tokens: the operator's maximum tokens of an answer, which becomes the call's max_tokens if
+        it has none; None: only the context limits the answer
 
-    Called once `call.card` is the adapter's, whose virtual tokens leave less room. Raises
-    InvalidRequest context_length_exceeded, about the prompt if it alone is too long; ApiError 400
-    too_many_choices, or for too many tokens or log-probabilities of the prompt.
+    Called after `call.card` was set to the adapter's, whose virtual tokens shorten the context.
+    Raises InvalidRequest context_length_exceeded; ApiError 400 too_many_choices, or for too many
+    tokens or prompt log-probabilities.
     """
     params = call.common.params
     count = len(call.prompts) * params.n
@@ -413,11 +419,12 @@ def check_limits(call: GenerationCall, most_choices: int, most_tokens: int | Non
 
 
 def scored_entries(call: GenerationCall) -> int:
-    """Return the answer's number of log-probabilities of prompt tokens, alternatives included."""
+    """Return the number of prompt log-probabilities in the answer, including alternatives."""
     params = call.common.params
     return sum(map(len, call.prompts)) * (1 + (params.prompt_logprobs or 0)) * params.n
 
 
 def too_many_tokens(error: TooManyTokens, param: str) -> InvalidRequest:
-    """Return the error for a text that was too long to be encoded as a whole."""
+    """Return the error for a text whose encoding was stopped because it is too long. param: its
+    field."""
     return context_too_long(error.limit, error.at_least, param=param, where=param, at_least=True)

@@ -1,4 +1,4 @@
-"""ChatImages: the images of a chat, from the fields of its request to positions in the prompt."""
+"""ChatImages: reads the images of a chat's request, and places them in the prompt."""
 
 import secrets
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,8 @@ _ROLES = ("user", "tool")  # roles whose messages may have images
 
 @dataclass(slots=True)
 class _Visual:
-    """An image or a clip of a chat. sources, files: one of the image, or one of each frame."""
+    """An image or a video clip of a chat. sources, files: one item for an image, or one per
+    frame."""
 
     sources: list[ImageSource]
     files: list[PictureFile]
@@ -38,10 +39,10 @@ class _Visual:
 
 @dataclass(slots=True)
 class ChatImages:
-    """The images and clips of a chat, whose headers were read.
+    """The images and clips of a chat, with their headers read.
 
-    held: the reservation of their bytes in the memory of images
-    placed: the pictures with their positions in the prompt, once it is encoded
+    held: the reservation of their bytes in ImageMemory
+    placed: the pictures with their positions in the prompt, set after the prompt is encoded
     """
 
     processor: ImageProcessor
@@ -55,7 +56,7 @@ class ChatImages:
         return sum(len(lay.token_ids) for visual in self.visuals for lay in visual.place.layouts)
 
     def surrounded(self, text: str, order: Sequence[int]) -> str:
-        """Return a rendered chat with the texts that the model needs around its images.
+        """Return a rendered chat with the texts that the model requires before and after images.
 
         order: indices of the images in the order of their placeholders.
         """
@@ -79,14 +80,14 @@ class ChatImages:
 
 
 class ImageMarks:
-    """The marks (random texts) that stand for images while a chat's contents are strings.
+    """Placeholder texts (random) for images, used while a chat's contents are plain strings.
 
     The code that adds tools and thinking to messages handles strings only.
     """
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
         self._nonce = f"{secrets.randbelow(10**24):024d}"
-        self._kinds: list[str] = []  # kinds of parts, for the template
+        self._kinds: list[str] = []  # type of each image's part, for the template
         self.messages = [self._marked(message) for message in messages]
 
     def _marked(self, message: ChatMessage) -> ChatMessage:
@@ -102,7 +103,8 @@ class ImageMarks:
         return msgspec.structs.replace(message, content=tuple(content))
 
     def put_back(self, messages: Iterable[TemplateMessage]) -> list[int]:
-        """Replace marks in contents by image parts; return the images' indices in that order."""
+        """Replace the placeholder texts in contents by image parts; return the images' indices in
+        their order of occurrence."""
         order: list[int] = []
         for message in messages:
             content = message.get("content")
@@ -120,7 +122,7 @@ class ImageMarks:
 
 
 def check_no_images(messages: Iterable[ChatMessage], card: ModelCard) -> None:
-    """Refuse a chat with images on a route that generates no answer. Raises ApiError 400."""
+    """Raise ApiError 400 for a chat with images on a route that generates no answer."""
     parts = _images(messages)
     if parts:
         _processor(parts, card)
@@ -133,7 +135,8 @@ def _images(messages: Iterable[ChatMessage]) -> list[ImagePart]:
 
 
 def _processor(parts: Sequence[ImagePart], card: ModelCard) -> ImageProcessor:
-    """Return the image processor of a model, if the model takes all parts. Raises ApiError 400."""
+    """Return a model's image processor after checking that the model accepts all parts. Raises
+    ApiError 400."""
     clips = clips_of(card.images) is not None
     for part in parts:
         model = f'{part.place}: the model "{card.id}" takes text'
@@ -154,9 +157,9 @@ def _processor(parts: Sequence[ImagePart], card: ModelCard) -> ImageProcessor:
 async def read_images(
     messages: Sequence[ChatMessage], card: ModelCard, intake: ImageIntake, ignored: list[str]
 ) -> ChatImages:
-    """Read the files of a chat's images, of which there is at least one, and their headers.
+    """Fetch the files of a chat's images and read their headers. The chat must have an image.
 
-    ignored: the list that names of animations' later frames, which are not used, are added to.
+    ignored: the list to which the paths of animations are added, as only their first frame is used.
     Raises ApiError 400, InvalidRequest naming the image, Overloaded.
     """
     parts = _images(messages)
@@ -195,7 +198,7 @@ async def read_images(
 
 
 def _sources(parts: Sequence[ImagePart], most: int) -> list[list[ImageSource]]:
-    """Return the sources of each part's bytes: one of an image, one for each frame of a clip.
+    """Return, for each part, the sources of its bytes: one for an image, one per frame for a clip.
 
     most: maximum number of frames of all clips. Raises ApiError 400.
     """
@@ -219,12 +222,12 @@ def _sources(parts: Sequence[ImagePart], most: int) -> list[list[ImageSource]]:
 
 
 def no_media(message: str, path: str) -> ApiError:
-    """Return the error for media that are not taken at all, or not at their place."""
+    """Return the error for media that are not supported, or not allowed there."""
     return invalid(message, path, "modality_not_supported")
 
 
 def misplaced_image(place: str, role: str) -> str:
-    """Return the message of the error for an image in a message of another role."""
+    """Return the error message for an image in a message whose role must not have images."""
     roles = " and ".join(_ROLES)
     return f"{place}: images stand in messages of the roles {roles}, not {role}"
 

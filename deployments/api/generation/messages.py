@@ -1,5 +1,5 @@
-"""ChatBuilder: the messages of a chat as a dialect reads them, within the bounds of all dialects.
-check_messages: the messages of OpenAI's dialect."""
+"""ChatBuilder: builds and checks a chat's messages, for all dialects.
+check_messages: converts messages in OpenAI's form."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.json_body import MAX_CONTAINERS, JsonObject, parse_inner
 
 _MOST_IGNORED = 16
-# Fields of answers that callers send back, and that templates do not use.
+# Fields of answers that clients send back in later requests, and that templates do not use.
 _ECHOED = frozenset({"refusal", "annotations", "audio", "function_call", "id", "parsed"})
 _KNOWN = frozenset(
     {
@@ -31,7 +31,7 @@ _KNOWN = frozenset(
         *("reasoning_content", "reasoning"),  # two names of one field
     }
 )
-# The keys that objects inside of parts may have.
+# part's field with an object -> the keys that the object may have
 _INNER_NAMES = {
     "image_url": frozenset({"url", "detail"}),
     "video_url": frozenset({"url"}),
@@ -41,12 +41,12 @@ _INNER_NAMES = {
 
 @functools.cache
 def _part_names(part: type[msgspec.Struct]) -> frozenset[str]:
-    """Return the keys that a part may have. `cache_control` is named without the part's path."""
+    """Return the keys that are accepted in a part, including `cache_control`."""
     return frozenset({"type", "cache_control", *part.__struct_fields__})
 
 
 class ChatBuilder:
-    """The messages of a chat so far, with the counts that bound them.
+    """The messages of a chat so far, with the counts that are checked against limits.
 
     ignored: the list that names of fields without effect are added to
     """
@@ -56,11 +56,11 @@ class ChatBuilder:
         self._ignored = ignored
         self._asked: set[str] = set()  # ids of tool calls that results may answer
         self._parts = self._calls = 0
-        # Brackets in tools' arguments: JSON in strings, which was not counted with the body.
+        # Number of brackets in tool arguments, whose JSON strings were not counted with the body.
         self._brackets = 0
 
     def add_message(self, role: str, place: str, text: str | None = None) -> None:
-        """Add a message, with one text as its content or with none."""
+        """Add a message, with one text as its content or without content."""
         content = None if text is None else (chat.TextPart(text),)
         self.messages.append(ChatMessage(role, place, content))
 
@@ -69,12 +69,12 @@ class ChatBuilder:
         self.messages[-1] = msgspec.structs.replace(self.messages[-1], **fields)
 
     def ignore(self, path: str) -> None:
-        """Add a field without effect to the names of x-ignored-fields, unless there are many."""
+        """Add a field's path to the names in x-ignored-fields, up to a maximum."""
         if len(self._ignored) < _MOST_IGNORED:
             self._ignored.append(path)
 
     def content(self, parts: Sequence[chat.Part], path: str) -> Content:
-        """Return the texts and images of a list of parts. Raises ApiError 400."""
+        """Convert a list of content parts into a message's content. Raises ApiError 400."""
         if not 1 <= len(parts) <= MAX_MESSAGE_PARTS:
             raise invalid(f"{path} must have 1 to {MAX_MESSAGE_PARTS} parts", path)
         self._parts += len(parts)
@@ -95,10 +95,11 @@ class ChatBuilder:
         return tuple(content)
 
     def count_calls(self, new: int, whole: int, path: str) -> None:
-        """Count tool calls of a message. Raises ApiError 400 if the message or all have too many.
+        """Count tool calls. Raises ApiError 400 if this message, or all messages together, have too
+        many.
 
-        new: the calls that are counted now
-        whole: the calls of the message, the new ones included
+        new: the number of calls to add
+        whole: the number of calls of the message, including the new ones
         """
         if whole > MAX_MESSAGE_CALLS:
             raise invalid(f"{path} may have at most {MAX_MESSAGE_CALLS} items", path)
@@ -107,7 +108,8 @@ class ChatBuilder:
             raise invalid(f"messages may have at most {MAX_CALLS} tool calls together", path)
 
     def call(self, id: str, name: str, arguments: Any, path: str) -> ToolCall:
-        """Return a tool call, whose id later results may name. Raises ApiError 400.
+        """Return a tool call, and remember its id, to which later results refer. Raises ApiError
+        400.
 
         arguments: an object, or JSON in a string
         path: the path of the arguments in the body
@@ -116,7 +118,7 @@ class ChatBuilder:
         return ToolCall(id, name, self._arguments(arguments, path))
 
     def check_answered(self, id: Any, path: str) -> str:
-        """Return the id, if it is that of an earlier tool call. Raises ApiError 400 otherwise."""
+        """Check that an id belongs to an earlier tool call, and return it. Raises ApiError 400."""
         if not isinstance(id, str) or id not in self._asked:
             raise invalid(
                 f"{path} must be the id of a tool call in an earlier message",
@@ -167,7 +169,7 @@ class ChatBuilder:
         self.messages.append(read)
 
     def _name_unused(self, part: chat.Part, sent: Mapping[str, Any], inside: str) -> None:
-        """Add the keys of a part that have no effect to the ignored fields.
+        """Add the names of a part's keys without effect to the ignored fields.
 
         sent: the part as the client wrote it
         inside: the text before each key
@@ -199,7 +201,8 @@ class ChatBuilder:
         return tuple(read)
 
     def finish(self, name: str = "messages") -> tuple[ChatMessage, ...]:
-        """Return the messages. name: the client's name of the list. Raises ApiError 400."""
+        """Check and return the complete list of messages. name: the client's name of the list.
+        Raises ApiError 400."""
         if not 1 <= len(self.messages) <= MAX_MESSAGES:
             raise invalid(f"{name} must have 1 to {MAX_MESSAGES} items", name)
         empty = (chat.TextPart(""),)
@@ -213,7 +216,7 @@ class ChatBuilder:
         )
 
     def _arguments(self, value: Any, path: str) -> Any:
-        """Return a tool call's arguments as an object, which templates print."""
+        """Return a tool call's arguments as an object, which templates serialise."""
         if value is None or value == "":
             return {}
         if isinstance(value, str):
@@ -232,8 +235,8 @@ class ChatBuilder:
                     raise invalid(f"{path}: {error.message}", path, error.code) from None
         if isinstance(value, dict):
             return value
-        # The model wrote these arguments. Refusing them would end the conversation, whose history
-        # keeps them.
+        # The model generated these arguments. Refusing them would make the conversation unusable,
+        # as they stay in its history.
         self.ignore(path)
         return {"_raw": value}
 
@@ -241,9 +244,9 @@ class ChatBuilder:
 def check_messages(
     messages: Sequence[chat.Message], items: Sequence[JsonObject], ignored: list[str]
 ) -> tuple[ChatMessage, ...]:
-    """Return the messages of a list in OpenAI's form, with decoded tool arguments.
+    """Convert messages in OpenAI's form into ChatMessages, with decoded tool arguments.
 
-    items: the messages as the client wrote them; their unused keys are added to `ignored`
+    items: the messages as sent by the client; their unused keys are added to `ignored`
 
     Large chats should be read in a thread.
     Raises ApiError 400 naming the part at fault, e.g. ``messages[0].content[1].type``.

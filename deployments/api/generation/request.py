@@ -21,7 +21,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False):
-    """A call in the message of an assistant. arguments: an object, which templates print."""
+    """A tool call in an assistant's message. arguments: an object, which templates serialise."""
 
     id: str
     name: str
@@ -29,17 +29,18 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
 
 
 class ImagePart(msgspec.Struct, frozen=True, gc=False):
-    """An image or a clip of a message, or other media; decoded or refused once the model is known.
+    """An image, video clip or other media in a message; it is decoded or refused once the model is
+    known.
 
     place: the path of its field in the request, for errors, e.g. ``messages[0].content[1]``
-    refused: the path that the error of a model without images names
+    refused: the path in the error if the model takes no images
     """
 
     written: WrittenImage | WrittenClip | OtherMedia
     place: str
     refused: str
 
-    text: ClassVar[str] = ""  # such a part adds nothing to a message's text
+    text: ClassVar[str] = ""  # images add nothing to a message's text
 
     @property
     def clip(self) -> bool:
@@ -54,7 +55,7 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
     place: the path of its field in the request, e.g. ``messages[2]`` or ``instructions``
     content: the parts; None: the message has no content
-    tool_call_id: the call whose result the message is
+    tool_call_id: the id of the tool call whose result the message has
     """
 
     role: str
@@ -77,7 +78,8 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
         return [part for part in self.content or () if type(part) is ImagePart]
 
     def for_template(self) -> TemplateMessage:
-        """Return the message as templates expect it: one string, and calls with a type."""
+        """Return the message as templates expect it: the content as one string, and tool calls with
+        a type."""
         message: TemplateMessage = {"role": self.role}
         if self.content is not None:
             parts = self.content
@@ -106,9 +108,9 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 class TemplateOptions:
     """The options of rendering a chat.
 
-    opens: whether the prompt opens the model's turn
-    continues: whether the model continues the last message
-    variables: name -> value of further variables of the template
+    opens: whether the prompt ends with the beginning of the assistant's turn
+    continues: whether the prompt ends within the last message, which the model continues
+    variables: {name: value} of additional template variables
     """
 
     opens: bool = True
@@ -120,8 +122,8 @@ class TemplateOptions:
 class PromptCut:
     """The truncation of a prompt.
 
-    tokens: the maximum number of tokens; -1: that of the model
-    keeps_end: whether a longer prompt loses its beginning, not its end
+    tokens: the maximum number of tokens; -1: the model's maximum
+    keeps_end: whether a longer prompt is truncated at its beginning instead of its end
     """
 
     tokens: int
@@ -131,12 +133,12 @@ class PromptCut:
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The fields that chats and completions have in common.
 
-    model: the name that the client gave; None: the only model
+    model: the model's name in the request; None: the only served model
     usage, continuous_usage: whether a stream reports usage at its end, and in each event
-    speculation: whether the engine may draft for the answer
-    token_names: whether log-probabilities name tokens by their ids
+    speculation: whether the engine may use speculative decoding
+    token_names: whether log-probabilities name tokens by ids, as ``token_id:N``
     echo: whether the answer begins with the prompt
-    best_of: a number that has to equal the number of choices
+    best_of: the field best_of, which must equal the number of choices
     names: our names of fields -> the client's, where these differ
     """
 
@@ -153,20 +155,20 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_names: bool = False
     best_of: int | None = None
     echo: bool = False
-    PROMPT: ClassVar[str] = "messages"  # our name of the field that is the prompt
+    PROMPT: ClassVar[str] = "messages"  # our name of the field with the prompt
     names: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def own_name(self, name: str) -> str:
-        """Return the client's name of one of our fields."""
+        """Return the client's name for a field, given our name."""
         return self.names.get(name, name)
 
     @property
     def prompt_name(self) -> str:
-        """The client's name of the prompt."""
+        """The client's name of the field with the prompt."""
         return self.own_name(self.PROMPT)
 
     def own_error(self, error: ApiError | MantaError) -> ApiError:
-        """Return an error with the client's name of the field at fault."""
+        """Return an error in which our name of the field at fault is replaced by the client's."""
         answer = from_backend(error)
         if answer.param is None or (own := self.own_name(answer.param)) == answer.param:
             return answer
@@ -178,7 +180,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
-    """A chat that a client asks for.
+    """A client's request for a chat completion.
 
     effort: how much the model should reason; None: the template's default
     thinking_budget: maximum number of reasoning tokens; None, -1: no limit
@@ -202,12 +204,12 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class TextRequest(GenerationFields, frozen=True, kw_only=True):
-    """A completion that a client asks for.
+    """A client's request for a text completion.
 
     prompts: texts, or lists of token ids
-    many: whether the client gave a list of prompts, and not one
-    gaps: the gaps that the model fills, in the place of prompts
-    special: whether special tokens are put before the texts
+    many: whether the client sent a list of prompts rather than a single one
+    gaps: the gaps to fill, instead of prompts
+    special: whether special tokens are put before each text
     """
 
     prompts: tuple[str, ...] | tuple[list[int], ...] = ()

@@ -13,7 +13,7 @@ from engine.errors import InvalidRequest
 from engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_BYTES, SamplingParams
 from engine.text.tokenizer import Tokenizer
 
-# The fields that bodies and SamplingParams name alike, without those that need conversion.
+# The fields that have the same name in bodies and SamplingParams, and need no conversion.
 _SAME = {
     name: name
     for name in SamplingParams.__struct_fields__
@@ -23,11 +23,11 @@ _SAME = {
 
 @dataclass(frozen=True, slots=True)
 class RequestedSampling:
-    """The sampling parameters that a client asks for.
+    """The sampling parameters in a client's request.
 
     values: field of SamplingParams -> its value, whose range is not yet checked
-    bad_words: texts that the output may not have
-    suppressed: token ids that the output may not have
+    bad_words: texts that the output must not contain
+    suppressed: token ids that the output must not contain
     """
 
     values: Mapping[str, Any]
@@ -35,7 +35,8 @@ class RequestedSampling:
     suppressed: list[int] | None = None
 
     def params(self, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
-        """Return the params for a model, with its defaults for missing ones. Raises InvalidRequest.
+        """Return the SamplingParams for a model, with the model's defaults for missing ones. Raises
+        InvalidRequest.
 
         tokenizer, vocab_size: those of the model
         """
@@ -53,9 +54,9 @@ class RequestedSampling:
 def _without(
     name: str, sequences: list[list[int]], params: SamplingParams, vocab_size: int
 ) -> SamplingParams:
-    """Return params that exclude more sequences of tokens. Raises InvalidRequest.
+    """Return params that also forbid the given token sequences. Raises InvalidRequest.
 
-    name: the request's field that excludes the sequences, for errors
+    name: the request's field with the sequences, for errors
     """
     try:
         more = (*params.bad_words_ids, *sequences)
@@ -74,11 +75,11 @@ def take_sampling(
     max_tokens: int | None = None,
     logprobs: int | None = None,
 ) -> RequestedSampling:
-    """Read the sampling parameters of a request; null is the default.
+    """Return the sampling parameters in a request; null means the default.
 
-    fields: a body or a part of one, whose other fields are not read
+    fields: a body or a part of one; its other fields are not read
     names: field of `fields` -> the field of SamplingParams that it sets
-    max_tokens: the limit of output tokens; None: the context's
+    max_tokens: the limit of output tokens; None: the context is the only limit
     logprobs: the number of alternatives to each output token; None: no log-probabilities
 
     Raises ApiError 400.
@@ -90,7 +91,7 @@ def take_sampling(
             values[name] = value
     if values.get("stop") == "":
         del values["stop"]
-    if values.get("top_k") == -1:  # how other servers spell "all"
+    if values.get("top_k") == -1:  # in other servers -1 means all tokens
         values["top_k"] = 0
     if not isinstance(fields, Sampling):
         return RequestedSampling(values)
@@ -112,7 +113,7 @@ def take_sampling(
 def check_length(tokens: int | None, most: int | None, name: str = "max_tokens") -> None:
     """Raise ApiError 400 if a request asks for a longer answer than the operator allows.
 
-    tokens: what it asks for; None: nothing
+    tokens: the requested maximum; None: not set
     most: `limits.max_tokens`; None: any length
     name: the request's field
     """
@@ -121,10 +122,10 @@ def check_length(tokens: int | None, most: int | None, name: str = "max_tokens")
 
 
 def limited(params: SamplingParams, most: int | None, room: int) -> SamplingParams:
-    """Return params with the operator's limit of an answer's length where they have none.
+    """Return params with max_tokens set to the operator's limit, if they have no max_tokens.
 
     most: `limits.max_tokens`; None: the context is the only limit
-    room: the tokens that the prompt leaves of the context
+    room: the number of context tokens that the prompt leaves
 
     Raises InvalidRequest if min_tokens exceeds the limit.
     """
@@ -134,7 +135,8 @@ def limited(params: SamplingParams, most: int | None, room: int) -> SamplingPara
 
 
 def agreed(name: str, value: int | None, other: str, same: int) -> int:
-    """Return `same`, the value of the field `other`, which is another name for the field `name`.
+    """Check that two fields with the same meaning, `name` and `other`, do not differ; return
+    `same`. same: the value of `other`.
 
     value: the value under `name`; None if it was not given.
 
@@ -146,8 +148,8 @@ def agreed(name: str, value: int | None, other: str, same: int) -> int:
 
 
 def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the different lists of token ids that a word can have: at the beginning of a text,
-    after a space and after a line break."""
+    """Return the distinct token id lists of a word: at the beginning of a text, after a space, and
+    after a line break."""
     word = word.lstrip()
     line = tokenizer.encode("\n", add_special_tokens=False)
     behind = tokenizer.encode("\n" + word, add_special_tokens=False)

@@ -1,4 +1,5 @@
-"""QueueFields, QueuePlace: a request's user, priority, deadline and salt; its place in a queue."""
+"""QueueFields, QueuePlace: a request's user, priority, deadline and cache salt, and its place in
+the queue."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,17 +16,18 @@ from engine.sampling_params import SamplingParams
 
 DEADLINE_HEADER = "x-deadline-seconds"
 SESSION_HEADER = "x-session-id"
-_MAX_KEY = 256  # bytes of a user's name that the tenant's key is computed from
+_MAX_KEY = 256  # maximum bytes of a user's name from which the tenant's key is computed
 
 
 @dataclass(frozen=True, slots=True)
 class QueueFields:
     """The fields of a request that decide its place in the queue.
 
-    user: the name of the caller's user
-    deadline: seconds until the answer must have ended
+    user: the name of the end user on whose behalf the caller asks
+    deadline: seconds within which the answer must be complete
     priority: requests of smaller values run earlier
-    cache_salt: the name of the prefix cache's part for this request; "" for the common one
+    cache_salt: the salt of the request's prefix-cache blocks, which requests with other salts
+        cannot hit; "": none
     """
 
     user: str | None = None
@@ -38,12 +40,12 @@ class QueueFields:
 class QueuePlace:
     """The place of a request in the queue and in the prefix cache.
 
-    key: the tenant, by `options.share_by`; "" for requests that name none
+    key: the tenant, by `options.share_by`; "": none
     deadline: in monotonic seconds; None: the request has none
     priority: requests of smaller values run earlier
-    cache_salt: the salt of its prefix-cache blocks: that of its key, unless
-        `options.share_prefixes`, combined with the request's own `cache_salt`. Timing and usage
-        would otherwise reveal to a key the prompts of others
+    cache_salt: the salt of its prefix-cache blocks: the request's own `cache_salt`, combined with
+        the key's salt unless `options.share_prefixes` is set. Without salts, timing and usage would
+        reveal the prompts of other keys
     """
 
     key: str
@@ -60,9 +62,9 @@ def engine_request(
     params: SamplingParams,
     adapter: AdapterRecord | None = None,
 ) -> GenerationRequest:
-    """Return the backend's request for token ids at a place in the queue, with the seed 0.
+    """Return the backend's request for token ids at a place in the queue, with seed 0.
 
-    The request shares the prefix-cache blocks that have no salt.
+    The request uses the unsalted blocks of the prefix cache.
     """
     return GenerationRequest(
         request_id=exchange.request_id,
@@ -82,7 +84,7 @@ def engine_request(
 def take_queue(fields: Queued, user: Any, cache_salt: str | None = None) -> QueueFields:
     """Return the QueueFields of a request's body.
 
-    user: the name of the caller's user; a value that is no string is ignored
+    user: the name of the end user; values other than strings are ignored
     """
     user = user if isinstance(user, str) else None
     return QueueFields(user, fields.deadline_seconds, fields.priority, cache_salt or "")
@@ -91,8 +93,8 @@ def take_queue(fields: Queued, user: Any, cache_salt: str | None = None) -> Queu
 def queue_place(exchange: HttpExchange, queue: QueueFields, options: ApiOptions) -> QueuePlace:
     """Return a request's place in the queue.
 
-    Raises ApiError 400 invalid_type, invalid_value, of the header `x-deadline-seconds`; 403
-    permission_denied.
+    Raises ApiError 400 invalid_type or invalid_value for the header `x-deadline-seconds`; 403
+    permission_denied for a priority that the key may not use.
     """
     caller = exchange.caller
     if caller.tenant or options.share_by == "api_key":
@@ -116,13 +118,14 @@ def queue_place(exchange: HttpExchange, queue: QueueFields, options: ApiOptions)
             param="priority",
         )
     own = "" if options.share_prefixes else caller.id
-    # The key's part comes first and has a fixed length: no salt reaches another key's blocks.
+    # The key's part comes first and has a fixed length, so no salt can equal another key's.
     salt = f"{own}/{queue.cache_salt}" if own else queue.cache_salt
     return QueuePlace(key, None if seconds is None else exchange.began + seconds, priority, salt)
 
 
 def session_digest(caller: str, name: bytes) -> bytes:
-    """Return the digest of a session's name and its caller's id; b"" for an empty name."""
+    """Return a digest that identifies a session, from the caller's id and the session's name; b""
+    for an empty name."""
     if not name.strip():
         return b""
     own = hashlib.sha256(caller.encode()).digest()
@@ -130,7 +133,8 @@ def session_digest(caller: str, name: bytes) -> bytes:
 
 
 def _header_seconds(header: bytes, most: float | None) -> float:
-    """Return the seconds of `x-deadline-seconds`, at most `most`. Raises ApiError 400."""
+    """Return the seconds in the header `x-deadline-seconds`, at most `most`. Raises ApiError
+    400."""
     name = DEADLINE_HEADER
     try:
         seconds = float(header[:32])

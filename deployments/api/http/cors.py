@@ -1,7 +1,7 @@
 """Cross-origin requests (CORS): browsers let pages of `http.cors_origins` call this service.
 
-Only browsers enforce this. A page of another origin cannot send JSON here, because its browser
-asks first (the preflight) and is refused.
+Only browsers enforce CORS. A page of another origin cannot send JSON here, because its browser
+first sends a preflight request, which is refused.
 """
 
 import re
@@ -10,9 +10,9 @@ from deployments.api.http.errors import ApiError, shown
 from deployments.api.http.exchange import HttpExchange
 
 ANY = "*"
-_MAX_AGE = 3600  # seconds for which a browser need not ask again
+_MAX_AGE = 3600  # seconds for which a browser may cache a preflight's answer
 _METHODS = "GET, HEAD, POST, DELETE"
-# Headers of answers that pages may read.
+# Response headers that pages may read.
 _READABLE = "x-request-id, x-ignored-fields, retry-after, x-should-retry"
 _NAMES = re.compile(rb"[A-Za-z0-9_\-, ]{1,2048}")
 
@@ -20,7 +20,7 @@ _NAMES = re.compile(rb"[A-Za-z0-9_\-, ]{1,2048}")
 def tell_origin(exchange: HttpExchange, origins: frozenset[str]) -> None:
     """Set the headers that let the calling web page read the answer, whatever its status."""
     if ANY not in origins:
-        exchange.always.append((b"vary", b"origin"))  # caches keep an answer for each origin
+        exchange.always.append((b"vary", b"origin"))  # caches store one answer per origin
     if (origin := _allowed(exchange, origins)) is not None:
         exchange.always += [
             (b"access-control-allow-origin", b"*" if ANY in origins else origin),
@@ -39,7 +39,7 @@ def is_preflight(exchange: HttpExchange) -> bool:
 async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> None:
     """Answer a preflight, in the same way for all paths.
 
-    The answer reveals nothing, and browsers send no key with a preflight.
+    Browsers send no API key with a preflight, and the answer reveals nothing.
 
     Raises ApiError 403 origin_not_allowed.
     """
@@ -50,7 +50,7 @@ async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> N
             "origin_not_allowed",
             f"pages of {origin} may not ask here; the operator names origins in http.cors_origins",
         )
-    # Allow all requested headers: clients in browsers send many headers of their own.
+    # All requested headers are allowed, as clients in browsers send many custom headers.
     asked = exchange.headers.get(b"access-control-request-headers", [])
     names = asked[0] if len(asked) == 1 and _NAMES.fullmatch(asked[0]) else b"authorization"
     headers = (
@@ -62,7 +62,8 @@ async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> N
 
 
 def _allowed(exchange: HttpExchange, origins: frozenset[str]) -> bytes | None:
-    """Return the origin of a request if its pages may call this service, else None."""
+    """Return the request's Origin header if pages of this origin may call the service, else
+    None."""
     origins_sent = exchange.headers.get(b"origin", [])
     if len(origins_sent) != 1:
         return None

@@ -1,10 +1,10 @@
-"""ApiError: the one shape of every answer that is not 2xx.
+"""ApiError: an error answer, which always has this form:
 
     {"error": {"message": str, "type": str, "param": str | null, "code": str}}
 
-`code` is stable and is what callers may test for; `message` is for people and comes from our own
-templates, never from a foreign exception, because those carry paths, addresses and parts of other
-people's input.
+Clients may test for `code`, which is stable. `message` is for people. It comes from our own
+templates and never from another library's exception, which may contain paths, addresses and parts
+of other users' input.
 """
 
 import math
@@ -22,7 +22,7 @@ INVALID = "invalid_request_error"
 AUTHENTICATION = "authentication_error"
 PERMISSION = "permission_error"
 NOT_FOUND = "not_found_error"
-# The type of every 408: LiteLLM takes an invalid_request_error for a 400.
+# The type of all 408 errors, because LiteLLM treats any invalid_request_error as a 400.
 TIMEOUT = "timeout_error"
 RATE_LIMIT = "rate_limit_error"
 OVERLOADED = "overloaded_error"
@@ -30,12 +30,12 @@ SERVER = "server_error"
 
 Headers = tuple[tuple[str, str], ...]
 
-# Headers of errors that a retry cannot mend: the engine fails on this very request, its deadline
-# has passed, the client does not read, or the adapter has to be added again. OpenAI's clients,
-# which retry every 408, 409 and 500, obey them.
+# Headers that stop OpenAI's clients from retrying, as they do after each 408, 409 and 500. They are
+# for errors that a retry cannot resolve: the engine fails on this request, the deadline has passed,
+# the client does not read, or the adapter must be added again.
 NO_RETRY: Headers = (("x-should-retry", "false"),)
 
-# Code of a backend's error -> HTTP status, where the error's class does not determine it.
+# code of a backend's error -> HTTP status; for other codes the error's class determines it
 _BACKEND_STATUS = {
     **dict.fromkeys(("model_not_found", "model_removed", "adapter_not_found"), 404),
     **dict.fromkeys(("adapter_invalid", "adapter_incompatible"), 422),
@@ -58,10 +58,10 @@ _BACKEND_STATUS = {
     "cancelled": 499,
 }
 _IN_VAIN = ("deadline_exceeded", "slow_reader", "adapter_changed")  # see NO_RETRY
-# Code -> seconds of Retry-After: replicas remember so long that they could not read an adapter.
+# code -> seconds of Retry-After, for which replicas remember that they could not read an adapter
 _BACKEND_SECONDS = dict.fromkeys(("storage_full", "store_unavailable"), RETRY_SECONDS)
 _BACKEND_CLASSES = ((InvalidRequest, 400), (Overloaded, 503), (EngineDead, 503), (MantaError, 500))
-# Status -> the `type` of its errors, where that is not invalid_request_error.
+# HTTP status -> error type; other statuses have invalid_request_error
 _KINDS = {
     401: AUTHENTICATION,
     403: PERMISSION,
@@ -76,7 +76,7 @@ _KINDS = {
 class ApiError(Exception):
     """An answer that is not 2xx.
 
-    status: HTTP status. kind: OpenAI's `type`; "": the usual one of the status.
+    status: HTTP status. kind: OpenAI's error `type`; "": the default for the status.
     param: the field at fault, e.g. ``messages[0].role``.
     headers: extra response headers, e.g. ("allow", "GET, HEAD").
     retry_after: seconds of the header Retry-After; None: no such header.
@@ -104,7 +104,7 @@ class ApiError(Exception):
         self.headers = headers
 
     def object(self) -> dict[str, Any]:
-        """Return the error in OpenAI's shape."""
+        """Return the error as the JSON object of OpenAI's API."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -113,7 +113,7 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return the error 400: the request itself is at fault. param: the field at fault."""
+    """Return an error with status 400 for an invalid request. param: the field at fault."""
     return ApiError(400, code, message, param=param)
 
 
@@ -122,13 +122,13 @@ def wrong_type(param: str, expected: str) -> ApiError:
 
 
 def internal() -> ApiError:
-    """Return the error 500 for an unforeseen failure, whose cause only the log has."""
+    """Return an error with status 500 for an unexpected failure, whose cause is only logged."""
     return ApiError(500, "internal_error", "the server failed to process this request")
 
 
 def from_backend(error: ApiError | MantaError) -> ApiError:
-    """Return the answer for an error of the router or the engine, whose messages are our own
-    templates."""
+    """Convert an error of the router or the engine, whose messages come from our own templates,
+    into an ApiError."""
     if isinstance(error, ApiError):
         return error
     status = _BACKEND_STATUS.get(error.code) or next(
@@ -154,13 +154,14 @@ def from_backend(error: ApiError | MantaError) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """Return a caller's value as it may appear in a message: short, printable, quoted."""
+    """Return a client's value in a form that is safe in a message: short, printable, quoted."""
     text = "".join(c if c.isprintable() else "?" for c in str(value)[:64])
     return f'"{text}{"..." if len(str(value)) > 64 else ""}"'
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
-    """Return ', did you mean "x"?' or ''. cutoff: similarity from 0 to 1."""
-    # 512 names at most: a search among thousands of adapters would hold up all streams.
+    """Return ', did you mean "x"?' with the most similar known name, or ''. cutoff: minimum
+    similarity, 0 to 1."""
+    # At most 512 names are compared: a search among thousands of adapters would delay all streams.
     match = get_close_matches(name[:128], islice(known, 512), n=1, cutoff=cutoff)
     return f', did you mean "{match[0]}"?' if match else ""

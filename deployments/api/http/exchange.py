@@ -1,5 +1,5 @@
-"""HttpExchange: one HTTP request and its answer over raw ASGI. UntilDisconnect: a block that ends
-when the client leaves.
+"""HttpExchange: one HTTP request and its answer over raw ASGI. UntilDisconnect: a context manager
+that ends its block when the client disconnects.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ MAX_REQUEST_ID = 128  # characters
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 * 1024  # bytes of all headers' names and values
 MAX_URL_BYTES = 8 * 1024  # path and query
-LINGER_BYTES = 32 * 1024 * 1024  # bytes and seconds of a refused body that are read
+LINGER_BYTES = 32 * 1024 * 1024  # limits, in bytes and seconds, of reading a refused body
 LINGER_SECONDS = 1.0
 
-# Content-Encoding of a body -> the `wbits` of zlib.
+# Content-Encoding of a body -> zlib's argument `wbits`
 ENCODINGS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 
 _UNSAFE_ID = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -43,12 +43,12 @@ _HOST = re.compile(rb"[A-Za-z0-9.\-_]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1
 
 
 class ClientDisconnected(Exception):
-    """The client has disconnected. Ends a request quietly."""
+    """Raised when the client has disconnected; ends a request without an error in the log."""
 
 
 def request_id(given: Sequence[bytes] = ()) -> str:
-    """Return the first id of a request's x-request-id headers, without characters that are unsafe
-    in a header or a log; a new id if there is none."""
+    """Return the first x-request-id of a request, without characters that are unsafe in a header or
+    a log; a new id if there is none."""
     text = given[0][: 8 * MAX_REQUEST_ID].decode("latin-1") if given else ""
     return _UNSAFE_ID.sub("", text)[:MAX_REQUEST_ID] or f"req-{secrets.token_hex(12)}"
 
@@ -56,10 +56,10 @@ def request_id(given: Sequence[bytes] = ()) -> str:
 class HttpExchange:
     """An HTTP request, read from ASGI, and the writer of its answer.
 
-    Every answer has x-request-id unless tell_id is False, and x-ignored-fields if `ignored` is
-    not empty. After `start` the status is sent, so the stream itself must report a failure.
+    Every answer has x-request-id unless tell_id is False, and x-ignored-fields if `ignored` is not
+    empty. After `start` the status has been sent, so a failure must be reported within the stream.
 
-    headers: the values of each header of the request, by its name in lower case
+    headers: {header name in lower case: values}
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, tell_id: bool = True) -> None:
@@ -68,16 +68,16 @@ class HttpExchange:
         self.caller: Caller = ANYONE  # ANYONE until the key has been checked
         self.began = time.monotonic()
         self.started = False
-        self.content_length: int | None = None  # bytes of the body, by its header
-        self.body_size = 0  # bytes of JSON, once they were read
-        self.parsed: JsonObject | None = None  # the body, once it was read
+        self.content_length: int | None = None  # bytes of the body, by the header Content-Length
+        self.body_size = 0  # bytes of the decompressed JSON body, once read
+        self.parsed: JsonObject | None = None  # the parsed body, once read
         self.ignored: list[str] = []
-        self.digest = b""  # the body's digest, once it was read
-        self.always: list[tuple[bytes, bytes]] = []  # headers of answers of all statuses
-        self.encoding = b""  # the body's Content-Encoding, once it was read
-        self.on_end: list[Callable[[], None]] = []  # called once the answer was sent
-        self.held: HeldBytes | None = None  # memory of a body above the limit of texts
-        self.error_object: Callable[[ApiError], JsonObject] = ApiError.object  # makes a body
+        self.digest = b""  # digest of the body, once read
+        self.always: list[tuple[bytes, bytes]] = []  # headers for answers of any status
+        self.encoding = b""  # Content-Encoding of the body, once read
+        self.on_end: list[Callable[[], None]] = []  # called after the answer was sent
+        self.held: HeldBytes | None = None  # reservation for a body above max_body_bytes
+        self.error_object: Callable[[ApiError], JsonObject] = ApiError.object  # error's JSON
         self._send = send
         self._tell_id = tell_id
         self.headers: dict[bytes, list[bytes]] = {}
@@ -95,11 +95,12 @@ class HttpExchange:
         self._url_bytes = len(scope.get("raw_path") or self.path) + len(self.query)
 
     def parameters(self) -> dict[str, str]:
-        """Return the query's fields; the last of equal names counts. Raises ApiError 400."""
+        """Return {field: value} of the query; for repeated fields the last value counts. Raises
+        ApiError 400."""
         return dict(self._query_fields())
 
     def every_parameter(self, name: str) -> list[str]:
-        """Return the values of all fields of a name in the query. Raises ApiError 400."""
+        """Return all values of a query field that may be repeated. Raises ApiError 400."""
         return [value for field, value in self._query_fields() if field == name]
 
     def _query_fields(self) -> list[tuple[str, str]]:
@@ -110,7 +111,7 @@ class HttpExchange:
 
     @property
     def trace(self) -> tuple[str, str]:
-        """The W3C headers traceparent and tracestate, not checked; "" without one."""
+        """The W3C headers traceparent and tracestate, unvalidated; "" for a missing header."""
         parents = self.headers.get(b"traceparent", [])
         if len(parents) != 1:
             return "", ""
@@ -118,7 +119,8 @@ class HttpExchange:
         return parents[0].decode("latin-1"), state.decode("latin-1")
 
     def check_envelope(self) -> None:
-        """Check sizes and framing before anything is read. Raises ApiError 400, 414 or 431."""
+        """Check the sizes of URL and headers, and the body's framing, before the body is read.
+        Raises ApiError 400, 414 or 431."""
         if self._url_bytes > MAX_URL_BYTES:
             raise closing(414, "uri_too_long", f"the URL is longer than {MAX_URL_BYTES} bytes")
         if self._header_count > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:
@@ -134,7 +136,7 @@ class HttpExchange:
         if len(lengths) > 1 or not all(map(bytes.isdigit, lengths)):
             raise closing(400, "invalid_content_length", "Content-Length is not valid")
         for length in lengths:
-            # A very long number must not be converted to an int.
+            # Only short numbers are converted to an int.
             self.content_length = int(length) if len(length.lstrip(b"0")) <= 18 else 2**63
         if lengths and b"transfer-encoding" in self.headers:
             raise closing(
@@ -144,13 +146,13 @@ class HttpExchange:
     async def body(
         self, limit: int, timeout_s: float, raised: RaisedLimit, *, empty: bool = False
     ) -> bytes:
-        """Return the whole JSON body as it was sent, perhaps compressed (see `encoding`).
+        """Return the whole JSON body as sent; if it is compressed, `encoding` is set.
 
         limit: maximum bytes.
-        timeout_s: seconds in which the last byte must have arrived.
-        raised: called with the size of a body above the limit: its Content-Length or, without
-            one, the bytes so far. Returns a limit that may be higher, and its setting's name.
-        empty: whether a body of no bytes is accepted, with any content type.
+        timeout_s: seconds within which the whole body must arrive.
+        raised: called with the size of a body above the limit: its Content-Length or, without one,
+            the bytes so far. Returns the limit to apply instead, and the name of its setting.
+        empty: whether an empty body is accepted, with any content type.
 
         Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected, and as `raised`.
         """
@@ -218,14 +220,14 @@ class HttpExchange:
     ) -> None:
         """Send a whole answer at once. Raises ClientDisconnected."""
         await self._begin(status, content_type, headers, len(body))
-        # HEAD is answered with the headers of the body that GET would have.
+        # For HEAD, the headers describe the body that GET would return.
         await self.write(b"" if self.method == "HEAD" else body, more=False)
 
     async def fail(self, error: ApiError) -> None:
         """Answer with an error. Raises ClientDisconnected.
 
-        Before a connection is closed, further bytes of the client are read for a moment: closing
-        with unread data resets the connection, and the client may never see the answer.
+        Before a connection is closed, further bytes from the client are read for a moment. Closing
+        with unread data would reset the connection, and the client might never get the answer.
         """
         body = msgspec.json.encode(self.error_object(error))
         if _CLOSE[0] not in error.headers:
@@ -275,10 +277,10 @@ class HttpExchange:
 class UntilDisconnect:
     """A context manager that ends its block when the client disconnects.
 
-    A task waits on `receive`. When the client leaves, that task calls `abort` at once and cancels
-    the block, which then raises ClientDisconnected. `abort`, which is idempotent, is also called
-    when the block ends in another way. Usable only once the body has been read, because `receive`
-    has one reader.
+    A task waits on `receive`. When the client disconnects, the task calls `abort` and cancels the
+    block, which then raises ClientDisconnected. `abort`, which is idempotent, is also called when
+    the block ends otherwise. The body must have been read before, because `receive` can have only
+    one reader.
     """
 
     def __init__(self, receive: Receive, abort: Callable[[], None]) -> None:
@@ -309,8 +311,9 @@ class UntilDisconnect:
         self._abort()
         if self._gone:
             assert self._owner is not None
-            # Like asyncio.timeout, pass on cancellations by other tasks. Our cancellation may have
-            # been swallowed, or replaced by an error that the abort caused in the block.
+            # Like asyncio.timeout, pass on cancellations by other tasks. Our own cancellation may
+            # have been suppressed in the block, or replaced by an error that the abort caused
+            # there.
             if self._owner.uncancel() == 0 or kind is not asyncio.CancelledError:
                 raise ClientDisconnected from None
 
@@ -319,12 +322,14 @@ _CLOSE: Headers = (("connection", "close"),)
 
 
 def closing(status: int, code: str, message: str, param: str | None = None) -> ApiError:
-    """Return an error that closes the connection, because the request was not read to its end."""
+    """Return an error whose answer closes the connection, because the request was not fully
+    read."""
     return ApiError(status, code, message, param=param, headers=_CLOSE)
 
 
 def _raised(raised: RaisedLimit, size: int) -> int:
-    """Return the raised limit of a body of `size` bytes. Raises ApiError 413 if `size` exceeds it.
+    """Return the limit from `raised` for a body of `size` bytes. Raises ApiError 413 if `size`
+    exceeds it.
 
     raised: returns a limit in bytes, and the name of its setting.
     """
@@ -344,8 +349,8 @@ async def decoded(data: bytes, encoding: bytes, limit: int, setting: str = "") -
 
     setting: the limit's setting, for errors; "": none.
 
-    A few KB are unpacked at once, more off the event loop, and never more than the limit.
-    Raises ApiError 400 invalid_encoding, 413 body_too_large.
+    Small bodies are decompressed on the event loop, larger ones in a thread, and never beyond the
+    limit. Raises ApiError 400 invalid_encoding, 413 body_too_large.
     """
     unpack = zlib.decompressobj(ENCODINGS[encoding])
     try:

@@ -1,19 +1,20 @@
-"""parse_json: a request body as Python objects, or a 400 that says where and why; in_thread: runs
-work that would hold up the event loop.
+"""parse_json: parses a request body, with limits and precise errors. in_thread: runs work that
+would block the event loop.
 
-A decoder holds the interpreter lock until it has read the whole body, so nothing else of the router
-runs meanwhile, even if the decoder has its own thread. Its time depends on the number of values
-more than on bytes. Values are counted first, in slices: decoding then takes some 30 ms at most.
+A JSON decoder holds the interpreter lock until it has read the whole body. So nothing else in the
+router runs meanwhile, even if the decoder runs in a thread. The decoder's time depends on the
+number of values more than on bytes. Therefore values are first counted, in slices, and limited:
+decoding then takes 30 ms at most.
 
-Two readers that must agree (a property test holds them together):
+Two parsers, whose results must agree (a property test compares them):
 
     fast     msgspec, then one walk over the result for depth, size, and duplicate keys
     careful  the standard library, with a hook per object; for bodies that fast refuses or suspects
 
-Of two equal keys msgspec keeps the last, without an error. Counting colons detects this: a body has
-one for each key plus those inside strings, so if the parsed tree accounts for fewer than the bytes
-hold, a key (with its colon) was dropped. Only an escaped colon (\\u003a) breaks the sum, and sends
-the body to the careful reader.
+For duplicate keys, msgspec keeps the last value without an error. Counting colons detects this: a
+body has one for each key plus those inside strings, so if the parsed tree accounts for fewer than
+the bytes hold, a key (with its colon) was dropped. Only an escaped colon (\\u003a) breaks the sum,
+and sends the body to the careful reader.
 """
 
 import asyncio
@@ -29,29 +30,31 @@ from deployments.api.http.errors import ApiError, invalid, shown
 
 T = TypeVar("T")
 
-# Larger bodies are read in a thread: up to 20 ms on the loop.
+# Larger bodies are parsed in a thread; parsing this many characters takes up to 20 ms on the event
+# loop.
 INLINE_CHARS = 16 * 1024
-# Two threads: tokenising frees the interpreter lock only in part, so more would only take turns.
+# Two threads are enough: tokenising releases the interpreter lock only partly, so more threads
+# would wait for each other.
 _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 
 
 async def in_thread(work: Callable[[], T], size: int) -> T:
-    """Run `work` and return its result: at once if size (characters or bytes) is small, else off
-    the event loop."""
+    """Run `work` and return its result: on the event loop if `size` (characters or bytes) is small,
+    else in a thread."""
     if size <= INLINE_CHARS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_pool, work)
 
 
 JsonObject = dict[str, Any]  # a JSON object that was read or will be written
-# Containers inside each other; tools' schemas need about ten.
+# Maximum nesting of lists and objects; tools' schemas need about ten levels.
 MAX_DEPTH = 32
-# Maximum JSON values of a body, nearly all of them token ids; bounds memory at ~25 MB.
+# Maximum number of JSON values in a body, nearly all of them token ids; bounds memory at ~25 MB.
 MAX_NODES = 700_000
-# Strings, keys included.
+# Maximum number of strings in a body, including keys.
 MAX_STRINGS = 100_000
-MAX_CONTAINERS = 50_000  # lists and objects
-_SLICE = 64 * 1024  # bytes that are counted before other threads have their turn
+MAX_CONTAINERS = 50_000  # maximum number of lists and objects
+_SLICE = 64 * 1024  # bytes that are counted before other threads may run
 # Digits of the longest integer; longer ones are read as infinity, which no field accepts.
 _MAX_DIGITS = 400
 
@@ -63,9 +66,9 @@ _INSIDE = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,1024}+("?)', re.DOTALL)  # par
 def parse_json(body: bytes) -> Any:
     """Parse UTF-8 JSON (a BOM is allowed) into objects, without recursion beyond MAX_DEPTH.
 
-    Integers of any size stay integers; floats beyond double become inf, so that the field that
-    holds one can be named by the check of that field.
-    Raises ApiError 400: invalid_json, invalid_encoding, duplicate_key, json_too_deep,
+    Integers of any size stay integers; floats beyond double precision become inf, so that the check
+    of their field can name the field in its error. Raises ApiError 400: invalid_json,
+    invalid_encoding, duplicate_key, json_too_deep,
         json_too_large.
     """
     if body.startswith(b"\xef\xbb\xbf"):
@@ -87,9 +90,9 @@ def parse_json(body: bytes) -> Any:
 
 
 def parse_inner(text: str) -> Any:
-    """Parse JSON in a string of a body, such as a tool call's arguments, within a body's limits.
+    """Parse JSON inside a string of a body, such as a tool call's arguments, with a body's limits.
 
-    Of two equal keys the last counts: models write such JSON, and callers send it back.
+    For duplicate keys the last value counts: models generate such JSON, and clients send it back.
 
     Raises ApiError 400: invalid_json, json_too_deep, json_too_large.
     """
@@ -106,7 +109,8 @@ def parse_inner(text: str) -> Any:
 
 
 def _count(body: bytes) -> None:
-    """Refuse a body with so many values that decoding it would block other threads for long.
+    """Check the number of values in a body, whose decoding would otherwise block other threads for
+    long.
 
     Raises ApiError json_too_large.
     """
@@ -118,7 +122,7 @@ def _count(body: bytes) -> None:
         containers += body.count(b"[", at, end) + body.count(b"{", at, end)
     if commas < MAX_NODES and quotes <= 2 * MAX_STRINGS and containers <= MAX_CONTAINERS:
         return
-    # Some of these characters may be inside strings: count again what is outside of strings.
+    # Some of these characters may be inside strings, so those outside strings are counted again.
     commas = strings = containers = at = 0
     while True:
         quote = body.find(b'"', at, at + _SLICE)
@@ -140,10 +144,11 @@ def _count(body: bytes) -> None:
 
 
 def _end_of_string(body: bytes, at: int) -> int:
-    """Return the end of the string that began before `at`, or that of the body if it has none."""
+    """Return the position after the string that began before `at`; the body's end if it is
+    unterminated."""
     while True:
         piece = _INSIDE.match(body, at)
-        # The pattern matches an empty piece, too.
+        # The pattern also matches an empty piece.
         assert piece is not None
         if piece.group(1) or piece.end() == at:
             return piece.end() if piece.group(1) else len(body)
@@ -155,7 +160,8 @@ def _too_large(limit: int, what: str) -> ApiError:
 
 
 def _walk(root: Any) -> int:
-    """Check a tree's depth and size; return the minimum number of colons in its JSON text."""
+    """Check the depth and size of parsed JSON; return the minimum number of colons that its text
+    must have."""
     colons = nodes = 0
     level = [root]
     for depth in range(MAX_DEPTH + 1):
@@ -173,7 +179,7 @@ def _walk(root: Any) -> int:
                         colons += key.count(":")
                 below.extend(item.values())
             elif kind is list:
-                # Long lists are mostly token ids, whose elements need no visit.
+                # Long lists are mostly token ids, whose elements need not be checked one by one.
                 if len(item) >= 64 and set(map(type, item)) <= {int, float}:
                     nodes += len(item)
                 else:
@@ -231,7 +237,7 @@ def _integer(digits: str) -> int | float:
 
 
 def _reason(message: str) -> str:
-    # The library's texts are constants; only those known here are passed on.
+    # The library's messages are constants; only those known here are shown to clients.
     for known in (
         "Expecting property name",
         "Expecting value",
@@ -250,7 +256,8 @@ def _reason(message: str) -> str:
 
 
 def _no_surrogates(root: Any) -> None:
-    """Refuse strings with half a surrogate pair, which nothing can encode. Raises ApiError 400."""
+    """Raise ApiError 400 for strings with half a surrogate pair, which cannot be encoded in
+    UTF-8."""
     stack = [root]
     while stack:
         item = stack.pop()

@@ -1,4 +1,5 @@
-"""Hooks of uvicorn for Serve's HTTP servers: their refusals as error objects, clean request ids.
+"""Hooks in uvicorn for Serve's HTTP servers: they turn plain-text refusals into error objects, and
+clean request ids.
 
     bytes -> HttpProtocol (uvicorn's parser) -> EdgeMiddleware -> Serve's own layers -> Api
 
@@ -35,7 +36,7 @@ from engine.errors import short_traceback
 log = logging.getLogger("manta.api")
 
 _ID = b"x-request-id"
-_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES  # limit of an incomplete head; `Api` checks complete ones
+_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES  # of an incomplete head; `Api` checks complete heads
 _UNKNOWN_METHOD = re.compile(rb"(?!(?:GET|HEAD|POST) )[A-Z]+ [^ ]+ HTTP/1\.[01]\r?\n")
 _INVALID_HTTP = {
     400: ("invalid_http", "this is not valid HTTP/1.1"),
@@ -46,14 +47,16 @@ _INVALID_HTTP = {
 }
 
 
-# Answers a request before Serve's layers see it, and returns whether it did; None: no router.
+# May answer a request before Serve's layers, and returns whether it did; None: this process has no
+# router.
 _refuse_early: Callable[[Scope, Receive, Send], Awaitable[bool]] | None = None
 
 
 def refuse_early(refuse: Callable[[Scope, Receive, Send], Awaitable[bool]] | None) -> None:
-    """Set the function that may answer this process's requests before Serve's layers see them.
+    """Set the function that may answer this process's requests before Serve's layers.
 
-    refuse: answers a request, or returns False and leaves it to Serve; None: Serve gets all.
+    refuse: answers a request and returns True, or returns False to pass it to Serve; None: all
+        requests go to Serve.
     """
     global _refuse_early
     _refuse_early = refuse
@@ -85,7 +88,7 @@ class EdgeMiddleware:
         ids = [value for name, value in scope["headers"] if name == _ID]
         known = request_id(ids)
         if ids:
-            # Serve would send the first id back unchecked, and decodes it as UTF-8.
+            # Serve would return the first id unchecked, and would decode it as UTF-8.
             others = [header for header in scope["headers"] if header[0] != _ID]
             scope["headers"] = [*others, (_ID, known.encode())]
         if _refuse_early is not None and await _refuse_early(scope, receive, send):
@@ -95,14 +98,16 @@ class EdgeMiddleware:
             await self._app(scope, receive, answer)
         except Exception as error:
             if answer.started:
-                # The HTTP server closes the connection, so the client sees a cut answer.
+                # The HTTP server then closes the connection, so the client notices the truncated
+                # answer.
                 raise
             log.error("request %s failed: %s", known, short_traceback(error))
             await answer.refuse(internal(), known.encode())
 
 
 class _RefusalFilter:
-    """An ASGI `send` that passes messages on, with error objects for refusals in plain text."""
+    """An ASGI `send` that replaces plain-text refusals by error objects, and passes other messages
+    on."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -133,7 +138,8 @@ class _RefusalFilter:
 
 
 def _refusal(status: int) -> ApiError:
-    """Return the error for a status of Serve, whose own text names deployments and addresses."""
+    """Return the error that replaces a refusal by Serve, whose text contains deployment names and
+    addresses."""
     if status == 404:
         return ApiError(404, "not_found", "nothing is served at this path")
     if status == 408:
@@ -153,10 +159,10 @@ def _about(body: bytes) -> list[tuple[bytes, bytes]]:
 class JsonRefusals:
     """A mixin of uvicorn's HTTP/1.1 protocols that sends the parser's refusals as error objects.
 
-    The mixin also bounds a head that never ends, which httptools does not.
+    The mixin also limits the size of a request head, which httptools does not.
 
-    A connection is closed a moment after its refusal, because closing with unread data resets it
-    and the client may never see the answer.
+    A connection is closed a moment after a refusal. Closing at once, with unread data, would reset
+    the connection, and the client might never get the answer.
     """
 
     if TYPE_CHECKING:  # attributes of uvicorn's protocols
@@ -165,8 +171,8 @@ class JsonRefusals:
         cycle: Any
         server_state: Any
 
-    _data = b""  # the bytes that are being parsed
-    _head: int | None = None  # bytes so far of an incomplete head; None: there is none
+    _data = b""  # the bytes being parsed
+    _head: int | None = None  # bytes so far of an incomplete request head, if any
     _refused = False
     url = b""
 
@@ -190,9 +196,10 @@ class JsonRefusals:
         super().on_headers_complete()  # type: ignore[misc]
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request; uvicorn calls it while it handles the parser's exception."""
+        """Refuse a malformed request. uvicorn calls this method while it handles the parser's
+        exception."""
         error = sys.exception()
-        # h11's errors suggest a status.
+        # h11's exceptions have a suggested status.
         status = getattr(error, "error_status_hint", 400)
         if len(self.url) > MAX_URL_BYTES:
             status = 414
@@ -207,7 +214,7 @@ class JsonRefusals:
         self._head = None
         if self.cycle and not self.cycle.response_complete:
             if self.cycle.response_started:
-                # No error object may be written inside an answer.
+                # An answer has begun, so no error object can be sent.
                 self.transport.close()
                 return
             self.cycle.disconnected = True  # end the request as if the connection were lost
@@ -231,11 +238,11 @@ class JsonRefusals:
 class ConnectionTimeouts:
     """A mixin that limits how long a connection may keep the server waiting; uvicorn has no limit.
 
-    A head that does not arrive in time is refused. A client that does not read its answer is cut
-    off, and the application sees a disconnect. Neither limit costs time for each chunk.
+    A request whose head does not arrive in time is refused. A client that does not read its answer
+    is disconnected, and the application notices the disconnect. Neither limit has a cost per chunk.
     """
 
-    if TYPE_CHECKING:  # attributes that uvicorn's protocols and JsonRefusals bring
+    if TYPE_CHECKING:  # attributes from uvicorn's protocols and JsonRefusals
         transport: asyncio.Transport
         loop: asyncio.AbstractEventLoop
         cycle: Any
@@ -252,12 +259,13 @@ class ConnectionTimeouts:
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)  # type: ignore[misc]
-        # `pause_writing` is then called for any byte that the socket does not take at once.
+        # With this limit `pause_writing` is called whenever the socket does not accept all bytes at
+        # once.
         transport.set_write_buffer_limits(high=0)
         self._await_head()
 
     def on_message_begin(self) -> None:
-        self._await_head()  # the head of the next request on this connection
+        self._await_head()  # start the time limit of the next request's head
         super().on_message_begin()  # type: ignore[misc]
 
     def on_headers_complete(self) -> None:
@@ -275,7 +283,7 @@ class ConnectionTimeouts:
         if self._head is not None:
             self._refuse(408)
         elif self.cycle is None:
-            # No byte has arrived: there is no request to answer.
+            # No byte has arrived, so there is no request to answer.
             self.transport.close()
 
     def pause_writing(self) -> None:
@@ -307,4 +315,4 @@ class ConnectionTimeouts:
 
 
 class HttpProtocol(ConnectionTimeouts, JsonRefusals, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """The protocol that uvicorn makes for each connection."""
+    """The protocol class that uvicorn instantiates for each connection."""

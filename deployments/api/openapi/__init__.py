@@ -1,1 +1,2 @@
-"""The description of the HTTP API for programs and people, from the tables of routes and fields."""
+"""The OpenAPI document and the HTML page of the HTTP API, derived from the tables of routes and
+fields."""

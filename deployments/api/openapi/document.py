@@ -67,7 +67,7 @@ _HEADERS: tuple[tuple[str, str, Schema], ...] = (
 
 
 def document(routes: Iterable[Route], options: ApiOptions, root: str = "") -> JsonObject:
-    """Return the OpenAPI document of the routes. root: the text before every path."""
+    """Return the OpenAPI document of the routes. root: prefix of every path."""
     keyed = bool(options.api_keys or options.admin_keys)
     openapi: JsonObject = {
         "openapi": "3.1.0",
@@ -131,7 +131,7 @@ def _operation(route: Route, method: str, options: ApiOptions, keyed: bool) -> J
 
 
 def _schema(body: Body, options: ApiOptions) -> Schema:
-    """Return the schema of a body, with the parts that the operator's options decide."""
+    """Return the schema of a body, with the bounds that depend on the operator's options."""
     schema = body.schema(strict=options.strict)
     if "chat_template_kwargs" in schema["properties"]:
         names: dict[str, Schema] = {name: {} for name in sorted(options.template_kwargs)}

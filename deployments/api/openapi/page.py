@@ -1,5 +1,5 @@
-"""page: the routes and their fields as HTML that runs no script and loads nothing (its
-Content-Security-Policy allows neither); rows: the fields of a body in words."""
+"""page: the HTML page of /docs, which runs no script and loads nothing (its Content-Security-Policy
+allows neither). rows: descriptions of a body's fields."""
 
 import base64
 import hashlib
@@ -85,7 +85,7 @@ def _json(schema: object) -> str:
 
 
 def _code(text: str) -> str:
-    """Return HTML with the text in backquotes as code."""
+    """Return a text as HTML, with parts in backquotes as code."""
     parts = text.split("`")
     return "".join(
         f"<code>{escape(part)}</code>" if i % 2 else escape(part) for i, part in enumerate(parts)
@@ -97,7 +97,8 @@ IGNORED, REFUSED = "ignored, and named", "refused"
 
 
 def rows(body: Body) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, effect, allowed values in words) of each field, those with an effect first."""
+    """Yield (name, effect, description of allowed values) of each field; fields with an effect come
+    first."""
     for name in sorted(body.taken, key=lambda name: (name not in body.required, name)):
         fate = REQUIRED if name in body.required else TAKEN
         yield name, fate, words(body.taken[name])
@@ -113,9 +114,9 @@ def rows(body: Body) -> Iterator[tuple[str, str, str]]:
 
 
 def words(schema: Schema) -> str:
-    """Describe a schema in a few words. Deeply nested parts are left to openapi.json."""
+    """Return a short description of a schema; deeply nested parts are only in openapi.json."""
     if "anyOf" in schema:
-        # Several objects are all called "object"; openapi.json has their different properties.
+        # All objects are described as "object"; openapi.json has their properties.
         objects = [form for form in schema["anyOf"] if form.get("type") == "object"]
         some = [OBJECT if form in objects and objects[1:] else form for form in schema["anyOf"]]
         return " or ".join(dict.fromkeys(map(words, some)))
@@ -145,7 +146,8 @@ def _range(schema: Schema) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Write a bound as a power of two where it is one: 9223372036854775807 is hard to read."""
+    """Format a bound, as a power of two if possible, because 9223372036854775807 is hard to
+    read."""
     if isinstance(value, int) and abs(value) > 2**20:
         for power in (31, 63):
             for number, sign in ((2**power, ""), (-(2**power), "-")):

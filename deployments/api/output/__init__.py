@@ -1,1 +1,2 @@
-"""Tools and reasoning: how a model writes calls and reasoning, and how answers show them."""
+"""Tools and reasoning: the formats in which models write tool calls and reasoning, and the parsing
+of answers."""

@@ -1,10 +1,11 @@
-"""ChannelParser: an incremental parser of OpenAI's harmony format, of messages in channels.
+"""ChannelParser: an incremental parser of OpenAI's harmony format, in which messages are in
+channels.
 
     <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-The first message's <|start|>assistant is the end of the prompt. A message to a function may also
-name it before the channel.
+The first message's <|start|>assistant is the end of the prompt. In a message to a function, the
+function's name may also precede the channel.
 """
 
 import re
@@ -15,7 +16,7 @@ from deployments.api.output.step_parser import Event, Kind, StepParser
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
-# Characters; a longer text is not taken for a header.
+# Maximum characters of a header; a longer text is not a header.
 _MAX_HEADER = 256
 _HEADERS = ("<|channel|>", "to=", MESSAGE)
 
@@ -23,22 +24,22 @@ _HEADERS = ("<|channel|>", "to=", MESSAGE)
 class ChannelParser(StepParser):
     """A parser of answers in channels (OpenAI's harmony format).
 
-    The channel `analysis` is reasoning, and so are messages whose recipient is neither the user
-    nor, where calls are allowed, a function. Other messages are content. A line break separates
-    messages of one kind.
+    Messages in the channel `analysis` are reasoning. So are messages whose recipient is neither the
+    user nor, if calls are allowed, a function. Other messages are content. Messages of one kind are
+    separated by a line break.
 
     calls: whether calls are allowed
-    limited: whether the message of the channel `final` is the last one and all text, whatever
-        control tokens it has
+    limited: whether all text after the header of the channel `final` is content, including control
+        tokens
     """
 
     def __init__(self, *, calls: bool, limited: bool = False) -> None:
         self._callable = calls
         self._limited = limited
         self._headers: tuple[str, ...] = _HEADERS
-        self._kind: Kind = "content"  # of the present message
+        self._kind: Kind = "content"  # kind of the present message
         self._begun: set[Kind] = set()  # kinds of earlier messages
-        self._due = ""  # separator that goes before the next text
+        self._due = ""  # separator to emit before the next text
         super().__init__(self._header)
 
     @property
@@ -100,7 +101,8 @@ class ChannelParser(StepParser):
         return complete
 
     def _behind(self) -> bool:
-        """Drop the text between a call and its message's end; return whether the end was found."""
+        """Drop the text between a call and the end of its message; return whether the end was
+        found."""
         _, mark = self._take_until((*MESSAGE_ENDS, MESSAGE_START))
         return self._ended(mark)
 

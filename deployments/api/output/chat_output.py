@@ -1,5 +1,5 @@
-"""ParsedChoice: one choice of a chat, whose text is parsed into reasoning, content and tool calls,
-with the fields of OpenAI's answers for these.
+"""ParsedChoice: parses the text of one choice of a chat into reasoning, content and tool calls, and
+writes these as fields of OpenAI's answers.
 """
 
 import hashlib
@@ -19,7 +19,8 @@ _OPEN = '"input"'
 
 
 class TextReader:
-    """A reader of a custom tool's text, which models write as the one argument of a function."""
+    """An incremental reader of a custom tool's text, which models write as the only argument of a
+    function."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -27,8 +28,8 @@ class TextReader:
         self._ended = False
 
     def feed(self, piece: str) -> str:
-        """Return the new part of the text, unescaped. Half a surrogate pair is held back until the
-        second half arrives. piece: the next text of the call's JSON."""
+        """Return the next part of the tool's text, unescaped. Half a surrogate pair is held back
+        until the second half arrives. piece: the next piece of the call's JSON."""
         if self._ended:
             return ""
         self._held += piece
@@ -65,10 +66,11 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
 def call_id(number: bytes, choice: int, index: int, short: bool, prefix: str = "call_") -> str:
-    """Return the id of a tool call, the same whenever this answer is computed again.
+    """Return the id of a tool call. It is the same if the answer is generated again.
 
-    number: the answer's own number
-    short: whether the id is nine letters and digits, without the prefix
+    number: the answer's unique number
+    choice, index: index of the choice, and of the call in it
+    short: whether the id has nine letters and digits and no prefix
     """
     digest = hashlib.blake2b(b"%b %d %d" % (number, choice, index), digest_size=32).digest()
     letters = "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
@@ -76,9 +78,9 @@ def call_id(number: bytes, choice: int, index: int, short: bool, prefix: str = "
 
 
 class ParsedChoice:
-    """The parsed output of one choice.
+    """The parser of one choice's output, and its result so far.
 
-    Stop strings are searched for in content alone: arguments cut by one would be useless.
+    Stop strings are searched in content only, because truncated arguments would be useless.
 
     new: the events of the last `feed`
     """
@@ -100,22 +102,22 @@ class ParsedChoice:
         )
         self._hidden = hidden
         self._params = params
-        self._held = ""  # content that may begin a stop string
+        self._held = ""  # end of the content that may be the beginning of a stop string
         self._stop: str | None = None
         self.new: list[Event] = []
-        self.is_content: list[bool] = []  # for each token of the last `feed`
+        self.is_content: list[bool] = []  # for each token of the last `feed`: whether it is content
         self.reasoning_tokens = 0
         self.content: list[str] = []
         self.reasoning: list[str] = []
-        self.calls: list[tuple[str, list[str]]] = []  # (name, pieces of arguments or a text)
+        self.calls: list[tuple[str, list[str]]] = []  # (name, pieces of its arguments or text)
         self._reader: TextReader | None = None  # reader of a custom tool's open call
-        self._told = 0  # number of calls that `delta` has begun
+        self._told = 0  # number of calls whose beginning `delta` has returned
 
     def feed(self, delta: Delta) -> Decoded:
-        """Parse a delta, and put the events that its text makes into `new`.
+        """Parse a delta, and set `new` to the events of its text.
 
-        Returns the finish reasons and the number of tokens, as `ChoiceDecoder.feed` does, but no
-        text: the text is in the events.
+        Returns finish reason and number of tokens, as `ChoiceDecoder.feed` does, but with an empty
+        text, as the text is in the events.
         """
         self.new, self.is_content = [], []
         tokens = delta.token_ids
@@ -149,7 +151,8 @@ class ParsedChoice:
         return Decoded("", reason, decoded.stop_reason, count)
 
     def _parse_text(self, text: str, final: bool) -> bool:
-        """Parse a text; return whether there was content. final: whether it is the last text."""
+        """Parse the next text; return whether it contained content. final: whether it is the last
+        text."""
         events = self._parser.feed(text) if text else []
         if final:
             events += self._parser.finish()
@@ -204,7 +207,7 @@ class ParsedChoice:
     # --- on the wire ---
 
     def message(self, number: bytes, choice: int) -> JsonObject:
-        """Return the choice's message in a whole answer. number: the answer's own number."""
+        """Return the choice's message for a whole answer. number: the answer's unique number."""
         content = "".join(self.content)
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning and self._plan.shows_reasoning:
@@ -221,7 +224,7 @@ class ParsedChoice:
     def delta(self, number: bytes, choice: int) -> JsonObject:
         """Return the message delta for the events of the last `feed`; {} if there are none.
 
-        A call's id and name are sent once. number: the answer's own number.
+        A call's id and name are sent only once. number: the answer's unique number.
         """
         delta: JsonObject = {}
         calls: list[JsonObject] = []
@@ -251,7 +254,7 @@ class ParsedChoice:
         return {"type": "function", "function": {"name": name, "arguments": text}}
 
     def forget_new(self) -> None:
-        """Forget the events of the last `feed`, which the client already has."""
+        """Discard the events of the last `feed`, which the client already has."""
         self.new, self._told = [], len(self.calls)
 
     def _id(self, number: bytes, choice: int, index: int) -> str:

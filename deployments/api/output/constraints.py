@@ -1,4 +1,4 @@
-"""RequestedGrammar: the constraint that a request sets for its output, read from its fields."""
+"""RequestedGrammar: the constraint on the output that a request sets in one of its fields."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +16,10 @@ from engine.structured.json_schema import enforceable
 
 @dataclass(slots=True)
 class RequestedGrammar:
-    """A constraint of the output's structure, as a request asks for it.
+    """A constraint on the output's structure, as set in a request.
 
     where: the path of the request's field, for errors
-    value: a schema (bool, object or its text), the text of a pattern or grammar, the list of
+    value: a JSON schema (bool, object or text), the text of a pattern or grammar, the list of
         choices, or a StructuralTag
     strict: whether a schema with keywords that cannot be enforced is refused
     ignored: the names of options without effect
@@ -32,7 +32,8 @@ class RequestedGrammar:
     ignored: list[str] = field(default_factory=list)
 
     def grammar(self) -> tuple[Grammar, list[str]]:
-        """Return the grammar for the engine, and JSON pointers to keywords that it leaves out.
+        """Return the grammar for the engine, and JSON pointers to schema keywords that it does not
+        enforce.
 
         Takes milliseconds for a large schema. Raises ApiError 400, InvalidRequest.
         """
@@ -46,7 +47,7 @@ class RequestedGrammar:
             return Grammar.choice(self.value), []
         if self.kind == "regex":
             return Grammar.regex(self.value), []
-        # Only GBNF defines its rules with "::=".
+        # Only GBNF has rules with "::=".
         return Grammar("gbnf" if "::=" in self.value else "lark", self.value), []
 
 
@@ -54,7 +55,7 @@ def take_constraint(body: Generation) -> RequestedGrammar | None:
     """Return the constraint that a body in OpenAI's form sets; None: any text.
 
     Raises ApiError 400: invalid_type, invalid_value, missing_field, not_supported;
-    conflicting_fields, if there are two.
+    conflicting_fields for several constraints.
     """
     constraints: list[RequestedGrammar | None] = []
     if body.response_format is not None:
@@ -63,16 +64,16 @@ def take_constraint(body: Generation) -> RequestedGrammar | None:
         constraints.append(take_structured_outputs(body.structured_outputs))
     for name, kind in ALIASES.items():
         value = getattr(body, name)
-        # llama.cpp's clients send an empty text where they have no grammar.
+        # llama.cpp's clients send an empty text instead of no grammar.
         if value is not None and (name, value) != ("grammar", ""):
             constraints.append(RequestedGrammar(name, kind, value))
     return only_constraint(*constraints) if constraints else None
 
 
 def only_constraint(*constraints: RequestedGrammar | None) -> RequestedGrammar | None:
-    """Return the only constraint that is not None; None if all are.
+    """Return the only constraint that is not None; None if all are None.
 
-    Raises ApiError 400 conflicting_fields, if there are two.
+    Raises ApiError 400 conflicting_fields for several constraints.
     """
     present = [constraint for constraint in constraints if constraint is not None]
     if len(present) > 1:
@@ -90,7 +91,7 @@ def take_response_format(
     """Return the constraint that a response format sets; None: any text. Raises ApiError 400.
 
     path: the format's path in the body
-    flat: whether the fields of `json_schema` stand beside the type, not in an inner object
+    flat: whether the fields of `json_schema` are beside `type` rather than in an inner object
     """
     if value is None:
         return None
@@ -116,7 +117,7 @@ def take_response_format(
 
 
 def schema_constraint(schema: Any, where: str) -> RequestedGrammar:
-    """Return the constraint to JSON documents of a schema. Raises ApiError 400.
+    """Return the constraint that the output is a JSON document of a schema. Raises ApiError 400.
 
     where: the schema's path in the body
     """
@@ -160,7 +161,7 @@ def _structural_tag(tag: formats.StructuralTag, path: str) -> RequestedGrammar:
 
 
 def _others(value: JsonObject, path: str, known: msgspec.Struct) -> list[str]:
-    """Return the names of an object's keys that its Struct does not have, for x-ignored-fields."""
+    """Return the names of an object's keys that its Struct lacks, for x-ignored-fields."""
     names = ("type", *known.__struct_fields__)
     return name_fields(
         (name for name, option in value.items() if name not in names and option is not None),

@@ -1,5 +1,5 @@
-"""template_output: a model's formats of tool calls and reasoning, detected by rendering its chat
-template, and read from its checkpoint's response_template."""
+"""template_output: detects a model's formats of tool calls and reasoning, by rendering its chat
+template and from its checkpoint's response_template."""
 
 import json
 import logging
@@ -44,19 +44,20 @@ class TemplateOutput:
     """The output formats of a model, and the properties of its chat template.
 
     calls: the format of tool calls; None if the model's format is not known
-    described_in: the role of the message that describes tools which the template does not show;
-        "user" where the template takes no "system"; "": the template shows tools
-    history: the format in which calls of the history become content, for a template that shows none
-    text_arguments: whether arguments of calls in the history are JSON in a string
-    empty_content: whether the template wants content beside these calls
-    single_calls: whether the template shows no more than one call of a message
+    described_in: the role of the message in which we describe the tools, if the template does not:
+        "system", or "user" if the template refuses "system"; "": the template describes tools
+    history: the format in which earlier calls are written into contents, if the template ignores
+        calls
+    text_arguments: whether the template expects arguments of earlier calls as JSON in a string
+    empty_content: whether the template requires content beside calls
+    single_calls: whether the template shows only one call per message
     no_content: whether the template refuses content and reasoning together beside calls
-    plan: the message field in which the template shows the text before calls, if it does not show
+    plan: the message field from which the template takes the text before calls, if it ignores
         `content` beside calls
-    variables: the variables that a request may set to change how much the model thinks
-    special_ids: the control tokens that the formats are written with
+    variables: the template variables that control the reasoning effort
+    special_ids: the ids of control tokens that occur in the formats
     wrapper: the delimiters at the beginning and at the end of content; (): none
-    problems: the parts of the checkpoint's response_template that cannot be used
+    problems: messages about parts of the checkpoint's response_template that cannot be used
     """
 
     calls: OutputFormat | None
@@ -74,7 +75,7 @@ class TemplateOutput:
     problems: tuple[str, ...] = ()
 
 
-# The format for templates without one of their own: most open models were trained on it.
+# The format for templates without a format of tool calls: most open models were trained on it.
 _TOLD = next(format for format in FORMATS if format.name == "hermes")
 _known: "weakref.WeakKeyDictionary[Tokenizer, TemplateOutput]" = weakref.WeakKeyDictionary()
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -83,7 +84,7 @@ _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
 
 
 def template_output(tokenizer: Tokenizer) -> TemplateOutput:
-    """Return the output formats of a tokenizer's model. The first call takes milliseconds."""
+    """Return the output formats of a tokenizer's model; cached, as detection takes milliseconds."""
     output = _known.get(tokenizer)
     if output is None:
         output = _known[tokenizer] = _found(tokenizer)
@@ -142,7 +143,7 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The form of a call in a message of the history, of which templates accept different ones.
+    """The form of an earlier call in a message; templates differ in the forms that they accept.
 
     named_ids: whether ids are functions.NAME:INDEX
     text_arguments, empty_content: see TemplateOutput
@@ -163,10 +164,10 @@ _FLAGS = [
 def _shown(
     template: ChatTemplate, shapes: Sequence[_Shape], formats: Sequence[OutputFormat]
 ) -> tuple[OutputFormat | None, _Shape]:
-    """Return the first format in which the template writes a call, and the call's shape.
+    """Return the first of the formats in which the template writes a call, and the shape of call
+    that it accepts.
 
-    If the template writes calls in none of the formats, returns None, and a shape that the
-    template accepts.
+    The format is None if the template writes calls in none of the formats.
     """
     first_shape = None
     for shape in shapes:
@@ -191,7 +192,8 @@ def _declared(
 
 
 def _separated(declared: OutputFormat, shown: str) -> OutputFormat:
-    """Return the format with the separator that the template writes between two calls.
+    """Return the format with its separator set to the text that the template writes between two
+    calls.
 
     shown: a rendered chat with two calls
     """
@@ -201,9 +203,10 @@ def _separated(declared: OutputFormat, shown: str) -> OutputFormat:
 
 
 def _same(known: OutputFormat | None, declared: OutputFormat) -> bool:
-    """Whether two formats write a call alike, apart from white space and the end of the turn.
+    """Whether two formats write a call in the same way, except for white space and the end of the
+    turn.
 
-    A known format is preferred, because it has more details than a declaration can.
+    If so, the known format is used, because it has more details than a declaration.
     """
     if known is None:
         return False
@@ -235,10 +238,10 @@ def _special_ids(
 def _rendered(
     template: ChatTemplate, shape: _Shape, second: str = "", content: str = "", reasoning: str = ""
 ) -> str:
-    """Return a rendered chat with a call in this shape; "" if the template refuses the chat.
+    """Return a rendered chat with a tool call in this shape; "" if the template refuses the chat.
 
     second: the function of a second call; "": there is none.
-    content, reasoning: those of the message with the calls.
+    content, reasoning: content and reasoning of the message with the calls.
     """
     arguments: Any = json.dumps(_VALUES) if shape.text_arguments else _VALUES
     names = [_NAME, *([second] if second else [])]

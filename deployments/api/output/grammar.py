@@ -1,4 +1,5 @@
-"""output_grammar: one grammar, in Lark, of a model's whole output: reasoning, text and calls."""
+"""output_grammar: builds one Lark grammar for a model's whole output: reasoning, text and tool
+calls."""
 
 import json
 import re
@@ -23,23 +24,23 @@ from deployments.api.output.parser import Thinking
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
-# The separators of json.dumps, which most models were trained on.
+# JSON with the separators of json.dumps, on which most models were trained.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _UNICODE = {"json_allow_general_unicode_escapes": True}
 _JSON = "%json"
 _ANY = r"ANY: /(.|\n)*/"
-_SPACES = r"[\s\x1c-\x1f]*"  # the white space that str.strip removes
-_WORD = re.compile(r"[A-Za-z_][\w-]*")  # a key that a nested object may have without quotes
+_SPACES = r"[\s\x1c-\x1f]*"  # the white-space characters that str.strip removes
+_WORD = re.compile(r"[A-Za-z_][\w-]*")  # a key that needs no quotes in a nested object
 _PLAIN = frozenset({"type", "title", "description", "default", "examples", "enum", "const"})
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that a call may name.
+    """A function that may be called.
 
-    schema: the schema of the object of its arguments, with the keywords that can be enforced
-    grammar: the grammar in Lark of a custom tool's one argument; "" if it has none
+    schema: the JSON schema of the arguments object, with enforceable keywords only
+    grammar: the Lark grammar of a custom tool's only argument; "": none
     """
 
     name: str
@@ -47,7 +48,7 @@ class Function:
     grammar: str = ""
 
     def raw(self, format: OutputFormat | None) -> frozenset[str]:
-        """Return the arguments that a tagged format writes without quotes."""
+        """Return the names of the string arguments that a tagged format writes without quotes."""
         tags = None if format is None else format.tagged
         if tags is None or tags.quoted:
             return frozenset()
@@ -82,15 +83,16 @@ def output_grammar(
     content: str = "",
     wrapper: tuple[str, ...] = (),
 ) -> str:
-    """Return the grammar of text in which each call is complete and its arguments fit their schema.
+    """Return the grammar of outputs in which each call is complete and its arguments match their
+    schema.
 
-    format: the format of calls; without functions the text holds no call
-    required: whether there is at least one call, and no text before it
-    parallel: whether there may be more than one call
-    thinking: whether reasoning may come first; "open": the prompt has begun it
-    once: whether there is at most one part of reasoning, at the beginning
-    content: the constraint of the text, as the right side of a rule; "": any text
-    wrapper: the delimiters that may begin and end the text; (): none
+    format: the format of calls; without functions, calls are not allowed
+    required: whether there must be a call, without text before it
+    parallel: whether several calls are allowed
+    thinking: "may": reasoning may come first; "open": the prompt has begun it; "no": no reasoning
+    once: whether at most one part of reasoning is allowed, at the beginning
+    content: the constraint on the text, as the right side of a Lark rule; "": any text
+    wrapper: the optional delimiters before and after the text; (): none
     """
     builder = _Builder(tokenizer)
     if reasoning is not None and reasoning.channels:
@@ -102,10 +104,11 @@ def output_grammar(
 def tags_grammar(
     tokenizer: Tokenizer, tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]
 ) -> str:
-    """Return the grammar of text in which each occurrence of a trigger begins one of the tags.
+    """Return the Lark grammar of text in which each occurrence of a trigger must begin one of the
+    tags.
 
-    tags: (begin text, JSON schema of the content, end text) of each tag; the begin text begins
-        with a trigger, and the schema has only keywords that can be enforced
+    tags: (begin text, JSON schema of the content, end text) of each tag; the begin text begins with
+        a trigger, and the schema has enforceable keywords only
     """
     return _Builder(tokenizer).build_tags(tags, triggers)
 
@@ -120,7 +123,7 @@ class _Builder:
         longest_first = sorted(marks, key=lambda text: -len(text))
         self._cuts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._rules: list[str] = []
-        self._terminals: dict[tuple[Any, ...], str] = {}  # terminal names by `_without`'s arguments
+        self._terminals: dict[tuple[Any, ...], str] = {}  # arguments of `_without` -> its name
 
     def build(
         self,
@@ -140,7 +143,8 @@ class _Builder:
             self._calls(format, functions, parallel)
 
         def body(name: str, starts: tuple[str, ...] = ()) -> None:
-            """Add a rule of this name: the output after reasoning, which begins with no start."""
+            """Add a rule with this name for the output after reasoning, which must not begin with
+            any of `starts`."""
             parts = []
             if functions and not trigger:
                 starts += ("{",)
@@ -153,10 +157,12 @@ class _Builder:
             if not required:
                 text = self._free(marks, starts)
                 if content:
-                    # The parser takes content with these texts at its ends for calls or wrappers.
+                    # The parser would treat these texts, at the ends of content, as calls or
+                    # wrappers.
                     begins = (*starts, *filter(None, (trigger if functions else "",)), *wrapper[:1])
                     text = self._limited(name, content, begins, wrapper[1:])
-                # Unconstrained content may begin and end so anyway if `wrapper` has no tokens.
+                # Unconstrained content may contain the wrapper anyway, unless its delimiters are
+                # control tokens.
                 if wrapper and (content or self._cuts.search(wrapper[0])):
                     begin, end = map(self.literal, wrapper)
                     text = f"({begin})? ({text}) ({end})?"
@@ -176,7 +182,8 @@ class _Builder:
         if thinking == "open":
             self._rules.append(f"start: {thoughts}")
         else:
-            # Without reasoning, the text must not begin as reasoning does: it would be parsed so.
+            # Without reasoning, the text must not begin with reasoning's start, as it would be
+            # parsed as reasoning.
             body("at_once", (reasoning.start,))
             self._rules.append(f"start: {self.literal(reasoning.start)} ({thoughts}) | at_once")
         return "\n".join(self._rules) + "\n"
@@ -184,8 +191,8 @@ class _Builder:
     def _limited(
         self, name: str, content: str, starts: tuple[str, ...], ends: tuple[str, ...]
     ) -> str:
-        """Return the rule of content that begins with no text of `starts`, and ends with none of
-        `ends`. JSON, which never does, remains as it is."""
+        """Return the rule for content that does not begin with a text of `starts` nor end with one
+        of `ends`. JSON content is unchanged, as it never does either."""
         if content.startswith(_JSON) or not (starts or ends):
             return content
         self._rules.append(f"{name.upper()}: {_without((), starts, ends, '', f'({content})')}")
@@ -198,7 +205,7 @@ class _Builder:
             trigger = min((mark for mark in triggers if begin.startswith(mark)), key=len)
             for match in self._cuts.finditer(begin):
                 if match.start() < len(trigger) < match.end():
-                    # A trigger must not end inside a control token: extend it to the token's end.
+                    # A trigger that ends inside a control token is extended to the token's end.
                     trigger = begin[: match.end()]
             tail = begin[len(trigger) :]
             parts = [self._spelled(tail)] if tail else []
@@ -222,11 +229,12 @@ class _Builder:
         once: bool,
         content: str,
     ) -> str:
-        """Return the grammar of a turn in channels; its <|start|>assistant is in the prompt.
+        """Return the Lark grammar of a turn in harmony channels; the prompt has its first
+        <|start|>assistant.
 
         required: whether there must be a call.
-        once: whether there is at most one part of reasoning.
-        content: the rule of the final text; "" = any text.
+        once: whether at most one part of reasoning is allowed.
+        content: the right side of the rule for the final text; "": any text.
         """
         again, comment = self.literal(f"{MESSAGE_START}assistant"), f"{CHANNEL}commentary"
         message = self.literal(MESSAGE)
@@ -256,7 +264,8 @@ class _Builder:
         return "\n".join([f"start: {before} ({' | '.join(body)})", *self._rules]) + "\n"
 
     def literal(self, text: str) -> str:
-        """Return the grammar of a format's text: control tokens are tokens, NUMBER is digits."""
+        """Return the grammar expression for a text of a format, with control tokens as tokens and
+        NUMBER as digits."""
         return " /[0-9]{1,6}/ ".join(map(self._spelled, text.split(NUMBER)))
 
     def _spelled(self, text: str) -> str:
@@ -277,7 +286,8 @@ class _Builder:
         ends: tuple[str, ...] = (),
         tail: str = "",
     ) -> str:
-        """Return the grammar of text without any of `marks`; other control tokens are allowed.
+        """Return the grammar expression for text without any of `marks`; other control tokens are
+        allowed.
 
         marks, starts, ends, tail: see `_without`
         """
@@ -290,15 +300,17 @@ class _Builder:
     def _until(
         self, name: str, mark: str, others: tuple[str, ...] = (), starts: tuple[str, ...] = ()
     ) -> str:
-        """Return the grammar of text that ends with the first occurrence of the text `mark`.
+        """Return the grammar expression for text up to and including the first occurrence of
+        `mark`.
 
-        name: the name of a new rule
-        others: further texts that may not occur
+        name: name for the new rule
+        others: further texts that must not occur
         starts: see `_without`
         """
         if match := self._cuts.search(mark):
-            # The text ends where the control token in `mark` begins. If `mark` begins as it ends,
-            # an earlier occurrence could overlap with this one: the text must not end in that.
+            # The text ends where the control token in `mark` begins. If a beginning of `mark`
+            # equals an end of it, an earlier occurrence could overlap with this one, which `ends`
+            # excludes.
             tail = mark[: match.start()]
             sizes = range(1, len(mark))
             ends = tuple(mark[:-size] + tail for size in sizes if mark.endswith(mark[:size]))
@@ -313,8 +325,8 @@ class _Builder:
         return f"({name} | {head} {name}_last)"
 
     def _up_to_shown(self, marks: tuple[str, ...], starts: tuple[str, ...]) -> str:
-        """Return the grammar of free text that ends with a control token that answers show (which
-        is not special); "" if there is no such token."""
+        """Return the grammar expression for free text that ends with a visible (not special)
+        control token; "" if the model has no such token."""
         shown = self._shown - self._tokens_in(*marks)
         first = shown - self._tokens_in(*starts)
         if not first:
@@ -332,7 +344,8 @@ class _Builder:
         ends: tuple[str, ...] = (),
         tail: str = "",
     ) -> str:
-        """Return the terminal for the text that `_without` describes; its rule is added once."""
+        """Return the name of the terminal for the text that `_without` describes; its rule is added
+        once."""
         key = tuple(dict.fromkeys(filter(None, marks))), starts, ends, tail
         if not any(key):
             return "ANY"
@@ -391,9 +404,10 @@ class _Builder:
         return parts
 
     def _written(self, dialect: Dialect, rule: str, schema: JsonObject) -> list[str]:
-        """Return the grammar of a call's arguments, or an object's properties, in a dialect.
+        """Return the grammar expressions for a call's arguments, or an object's properties, in a
+        dialect.
 
-        rule: the beginning of the names of new rules
+        rule: prefix of the names of new rules
         """
         required = schema.get("required") or []
         shared: JsonObject = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -405,7 +419,8 @@ class _Builder:
             value = self._value(dialect, f"{rule}_{place}", inner, shared)
             self._rules.append(f"{rule}_{place}: {quoted(name + dialect.assign)} {value}")
             parts.append(f"{rule}_{place}")
-        # A rule for the arguments that may follow each argument; it contains that of the next one.
+        # For each argument, add a rule for the arguments that may follow; it refers to the next
+        # one's rule.
         for place in range(len(items) - 1, 0, -1):
             again = f"{between} {parts[place]}"
             again = again if items[place][0] in required else f"({again})?"
@@ -422,10 +437,11 @@ class _Builder:
         return [f"({' | '.join(forms)})"]
 
     def _value(self, dialect: Dialect, rule: str, schema: Any, shared: JsonObject) -> str:
-        """Return the grammar of a schema's values: in the dialect if it has them, else in JSON.
+        """Return the grammar expression for a schema's values: in the dialect if it can write them,
+        else in JSON.
 
-        rule: the beginning of the names of new rules
-        shared: the definitions ("$defs") to which the schema may refer
+        rule: prefix of the names of new rules
+        shared: the definitions ("$defs", "definitions") to which the schema may refer
         """
         if not isinstance(schema, dict):
             return _json(schema, _COMPACT)
@@ -467,9 +483,9 @@ class _Builder:
         return _json({**shared, **schema}, _COMPACT)
 
     def _constant(self, dialect: Dialect, value: Any) -> str:
-        """Return the grammar of a constant argument, written as the model's dialect writes it.
+        """Return the grammar expression for a constant argument in the syntax of the dialect.
 
-        Strings in Python calls are in double quotes, as are all strings of JSON's grammar.
+        Strings in Python calls are in double quotes, like strings in JSON's grammar.
         """
         if not isinstance(value, str):
             return quoted(dialect.value(value))
@@ -480,10 +496,10 @@ class _Builder:
 
 
 def _check_name(name: str, read: str, end: str) -> None:
-    """Refuse the name of an argument that would be parsed as another. Raises InvalidRequest.
+    """Raise InvalidRequest for an argument whose name would be parsed incorrectly.
 
-    read: the name as the parser of calls reads it
-    end: the text of the format after the name
+    read: the name as the parser of calls would read it
+    end: the format's text after the name
     """
     if name != read or not name or end in name + end[:-1]:
         raise InvalidRequest(
@@ -502,7 +518,7 @@ def _without(
     """Return the right side of a Lark terminal that matches text without any text of `marks`.
 
     The text begins with none of `starts` and ends with none of `ends`, but with `tail`.
-    of: the terminal or expression that the text has to match, too
+    of: a terminal or expression that the text must also match
     """
     parts = [of]
     if held := "|".join(_escaped(mark) for mark in marks if mark):
@@ -517,12 +533,12 @@ def _without(
 
 
 def _escaped(text: str) -> str:
-    """Escape a text for a regular expression in Lark."""
+    """Return a text escaped for a regular expression in Lark."""
     return re.escape(text).replace("/", "\\/").replace("\n", "n")
 
 
 def _tokens(ids: set[int]) -> str:
-    """Return the grammar of a single token whose id is in `ids`; "" without ids."""
+    """Return the grammar expression for one token whose id is in `ids`; "" without ids."""
     ranges: list[list[int]] = []
     for i in sorted(ids):
         if ranges and ranges[-1][1] == i - 1:
@@ -534,7 +550,7 @@ def _tokens(ids: set[int]) -> str:
 
 
 def json_content(schema: Any) -> str:
-    """Return the right side of a rule that matches JSON documents of a schema."""
+    """Return the right side of a Lark rule that matches JSON documents of a schema."""
     return _json(schema, _FREE)
 
 

@@ -1,5 +1,5 @@
-"""The grammars of requests, compiled before a request is sent to an engine, so that a constraint
-that cannot be enforced is refused at once."""
+"""The compilation of requests' grammars in the router, so that constraints that cannot be enforced
+are refused before a request is sent to an engine."""
 
 import asyncio
 import functools
@@ -23,21 +23,21 @@ from engine.structured.json_schema import UnsupportedSchema, without
 from engine.structured.sandbox import CHILDREN, GrammarSandbox
 from engine.text.tokenizer import Tokenizer
 
-# Seconds for compiling one grammar; most take milliseconds.
+# Maximum seconds for compiling one grammar; most take milliseconds.
 SECONDS = 5.0
-QUEUE_SECONDS = 20.0  # seconds for which a request waits for its grammar
-_MOST_LEFT_OUT = 32  # keywords that are left out of a schema, with one compilation for each
-# Keywords that are left out of a schema that is not strict. An invalid reference, or a pattern that
-# no dialect accepts, is a mistake that its author wants to know.
+QUEUE_SECONDS = 20.0  # maximum seconds for which a request waits for its grammar
+_MOST_LEFT_OUT = 32  # maximum of keywords left out of a schema, each by another compilation
+# Keywords that are left out of a non-strict schema if they cannot be enforced. Invalid references,
+# and patterns that no dialect accepts, are reported as errors.
 _MAY_GO = (
     *("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf"),
     "pattern",
 )
-_BROKEN = (  # the compiler's message for patterns that other dialects accept, such as [[]
+_BROKEN = (  # in the compiler's messages for patterns that other dialects may accept, as [[]
     *("unclosed group", "unopened group", "unclosed character class"),
     *("missing expression", "incomplete escape"),
 )
-# Characters; longer patterns are not tried in Python's dialect.
+# Maximum characters of a pattern that is tried in Python's dialect.
 _LONG_PATTERN = 4096
 
 _pool = ThreadPoolExecutor(CHILDREN, thread_name_prefix="grammars")
@@ -53,9 +53,10 @@ def sandbox_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) 
 async def grammar_of(
     constraint: RequestedGrammar, tokenizer: Tokenizer, card: ModelCard
 ) -> tuple[Grammar, list[str]]:
-    """Return the grammar for the engine, and the fields without effect, for x-ignored-fields.
+    """Return the grammar for the engine, and the names of unenforced fields and keywords, for
+    x-ignored-fields.
 
-    Raises ApiError 400 naming the field, and in it the keyword by a JSON pointer; Overloaded.
+    Raises ApiError 400 naming the field and, by a JSON pointer, the keyword; Overloaded.
     """
     sandbox = sandbox_of(tokenizer, card.vocab_size, card.eos_token_ids)
 
@@ -72,7 +73,7 @@ async def grammar_of(
 async def output_grammar_of(
     plan: OutputPlan, constraint: RequestedGrammar | None, card: ModelCard
 ) -> tuple[Grammar, list[str]]:
-    """Return the grammar of an answer with tools or reasoning, and names for x-ignored-fields.
+    """Return the grammar of an answer with tools or reasoning, and the names for x-ignored-fields.
 
     Raises ApiError 400 naming the field; Overloaded.
     """
@@ -101,7 +102,7 @@ async def _waited(work: Future[tuple[Grammar, list[str]]]) -> tuple[Grammar, lis
 def _tagged(
     constraint: RequestedGrammar, tokenizer: Tokenizer, sandbox: GrammarSandbox
 ) -> tuple[Grammar, list[str]]:
-    """Return the grammar of a StructuralTag, and names for x-ignored-fields.
+    """Return the grammar of a StructuralTag, and the names for x-ignored-fields.
 
     Raises ApiError 400.
     """
@@ -155,7 +156,7 @@ def _compiled(constraint: RequestedGrammar, sandbox: GrammarSandbox) -> tuple[Gr
 
 
 def _is_broken(pattern: Any, message: str) -> bool:
-    """Whether a pattern is invalid, by the compiler's message and in Python's dialect too."""
+    """Whether a pattern is invalid, according to the compiler's message and to Python's `re`."""
     if not isinstance(pattern, str) or not any(sign in message for sign in _BROKEN):
         return not isinstance(pattern, str)
     if len(pattern) > _LONG_PATTERN:

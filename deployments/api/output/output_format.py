@@ -1,5 +1,5 @@
-"""OutputFormat: the syntax in which a family of models writes tool calls; Dialect: a syntax of
-arguments that is neither JSON nor tagged, such as Python's; Reasoning: reasoning's delimiters."""
+"""OutputFormat: the syntax of tool calls of a model family. Dialect: a syntax of arguments that is
+neither JSON nor tagged, such as Python's. Reasoning: the delimiters of reasoning."""
 
 import json
 import re
@@ -10,14 +10,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The syntax of arguments: KEY assign VALUE, again after each separator. Numbers are JSON's.
+    """A syntax of call arguments: KEY assign VALUE, joined by separator. Numbers are written as in
+    JSON.
 
-    quotes: the quotes that strings may stand in; templates write the first
-    raw: whether nothing is escaped in the first quote, so that a string cannot hold it
-    words: (JSON's word, the dialect's) for true, false and null outside lists and objects
-    nested: whether lists and objects are in the dialect too, with keys that have no quotes; else
-        they are JSON
-    by_name: whether templates sort arguments by their names
+    quotes: the allowed quotes of strings; templates write the first
+    raw: whether nothing is escaped within the first quote, so that a string cannot contain this
+        quote
+    words: (JSON's word, the dialect's word) for true, false and null outside lists and objects
+    nested: whether lists and objects are also in the dialect, with unquoted keys; if false, they
+        are JSON
+    by_name: whether templates sort arguments by name
     """
 
     assign: str
@@ -33,7 +35,7 @@ class Dialect:
         return sorted(items, key=lambda item: item[0].lower()) if self.by_name else items
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        """Write arguments as a template does."""
+        """Return the text of arguments as a template writes them."""
         items = self.ordered(arguments)
         return self.separator.join(f"{key}{self.assign}{self.value(it)}" for key, it in items)
 
@@ -55,7 +57,7 @@ class Dialect:
 PYTHON = Dialect(
     "=", ", ", ("'", '"'), words=(("true", "True"), ("false", "False"), ("null", "None"))
 )
-# Strings may stand in JSON's quotes, too, if their schema has more than the type.
+# Strings may also be in JSON's quotes, if their schema has more keywords than the type.
 GEMMA = Dialect(":", ",", ('<|"|>', '"'), raw=True, nested=True, by_name=True)
 
 _WORD = re.compile(r'[^\s,:\[\]{}()"<]+|<')
@@ -63,7 +65,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
 class DialectReader:
-    """A reader of a call's arguments in a dialect, which converts them to JSON.
+    """An incremental converter of a call's arguments from a dialect to JSON.
 
     end: the text after a call's last value
     """
@@ -77,10 +79,10 @@ class DialectReader:
 
     def take_text(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:
         """Convert a text; return the JSON, the text that is not converted yet, and what follows the
-        value.
+        converted value.
 
-        "next" is another value after the comma. "end" is the end of the call, which remains in the
-        text. "" means that the value is not complete.
+        "next": another value, after a comma; "end": the end of the call, which remains in the text;
+        "": the value is incomplete.
 
         final: whether no more text follows
         """
@@ -169,7 +171,7 @@ class DialectReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the number of characters at the end of `text` that may begin the text `mark`."""
+    """Return the length of the longest end of `text` that is a beginning of `mark`."""
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-size:]):
             return size
@@ -177,7 +179,7 @@ def overlap(text: str, mark: str) -> int:
 
 
 def _unescaped(escape: str) -> str:
-    """Return an escape sequence of a Python or JSON string as JSON writes it."""
+    """Convert an escape sequence of a Python or JSON string to JSON."""
     if escape[1] in 'nrtbf"\\/':
         return escape
     if escape[1] in "ux":
@@ -200,12 +202,12 @@ def _inner(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """The syntax of arguments one by one: key_open KEY key_close VALUE value_close.
+    """A syntax with tags around each argument: key_open KEY key_close VALUE value_close.
 
-    Strings are written as they are, other values as JSON. A string therefore cannot contain
+    Strings are written verbatim, other values as JSON. Therefore a string cannot contain
     value_close.
 
-    quoted: whether strings are JSON, too
+    quoted: whether strings are also written as JSON
     """
 
     key_open: str
@@ -219,7 +221,7 @@ class TaggedArguments:
         return value if raw else json.dumps(value, ensure_ascii=False)
 
 
-# The placeholder, in formats, of a call's number: the calls of a conversation, counted from 0.
+# The placeholder in formats for the index of a call among all calls of the conversation, from 0.
 NUMBER = "\0"
 
 
@@ -227,17 +229,18 @@ NUMBER = "\0"
 class OutputFormat:
     """The syntax in which a family of models writes the calls of one message.
 
-    A message has opening, then begin NAME middle ARGUMENTS end for each call, with separator
-    between two calls, then closing.
+    The calls of a message are: opening; for each call begin NAME middle ARGUMENTS end, joined by
+    separator; closing.
 
-    trigger: the beginning of opening + begin that marks a call; no other text may contain it. "":
-        a call is recognised by being the whole message.
+    trigger: a prefix of opening + begin that marks a call, and that no other text may contain; "":
+        a message with calls has no other text, by which it is recognised.
     NUMBER may occur in begin and in middle.
     tagged, dialect: how arguments are written; neither: as one JSON object.
-    indented: templates print that object on several lines, this many columns to the right.
-    parallel: there can be several calls.
-    short_ids: the template takes only ids of nine letters and digits.
-    named_ids: the template writes a call's id, functions.NAME:NUMBER, in the place of its name.
+    indented: templates print the JSON object on several lines, indented by this many columns; 0: on
+        one line.
+    parallel: whether a message can have several calls.
+    short_ids: whether the template accepts only ids of nine letters and digits.
+    named_ids: whether the template writes a call's id, functions.NAME:NUMBER, instead of its name.
     """
 
     name: str
@@ -256,7 +259,8 @@ class OutputFormat:
     named_ids: bool = False
 
     def write(self, name: str, arguments: Mapping[str, Any], number: int = 0) -> str:
-        """Return one call as text, without the text around all calls."""
+        """Return the text of one call, without opening, separator and closing. number: index of the
+        call."""
         if self.dialect is not None:
             written = self.dialect.write(arguments)
         elif self.tagged is None:
@@ -277,9 +281,9 @@ class OutputFormat:
 class Reasoning:
     """The delimiters `start` and `end` of a model's reasoning.
 
-    channels: whether an answer is a list of messages with headers, of which one channel's messages
-        are reasoning
-    efforts: (effort of the API, effort that the model knows) where these differ
+    channels: whether an answer is a list of messages with headers (harmony), in which one channel
+        has the reasoning
+    efforts: (API's reasoning effort, the model's own word) where these differ
     """
 
     start: str
@@ -289,9 +293,9 @@ class Reasoning:
 
     @property
     def known_by(self) -> str:
-        """The text whose presence in a chat template shows that the model reasons in this form.
+        """The text whose presence in a chat template shows that the model uses these delimiters.
 
-        With channels this is the start, because all messages have the same end.
+        With channels it is `start`, because all messages have the same end.
         """
         return self.start if self.channels else self.end
 
@@ -301,10 +305,10 @@ class Reasoning:
         return f"{self.start} {self.end} {more if self.channels else ''}"
 
 
-# The texts around content, in models that mark its beginning and its end.
+# Delimiters around content, of models that mark both its beginning and its end.
 WRAPPERS = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>"))
 
-# For answers in channels (OpenAI's harmony format).
+# Control tokens of OpenAI's harmony format.
 CHANNEL, MESSAGE, MESSAGE_START, CONSTRAIN = (
     *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"),
 )
@@ -339,7 +343,8 @@ def _listed(name: str, opening: str, closing: str, **more: Any) -> OutputFormat:
     )
 
 
-# The first format that a template contains is its model's; formats contained in others come later.
+# A model's format is the first one that its template contains, so formats contained in others come
+# later.
 FORMATS = (
     _xml("qwen3-coder", "tool_call"),
     _xml("seed-oss", "seed:tool_call"),
@@ -441,7 +446,7 @@ FORMATS = (
         named_ids=True,
     ),
     OutputFormat(
-        "command-a",  # and Command R7B
+        "command-a",  # also of Command R7B
         trigger="<|START_ACTION|>",
         opening="<|START_ACTION|>[\n",
         begin=f'    {{"tool_call_id": "{NUMBER}", "tool_name": "',
@@ -472,7 +477,7 @@ FORMATS = (
     OutputFormat(
         "llama3-json", trigger="", begin=_NAME, middle=_PARAMETERS, end="}", parallel=False
     ),
-    # The form in which a template prints a call; models write it as in `channel_parser` and
+    # The form in which a template prints a call; models write calls as in `channel_parser` and
     # `output_grammar`.
     OutputFormat(
         "harmony",

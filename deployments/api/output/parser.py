@@ -1,4 +1,4 @@
-"""OutputParser: an incremental parser of a model's text into content, reasoning and calls."""
+"""OutputParser: parses a model's text incrementally into content, reasoning and tool calls."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -17,15 +17,16 @@ Thinking = Literal["open", "may", "no"]
 
 
 class OutputParser(StepParser):
-    """The parser of the text of one choice.
+    """An incremental parser of one choice's text.
 
-    format: the format of calls; None if no tool may be called
-    raw: name of a function -> its string arguments that tagged formats write as they are; others
+    format: the format of calls; None: no tool may be called
+    raw: function name -> names of its string arguments that tagged formats write verbatim; others
         are JSON
-    thinking: "open": the prompt ends inside reasoning; "may": reasoning may come; "no": none comes
-    wrapper: the delimiters at the beginning and the end of content, which are no part of it
-    limited: whether a request constrains the content. Then calls come at once or never, and content
-        may contain any delimiter that it does not begin or end with
+    thinking: "open": the prompt ends inside reasoning; "may": reasoning may follow; "no": no
+        reasoning
+    wrapper: the delimiters before and after content, which are removed
+    limited: whether the request constrains the content. If so, calls come first or not at all, and
+        delimiters inside content are part of it
     """
 
     def __init__(
@@ -42,16 +43,17 @@ class OutputParser(StepParser):
         self._limited = limited
         self._raw = raw
         self._reasoning = reasoning
-        # white space at the end of the emitted text; dropped if reasoning or a call ends the text
+        # white space at the end of the text so far, not emitted yet; dropped if reasoning ends or a
+        # call begins
         self._spaces = ""
-        # Whether there was content. White space at an answer's beginning is kept: a prompt may end
-        # with a word instead of a turn's beginning.
+        # Whether text was emitted, so that white space is kept. At an answer's beginning it is also
+        # kept, as the prompt may end inside a sentence.
         self._said = not wrapper and (reasoning is None or thinking != "open")
         self._name = ""
         tags = None if format is None else format.tagged
         self._value_close = "" if tags is None else tags.value_close
         self._first = True  # whether the call's next argument is its first
-        self._reader: DialectReader | None = None  # reader of the argument that is being written
+        self._reader: DialectReader | None = None  # reader of the current argument
         begin = {"open": self._reason, "may": self._may_reason, "no": self._begin}
         super().__init__(begin[thinking if reasoning is not None else "no"])
 
@@ -67,7 +69,8 @@ class OutputParser(StepParser):
         return events
 
     def _show(self, kind: Kind, text: str) -> None:
-        """Emit text without trailing white space, and without leading white space at the start."""
+        """Emit text of a kind, without trailing white space and, at its beginning, without leading
+        white space."""
         text = self._spaces + text
         body = text.rstrip()
         self._spaces = text[len(body) :]
@@ -109,7 +112,7 @@ class OutputParser(StepParser):
         return True
 
     def _begin(self) -> bool:
-        """Choose the step that parses the text after the reasoning.
+        """Set the step that parses the text after the reasoning.
 
         Returns False while the text may still begin a call.
         """
@@ -168,7 +171,7 @@ class OutputParser(StepParser):
         return bool(mark)
 
     def _rest(self) -> bool:
-        """Show all the remaining text as content, as no call can follow. Returns False: it is all
+        """Emit all remaining text as content, as no call can follow. Returns False, as all text is
         parsed."""
         text, self._text, self._spaces = self._spaces + self._text, "", ""
         if not self._said:
@@ -198,14 +201,14 @@ class OutputParser(StepParser):
     def _named(self) -> bool:
         """Parse a call's function name, emit the event that begins the call, and set the next step.
 
-        Returns False if the text does not have the name's end yet.
+        Returns False if the end of the name has not arrived yet.
         """
         assert self._format is not None
         middle, size = self._format.middle, 0
         if middle:
             at, size = _found(middle, self._text)
         else:
-            # The first argument or the end follows at once.
+            # The first argument, or the end of the call, follows the name directly.
             tags = self._format.tagged
             ends = [self._format.end] + ([tags.key_open] if tags is not None else [])
             places = [at for mark in ends if (at := self._text.find(mark)) >= 0]
@@ -261,9 +264,9 @@ class OutputParser(StepParser):
         self._first = False
 
     def _next_written(self) -> bool:
-        """Parse the key of an argument in a dialect, or the end of the call, and emit it.
+        """Parse the key of an argument in a dialect, or the end of the call, and emit its event.
 
-        Returns False if the text has neither yet.
+        Returns False if neither has arrived yet.
         """
         assert self._format is not None and self._format.dialect is not None
         end, assign = self._format.end, self._format.dialect.assign
@@ -299,8 +302,7 @@ class OutputParser(StepParser):
         return bool(mark)
 
     def _other_value(self) -> bool:
-        """Set the step that parses a value that is not raw, whose strings may contain the text that
-        ends values.
+        """Set the step that parses a JSON value, whose strings may contain the text value_close.
 
         Returns False if there is no text yet.
         """
@@ -334,10 +336,10 @@ class OutputParser(StepParser):
         return True
 
     def _after(self) -> bool:
-        """Set the step that parses what follows a call: another call, or the end of all calls, or
-        text.
+        """Set the step that parses the text after a call: another call, the closing of all calls,
+        or content.
 
-        Returns False if the text does not decide it yet.
+        Returns False if the text so far is ambiguous.
         """
         assert self._format is not None
         again = _matched(self._format.separator + self._format.begin, self._text)
@@ -361,9 +363,9 @@ _NO, _MAYBE = -2, -1
 
 
 def _matched(mark: str, text: str) -> int:
-    """Return the length of the text `mark` at the beginning of `text`, or _NO, or _MAYBE.
+    """Return the length of `mark` if `text` begins with it, else _NO or _MAYBE.
 
-    _NO: `text` begins otherwise. _MAYBE: all of `text` is a beginning of `mark`.
+    _NO: `text` does not begin with `mark`. _MAYBE: all of `text` is a beginning of `mark`.
     mark: may contain NUMBER, which stands for any decimal number.
     """
     at = 0
@@ -383,7 +385,8 @@ def _matched(mark: str, text: str) -> int:
 
 
 def _found(mark: str, text: str) -> tuple[int, int]:
-    """Return (position, length) of the text `mark` in `text`; (-1, 0) without a complete one."""
+    """Return (position, length) of the first complete `mark` in `text`; (-1, 0) if there is
+    none."""
     first = mark.partition(NUMBER)[0]
     at = text.find(first)
     while at >= 0:

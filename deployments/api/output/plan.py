@@ -1,4 +1,4 @@
-"""OutputPlan: the parser of the text of a chat's answer, and the grammar that constrains it."""
+"""OutputPlan: creates the parser and the grammar for the text of a chat's answer."""
 
 import re
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from engine.structured.thinking import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 
 _ENDS = re.compile(r"\\.|/|\n", re.DOTALL)
-_TAIL = 24  # tokens at the end of a prompt, in which reasoning's delimiters are searched for
+_TAIL = 24  # number of tokens at a prompt's end in which delimiters of reasoning are searched
 
 Compile = Callable[[RequestedGrammar], tuple[Grammar, list[str]]]
 
 
 @dataclass(slots=True)
 class OutputPlan:
-    """The parser and the grammar of the text of a chat's answer.
+    """The plan for the text of a chat's answer: it creates the parser and the grammar.
 
     format, reasoning, thinking: see OutputParser
     tools: the tools of the request; None if it has none
     raw: see OutputParser
-    shown_ids: the control tokens that the text must keep for the parser
+    shown_ids: the ids of control tokens that detokenised text must contain for the parser
     """
 
     tokenizer: Tokenizer
@@ -45,12 +45,12 @@ class OutputPlan:
     wrapper: tuple[str, ...] = ()  # see OutputParser
     raw: dict[str, frozenset[str]] = field(default_factory=dict)
     budget: int | None = None  # maximum number of reasoning tokens
-    shows_reasoning: bool = True  # whether the answer has the reasoning
+    shows_reasoning: bool = True  # whether reasoning is returned in the answer
     limited: bool = False  # whether the request constrains the content
 
     @property
     def custom(self) -> frozenset[str]:
-        """The names of tools that take a text."""
+        """The names of custom tools, which take a text."""
         tools = self.tools.tools if self.tools is not None else ()
         return frozenset(tool.name for tool in tools if tool.custom)
 
@@ -76,10 +76,11 @@ class OutputPlan:
 
     @property
     def thinking_budget(self) -> ThinkingBudget | None:
-        """The budget of reasoning tokens in the engine's form; None if there is none."""
+        """The limit of reasoning tokens in the engine's form; None: no limit."""
         if self.budget is None or self.reasoning is None or self.thinking == "no":
             return None
-        # In channels, calls come after the control token that ends a message.
+        # In channels, a call follows the control token that ends a message, so it does not end
+        # reasoning.
         ended = self.format is not None and self.calls and not self.channels
         trigger = self.format.trigger if ended and self.format is not None else ""
         start = self.reasoning.start if self.thinking == "may" else ""
@@ -90,9 +91,9 @@ class OutputPlan:
     def grammar(
         self, constraint: RequestedGrammar | None, compile: Compile
     ) -> tuple[Grammar, list[str]]:
-        """Return the grammar of the whole output, and the names of fields that it does not enforce.
+        """Return the grammar of the whole output, and the names of fields that are not enforced.
 
-        compile: the function that compiles one schema, in milliseconds
+        compile: compiles the constraint of one field; takes milliseconds
 
         Raises ApiError 400, InvalidRequest.
         """
@@ -108,8 +109,8 @@ class OutputPlan:
             ignored += name_fields(left_out, f"{tool.where}#")
             function = Function(tool.name, msgspec.json.decode(schema.text))
             if tool.grammar:
-                # In a JSON string the text would have to be escaped, which a grammar cannot
-                # express.
+                # The grammar is enforced only if the text is written verbatim: a grammar cannot
+                # express the escapes of a JSON string.
                 if function.raw(self.format):
                     compile(RequestedGrammar(tool.where, "grammar", tool.grammar))
                     function = replace(function, grammar=tool.grammar)
@@ -167,14 +168,14 @@ def _not_beside(where: str) -> ApiError:
 
 
 def _escaped(match: re.Match[str]) -> str:
-    """Return an expression's slash or line break, escaped or not, as Lark escapes it."""
+    """Return a slash or line break in a regular expression, escaped or not, in Lark's escaping."""
     return {"/": "\\/", "\n": "\\n"}.get(match[0][-1], match[0])
 
 
 def plan_output(
     tokenizer: Tokenizer, tools: RequestedTools | None, prompt: list[int], *, generation: bool
 ) -> OutputPlan | None:
-    """Return the plan of a chat's answer; None: the text is the answer.
+    """Return the plan for a chat's answer; None: the whole text is content, and needs no parser.
 
     prompt: the token ids of the prompt, rendered with the tools
     generation: whether the prompt ends where the assistant's turn begins
@@ -189,12 +190,12 @@ def plan_output(
         elif not tail.endswith(reasoning.end):
             thinking = "may"
     if tools is not None and known.calls is None:
-        # With mode none, tools are not even in the prompt.
+        # The format of calls is unknown, so the mode is none, and the tools are not in the prompt.
         tools = None
     if known.reasoning is not None and known.reasoning.channels and not generation:
-        # The prompt ends inside a message; calls are messages of their own.
+        # The prompt ends inside a message, and in channels calls are separate messages.
         return None
-    # Delimiters that are special tokens never appear in the text of an answer.
+    # Wrappers that are special tokens never appear in detokenised text.
     visible = bool(known.wrapper) and tokenizer.token_id(known.wrapper[1]) not in (
         tokenizer.special_ids
     )

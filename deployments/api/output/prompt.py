@@ -1,4 +1,4 @@
-"""render_options: a chat's template variables and messages, adapted to its tools and effort."""
+"""render_options: adapts a chat's messages and template variables to tools and reasoning effort."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from engine.text.tokenizer import Tokenizer
 TemplateMessage = dict[str, Any]
 TemplateVariables = dict[str, Any]
 
-# The system message for templates without tools.
+# The text that describes the tools if the template does not.
 _TOOLS = """# Tools
 
 You may call functions to help with the request. These are their signatures:
@@ -38,10 +38,11 @@ def render_options(
     variables: Collection[str],
     ignored: list[str],
 ) -> TemplateVariables:
-    """Return variables for the template; change messages to the form that this template needs.
+    """Return the template variables, and change `messages` in place to the form that the template
+    needs.
 
-    effort: how much the model should think; if the template has no variable for it,
-        `reasoning_effort` is added to `ignored`
+    effort: the reasoning effort; if the template has no variable for it, `reasoning_effort` is
+        added to `ignored`
     variables: names that the request itself sets
 
     Raises ApiError 400 tools_not_supported.
@@ -56,7 +57,7 @@ def render_options(
     if tools is None:
         template = tokenizer.chat_template
         if has_calls and template is not None and "tool_use" in template.sources:
-            options["tools"] = []  # selects the template `tool_use`, which shows calls
+            options["tools"] = []  # selects the template `tool_use`, which renders calls
     elif known.described_in:
         if tools.mode != "none":
             _tell(messages, tools, known)
@@ -90,7 +91,8 @@ def render_options(
 
 
 def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[TemplateMessage]:
-    """Return messages with calls and results written as contents, for templates without them."""
+    """Return messages with calls and results converted into contents, for templates that ignore
+    them."""
     out: list[TemplateMessage] = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""
@@ -116,7 +118,8 @@ def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[
 
 
 def _tell(messages: list[TemplateMessage], tools: RequestedTools, known: TemplateOutput) -> None:
-    """Describe the tools in a message, because the template does not describe them."""
+    """Add a description of the tools to the first message, for templates that do not describe
+    tools."""
     declarations = [json.dumps(tool.declaration, ensure_ascii=False) for tool in tools.tools]
     text = _TOOLS.format("\n".join(declarations))
     if messages[0]["role"] == "system" or known.described_in == "user":
@@ -130,7 +133,8 @@ def _adapt(message: TemplateMessage, known: TemplateOutput) -> None:
     if not calls:
         return
     if known.no_content and message.get("content"):
-        # Such a template shows text before a call as reasoning, if there is reasoning.
+        # The template renders the text before a call as reasoning, so content is moved to the
+        # reasoning.
         for name in ("reasoning_content", "reasoning"):
             if message.get(name):
                 message[name] = f"{message[name]}\n{message.pop('content')}"
@@ -149,7 +153,7 @@ def _adapt(message: TemplateMessage, known: TemplateOutput) -> None:
 
 
 def _name_ids(messages: list[TemplateMessage]) -> None:
-    """Give calls the ids that the model writes: `functions.NAME:NUMBER`, not the client's."""
+    """Replace clients' call ids by the ids that the model writes, `functions.NAME:NUMBER`."""
     ids: dict[str, str] = {}
     count = 0
     for message in messages:
@@ -163,7 +167,7 @@ def _name_ids(messages: list[TemplateMessage]) -> None:
 
 
 def _shorten_ids(messages: list[TemplateMessage]) -> None:
-    """Shorten call ids to the template's form; ids of other dialects and servers are longer."""
+    """Replace longer call ids by the nine letters and digits that the template accepts."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             call["id"] = _short(call["id"])
@@ -178,7 +182,7 @@ def _short(id: str) -> str:
 
 
 def _one_call_each(messages: list[TemplateMessage]) -> list[TemplateMessage]:
-    """Split a message of several calls into one message a call, each followed by its results."""
+    """Return messages with one call per message, each followed by its results."""
     out: list[TemplateMessage] = []
     at = 0
     while at < len(messages):

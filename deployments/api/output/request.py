@@ -1,4 +1,4 @@
-"""take_tools: the tools of a chat's request, and the choice of those that may be called."""
+"""take_tools: reads the tools of a chat's request, and the choice of those that may be called."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ _MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required
 class RequestedTool:
     """A tool of a request.
 
-    declaration: the tool as the template gets it
-    schema: the JSON schema of the arguments, not yet checked
+    declaration: the tool in the form that is passed to the template
+    schema: the JSON schema of the arguments, unchecked
     where: the path of the schema in the request, for errors
-    custom: whether the tool takes a text, which is the only argument, `input`
-    grammar: the grammar of that text, in Lark; "" for none
+    custom: whether the tool takes a text; it is the only argument, named `input`
+    grammar: the Lark grammar of that text; "": none
     """
 
     name: str
@@ -43,10 +43,10 @@ class RequestedTool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """A choice of tools: those that may be called, and whether one has to be.
+    """A choice of tools: those that may be called, and whether a call is required.
 
     callable: the names of the tools that may be called
-    named: whether one tool was asked for by its name
+    named: whether the request names the one tool to call
     """
 
     mode: Mode
@@ -58,8 +58,8 @@ class ToolChoice:
 class RequestedTools(ToolChoice):
     """The tools of a request, and the choice of those that may be called.
 
-    tools: all tools, which the prompt describes
-    parallel: whether a message may have several calls
+    tools: all tools, to be described in the prompt
+    parallel: whether an answer may have several calls
     """
 
     tools: list[RequestedTool]
@@ -67,7 +67,7 @@ class RequestedTools(ToolChoice):
 
 
 def take_tools(tools: Any, choice: Any = None, *, parallel: bool = True) -> RequestedTools | None:
-    """Return the tools of fields in OpenAI's form; None if there are none.
+    """Return the tools and the tool choice from fields in OpenAI's form; None without tools.
 
     Raises ApiError 400 naming the field: invalid_type, invalid_value, missing_field, not_supported.
     """
@@ -80,7 +80,7 @@ def take_tools(tools: Any, choice: Any = None, *, parallel: bool = True) -> Requ
 def requested_tools(
     tools: list[RequestedTool], choice: ToolChoice, *, parallel: bool
 ) -> RequestedTools | None:
-    """Return the tools of a request and the choice among them; None if there are none.
+    """Check and return a request's tools with the choice among them; None without tools.
 
     Raises ApiError 400.
     """
@@ -98,7 +98,7 @@ def requested_tools(
 
 
 def read_tools(value: Any) -> list[RequestedTool]:
-    """Return the tools of a list in OpenAI's form. Raises ApiError 400."""
+    """Return the tools in a list in OpenAI's form. Raises ApiError 400."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -139,8 +139,8 @@ def add_tool(
     strict = bool(FUNCTION.read(function, where).strict)
     path = f"{where}.{schema_name}"
     schema = function.get("parameters")
-    # Keys keep the request's order, which templates print. Missing parameters are written as
-    # transformers writes those of a function without any.
+    # The order of keys is kept, as templates print them in this order. Missing parameters get the
+    # form in which transformers writes a function without parameters.
     declared = dict(function)
     declared.setdefault("description", "")
     if schema is None:
@@ -169,9 +169,10 @@ def add_custom(
     grammar: ToolGrammar | None,
     where: str,
 ) -> None:
-    """Add a custom tool as a function of one text, because templates know only functions.
+    """Add a custom tool as a function with one text argument, because templates know only
+    functions.
 
-    grammar: the grammar that the text has to follow; None: any text
+    grammar: the grammar that the text must match; None: any text
     where: the path of the tool in the request, for errors
 
     Raises ApiError 400.
@@ -196,7 +197,7 @@ def add_custom(
 
 
 def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:
-    """Return a tool choice in OpenAI's form. Raises ApiError 400."""
+    """Convert a tool choice in OpenAI's form. Raises ApiError 400."""
     names = frozenset([tool.name for tool in tools])
     if choice is None:
         return ToolChoice("auto", names)
@@ -205,7 +206,7 @@ def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:
     if not isinstance(choice, dict):
         raise no_choice()
     if choice.get("type") == "allowed_tools":
-        # The Responses API has no inner object.
+        # In the Responses API the fields are not in an inner object.
         allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode") if isinstance(allowed, dict) else None
         listed = allowed.get("tools") if isinstance(allowed, dict) else None
@@ -214,10 +215,10 @@ def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:
 
 
 def allowed_tools(mode: Any, listed: Any, read: Callable[[Any], ToolChoice]) -> ToolChoice:
-    """Return the choice among some tools. Raises ApiError 400.
+    """Return the choice of an `allowed_tools` object. Raises ApiError 400.
 
-    mode, listed: the fields `mode` and `tools` of the choice
-    read: returns the choice of one item of `listed`
+    mode, listed: the fields `mode` and `tools` of the object
+    read: returns the ToolChoice for one item of `listed`
     """
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         where = "tool_choice.allowed_tools"
@@ -227,7 +228,8 @@ def allowed_tools(mode: Any, listed: Any, read: Callable[[Any], ToolChoice]) -> 
 
 
 def named_tool(name: Any, names: Collection[str]) -> ToolChoice:
-    """Return the choice of one tool. names: the tools of the request. Raises ApiError 400."""
+    """Return the choice of one tool by its name. names: names of the request's tools. Raises
+    ApiError 400."""
     if not isinstance(name, str):
         raise no_choice()
     if name not in names:
@@ -236,6 +238,6 @@ def named_tool(name: Any, names: Collection[str]) -> ToolChoice:
 
 
 def _name(choice: Any) -> str:
-    """Return the name in a choice of one tool. Raises ApiError 400."""
+    """Return the tool's name in a tool choice of one tool. Raises ApiError 400."""
     named = NAMED.read(choice, "tool_choice")
     return named.function.name if isinstance(named, NamedFunction) else named.custom.name

@@ -1,10 +1,10 @@
-"""declared_output: a model's output formats, as its checkpoint's `response_template` declares them.
+"""declared_output: reads a model's output formats from its checkpoint's `response_template`.
 
-`response_template` is a key of transformers (`tokenizer_config.json`, version 1). For each field of
-a message it has the texts or regular expressions that open and close the field, and the parser of
-the text in between. A grammar has to generate what a regular expression only has to match.
-Therefore only expressions of texts, optional white space and named groups are supported. The chat
-template shows which white space a model writes.
+`response_template` is a key that transformers defines (`tokenizer_config.json`, version 1). For
+each field of a message it has the texts or regular expressions that open and close the field, and
+the parser of the text in between. Our grammars must generate what a regular expression only
+matches. Therefore only expressions of texts, optional white space and named groups are supported.
+Examples rendered by the chat template show which white space a model writes.
 """
 
 import re
@@ -24,14 +24,14 @@ _WHOLE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class _Unusable(Exception):
-    """Raised for a declaration for which no grammar can be built; the message names the key."""
+    """The error for a declaration from which no grammar can be built; its message names the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """Optional white space in an expression; the chat template shows how much a model writes.
+    """Optional white space in a regular expression; rendered examples show how much a model writes.
 
-    fallback: the space if no example of the template matches
+    fallback: the white space to use if no rendered example matches
     """
 
     fallback: str = ""
@@ -39,7 +39,7 @@ class _Space:
 
 @dataclass(frozen=True, slots=True)
 class _Other(_Space):
-    """Any text in an expression that the declaration skips."""
+    """Arbitrary text in a regular expression, which the declaration skips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ _Part = str | _Space | _Captured
 
 @dataclass(frozen=True, slots=True)
 class DeclaredOutput:
-    """The output formats of a declaration.
+    """The output formats that a response_template declares.
 
-    A format is None, or wrapper (), if the declaration has none in a form that can be used.
+    A format is None, and wrapper is (), if the declaration has no usable one.
 
     problems: messages about the parts of the declaration that cannot be used
     """
@@ -70,8 +70,8 @@ def declared_output(
 ) -> DeclaredOutput:
     """Return the output formats that a response_template declares.
 
-    name, key, value: the function, and its only argument, of the call in the examples
-    examples: chats with this call, rendered by the chat template
+    name, key, value: the function name, and the key and value of its only argument, in the examples
+    examples: chats with such a call, rendered by the chat template
     ends: the texts of the tokens that end a turn
     """
     problems: list[str] = []
@@ -122,7 +122,7 @@ def _reasoning(field: JsonObject) -> Reasoning:
 
 def _wrapper(field: JsonObject) -> tuple[str, ...] | None:
     if not _mark(field, "open"):
-        return None  # no wrapper: the content is the text that no other field takes
+        return None  # no wrapper: content is the text that belongs to no other field
     begin, end = (_text(_mark(field, name), f".{name}").strip() for name in ("open", "close"))
     return (begin, end) if end else None
 
@@ -205,7 +205,8 @@ def _tagged(
 
 
 def _made(**marks: Any) -> OutputFormat:
-    """Return the output format with these fields, triggered by the first word of the opening."""
+    """Return the OutputFormat with these fields; its trigger is the first word of opening and
+    begin."""
     begin = marks.get("opening", "") + marks["begin"]
     word = re.match(r"\s*\S+", begin)
     if word is None:
@@ -214,11 +215,12 @@ def _made(**marks: Any) -> OutputFormat:
 
 
 def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
-    """Return (whether the opening expression has the call's name, JSON keys of name and arguments).
+    """Return (whether the opening expression contains the call's name, (JSON key of the name, JSON
+    key of the arguments)).
 
-    The keys are "" if the expression has the name.
+    Both keys are "" if the expression contains the name.
 
-    each: whether the declaration transforms each call by itself.
+    each: whether the declaration transforms each call separately.
     """
     function = transform.get("function") if isinstance(transform, dict) else None
     if function == "{content}" and not each:
@@ -238,7 +240,8 @@ def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
 
 
 def _dialect(options: JsonObject) -> Dialect | None:
-    """Return the JSON dialect that options declare; None for plain JSON. Raises _Unusable."""
+    """Return the Dialect that the options of a JSON parser declare; None for plain JSON. Raises
+    _Unusable."""
     if not options.keys() - {"allow_non_json"}:
         return None
     pairs = options.get("string_delims") or []
@@ -253,9 +256,9 @@ def _dialect(options: JsonObject) -> Dialect | None:
 
 
 def _mark(field: JsonObject, name: str) -> list[_Part]:
-    """Return a field's parsed delimiter, [] if it has none. name: "open" or "close".
+    """Return a field's parsed delimiter; [] if it has none. name: "open" or "close".
 
-    Of a list of texts the first one is taken.
+    Of a list of texts the first one is used.
     """
     text = field.get(name)
     if isinstance(text, list) and text:
@@ -320,7 +323,7 @@ def _parts(pattern: Any, where: str) -> list[_Part]:
 
 
 def _behind_group(pattern: str, at: int) -> int:
-    depth, inside = 0, False  # open brackets; whether in a set of characters
+    depth, inside = 0, False  # depth of open brackets; whether inside a set of characters
     while at < len(pattern):
         char = pattern[at]
         if char == "\\":
@@ -338,9 +341,9 @@ def _behind_group(pattern: str, at: int) -> int:
 
 
 def _shown(examples: Sequence[str], *groups: Sequence[_Part]) -> list[str]:
-    """Return each group's text in the first example that matches the parts of all groups.
+    """Return the text of each group of parts, from the first example that matches all groups.
 
-    If no example matches, white space is the fallback of its part.
+    If no example matches, each white-space part gets its fallback.
     """
     parts = [part for group in groups for part in group]
     whole = "".join(

@@ -1,4 +1,4 @@
-"""StepParser: the base of the incremental parsers of models' text."""
+"""StepParser: the base class of the incremental parsers of models' outputs."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ class Event(NamedTuple):
 
     call: text is the function's name
     arguments: text is a fragment of the JSON of the call that began last
-    end: the end of the call that began last
+    end: text is empty; the call that began last has ended
     """
 
     kind: Kind
@@ -21,10 +21,11 @@ class Event(NamedTuple):
 
 
 class StepParser:
-    """The base of incremental parsers, whose result does not depend on how the text is chunked.
+    """The base class of incremental parsers, whose result does not depend on how the text is
+    chunked.
 
-    The concatenated fragments of each kind are the same for any chunks. Parsing never fails: text
-    that turns out to be no call is content.
+    For each kind, the concatenated fragments are the same for any chunking. Parsing never fails:
+    text that turns out not to be a call is content.
 
     A step is a method that consumes the beginning of `_text`, emits events and sets `_step`. It
     returns True if the next step may run at once, and False if it needs more text.
@@ -38,12 +39,12 @@ class StepParser:
         self._final = False
         self._depth, self._quoted, self._escaped = 0, False, False
         self._step = first
-        self.calls = 0  # complete calls
-        self.opened = 0  # calls whose name is known
+        self.calls = 0  # number of complete calls
+        self.opened = 0  # number of calls whose name has been parsed
 
     @property
     def reasons(self) -> bool:
-        """Whether the next text is reasoning, or ends it."""
+        """Whether the next text belongs to reasoning, or ends it."""
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Event]:
@@ -51,9 +52,9 @@ class StepParser:
         return self._run()
 
     def finish(self) -> list[Event]:
-        """Return the events of the text that was held back, as no text follows.
+        """Return the events of the withheld text, after the last call of `feed`.
 
-        A call without a complete name is dropped.
+        A call with an incomplete name is dropped.
         """
         self._final = True
         return self._run()
@@ -70,9 +71,11 @@ class StepParser:
         return merged
 
     def _take_until(self, until: tuple[str, ...]) -> tuple[str, str]:
-        """Consume the text before the first delimiter in `until`, and the delimiter; return both.
+        """Consume the text up to and including the first delimiter in `until`; return (text,
+        delimiter).
 
-        Without a delimiter the second is "", and text that may begin one is not consumed.
+        If no delimiter has arrived, it is "", and an end of the text that may begin a delimiter is
+        not consumed.
         """
         marks = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
         if marks:
@@ -93,7 +96,8 @@ class StepParser:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def _in_string(self, char: str) -> bool:
-        """Advance the state by a character of JSON; return whether it belongs to a string."""
+        """Advance the string state by one character of JSON; return whether the character is part
+        of a string."""
         if not self._quoted:
             self._quoted = char == '"'
             return self._quoted

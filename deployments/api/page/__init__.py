@@ -1,1 +1,2 @@
-"""A web page to chat with the served models and to inspect the service: its files and routes."""
+"""The web page for chatting with the served models and inspecting the service: its files and
+routes."""

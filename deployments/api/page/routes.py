@@ -1,7 +1,7 @@
-"""GET /page, /page/{name}: the page and its files; GET /v1/live: the routers' present state.
+"""GET /page, /page/{name}: the web page and its files. GET /v1/live: the routers' present state.
 
-The page needs no key, because it is the same for everyone and by itself reveals nothing of the
-service. The requests that it makes need one.
+The page needs no API key, because it is the same for everyone and reveals nothing about the
+service. The requests that the page sends need a key.
 """
 
 import hashlib
@@ -16,7 +16,8 @@ from deployments.api.http.errors import ApiError, Headers, shown
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.route import ANY, HTML, NAMES, RouteTable
 
-# Everything is a file of this host: no inline script or style, no frame around it, no form.
+# The page loads only files of this host: no inline scripts or styles, no embedding in frames, no
+# forms.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -25,7 +26,7 @@ _HEADERS: Headers = (
     ("content-security-policy", POLICY),
     ("x-content-type-options", "nosniff"),
     ("referrer-policy", "no-referrer"),
-    ("cache-control", "no-cache"),  # revalidated each time, and not sent again if unchanged
+    ("cache-control", "no-cache"),  # revalidated by browsers each time
 )
 _TYPES = {
     "html": b"text/html; charset=utf-8",
@@ -56,7 +57,7 @@ class PageFile:
 def page_files() -> dict[str, PageFile]:
     """Return all files of the page by name, such as `app.js` and `chat/chat.js`.
 
-    A request's path is looked up here and never on disk.
+    Requested paths are looked up in this mapping and never on disk.
     """
     return dict(_below(files("deployments.api.page").joinpath("static"), ""))
 
@@ -80,7 +81,8 @@ def _below(folder: Traversable, path: str) -> Iterator[tuple[str, PageFile]]:
     admin=True,
 )
 async def live(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with the live view: the routers' present state. Raises ApiError 404 if it is off."""
+    """Answer with the live view: the routers' present state. Raises ApiError 404 if the page is
+    off."""
     options = context.options
     if not options.page or options.live is None:
         message = "the live view is off; http.page in the configuration turns it on"

@@ -1,1 +1,1 @@
-"""The routes of pooling models, which answer with vectors, scores and labels of texts."""
+"""The routes of pooling models, which answer with embeddings, scores and labels of texts."""

@@ -1,5 +1,5 @@
-"""The routes of embeddings in the forms of OpenAI, vLLM and Cohere; VectorFormat: the format of
-vectors in an answer."""
+"""The routes for embeddings in the APIs of OpenAI, vLLM and Cohere. VectorFormat: the format of
+embeddings in an answer."""
 
 import base64
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from deployments.api.route import BYTES as BYTES_KIND
 from deployments.api.route import JSON, LIST, QUEUES, RouteTable
 from engine.pooling import Pooling, Vector, as_array
 
-_MAX_METADATA = 8192  # bytes of a header
+_MAX_METADATA = 8192  # maximum bytes of the header `metadata`
 _BINARY = b"application/octet-stream"
 _VECTORS = (*LIST, "id", "created", "model", "usage")
 
@@ -30,8 +30,8 @@ EMBEDDINGS_ROUTES, POOLING_ROUTES = RouteTable(reads=QUEUES), RouteTable(reads=Q
 class VectorFormat:
     """The format of embeddings in an answer.
 
-    form: numbers or base64 in JSON, or bytes instead of JSON
-    dtype: the type of an element
+    form: "float" or "base64" within JSON, or bytes instead of JSON
+    dtype: the type of the elements
     big: whether elements are big-endian
     """
 
@@ -41,7 +41,7 @@ class VectorFormat:
 
     @classmethod
     def of(cls, body: fields.Embeddings) -> "VectorFormat":
-        """Return the format that a body asks for."""
+        """Return the format that a request's body sets."""
         form, dtype = body.encoding_format or "float", body.embed_dtype or "float32"
         return cls(form, dtype, body.endianness == "big")
 
@@ -50,7 +50,7 @@ class VectorFormat:
         return self.form in (fields.BYTES, fields.BYTES_ONLY)
 
     def written(self, values: Vector) -> list[float] | str:
-        """Return an embedding in its JSON form: numbers, or base64."""
+        """Return an embedding as JSON: a list of numbers, or base64."""
         if self.form == "base64":
             return base64.b64encode(self.packed(values)).decode()
         numbers: list[float] = self._rounded(values).tolist()
@@ -71,10 +71,10 @@ class VectorFormat:
     async def answer(
         self, exchange: HttpExchange, call: PooledCall[T], vectors: list[Vector]
     ) -> None:
-        """Answer with the bytes of all embeddings, one after the other.
+        """Answer with the concatenated bytes of all embeddings.
 
-        With "bytes" the header `metadata` has the position of each. Raises ApiError 400 if that
-        header is too large.
+        With the form "bytes", the header `metadata` has the position of each embedding. Raises
+        ApiError 400 if that header is too large.
         """
         packed = [self.packed(vector) for vector in vectors]
         headers: tuple[tuple[str, str], ...] = ()
@@ -97,7 +97,7 @@ class VectorFormat:
 
 
 def _bfloat16(values: Vector) -> Vector:
-    """Round to the nearest numbers of bfloat16, ties to even, as float32."""
+    """Return values rounded to the nearest bfloat16 numbers, ties to even, as float32."""
     bits = values.astype(np.float32).view(np.uint32)
     even = (bits >> 16) & 1
     return ((bits + 0x7FFF + even) & 0xFFFF0000).astype(np.uint32).view(np.float32)
@@ -129,8 +129,8 @@ async def pooling(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def _answer(exchange: HttpExchange, call: PooledCall[E], kind: str, name: str) -> None:
-    """Answer with a list of vectors. kind: `object` of each item; name: the item's field with the
-    vector."""
+    """Answer with a list of embeddings. kind: `object` of each item; name: the item's field with
+    the embedding."""
     body, classes = call.body, call.pooling.labels
     form, size = VectorFormat.of(body), body.dimensions
     if size is not None:
@@ -165,7 +165,7 @@ _OPERATION = (
     fields.COHERE_EMBED,
     ("id", "embeddings", "texts", "meta", "response_type"),
 )
-# Cohere's `input_type` -> further names of a checkpoint's prompt for such inputs.
+# Cohere's `input_type` -> alternative names of a checkpoint's prompt for such inputs.
 _PROMPTS = {"search_query": ("query",), "search_document": ("document", "passage")}
 
 
@@ -202,7 +202,7 @@ async def cohere_embed(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 def _texts(body: fields.CohereEmbed) -> tuple[str, list[str]]:
-    """Return the name of the body's field with texts, and the texts. Raises ApiError 400."""
+    """Return the name of the body's field that has texts, and the texts. Raises ApiError 400."""
     if body.texts is not None and body.inputs is None:
         return "texts", body.texts
     if body.inputs is not None and body.texts is None:
@@ -221,10 +221,10 @@ def _prompt(kind: str | None, pooling: Pooling) -> str | None:
 
 
 def _written(vector: Vector, kind: fields.CohereType) -> Any:
-    """Return an embedding in its JSON form of one of Cohere's types.
+    """Return an embedding as JSON in one of Cohere's types. kind: the type.
 
-    binary and ubinary have a bit for each element, which is set if the element is above 0; binary
-    is signed.
+    binary and ubinary have one bit per element, set if the element is above 0, packed into bytes;
+    the bytes of binary are signed.
     """
     if kind == "float":
         return vector.tolist()

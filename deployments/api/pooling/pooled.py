@@ -1,8 +1,8 @@
-"""PooledCall: an HTTP request for vectors of texts.
+"""PooledCall: an HTTP request for embeddings or scores of texts.
 
-Each text is a request of its own to the engines, so that a step can have texts of several clients
-beside other requests. A bounded number of a call's texts runs at a time, so that a long list takes
-turns with other work.
+Each text becomes a separate request to the engines, so that one step can mix texts of several
+clients and other requests. A bounded number of a call's texts runs at a time, so that long lists do
+not delay other work.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from engine.pooling import Pooling, Vector, as_array, normalized
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
-FIRST_WINDOW = 16  # texts of a call in flight at first; one more for each that is done
+FIRST_WINDOW = 16  # initial number of a call's texts in flight; each finished text raises it by one
 MAX_WINDOW = 256
 
 _TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -61,9 +61,9 @@ class PooledCall(Generic[T]):
     limit: the maximum number of tokens of a text
     truncate: whether longer texts are truncated, at their end
     keep_end: whether longer texts are truncated at their beginning instead
-    special: whether a text gets the special tokens that tokenizer.json puts around it
-    activation: False: values before the last sigmoid, softmax or normalisation; True: normalised
-        embeddings; None: the model's default
+    special: whether the special tokens that tokenizer.json defines are added to a text
+    activation: whether the final sigmoid, softmax or normalisation is applied; None: the model's
+        default
     """
 
     context: ApiContext
@@ -86,14 +86,15 @@ class PooledCall(Generic[T]):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of the model's head. Raises ApiError 400 where there are none."""
+        """The labels of the model's classification head. Raises ApiError 400 if the model has
+        none."""
         if not self.pooling.labels:
             message = "this model classifies nothing: its head has no labels"
             raise invalid(message, "model", "classify_not_supported")
         return self.pooling.labels
 
     def check_vectors(self, size: int | None, name: str = "dimensions") -> None:
-        """Check that the model makes vectors, and of this size. Raises InvalidRequest.
+        """Check that the model computes embeddings, and of this size. Raises InvalidRequest.
 
         size: number of elements; None: the model's
         name: the request's field of the size, for errors
@@ -104,7 +105,7 @@ class PooledCall(Generic[T]):
             self.pooling.check_dimensions(size, self.card.vector_size, name)
 
     def vector(self, found: bytes, dimensions: int | None = None) -> Vector:
-        """Return a result of `vectors` in the form that the request asks for.
+        """Convert a result of `vectors` into an embedding, cut and normalised as requested.
 
         found: a result of `vectors`
         dimensions: the number of elements; None: the model's
@@ -118,7 +119,7 @@ class PooledCall(Generic[T]):
         """Return the token ids of a text. Raises InvalidRequest context_length_exceeded.
 
         path: the text's path in the request, for errors
-        most: a maximum of tokens to which longer texts are truncated; None: there is none
+        most: a maximum number of tokens, to which longer texts are truncated; None: no maximum
         """
         tokenizer = self.tokenizer
         most_kept = self.limit if most is None else min(self.limit, most)
@@ -136,12 +137,12 @@ class PooledCall(Generic[T]):
             raise too_many_tokens(error, path) from None
 
     def encode_pair(self, first: str, second: str, path: str, most: int | None = None) -> list[int]:
-        """Return the token ids of two texts, as tokenizer.json puts them together.
+        """Return the token ids of a pair of texts, combined as tokenizer.json defines.
 
         If a pair is too long and `truncate` is set, the second text is truncated.
 
         path: the second text's path in the request, for errors
-        most: a maximum of tokens to which the second text is truncated; None: there is none
+        most: a maximum number of tokens, to which the second text is truncated; None: no maximum
 
         Raises InvalidRequest context_length_exceeded.
         """
@@ -173,7 +174,8 @@ class PooledCall(Generic[T]):
         return ids
 
     def listed(self, data: list[Any], tokens: int) -> bytes:
-        """Return the JSON answer of a route with a list of results. tokens: the computed tokens."""
+        """Return the JSON answer of a route with a list of results. tokens: number of computed
+        tokens."""
         answer = {
             "id": self.exchange.request_id,
             "object": "list",
@@ -185,10 +187,10 @@ class PooledCall(Generic[T]):
         return msgspec.json.encode(answer)
 
     async def vectors(self, prompts: Sequence[list[int]]) -> list[bytes]:
-        """Compute each prompt's embedding, or a classifier's scores: float32, little-endian.
+        """Return the embedding or the classifier's scores of each prompt, as little-endian float32
+        bytes.
 
-        Each prompt has at least one token.
-        Raises ApiError, MantaError, ClientDisconnected.
+        Each prompt must have at least one token. Raises ApiError, MantaError, ClientDisconnected.
         """
         self.context.charge(self.exchange, prompts)
         params = _UNSCALED if self.raw and not self.pooling.labels else _POOLED
@@ -206,9 +208,10 @@ async def pooled_call(
     fields: StructBody[T],
     name_model: NameModel = lambda name, _: name,
 ) -> AsyncIterator[PooledCall[T]]:
-    """Read a request for pooling, and count it as in flight until the block ends.
+    """A context manager that reads a pooling request as a PooledCall, which counts as in flight
+    until the block ends.
 
-    fields: the fields of the route's body
+    fields: the definition of the route's body
     name_model: returns the served model for the name in the request's body
 
     Raises ApiError, MantaError.
@@ -227,7 +230,7 @@ async def pooled_call(
 async def _admitted(
     context: ApiContext, exchange: HttpExchange, body: T, queue: QueueFields, model: str | None
 ) -> PooledCall[T]:
-    """Make the PooledCall of a body, after the checks that all pooling routes share."""
+    """Return the PooledCall of a body, after the checks that all pooling routes share."""
     place = queue_place(exchange, queue, context.options)
     card = await context.admit(place.key, model, exchange.caller)
     if card.pooling is None:
@@ -258,9 +261,9 @@ async def _admitted(
 
 
 def _activation(wanted: PoolingOptions) -> bool | None:
-    """Return the value of the field with the names in ACTIVATION; None: it is not set.
+    """Return the value of the fields in ACTIVATION, which are synonyms; None: none is set.
 
-    Raises ApiError 400 if two names disagree.
+    Raises ApiError 400 if two of them differ.
     """
     names = wanted.activations
     if len(set(names.values())) > 1:
@@ -269,7 +272,7 @@ def _activation(wanted: PoolingOptions) -> bool | None:
 
 
 async def take_input(call: PooledCall[In]) -> list[list[int]]:
-    """Return the token ids of each text of `input`, or of `messages`, rendered by the template.
+    """Return the token ids of each text of `input`, or of the one text rendered from `messages`.
 
     Raises ApiError, InvalidRequest.
     """
@@ -277,7 +280,7 @@ async def take_input(call: PooledCall[In]) -> list[list[int]]:
     template = template_options(
         call.context.options,
         body.chat_template_kwargs,
-        # A given text is not followed by the start of a turn, unless the request asks for it.
+        # By default the prompt does not end with the start of the assistant's turn.
         opens=bool(body.add_generation_prompt),
         continues=body.continue_final_message,
     )
@@ -320,7 +323,7 @@ async def take_prompts(
     """Return the token ids of each text.
 
     name: the field of the texts
-    prompt_name: the name of the model's prompt that goes before each text
+    prompt_name: the name of the checkpoint's prompt that is put before each text
 
     Raises ApiError, InvalidRequest.
     """
@@ -350,7 +353,7 @@ def _encoded(call: PooledCall[T], text: str | list[Any], path: str, before: str)
 
 
 class _Run:
-    """The requests of a call's texts, of which a bounded number is in flight."""
+    """The run of a call's texts as engine requests, with a bounded number in flight."""
 
     def __init__(self, backend: Backend, requests: Sequence[GenerationRequest]) -> None:
         self._backend = backend
@@ -370,7 +373,8 @@ class _Run:
         return self._found
 
     def _fill(self) -> None:
-        """Start waiting requests up to the window, which shrinks if the backend refuses one."""
+        """Start waiting requests up to the window's size, which shrinks if the backend refuses a
+        request."""
         while self._waiting and len(self._live) < self._window:
             index, request = self._waiting[0]
             try:
@@ -387,7 +391,8 @@ class _Run:
         self._waiting.clear()
         for task, (_, generation) in self._live.items():
             if not task.cancel() and not task.cancelled():
-                # Retrieve the failure, or asyncio logs it; only the first failure is reported.
+                # The exception is retrieved so that asyncio does not log it; only the first failure
+                # is reported.
                 task.exception()
             generation.abort()
 

@@ -1,8 +1,7 @@
-"""POST /v1/rerank, /v2/rerank, /rerank, /v1/score and /v1/classify: the results of a sequence
-classifier.
+"""POST /v1/rerank, /v2/rerank, /rerank, /v1/score and /v1/classify: rankings, scores and labels.
 
 A sequence classifier classifies texts and scores pairs of texts. An embedding model scores a pair
-by the cosine of its two vectors.
+by the cosine of its two embeddings.
 """
 
 from collections.abc import Sequence
@@ -21,14 +20,14 @@ from deployments.api.pooling.tei import only_model
 from deployments.api.route import LIST, QUEUES, RouteTable
 from engine.pooling import as_array
 
-# Cohere's route answers without the documents' texts and cuts long documents.
+# Cohere's route answers without the documents' texts, and truncates long documents.
 COHERE = "/v2/rerank"
 _RERANK = ("Order documents", fields.RERANK, ("id", "model", "results", "usage"))
 _SCORE = ("Scores of pairs of texts", fields.SCORE, (*LIST, "model", "usage"))
 _CLASSIFY = ("Labels of texts", fields.CLASSIFY, (*LIST, "model", "usage"))
 RANKINGS, LABELS = RouteTable(reads=QUEUES), RouteTable(reads=QUEUES)
-_COHERE_TOKENS = 4096  # default of a document's maximum tokens
-_SEARCH = 100  # documents that Cohere counts as one search unit
+_COHERE_TOKENS = 4096  # default maximum tokens of a document
+_SEARCH = 100  # number of documents that Cohere counts as one search unit
 
 
 R = TypeVar("R", bound=fields.Reranked)
@@ -36,7 +35,7 @@ R = TypeVar("R", bound=fields.Reranked)
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    path: str  # of the text in the request, for errors
+    path: str  # path of the text in the request, for errors
     text: str
 
 
@@ -55,7 +54,8 @@ async def rerank(context: ApiContext, exchange: HttpExchange) -> object:
 
 @RANKINGS.post("/rerank", "Order documents, or TEI's texts", fields.RERANK_TEXTS, None)
 async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer /rerank: a ranking of `documents` in the form of /v1/rerank, or of `texts` in TEI's.
+    """Answer /rerank: a ranking of `documents` in the form of /v1/rerank, or of `texts` in TEI's
+    form.
 
     Raises ApiError, MantaError.
     """
@@ -83,7 +83,7 @@ async def _relevances(
 ) -> tuple[list[float], int]:
     """Return the score of each document, and the number of computed tokens.
 
-    most: maximum tokens of a document; None: only the length of query and document is limited
+    most: maximum tokens of a document; None: only the sum of query and document is limited
     """
     if most is not None:
         call.truncate = call.body.truncate is not False
@@ -92,7 +92,7 @@ async def _relevances(
 
 
 def _order(call: PooledCall[R], scores: list[float]) -> list[int]:
-    """Return the indices of the best documents, the best first."""
+    """Return the indices of the documents, at most top_n, with the best score first."""
     return sorted(range(len(scores)), key=lambda i: -scores[i])[: call.body.top_n]
 
 
@@ -104,7 +104,8 @@ def _ranking(
     *,
     cohere: bool = False,
 ) -> JsonObject:
-    """Return the answer of a ranking. documents: None if they are not repeated."""
+    """Return the JSON answer with a ranking. documents: texts to repeat in the answer; None:
+    none."""
     results = [
         {
             "index": i,
@@ -124,7 +125,8 @@ def _ranking(
 
 
 def cohere_meta(version: str, units: dict[str, int], tokens: int) -> JsonObject:
-    """Return the object `meta` of an answer, which Cohere's clients read."""
+    """Return the object `meta` that Cohere's clients read in answers. units: billed units by
+    kind."""
     return {
         "api_version": {"version": version},
         "billed_units": units,
@@ -172,9 +174,9 @@ def _scores_no_pairs(message: str) -> ApiError:
 
 
 def _side(body: fields.Score, names: Sequence[str]) -> tuple[str, list[_Text]]:
-    """Return the name of the field with the pairs' first or second texts, and the texts.
+    """Return the name of the field with the first or second texts of pairs, and the texts.
 
-    names: the names that the field may have
+    names: the alternative names of the field
 
     Raises ApiError 400 if the body has two of these fields or none.
     """
@@ -189,7 +191,7 @@ def _side(body: fields.Score, names: Sequence[str]) -> tuple[str, list[_Text]]:
 
 
 def _located(documents: fields.Documents | None, name: str) -> list[_Text]:
-    """Return the documents of a field with their paths. Raises ApiError 400 missing_field."""
+    """Return the documents of a field, each with its path. Raises ApiError 400 missing_field."""
     if documents is None:
         raise invalid(f"{name} is required", name, "missing_field")
     return [
@@ -203,7 +205,7 @@ async def _scores(
 ) -> tuple[list[float], int]:
     """Return the score of each pair, and the number of computed tokens.
 
-    most: maximum tokens to which a second text is truncated; None: there is none
+    most: maximum tokens, to which second texts are truncated; None: no maximum
 
     Raises ApiError, MantaError.
     """
@@ -244,7 +246,7 @@ async def _cosines(
 ) -> tuple[list[float], int]:
     """Return the cosine of each pair's embeddings, and the number of computed tokens.
 
-    A text of which the tokenizer makes no token has no direction: its cosine is 0.
+    The cosine is 0 for a text without tokens.
     """
     ours = [(text.text, None) for text in first], [(text.text, most) for text in second]
     texts = dict(zip((*ours[0], *ours[1]), (*first, *second), strict=True))

@@ -1,5 +1,5 @@
-"""POST /embed and /predict, GET /info: routes of Text Embeddings Inference (TEI), whose answers are
-bare lists."""
+"""POST /embed and /predict, GET /info: routes of Text Embeddings Inference (TEI), which answer with
+plain lists."""
 
 import msgspec
 
@@ -20,14 +20,14 @@ ROUTES = RouteTable(NAMES, QUEUES, texts=True)
 
 
 def error_object(error: ApiError) -> JsonObject:
-    """Return an error in TEI's shape; code and param stand beside TEI's own fields."""
+    """Return an error in TEI's format, with the additional fields code and param."""
     kind = "Overloaded" if error.status == 503 else "Validation"
     fields = {"error": error.message, "error_type": kind if error.status != 500 else "Backend"}
     return {**fields, "code": error.code, "param": error.param}
 
 
 def only_model(name: str | None, backend: Backend) -> str | None:
-    """Return the request's model; for a request that names none, the only pooling model."""
+    """Return the model's name in the request; without one, the name of the only pooling model."""
     cards = [card for card in backend.models().values() if card.parent is None and card.pooling]
     return cards[0].id if name is None and len(cards) == 1 else name
 
@@ -49,7 +49,8 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
 
 @ROUTES.post("/predict", "Labels of texts alone", TEI_PREDICT, None)
 async def predict(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the labels of a text or of a pair, or of a list of these, the likeliest first.
+    """Answer with the labels of a text, a pair, or each item of a list, the most likely label
+    first.
 
     Raises ApiError, MantaError.
     """
@@ -73,7 +74,7 @@ async def predict(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _encoded(call: PooledCall[T], texts: list[str], path: str) -> list[int]:
-    """Return the token ids of one text or two. Raises ApiError 400, InvalidRequest."""
+    """Return the token ids of one text, or of a pair. Raises ApiError 400, InvalidRequest."""
     if len(texts) == 1:
         ids = call.encode(texts[0], path)
     else:

@@ -1,1 +1,2 @@
-"""Routes that generate nothing: models, adapters, batches, and the server with its requests."""
+"""Routes that generate nothing: for models, adapters, batches, the server's state and its
+requests."""

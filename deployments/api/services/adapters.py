@@ -1,4 +1,4 @@
-"""/v1/adapters: the adapters of served models, listed, added and removed while these run."""
+"""/v1/adapters: list, add and remove adapters of running models."""
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.context import ApiContext
@@ -44,13 +44,13 @@ async def add(context: ApiContext, exchange: HttpExchange) -> object:
     return _shown(record, _base(context, record, model))
 
 
-# Paths that vLLM has too.
+# Paths of vLLM's own routes.
 @ROUTES.post(
     "/v1/load_lora_adapter", "An adapter, added by vLLM's route", LOAD_LORA, kinds=(PLAIN,)
 )
 async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
-    """Add an adapter as vLLM's clients do. Raises ApiError 400 where the name is taken, unless
-    load_inplace is set."""
+    """Add an adapter by vLLM's route. Raises ApiError 400 if the name is taken, unless load_inplace
+    is set."""
     body = await context.read_as(exchange, LOAD_LORA)
     await put_lora(context, exchange, body, again=bool(body.load_inplace))
 
@@ -58,7 +58,8 @@ async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
 async def put_lora(
     context: ApiContext, exchange: HttpExchange, body: LoadLora, *, again: bool
 ) -> None:
-    """Add an adapter, and answer in vLLM's words. again: replace an adapter of the same name.
+    """Add an adapter, and answer in vLLM's format. again: whether an adapter of the same name is
+    replaced.
 
     Raises ApiError, AdapterError.
     """
@@ -108,12 +109,13 @@ async def remove(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _model(exchange: HttpExchange) -> str:
-    """Return the base model that the query names; "" for none."""
+    """Return the base model's name in the query; "": none."""
     return exchange.parameters().get("model", "")
 
 
 def _base(context: ApiContext, record: AdapterRecord, model: str) -> str:
-    """Return the name of an adapter's base model: `model`, or that of the adapter's entry."""
+    """Return the name of an adapter's base model: `model` or, if it is "", the one that has the
+    adapter."""
     bases = (
         base for base, other in context.backend.adapters.by_model() if other.name == record.name
     )
@@ -121,8 +123,8 @@ def _base(context: ApiContext, record: AdapterRecord, model: str) -> str:
 
 
 def _shown(record: AdapterRecord, base: str) -> JsonObject:
-    """Return an adapter as JSON. base: its base model's name. A revision of null means that no
-    request has named the adapter yet, so its files were not read."""
+    """Return an adapter as JSON. base: name of its base model. Its revision is null until a first
+    request has made a replica read the files."""
     return {
         "id": record.name,
         "object": "adapter",

@@ -72,7 +72,7 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post(BATCHES, "A new batch", BATCH, _BATCH, statuses=(*READS, 404, 429))
 async def new_batch(context: ApiContext, exchange: HttpExchange) -> object:
-    """Add a batch, which the worker for batches will find."""
+    """Add a batch to the folder, where the BatchWorker finds it."""
     folder, owner = _folder(context), exchange.caller.id
     body = await context.read_as(exchange, BATCH)
     fields, name = _new_batch(body), body.input_file_id
@@ -118,7 +118,7 @@ async def one_batch(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post(f"{BATCHES}/{{id}}/cancel", "Stop it", answer=_BATCH, statuses=(400, *NAMES))
 async def cancel_batch(context: ApiContext, exchange: HttpExchange) -> object:
-    """Order the worker to cancel a batch, and answer with the batch."""
+    """Mark a batch as cancelled for the BatchWorker, and answer with the batch."""
     folder = _folder(context)
     entry = await _own(folder.batch, "batch", exchange)
     id, status = entry.fields["id"], entry.fields["status"]
@@ -133,7 +133,7 @@ async def _own(
 ) -> Entry:
     """Return the caller's file or batch with the id in the path. Raises ApiError 404.
 
-    read: returns the entry of (id, owner); None without one. what: the noun for it in errors
+    read: returns the entry with (id, owner), or None. what: the noun for the entry in errors
     """
     id = exchange.path.split("/")[3]
     entry = await asyncio.to_thread(read, id, exchange.caller.id)
@@ -147,7 +147,7 @@ def _missing(what: str, id: str) -> ApiError:
 
 
 def _new_batch(body: Batch) -> JsonObject:
-    """Return the object of a new batch in OpenAI's form. Raises ApiError 400."""
+    """Check a body, and return the object of a new batch in OpenAI's form. Raises ApiError 400."""
     window = _WINDOW.fullmatch(body.completion_window)
     seconds = int(window[1]) * (3600 if window[2] == "h" else 86400) if window else 0
     if not 0 < seconds <= MAX_BATCH_WINDOW:
@@ -188,9 +188,10 @@ async def _send_file(exchange: HttpExchange, path: Path) -> None:
 
 
 async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFolder) -> Entry:
-    """Store the file of a form (multipart/form-data with `file` and `purpose`); return its entry.
+    """Store the file in a request's form (multipart/form-data with `file` and `purpose`); return
+    its entry.
 
-    The body is written to the disk as it arrives.
+    The body is written to disk as it arrives.
     """
     if b"content-encoding" in exchange.headers:
         raise _unsupported("an upload must not have a content-encoding", "content-encoding")
@@ -263,9 +264,9 @@ async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
 
 
 def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[str, dict[str, str]]:
-    """Write the file of a form to `target`; return the file's name and the other fields.
+    """Extract the file of a form to `target`; return the file's name and the form's other fields.
 
-    raw: the whole body of the form
+    raw: file with the whole body of the form
 
     Raises ApiError 400.
     """

@@ -1,5 +1,5 @@
-"""/v1/models: the served models, listed and, on an endpoint of several, added, changed and removed
-while the others serve."""
+"""/v1/models: list the served models and, on an endpoint of several models, add, change and remove
+them."""
 
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl
@@ -20,7 +20,7 @@ from engine.images.processor import clips_of
 PATH = "/v1/models"
 ROUTES = RouteTable((503, *NAMES), (*READS, *NAMES, 503))
 _ONE = f"{PATH}/{{name}}"
-# header of Anthropic's clients, which expect another form of the list
+# header of Anthropic's clients, which expect another format of the list
 VERSION_HEADER = b"anthropic-version"
 _MOST_LISTED = 1000
 
@@ -45,7 +45,7 @@ async def put(context: ApiContext, exchange: HttpExchange) -> object:
         raise wrong_type("name", "a string")
     if len(name.encode()) > MAX_MODEL_NAME:
         raise invalid(f"name must have at most {MAX_MODEL_NAME} bytes", "name")
-    # Pass unknown keys on, too: the configuration refuses them and names the nearest valid key.
+    # Unknown keys are passed on, too: the configuration's error names the nearest valid key.
     section = {key: value for key, value in body.items() if key != "name" and value is not None}
     try:
         await changes.put_model(name, section)
@@ -77,7 +77,8 @@ async def remove(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _changes(context: ApiContext) -> ModelChanges:
-    """Return the endpoint's ModelChanges. Raises ApiError 403 permission_denied."""
+    """Return the interface for changing models. Raises ApiError 403 permission_denied if there is
+    none."""
     if context.options.models is None:
         raise ApiError(
             403,
@@ -94,9 +95,9 @@ def _changes(context: ApiContext) -> ModelChanges:
 
 
 def _may_change(context: ApiContext, exchange: HttpExchange) -> bool:
-    """Whether the request has an admin's key.
+    """Whether the request has an admin key.
 
-    The key is checked here, because routes without a needed key have not checked any.
+    The key is checked here, because the route itself is open.
     """
     try:
         authenticate(exchange, context.options, admin=True)
@@ -111,7 +112,8 @@ def _for_anthropic(card: ModelCard) -> JsonObject:
 
 
 def _page(served: list[ModelCard], query: bytes) -> JsonObject:
-    """Return the part of Anthropic's list that `limit`, `after_id` and `before_id` ask for.
+    """Return the page of Anthropic's list that `limit`, `after_id` and `before_id` in the query
+    select.
 
     Raises ApiError 400.
     """

@@ -16,9 +16,9 @@ _PREFIX = "/v1/requests/"
     "/", "That a server is here, in Ollama's words", statuses=(307,), kinds=(PLAIN,), open=True
 )
 async def root(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with the text that Ollama's clients expect before their first request.
+    """Answer GET / with the text that Ollama's clients expect before their first request.
 
-    A browser is sent to the page.
+    Browsers are redirected to the web page.
     """
     if context.options.page and any(
         b"text/html" in kind for kind in exchange.headers.get(b"accept", [])
@@ -39,7 +39,7 @@ async def health(context: ApiContext, exchange: HttpExchange) -> object:
     "/ready", "Whether a replica can take requests", ("status",), statuses=(503,), open=True
 )
 async def ready(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer that a replica can take requests. Raises ApiError 503."""
+    """Answer 200 if a replica accepts requests. Raises ApiError 503 otherwise."""
     if not context.backend.ready():
         code, message = "not_ready", "no engine replica can take requests yet"
         if context.backend.state().draining:
@@ -63,13 +63,14 @@ async def version(context: ApiContext, exchange: HttpExchange) -> object:
     f"{_PREFIX}{{id}}", "What became of a request", ("id", "object", "parts"), statuses=NAMES
 )
 async def explain_request(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the traces that routers have of a request.
+    """Answer with the routers' traces of the requests with an id.
 
-    Raises ApiError 404: the request was never accepted, is too old, or is another key's.
+    Raises ApiError 404 if the request was never accepted, ended too long ago, or belongs to another
+    key.
     """
     id = exchange.path[len(_PREFIX) :]
     explain, prompts = context.options.explain, []
-    # Accept only an id that Manta could have issued.
+    # Only ids in the form that Manta accepts can exist.
     if explain is not None and request_id([id.encode("utf-8", "replace")]) == id:
         # An admin key may ask about all requests, any other key about its own.
         caller = exchange.caller

@@ -1,1 +1,1 @@
-"""The answer to a generation request: whole, or as a stream that a client can resume."""
+"""Answers to generation requests: whole, or as streams that clients can resume."""

@@ -1,8 +1,8 @@
 """BackgroundRuns: answers of /v1/responses that are generated without a connection.
 
-A run's events are recorded in order, each under its sequence_number, so that any number of streams
-can begin after any of them. A run belongs to its router, as kept answers (response_store.py) do,
-and ends with it.
+A run's events are recorded in order of their sequence_number, so that any number of streams can
+start after any event. A run exists only in its router, like stored answers (response_store.py), and
+ends with that router.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from engine.errors import MantaError, short_traceback
 
 log = logging.getLogger("manta.api")
 
-MAX_RUNS = 128  # runs at once in one router
+MAX_RUNS = 128  # maximum number of concurrent runs in one router
 
 
 class CancellableWriter(ItemWriter, Protocol):
-    """A writer whose answer has an id and can be cancelled."""
+    """The interface of a writer whose answer has an id and can be cancelled."""
 
     @property
     def id(self) -> str: ...
@@ -51,7 +51,7 @@ class BackgroundRun:
         self.events: list[bytes] = []
         self.size = 0  # bytes of events
         self.ended = False
-        # Whether the answer is stored at its end; it is not if it was deleted.
+        # Whether the answer is to be stored at its end; false if the client has deleted it.
         self.wanted = True
         self.task: asyncio.Task[None] | None = None
         self._answer, self._generation = answer, generation
@@ -75,7 +75,7 @@ class BackgroundRun:
                 self._end()
 
     def cancel(self) -> None:
-        """End the generation. A second call does nothing."""
+        """Cancel the generation. Idempotent."""
         if not self.ended:
             self._generation.abort()
             self.writer.cancel()
@@ -85,7 +85,7 @@ class BackgroundRun:
 
     def _fail(self, error: ApiError) -> None:
         if not self.ended:
-            # After a cancellation, which has ended the run, the error is only its consequence.
+            # After a cancellation the run has ended, and the error is only a consequence.
             self.writer.fail(error)
 
     def _end(self) -> None:
@@ -93,7 +93,8 @@ class BackgroundRun:
         self._record()
 
     def _record(self) -> bool:
-        """Store the answer's new events for readers and wake them; return whether more may come."""
+        """Record the answer's new events and wake the readers; return whether more events may
+        follow."""
         new = self._answer.take_events()
         self.events += new
         self.size += sum(map(len, new))
@@ -102,7 +103,7 @@ class BackgroundRun:
         return not self.ended
 
     async def wait_for_event(self, seconds: float | None) -> bool:
-        """Wait for another event or the end; return whether one came in time.
+        """Wait for new events or the end; return False if there was neither in time.
 
         seconds: the longest wait; None: no limit.
         """
@@ -122,7 +123,8 @@ class BackgroundRuns:
         self._runs: dict[str, BackgroundRun] = {}
 
     def check_room(self, most_bytes: int) -> None:
-        """Refuse another run beyond MAX_RUNS, or while the runs hold more than most_bytes.
+        """Check that another run may start: at most MAX_RUNS, with at most most_bytes of events in
+        all.
 
         Raises ApiError 503 overloaded.
         """
@@ -142,7 +144,7 @@ class BackgroundRuns:
     def start(self, run: BackgroundRun, on_end: Callable[[], None]) -> None:
         """Generate the answer of a run in a task of its own.
 
-        on_end: called once, when the answer has ended
+        on_end: called once, at the answer's end
         """
         id = run.writer.id
         self._runs[id] = run
@@ -158,8 +160,8 @@ class BackgroundRuns:
 async def stream_run(
     exchange: HttpExchange, run: BackgroundRun, after: int, keepalive: float
 ) -> None:
-    """Stream a run's events after event number `after`, future ones included, until the answer
-    ends. A client that leaves does not end the generation."""
+    """Stream a run's recorded and future events after event number `after`, until the answer ends.
+    A client's disconnect does not end the generation."""
     await exchange.start(EVENT_STREAM, STREAM_HEADERS)
     async with UntilDisconnect(exchange.receive, lambda: None):
         while True:

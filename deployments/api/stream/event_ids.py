@@ -1,11 +1,11 @@
-"""Event ids: the state of a stream in its last event, from which any router can continue it.
+"""Event ids: each event's id contains the state of the stream, from which any router can resume it.
 
-An id is opaque to clients. It has the version, start (in seconds) and number of the stream, a
-fingerprint of the engines' input, and for each choice the number of tokens in events so far, their
-checksum and the choice's phase; then a MAC over all of this, the request's body and its caller.
-Tokens are not in it: replicas remember those of running and just ended streams (stream_memory.py).
-Tokens that no replica remembers are computed again from the seed and compared with the checksum.
-Thus an id has some 60 characters, however long the answer is.
+An id is opaque to clients. It contains the stream's format version, start time and number, a
+fingerprint of the engines' input, and for each choice the number of tokens sent, their checksum and
+the choice's phase. A MAC covers these, the request's body and its caller. The tokens are not in the
+id: replicas remember those of running and recently ended streams (stream_memory.py). Tokens that no
+replica remembers are generated again from the seed and compared with the checksum. So an id has
+some 60 characters, however long the answer is.
 """
 
 import hashlib
@@ -27,26 +27,26 @@ from deployments.api.http.exchange import HttpExchange
 WANTED = b"x-event-ids"  # a request's header: "1" asks for ids
 LAST = b"last-event-id"
 
-# Seconds from the stream's start; routers' clocks may differ.
+# Seconds from the stream's start for which its ids are valid.
 LIFE_SECONDS = 86400
-OPENED, ENDED, FINISHED = 1, 2, 3  # phases of a choice; 0 before its first event
+OPENED, ENDED, FINISHED = 1, 2, 3  # phases of a choice; 0: before its first event
 
 _VERSION = 1
-_HEAD = struct.Struct(">BI12s4s")  # a multiple of 3 bytes: a constant beginning in base64
+_HEAD = struct.Struct(">BI12s4s")  # a multiple of 3 bytes: constant in base64
 _MAC_BYTES = 12
-# Characters: those of 32 prompts with 8 choices have 3,500.
+# Maximum characters of an id; with 32 prompts of 8 choices an id has 3,500.
 _MAX_ID = 8192
 
 
 @dataclass(slots=True)
 class ChoiceProgress:
-    """The record of how much of one choice a client has received.
+    """The part of one choice that a client has received.
 
-    tokens: the number of the choice's output tokens
+    tokens: the number of output tokens received
     check: the CRC-32 of these tokens
-    cached: the number of cached tokens of its prompt, as usage reports it
-    phase: OPENED after the event before its text, ENDED after the event with the last of its text,
-        FINISHED after that with its finish_reason
+    cached: the number of cached prompt tokens, as usage reports it
+    phase: OPENED after the choice's first event, ENDED after the event with its last text, FINISHED
+        after the event with its finish_reason
     """
 
     phase: int = 0
@@ -62,10 +62,10 @@ class ChoiceProgress:
 
 
 class EventIds:
-    """The ids of one streamed answer.
+    """The generator of the event ids of one streamed answer.
 
-    shown: the progress of each choice; after `Last-Event-ID`, the progress in that id
-    told: 1 once usage has been sent; for answers in items, the number of events sent
+    shown: the progress of each choice; for a resumed stream it begins with that in `Last-Event-ID`
+    told: 1 after usage was sent, else 0; for answers in items, the number of events sent
     """
 
     def __init__(self, secret: bytes, binding: bytes, number: bytes, created: int) -> None:
@@ -76,20 +76,20 @@ class EventIds:
         self.resumed = False
         self._secret = secret
         self._binding = binding
-        self._asked = b""  # fingerprint, once the call is known
+        self._asked = b""  # the call's fingerprint, set by `bind`
         self._parts: list[bytes] = []
         self._prefix = b""
 
     @property
     def seed(self) -> int:
-        """The seed of a request that sets none, the same when the stream is resumed."""
+        """The default seed of the request, which is the same when the stream is resumed."""
         return int.from_bytes(hashlib.blake2b(self.number, digest_size=8).digest(), "big") >> 1
 
     def bind(self, call: GenerationCall) -> None:
-        """Bind the ids to a complete call, and set the call's seed and stream names.
+        """Set the call to which the ids belong, and the call's seed and stream names.
 
-        Raises ApiError 409 if the call has changed since the stream began: by an adapter that was
-        replaced, or a template that contains the date.
+        Raises ApiError 409 if the call differs from that of the resumed stream, because an adapter
+        was replaced or the template contains the date.
         """
         asked = fingerprint(call)
         count = len(call.prompts) * call.common.params.n
@@ -112,7 +112,7 @@ class EventIds:
         self._parts = [_varint(self.told), *(progress.encode() for progress in self.shown)]
 
     def took(self, index: int, token_ids: Sequence[int], cached: int, ended: bool) -> None:
-        """Put tokens of a choice into the next event's id: the client has them with that event.
+        """Record tokens of a choice that the next event contains, in that event's id.
 
         index: number of the choice. cached: number of cached tokens of its prompt.
         ended: whether all of the choice's text has been sent with these tokens.
@@ -128,7 +128,7 @@ class EventIds:
         self._parts[index + 1] = shown.encode()
 
     def enter(self, index: int, phase: int) -> None:
-        """Set the phase of a choice, for an event without tokens."""
+        """Record the phase of a choice for the next event, which has no tokens."""
         self.shown[index].phase = phase
         self._parts[index + 1] = self.shown[index].encode()
 
@@ -137,7 +137,7 @@ class EventIds:
         self._parts[0] = _varint(count)
 
     def line(self) -> bytes:
-        """Return the `id` line of the next event."""
+        """Return the `id` line for the next event."""
         position = b"".join(self._parts)
         mac = self._mac.copy()
         mac.update(position)
@@ -145,13 +145,14 @@ class EventIds:
 
     @classmethod
     def parse(cls, text: bytes, secret: bytes, binding: bytes) -> "EventIds":
-        """Read a client's event id. Raises ApiError 400 invalid_event_id, event_id_expired."""
+        """Decode and verify a client's event id. Raises ApiError 400 invalid_event_id,
+        event_id_expired."""
         try:
             raw = a2b_base64(text if len(text) <= _MAX_ID else b"", strict_mode=True)
         except Base64Error:
             raw = b""
         if b2a_base64(raw, newline=False) != text:
-            # Only one of the base64 spellings of the same bytes is an id.
+            # Bytes have several spellings in base64, only one of which is valid.
             raise _unknown()
         signed, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
         if len(signed) <= _HEAD.size or signed[0] != _VERSION:
@@ -182,9 +183,10 @@ class EventIds:
 
 
 def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | None:
-    """Return the event ids of a request; None unless it asks for ids or resumes after one.
+    """Return the event ids of a request; None if the request neither asks for ids nor resumes a
+    stream.
 
-    Usable once the body was read. Raises ApiError 400 invalid_event_id, event_id_expired.
+    The body must have been read before. Raises ApiError 400 invalid_event_id, event_id_expired.
 
     caller: the id of the request's caller
     """
@@ -201,7 +203,7 @@ def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | 
 def fingerprint(call: GenerationCall) -> bytes:
     """Return a hash of the engines' input: the prompts' token ids and the adapter's revision.
 
-    The same body may have another input later.
+    The same body may result in another input later.
     """
     digest = hashlib.blake2b(digest_size=4)
     digest.update(call.common.adapter_key.encode())

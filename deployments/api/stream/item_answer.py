@@ -1,8 +1,9 @@
-"""ItemAnswer: an answer made of items or blocks, whole or as events that a writer makes.
+"""ItemAnswer: answers that consist of items or blocks, whole or as events; a dialect's writer
+creates both.
 
-The events depend on the answer's tokens alone, not on their division into deltas. Therefore an
-event's id has only the numbers of tokens and events so far: a resumed stream makes all of its
-events again, and leaves out the ones that the client has.
+The events depend only on the answer's tokens, not on their division into deltas. Therefore an
+event's id contains only the numbers of tokens and events so far: a resumed stream creates all
+events again, and leaves out those that the client has.
 """
 
 import secrets
@@ -60,8 +61,8 @@ def named_event(name: str, fields: JsonObject) -> bytes:
 class Wire:
     """The events of one writer, in order.
 
-    frame: returns the bytes of an event with this name and these fields
-    new: the events that are not yet sent
+    frame: returns the bytes of an event, given its name and fields
+    new: the events that were not sent yet
     count: the number of all events so far
     """
 
@@ -75,19 +76,20 @@ class Wire:
         self.count += 1
 
     def take(self) -> list[bytes]:
-        """Return the new events, each as its bytes in the stream, and forget them."""
+        """Return and clear the new events, each as bytes for the stream."""
         events = [self._frame(name, fields) for name, fields in self.new]
         self.new.clear()
         return events
 
 
 class ItemWriter(Protocol):
-    """The writer of one API dialect: it makes the events of a stream and the whole answer."""
+    """The interface of a dialect's writer, which creates the events of a stream and the whole
+    answer."""
 
     wire: Wire
 
     def open(self, usage: Usage) -> None:
-        """Begin the answer. usage: the counts before the first token, without those of engines."""
+        """Begin the answer. usage: the counts known before the first token."""
         return
 
     def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None: ...
@@ -102,10 +104,10 @@ class ItemWriter(Protocol):
 
 
 class Naming:
-    """The ids of an answer's items, the same each time the answer is generated again.
+    """The ids of an answer's items, which are the same if the answer is generated again.
 
-    number: the answer's own number.
-    short: whether the model's form of tool call ids is the short one.
+    number: the answer's unique number.
+    short: whether the model needs tool call ids of nine letters and digits.
     """
 
     def __init__(self, number: bytes, short: bool) -> None:
@@ -113,12 +115,13 @@ class Naming:
 
     @classmethod
     def of(cls, call: GenerationCall, number: bytes) -> "Naming":
-        """Return the naming of an answer, with tool call ids in the form of the model's own ids."""
+        """Return the naming of an answer, with tool call ids in the form that the model needs."""
         format = call.output.format if call.output is not None else None
         return cls(number, format is not None and format.short_ids)
 
     def call(self, index: int, prefix: str = "") -> str:
-        """Return a tool call's id. prefix: that of the dialect's ids; "": the model's form."""
+        """Return a tool call's id. index: the call's index. prefix: the dialect's prefix; "": an id
+        in the model's form."""
         return call_id(self._number, 0, index, self._short and not prefix, prefix or "call_")
 
     def item(self, prefix: str, index: int) -> str:
@@ -126,7 +129,7 @@ class Naming:
 
 
 class _WrittenChoice(ParsedChoice):
-    """The parsed output of a choice, whose events are passed to a writer at once."""
+    """A ParsedChoice whose events are passed to a writer immediately."""
 
     def __init__(self, plan: OutputPlan, call: GenerationCall, writer: ItemWriter) -> None:
         super().__init__(plan, call.common.params, call.prompts[0])
@@ -158,9 +161,9 @@ class _WrittenChoice(ParsedChoice):
 
 
 class ItemAnswer:
-    """The answer to a call with one choice, in the form of a dialect's writer."""
+    """The answer to a call with one choice, in the format of a dialect's writer."""
 
-    media_type = EVENT_STREAM  # of a streamed answer
+    media_type = EVENT_STREAM  # media type of a streamed answer
 
     def __init__(
         self, call: GenerationCall, writer: ItemWriter, resumed: Resumption = WITHOUT_IDS
@@ -172,7 +175,7 @@ class ItemAnswer:
             plan = OutputPlan(call.tokenizer, None, None, "no", None, frozenset())
         self._parsed = _WrittenChoice(plan, call, writer)
         self.choice = ChoiceOutput(call, parsed=self._parsed)
-        self._told = 0  # number of events that the client has
+        self._told = 0  # number of events sent to the client
         self._skipping: dict[int, int] = {}
         writer.open(self._usage())
         self._replay: StreamReplay | None = None
@@ -228,9 +231,9 @@ class ItemAnswer:
             await exchange.write(self._lines(), more=False)
 
     async def run(self, generation: Generation, tell: Callable[[], bool]) -> None:
-        """Continue the answer until its end, without a connection. Raises ApiError, MantaError.
+        """Process the generation until its end, without a connection. Raises ApiError, MantaError.
 
-        tell: the callback for possible new events; it returns False where none are wanted any more
+        tell: called when there may be new events; returns False to stop
         """
         while self.choice.finish_reason is None:
             deltas = await _some(generation)
@@ -241,7 +244,7 @@ class ItemAnswer:
             tell()
 
     def take_events(self) -> list[bytes]:
-        """Return the new events, each as the bytes of an event stream, and forget them."""
+        """Return and clear the new events, each as bytes for an event stream."""
         return self.writer.wire.take()
 
     def _feed(self, delta: Delta, generation: Generation) -> None:
@@ -249,7 +252,7 @@ class ItemAnswer:
         if choice.finish_reason is not None:
             return
         if delta.finish == "abort":
-            # These dialects have no finish reason for an aborted answer.
+            # These dialects have no finish reason for an aborted answer, so it is an error.
             raise failed(delta)
         if self._skipping:
             assert self._replay is not None
@@ -294,9 +297,9 @@ class ItemAnswer:
 
 
 def new_number(ids: EventIds | None) -> tuple[bytes, int]:
-    """Return an answer's own number (12 bytes) and its creation time in Unix seconds.
+    """Return an answer's unique number (12 bytes) and its creation time in Unix seconds.
 
-    ids: the event ids that have both; None: a new number, and the present time.
+    ids: the event ids from which both are taken; None: a random number, and the present time.
     """
     if ids is None:
         return secrets.token_bytes(12), int(time.time())

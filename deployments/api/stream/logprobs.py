@@ -1,4 +1,4 @@
-"""Log-probabilities in three forms: those of chats, of completions, and of prompt_logprobs."""
+"""The three JSON forms of log-probabilities: of chats, of completions, and of prompt_logprobs."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from engine.batch import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
 _NUMBERED = "token_id:{}"
-# JSON has no -inf; clients of OpenAI know this value.
+# JSON has no -inf; OpenAI's API uses this value instead.
 FLOOR = -9999.0
 
 
 class ScoredToken(Struct, gc=False):
-    """A token of a chat's answer, and its alternatives, best first."""
+    """A token of a chat's answer with its log-probability, and its alternatives, best first."""
 
     token: str
     logprob: float
@@ -22,7 +22,8 @@ class ScoredToken(Struct, gc=False):
 
 
 class ScoredTexts(Struct, gc=False):
-    """The tokens of a completion, each with the log-probabilities of its alternatives by name."""
+    """The tokens of a completion with their log-probabilities, in the form of OpenAI's
+    completions."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -52,10 +53,10 @@ PromptLogprobs = list[dict[str, RankedToken] | None]
 def chat_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprobs], *, by_id: bool = False
 ) -> list[ScoredToken]:
-    """Return choices[].logprobs.content: each token with its alternatives, best first, and their
-    bytes.
+    """Return `choices[].logprobs.content` of a chat: each token with its bytes and its
+    alternatives, best first.
 
-    by_id: whether tokens are named ``token_id:N``, as by vLLM's `return_tokens_as_token_ids`.
+    by_id: whether tokens are named ``token_id:N``, as with vLLM's `return_tokens_as_token_ids`.
     """
     scored = []
     for item in items:
@@ -82,10 +83,11 @@ def completion_logprobs(
     *,
     by_id: bool = False,
 ) -> ScoredTexts:
-    """Return choices[].logprobs of completions. An item None, a prompt's first token, gives nulls.
+    """Return `choices[].logprobs` of a completion. An item None, for a prompt's first token,
+    results in nulls.
 
-    top_logprobs always has the token itself, also where it is not among the most likely. Tokens
-    that are no whole characters are written ``bytes:\\xNN``, so that they have different names.
+    top_logprobs always contains the token itself, even if it is not among the most likely. Tokens
+    that are not whole characters are written ``bytes:\\xNN``, so that they have different names.
     offsets: position of each token's text, in characters. by_id: see `chat_logprobs`.
     """
     return ScoredTexts(
@@ -115,7 +117,7 @@ def _name(tokenizer: Tokenizer, token: int, by_id: bool) -> str:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-    """Return {token id: RankedToken} for each prompt token; None for the first."""
+    """Return {token id: RankedToken} for each prompt position; None for the first."""
     listed: PromptLogprobs = []
     for item in items:
         if item is None:
@@ -135,11 +137,12 @@ def prompt_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprobs | None])
 
 
 def own_logprobs(items: Sequence[TokenLogprobs | None]) -> list[float | None]:
-    """Return the log-probability of each token alone; None for the first of a prompt."""
+    """Return the log-probability of each token, without alternatives; None for a prompt's first
+    token."""
     return [None if item is None else max(item.logprob, FLOOR) for item in items]
 
 
 def with_first(items: list[TokenLogprobs | None], length: int) -> list[TokenLogprobs | None]:
-    """Return one item for each of `length` prompt tokens, with None for a first that is missing."""
+    """Return one item for each of `length` prompt tokens; a missing first item is None."""
     missing: list[TokenLogprobs | None] = [None] * (length - len(items))
     return missing + items[:length]

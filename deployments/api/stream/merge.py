@@ -1,5 +1,5 @@
-"""MergedGenerations: the generations of a request's prompts as one; ChoiceOutput: the output of one
-choice so far; first_items: waits for the first token, and sends keep-alive comments meanwhile."""
+"""MergedGenerations: the generations of a request's prompts as one. ChoiceOutput: the output of one
+choice so far. first_items: waits for the first token, and sends keep-alive comments meanwhile."""
 
 import asyncio
 from base64 import b64encode
@@ -21,11 +21,11 @@ from engine.text.detokenizer import ChoiceDecoder, Decoded
 
 
 class PredictionMatch:
-    """The number of output tokens that match the client's `prediction`, in its order.
+    """The counter of output tokens that match the client's `prediction`, in order.
 
-    The number depends on the output alone, not on the engine's drafts or a takeover. The match ends
-    at a token that differs, and resumes after two consecutive output tokens that the prediction
-    has.
+    The number depends only on the output, not on the engine's drafts or a move to another replica.
+    A match ends at a differing token, and resumes after two consecutive output tokens that occur in
+    the prediction.
 
     accepted: the number of matching tokens so far; at most the length of the prediction
     """
@@ -33,7 +33,8 @@ class PredictionMatch:
     def __init__(self, prediction: Sequence[int]) -> None:
         self.accepted = 0
         self._prediction = prediction
-        # Index of the prediction's token that would continue the match; -1: there is none.
+        # Index of the prediction's token that would continue the match; -1: no match is in
+        # progress.
         self._next = 0
         self._last = -1
         # two consecutive tokens of the prediction -> the index after their first occurrence
@@ -43,11 +44,11 @@ class PredictionMatch:
 
     @property
     def rejected(self) -> int:
-        """The number of the prediction's tokens that have no match in the output."""
+        """The number of predicted tokens without a match in the output."""
         return len(self._prediction) - self.accepted
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Compare the next output tokens with the prediction; count equal ones in `accepted`."""
+        """Compare the next output tokens with the prediction; count matching ones in `accepted`."""
         prediction = self._prediction
         for token in tokens:
             place = self._next
@@ -61,13 +62,13 @@ class PredictionMatch:
 
 T = TypeVar("T")
 
-MAX_READY = 64  # deltas of several prompts that wait for the answer to take them
+MAX_READY = 64  # maximum number of deltas, of all prompts, that wait for the answer
 
 
 class MergedGenerations:
     """The generations of several prompts as one Generation.
 
-    A choice's number is the index of its prompt * n + its number in the prompt's generation. A
+    A choice's number is (index of its prompt) * n + (its index in the prompt's generation). A
     generation is None if all choices of its prompt have ended.
 
     One task for each prompt reads its generation; there is no task for each token. The first error
@@ -138,7 +139,8 @@ class MergedGenerations:
 
 
 def start(call: GenerationCall, backend: Backend) -> Generation:
-    """Submit all prompts of a call, or none; return their generation. Raises MantaError."""
+    """Submit all prompts of a call to the backend, or none of them; return the merged generation.
+    Raises MantaError."""
     started: list[Generation | None] = []
     try:
         for request in call.requests():
@@ -156,8 +158,8 @@ class ChoiceOutput:
     """The output of one choice so far: decoded text, tokens and their log-probabilities.
 
     index: the choice's number in the call.
-    offsets: whether the positions of tokens' texts are recorded.
-    parsed: the parser of its text; None: that of the call's OutputPlan, if there is one.
+    offsets: whether the text positions of tokens are recorded.
+    parsed: the parser of its text; None: the parser of the call's OutputPlan, if there is one.
     """
 
     def __init__(
@@ -178,12 +180,12 @@ class ChoiceOutput:
             if self.parsed is None
             else self.parsed.decoder
         )
-        # counts tokens of the client's prediction; None: there is none
+        # match with the client's prediction; None: there is no prediction
         expected = call.common.prediction
         self.predicted = PredictionMatch(expected) if expected else None
         self.text: list[str] = []
         self.token_ids: list[int] = []
-        # log-probability of each of token_ids, reasoning and calls included, unlike `logprobs`
+        # log-probability of each of token_ids, including reasoning and calls, unlike `logprobs`
         self.token_logprobs: list[float | None] = []
         self.logprobs: list[TokenLogprobs] = []
         self.offsets: list[int] = []
@@ -197,9 +199,9 @@ class ChoiceOutput:
     def feed(self, delta: Delta) -> Decoded:
         """Add a delta to the output, and return its decoded text. The choice must be unfinished.
 
-        A delta with finish "abort", from a trainer, ends the choice with the output so far. Raises
-        ApiError if the engine ended the choice by an error, and after an abort before the requested
-        scores of the prompt.
+        If a trainer aborts the request (finish "abort"), the choice ends with the output so far.
+        Raises ApiError if the engine ended the choice by an error, or if an abort came before the
+        requested prompt log-probabilities.
         """
         unscored = self.scores_prompt and not (self.prompt_logprobs or delta.prompt_logprobs)
         if delta.finish == "error" or (delta.finish == "abort" and unscored):
@@ -221,9 +223,9 @@ class ChoiceOutput:
         return decoded
 
     def bring(self, token_ids: list[int]) -> None:
-        """Feed the tokens that a resuming client already has, so that they are not sent again.
+        """Feed tokens that the resuming client already has, so that they are not sent again.
 
-        token_ids: none of them ended the choice.
+        token_ids: the tokens, none of which ended the choice.
         """
         if self.predicted is not None:
             self.predicted.feed(token_ids)
@@ -235,7 +237,7 @@ class ChoiceOutput:
 
 
 def failed(delta: Delta) -> ApiError:
-    """Return the error of a choice that the engine ended by an error, or a trainer by an abort."""
+    """Return the error for a choice that ended by an engine error, or by a trainer's abort."""
     if delta.finish == "abort":
         message = "a trainer's pause or abort ended this request; send it again"
         return ApiError(503, "aborted", message, retry_after=1)
@@ -246,14 +248,14 @@ def failed(delta: Delta) -> ApiError:
 
 
 def ended_early() -> ApiError:
-    """Return the error of a generation that ended before its choices did."""
+    """Return the error for a generation that ended before all of its choices."""
     return ApiError(500, "engine_error", "the generation ended early")
 
 
 def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta]]:
-    """Return one merged delta for each choice if there are more than `keep` deltas a choice.
+    """Merge deltas into one per choice if there are more than `keep` deltas per choice.
 
-    Deltas pile up when the client or this process is slow; fewer events help to catch up.
+    Deltas accumulate when the client or this process is slow; fewer events help to catch up.
 
     items: (choice, delta) in order
     """
@@ -263,7 +265,7 @@ def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta
     for choice, delta in items:
         into = merged.get(choice)
         if into is None:
-            # A copy: the router may still hold the original.
+            # The delta is copied, as the router may still refer to the original.
             merged[choice] = msgspec.structs.replace(delta, token_ids=list(delta.token_ids))
             continue
         into.token_ids += delta.token_ids
@@ -280,7 +282,7 @@ def _joined(a: list[T] | None, b: list[T] | None) -> list[T] | None:
 
 
 def routed_experts(routed: RoutedExperts | None) -> JsonObject | None:
-    """Return the experts of a choice's tokens in the form of answers."""
+    """Return the experts chosen for a choice's tokens, as the JSON of answers."""
     if routed is None:
         return None
     data = b64encode(routed.data).decode()
@@ -288,7 +290,7 @@ def routed_experts(routed: RoutedExperts | None) -> JsonObject | None:
 
 
 def weight_versions(generation: Generation, choice: int, num_tokens: int) -> list[JsonObject]:
-    """Return the versions of the weights that made a choice's tokens, in the form of answers.
+    """Return the weights versions that sampled a choice's tokens, as the JSON of answers.
 
     num_tokens: the number of the choice's tokens in the answer, without those after a stop string.
     """
@@ -303,20 +305,21 @@ def weight_versions(generation: Generation, choice: int, num_tokens: int) -> lis
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 COMMENT = b": waiting for the first token\n\n"  # clients of server-sent events skip it
-HOLD_SECONDS = 45.0  # silence while no replica has the request; proxies' limits begin at 60 s
+HOLD_SECONDS = 45.0  # maximum silence without a replica; proxies allow 60 s or more
 
 
 async def first_items(
     generation: Generation, exchange: HttpExchange, seconds: float
 ) -> list[tuple[int, Delta]]:
-    """Return the result of `generation.next()`, and send keep-alive comments until it has arrived.
+    """Return the result of `generation.next()`, and send keep-alive comments while waiting for it.
 
     seconds: the time between comments; 0: none are sent.
 
-    The first comment follows the answer's head. Without them, proxies that limit silence would cut
-    streams of long prompts. No error status can follow the head. Therefore the head is sent only
-    when a replica has the request, or after HOLD_SECONDS: an early failure is an ordinary error,
-    and HAProxy can give a request to another router if its router ended without an answer.
+    Without comments, proxies that limit silence would cut streams of long prompts. The first
+    comment follows the answer's head, after which no error status can be sent. Therefore the head
+    is sent only when a replica has the request, or after HOLD_SECONDS: an early failure is an
+    ordinary error answer, and HAProxy can retry a request at another router if its router ended
+    without an answer.
 
     Raises the errors of next(), ClientDisconnected, and, unless the head was sent, the error of a
     choice that the engine refused.

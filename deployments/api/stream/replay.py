@@ -1,5 +1,5 @@
-"""StreamReplay: the continuation of a stream after the tokens that its client has, as its event id
-(event_ids.py) says; recall: these tokens, as a replica has kept them.
+"""StreamReplay: resumes a stream after the tokens that its client has according to the event id
+(event_ids.py). recall: gets these tokens from the replica that remembers them.
 """
 
 from collections.abc import Sequence
@@ -24,27 +24,27 @@ from engine.text.detokenizer import Decoded
 
 
 class Resumption(NamedTuple):
-    """The place in a stream from which an answer goes on.
+    """The point in a stream from which an answer is resumed.
 
-    ids: the event ids of the stream; None: its events have none
-    past: for a resumed stream, the choices as replicas recall them
+    ids: the event ids of the stream; None: its events have no ids
+    past: for a resumed stream, the choices that replicas remember
     """
 
     ids: EventIds | None = None
     past: Sequence[RecalledChoice | None] = ()
 
 
-# The beginning of a stream whose events have no ids.
+# The value for a new stream whose events have no ids.
 WITHOUT_IDS = Resumption()
 
 
 async def recall(
     call: GenerationCall, ids: EventIds, backend: Backend
 ) -> list[RecalledChoice | None]:
-    """Return each choice's shown tokens, as a replica recalls them.
+    """Return, for each choice, the tokens that the client has, as a replica remembers them.
 
-    None stands for a choice that no replica recalls, or that needs no tokens. All results are of
-    the same weights.
+    None means that no replica remembers the choice, or that no tokens are needed. All results are
+    from replicas with the same weights.
     """
     n = call.common.params.n
     wanted = {
@@ -81,11 +81,11 @@ def _begins_with(token_ids: Sequence[int], shown: ChoiceProgress) -> bool:
 
 
 class StreamReplay:
-    """The resumption of an answer's choices after the tokens that their client has received.
+    """The resumption of an answer's choices after the tokens that the client has received.
 
-    Tokens that a replica has kept are decoded first, and the engine continues after them:
-    `emitted` has them for each choice. Tokens that no replica has are generated again; `skip` drops
-    them as they arrive, and checks that they are the same.
+    Tokens that a replica remembers are in `emitted`, by choice; the engine continues after them.
+    Tokens that no replica remembers are generated again: `skip` drops them as they arrive, and
+    checks that they are the same.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StreamReplay:
         past: Sequence[RecalledChoice | None],
     ) -> None:
         self.emitted: list[list[int] | None] = []
-        self.skipping: dict[int, int] = {}  # choice -> checksum of what was skipped so far
+        self.skipping: dict[int, int] = {}  # choice -> checksum of the tokens skipped so far
         self._call, self._ids = call, ids
         for index, shown in enumerate(ids.shown):
             self.emitted.append(self._bring(index, choices[index], shown, past[index]))
@@ -106,9 +106,10 @@ class StreamReplay:
     def _bring(
         self, index: int, choice: ChoiceOutput, shown: ChoiceProgress, past: RecalledChoice | None
     ) -> list[int] | None:
-        """Return the output tokens after which the engine continues a choice.
+        """Feed a choice with the tokens that the client has; return the tokens after which the
+        engine continues.
 
-        Returns [] if the choice is to be generated again from its prompt, None if it has ended.
+        Returns [] if the choice must be generated again from its prompt, None if it has ended.
         """
         if shown.phase == FINISHED:
             choice.finish_reason = choice.finish_reason or "told"
@@ -120,8 +121,8 @@ class StreamReplay:
         if shown.phase == OPENED:
             choice.bring(tokens)
             return tokens
-        # The client has all of the choice's text, but perhaps not its finish_reason. The choice
-        # has ended if these are all of its tokens, or if a stop string ends them.
+        # The client has the choice's whole text, but perhaps not its finish_reason. The choice has
+        # ended if these are all of its tokens, or if they end with a stop string.
         whole = len(past.token_ids) == shown.tokens and past.finish in ("stop", "length")
         if not (whole or self._stops(index, tokens)):
             return []
@@ -134,7 +135,8 @@ class StreamReplay:
         return fresh.feed(Delta(0, tokens)).finish_reason is not None
 
     def skip(self, index: int, choice: ChoiceOutput, delta: Delta) -> tuple[Delta, Decoded]:
-        """Return the rest of a delta after the tokens to skip, for a choice in `skipping`.
+        """Return the part of a delta after the tokens to skip, for a choice in `skipping`, and its
+        decoded text.
 
         Raises ApiError 409 stream_lost, and as `ChoiceOutput.feed`.
         """
@@ -143,7 +145,7 @@ class StreamReplay:
         head, new_ids = delta.token_ids[:num_shown], delta.token_ids[num_shown:]
         self.skipping[index] = checksum(head, self.skipping[index])
         reached = len(head) == num_shown
-        # An end at its last token was shown with that token, or comes with it now.
+        # If the choice ended at the last token to skip, it ends now.
         ends = not new_ids and shown.phase == ENDED
         first = msgspec.structs.replace(delta, token_ids=head, logprobs=None, cached=-1)
         if not ends:
@@ -171,7 +173,8 @@ class StreamReplay:
 
 
 def _lost() -> ApiError:
-    """Return the error of a stream whose tokens no replica has, and whose recomputation differs."""
+    """Return the error for a stream whose tokens no replica remembers, and whose regenerated tokens
+    differ."""
     return ApiError(
         409,
         "stream_lost",

@@ -1,4 +1,4 @@
-"""ResponseStore: answers of /v1/responses that a router keeps for later turns."""
+"""ResponseStore: stores answers of /v1/responses in the router's memory for later turns."""
 
 import time
 from collections import OrderedDict
@@ -19,7 +19,7 @@ class StoredResponse:
 
     response: the JSON of the answer
     items: the JSON of the conversation before the answer's output
-    until: the end of the entry's life, in monotonic seconds
+    until: the expiry time of the entry, in monotonic seconds
     events: the recorded stream events, indexed by sequence_number; None if none were recorded
     """
 
@@ -37,7 +37,7 @@ class StoredResponse:
 class ResponseStore:
     """A store of answers in one router's memory.
 
-    Above max_bytes the least recently used answers are dropped.
+    If it exceeds max_bytes, the least recently used answers are dropped.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -1,1 +1,2 @@
-"""The routes for trainers: weights, pauses, sleep, and rollouts of token ids (docs/rl.md)."""
+"""The routes for reinforcement-learning trainers: weights, pauses, sleep, and rollouts
+(docs/rl.md)."""

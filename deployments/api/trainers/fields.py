@@ -16,7 +16,7 @@ _Salt = Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None
 
 
 class _RolloutSampling(Struct, kw_only=True, gc=False):
-    """The fields of `sampling_params` that vLLM and SGLang name alike."""
+    """The fields of `sampling_params` that have the same names in vLLM and SGLang."""
 
     n: Annotated[int, sampled("n")] | None = None
     temperature: Annotated[float, sampled("temperature")] | None = None
@@ -96,9 +96,9 @@ class FromDisk(Struct, kw_only=True, gc=False):
 
 
 class InitGroup(Struct, kw_only=True, gc=False):
-    """The body of SGLang's route /init_weights_update_group: a process group of torch.
+    """The body of SGLang's route /init_weights_update_group, which sets up a torch process group.
 
-    world_size: the number of ranks of the trainer and all replicas.
+    world_size: the number of ranks of trainer and replicas together.
     backend: nccl for engines on CUDA, gloo for those on CPUs.
     """
 
@@ -129,7 +129,8 @@ class _SentTensors(Struct, kw_only=True, gc=False):
 
 
 class FromDistributed(_SentTensors, kw_only=True, gc=False):
-    """The body of SGLang's route /update_weights_from_distributed: tensors of a broadcast."""
+    """The body of SGLang's route /update_weights_from_distributed, which announces broadcast
+    tensors."""
 
     names: list[str]
     dtypes: list[str]
@@ -150,7 +151,7 @@ class InitTransfer(Struct, kw_only=True, gc=False):
 
 
 class StartUpdate(Struct, kw_only=True, gc=False):
-    """The body of vLLM's route /start_weight_update. Tensors always have the checkpoint's names."""
+    """The body of vLLM's route /start_weight_update. Tensors must have checkpoint names."""
 
     is_checkpoint_format: bool | None = None
 
@@ -169,7 +170,7 @@ class FinishUpdate(Struct, kw_only=True, gc=False):
 
 
 class AbortRequests(Struct, kw_only=True, gc=False):
-    """The body of vLLM's route /abort_requests; without ids all requests are meant."""
+    """The body of vLLM's route /abort_requests; without ids, all requests are aborted."""
 
     request_ids: list[str] | None = None
 
@@ -191,7 +192,7 @@ class CollectiveRpc(Struct, kw_only=True, gc=False):
 class PauseOrder(Struct, kw_only=True, gc=False):
     """The fields of /pause, in the body or, as vLLM's clients send them, in the query.
 
-    wait_for_inflight_requests: the field of older clients of vLLM for mode=wait.
+    wait_for_inflight_requests: mode=wait in older clients of vLLM.
     """
 
     model: str | None = None

@@ -1,4 +1,4 @@
-"""The parts that routes for trainers share: their tables, errors, and the ends of requests."""
+"""Functions that the routes for trainers share: route tables, errors, and aborting requests."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ UPDATES = (*CHANGES, 409)
 
 
 def order_table() -> RouteTable:
-    """Return a RouteTable for orders to all replicas of the model that the query names."""
+    """Return a RouteTable for routes that give orders to all replicas of the model in the query."""
     return RouteTable(ORDERS, CHANGES, answer=OK, admin=True, query=MODEL)
 
 
@@ -40,15 +40,16 @@ def trained(context: ApiContext) -> Training:
 
 
 def model_of(exchange: HttpExchange) -> str:
-    """Return the model that the query names; "" for none."""
+    """Return the model's name in the query; "": none."""
     return exchange.parameters().get("model", "")
 
 
 @contextlib.contextmanager
 def refusing(param: str | None) -> Iterator[None]:
-    """Raise ApiError 400 or 409 in place of UpdateFailed, by which replicas refuse an order.
+    """A context manager that converts UpdateFailed, by which replicas refuse an order, into
+    ApiError 400 or 409.
 
-    param: the field of the order that the error names; None: none.
+    param: the request field to name in the error; None: none.
     """
     try:
         yield
@@ -61,7 +62,7 @@ def refusing(param: str | None) -> Iterator[None]:
 
 
 async def end_some(context: ApiContext, request_ids: Sequence[str]) -> int:
-    """End requests, whose answers are the outputs so far; return the number of known ids.
+    """Abort requests, which are answered with their outputs so far; return the number of known ids.
 
     Raises ApiError.
     """
@@ -73,7 +74,7 @@ async def end_some(context: ApiContext, request_ids: Sequence[str]) -> int:
 
 
 async def end_all(context: ApiContext, exchange: HttpExchange) -> None:
-    """End all running requests, whose answers are the outputs so far. Raises ApiError,
+    """Abort all running requests, which are answered with their outputs so far. Raises ApiError,
     MantaError.
     """
     training, model = trained(context), model_of(exchange)

@@ -1,4 +1,4 @@
-"""roll_out: runs a rollout of token ids to its end, whichever trainer asks for it."""
+"""roll_out: runs a trainer's rollout to its end, with token ids as input and output."""
 
 import secrets
 from dataclasses import dataclass, field, replace
@@ -24,11 +24,11 @@ class RolloutChoice:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt
+    scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt tokens
     routed: RoutedExperts | None = None
     finish: str | None = None
-    stop_token: int | None = None  # the end token that ended the choice
-    cached: int = -1  # tokens of the prompt that came from the prefix cache; -1: unknown
+    stop_token: int | None = None  # the stop token that ended the choice
+    cached: int = -1  # number of prompt tokens from the prefix cache; -1: unknown
 
 
 _SAME = {name: name for name in TokenSampling.__struct_fields__}
@@ -37,11 +37,11 @@ _SAME = {name: name for name in TokenSampling.__struct_fields__}
 def rollout_params(
     sampling: TokenSampling | TheirSampling, logprobs: int | None = None, *, routed: bool = False
 ) -> SamplingParams:
-    """Return the params of a rollout.
+    """Return the SamplingParams of a rollout.
 
-    logprobs: number of alternatives to each token where `sampling` has no such field; None: no
+    logprobs: number of alternatives per token if `sampling` has no such field; None: no
         log-probabilities.
-    routed: whether the experts of tokens are returned.
+    routed: whether the experts chosen for tokens are returned.
     """
     values = take_sampling(sampling, _SAME, logprobs=logprobs).values
     return SamplingParams(**values, return_routed_experts=routed)

@@ -1,7 +1,8 @@
-"""The routes of SGLang for rollouts, weights, pauses and memory, which slime and miles call.
+"""SGLang's routes for rollouts, weights, pauses and memory, which the trainers slime and miles
+call.
 
-SGLang's messages of tensors do not mark the last one. An update ends when all tensors of the
-checkpoint have arrived; during a pause, and after /begin_weight_update, a route may end it too.
+SGLang's messages with tensors do not mark the last one. An update ends when all tensors of the
+checkpoint have arrived. During a pause, and after /begin_weight_update, a route may also end it.
 """
 
 from base64 import b64encode
@@ -69,7 +70,7 @@ def _meta_info(
         meta["output_token_logprobs"] = [
             [scored.logprob, scored.token_id, None] for scored in choice.logprobs
         ]
-    if choice.routed is not None:  # [tokens, layers, experts of a token] int32, one after the other
+    if choice.routed is not None:  # int32 [tokens, layers, experts per token], flattened
         ids = choice.routed.array().astype("<i4")
         meta["routed_experts"] = b64encode(ids.tobytes()).decode()
     return meta
@@ -125,7 +126,7 @@ async def pause_generation(context: ApiContext, exchange: HttpExchange) -> objec
 
 @ROUTES.post("/abort_request", "Requests ended with what they have", fields.ABORT_REQUEST)
 async def abort_request(context: ApiContext, exchange: HttpExchange) -> object:
-    """End a request, or all requests; their answers are the outputs so far."""
+    """Abort a request, or all requests, which are answered with their outputs so far."""
     body = await context.read_as(exchange, fields.ABORT_REQUEST)
     if body.abort_all:
         await orders.end_all(context, exchange)
@@ -138,8 +139,8 @@ async def abort_request(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.get("/v1/loads", "Requests of each replica", ("loads",), statuses=NAMES, query={})
 async def loads(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the numbers of requests at each replica. Requests that wait in this router count
-    for the first replica."""
+    """Answer with the numbers of running and waiting requests at each replica. Requests that wait
+    in this router count for the first replica."""
     state = context.backend.state()
     rows: list[JsonObject] = []
     for place, stats in enumerate(state.replicas.values()):
@@ -172,7 +173,8 @@ async def release_memory(context: ApiContext, exchange: HttpExchange) -> object:
     "/resume_memory_occupation", "Memory taken again, in SGLang's words", fields.MEMORY_PARTS
 )
 async def resume_memory(context: ApiContext, exchange: HttpExchange) -> object:
-    """Allocate again the memory that /release_memory_occupation freed, or its named parts."""
+    """Allocate again the memory that /release_memory_occupation freed, or the parts in the body's
+    tags."""
     body = await context.read_as(exchange, fields.MEMORY_PARTS, empty=True)
     with orders.refusing("tags"):
         await orders.trained(context).wake(orders.model_of(exchange), _tags(body))
@@ -180,7 +182,8 @@ async def resume_memory(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _tags(body: fields.MemoryParts) -> list[str]:
-    """Return the tags of a body, without that of CUDA graphs, whose memory is never freed."""
+    """Return the tags of a body without "cuda_graph", as the memory of CUDA graphs is never
+    freed."""
     return [tag for tag in body.tags or () if tag != "cuda_graph"]
 
 
@@ -189,7 +192,7 @@ _MODEL_INFO = (
     "The model and the version of its weights",
     ("model_path", "is_generation", "weight_version"),
 )
-_ONE_BROADCAST = 1 << 62  # buffer size in bytes that no message exceeds
+_ONE_BROADCAST = 1 << 62  # buffer size in bytes that exceeds any message
 
 
 @ROUTES.post(
@@ -256,7 +259,7 @@ async def from_distributed(context: ApiContext, exchange: HttpExchange) -> objec
     statuses=orders.UPDATES,
 )
 async def from_tensor(context: ApiContext, exchange: HttpExchange) -> object:
-    """Update weights by tensors that a trainer on the replicas' machine shares."""
+    """Update weights by tensors in memory that a trainer on the replicas' machine shares."""
     body = await context.read_as(exchange, fields.FROM_TENSOR)
     info = {
         "serialized_named_tensors": body.serialized_named_tensors,
@@ -298,7 +301,8 @@ async def begin_update(context: ApiContext, exchange: HttpExchange) -> object:
     statuses=orders.UPDATES,
 )
 async def end_update(context: ApiContext, exchange: HttpExchange) -> object:
-    """Replace the weights by the tensors of an update, unless its last tensor has done so."""
+    """End an update: replace the weights by its tensors, unless its last tensor has already done
+    so."""
     with orders.refusing(None):
         version = await orders.trained(context).end_sent(orders.model_of(exchange))
     done = "the weights were replaced" if version else "no update of the weights goes on"
@@ -307,7 +311,7 @@ async def end_update(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post("/continue_generation", "The end of a pause")
 async def continue_generation(context: ApiContext, exchange: HttpExchange) -> object:
-    """End the pause of all replicas, once their weights are replaced by those of an open update."""
+    """End the pause of all replicas, after completing an unfinished update of weights."""
     with orders.refusing(None):
         await orders.trained(context).end_sent(orders.model_of(exchange))
     await orders.trained(context).resume(orders.model_of(exchange))
@@ -324,7 +328,7 @@ async def continue_generation(context: ApiContext, exchange: HttpExchange) -> ob
     "/get_weights_by_name", "A weight by its name, which is refused", None, statuses=(403, 400)
 )
 async def weights_by_name(context: ApiContext, exchange: HttpExchange) -> None:
-    """Refuse to return single weights. Raises ApiError 400 not_supported."""
+    """Refuse to return the values of a weight tensor. Raises ApiError 400 not_supported."""
     raise invalid(
         f"{exchange.path}: engines keep weights merged and packed, not by the checkpoint's names; "
         "/weight_info tells which version each replica has",

@@ -1,5 +1,5 @@
-"""The routes of vLLM's server for trainers: weights, pauses, sleep, and rollouts; and the routes
-that SkyRL's RemoteInferenceClient calls beside vLLM's (docs/rl.md)."""
+"""vLLM's routes for trainers (weights, pauses, sleep, rollouts), and the further routes that
+SkyRL's RemoteInferenceClient calls (docs/rl.md)."""
 
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import LOAD_LORA
@@ -21,7 +21,7 @@ from engine.scheduling.orders.updates import MODES
 _MESSAGE = ("message",)
 FLUSHED = ("status", "success")
 _INFO = ("weight_version", "is_paused", "is_sleeping", "weights_dropped", "replicas")
-# The operation of a rollout.
+# Summary, body and answer keys of rollout routes.
 ROLL_OUT = (
     "Token ids and log-probabilities of a rollout",
     fields.ROLLOUT,
@@ -40,8 +40,8 @@ _MODE = one_of(*MODES)
 async def pause(context: ApiContext, exchange: HttpExchange) -> object:
     """Pause all replicas. The fields of vLLM's /pause may be in the query or in the body.
 
-    An unknown field is refused, because an order that is not understood must not end requests.
-    Raises ApiError, MantaError.
+    Unknown fields are refused, because a misunderstood order might end requests. Raises ApiError,
+    MantaError.
     """
     query: JsonObject = {**exchange.parameters()}
     for name in ("clear_cache", "wait_for_inflight_requests"):
@@ -67,7 +67,7 @@ orders.add_state(ROUTES, "/is_paused", "is_paused", "Whether replicas are paused
 
 @ROUTES.post("/abort_requests", "Requests ended with what they have", fields.ABORT_REQUESTS)
 async def abort_requests(context: ApiContext, exchange: HttpExchange) -> object:
-    """End all running requests, or those that the body names; their answers are the outputs so
+    """Abort all running requests, or those in the body, which are answered with their outputs so
     far.
     """
     body = await context.read_as(exchange, fields.ABORT_REQUESTS, empty=True)
@@ -79,7 +79,8 @@ async def abort_requests(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _tags(exchange: HttpExchange) -> list[str]:
-    """Return the tags of the query, which may repeat the field and separate tags by commas."""
+    """Return the tags in the query, whose field may be repeated and may contain several tags
+    separated by commas."""
     tags = exchange.every_parameter("tags")
     return [tag for field in tags for tag in field.split(",") if tag]
 
@@ -112,7 +113,7 @@ async def sleep(context: ApiContext, exchange: HttpExchange) -> object:
     "/wake_up", "The memory of all replicas taken again", query={**orders.MODEL, "tags": TEXT}
 )
 async def wake_up(context: ApiContext, exchange: HttpExchange) -> object:
-    """Allocate again the memory that `sleep` freed, or that of the tags in the query."""
+    """Allocate again the memory that `sleep` freed, or the parts in the query's tags."""
     with orders.refusing("tags"):
         await orders.trained(context).wake(orders.model_of(exchange), _tags(exchange))
     return {"status": "awake"}
@@ -129,7 +130,7 @@ async def reset_prefix_cache(context: ApiContext, exchange: HttpExchange) -> obj
 
 @ROUTES.get("/weight_info", "The version of the weights", _INFO)
 async def weight_info(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the weights' version, and that of each replica."""
+    """Answer with the weights version of the model and of each replica."""
     return await orders.trained(context).state(orders.model_of(exchange))
 
 
@@ -142,9 +143,9 @@ async def weight_info(context: ApiContext, exchange: HttpExchange) -> object:
 async def server_info(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer with the settings that trainers read, under the names of vLLM and SGLang.
 
-    lora_config is null, because trainers cannot send weights as adapters. For SGLang's trainers
-    the fleet is one engine with data-parallel attention, whose tp_size counts the ranks of all
-    replicas: slime takes tp_size x pp_size for the number of GPUs.
+    lora_config is null, because trainers cannot send weights as adapters. To SGLang's trainers all
+    replicas together appear as one engine with data-parallel attention. Its tp_size counts the
+    ranks of all replicas, as slime uses tp_size x pp_size as the number of GPUs.
     """
     training, model = orders.trained(context), orders.model_of(exchange)
     engine, state = await training.engine(model), await training.state(model)
@@ -183,7 +184,7 @@ async def server_info(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.get("/get_world_size", "How many receivers of weights there are", ("world_size",))
 async def world_size(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the number of replicas, each of which is one receiver of weights."""
+    """Answer with the number of replicas, each of which receives weights once."""
     replicas = (await orders.trained(context).state(orders.model_of(exchange)))["replicas"]
     return {"world_size": len(replicas)}
 
@@ -221,7 +222,8 @@ async def start_update(context: ApiContext, exchange: HttpExchange) -> object:
     "/update_weights", "Tensors of a trainer", fields.UPDATE_TENSORS, None, statuses=orders.UPDATES
 )
 async def update_weights(context: ApiContext, exchange: HttpExchange) -> object:
-    """Update weights by a trainer's tensors: a part of a started update, or a whole one."""
+    """Update weights by a trainer's tensors, which are a part of a started update or a whole
+    update."""
     body = await context.read_as(exchange, fields.UPDATE_TENSORS)
     with orders.refusing("update_info"):
         version = await orders.trained(context).take_tensors(
@@ -251,7 +253,7 @@ async def finish_update(context: ApiContext, exchange: HttpExchange) -> object:
 async def generate(context: ApiContext, exchange: HttpExchange, *, routed: bool = False) -> object:
     """Answer a rollout: token ids in, token ids and log-probabilities out.
 
-    routed: whether the experts of tokens are returned even if the body does not ask for them.
+    routed: whether chosen experts are returned even if the body does not request them.
     Raises ApiError, MantaError.
     """
     context.count_request(exchange)
@@ -294,7 +296,7 @@ def _answer(
 
 
 def _shown(scored: TokenLogprobs) -> JsonObject:
-    """Return a token's log-probability, with tokens named by their ids."""
+    """Return a token's log-probability and alternatives as JSON, with tokens named by ids."""
     return {
         "token": f"token_id:{scored.token_id}",
         "logprob": scored.logprob,
@@ -329,7 +331,8 @@ async def skyrl_generate(context: ApiContext, exchange: HttpExchange) -> object:
     statuses=orders.UPDATES,
 )
 async def collective_rpc(context: ApiContext, exchange: HttpExchange) -> object:
-    """Update weights by a call that SkyRL's trainer makes to vLLM's workers; refuse other calls."""
+    """Answer the call by which SkyRL's trainer updates weights in vLLM's workers; refuse other
+    calls."""
     body = await context.read_as(exchange, fields.COLLECTIVE_RPC)
     weights, model, arguments = (
         orders.trained(context),
@@ -362,7 +365,7 @@ async def collective_rpc(context: ApiContext, exchange: HttpExchange) -> object:
     query={},
 )
 async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
-    """Add an adapter, or read it again."""
+    """Add an adapter, or read its files again if it exists."""
     await put_lora(context, exchange, await context.read_as(exchange, LOAD_LORA), again=True)
 
 
@@ -374,5 +377,5 @@ async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
     query={"session_id": TEXT},
 )
 async def finish_session(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer that a trajectory has ended; replicas keep nothing for it."""
+    """Acknowledge the end of a trajectory, for which replicas keep no state."""
     return {"status": "ok"}

@@ -1,1 +1,1 @@
-"""/v1/messages: a chat answered in blocks, for Anthropic's clients."""
+"""/v1/messages: chats with answers as content blocks, for Anthropic's clients."""

@@ -1,4 +1,4 @@
-"""messages_request: the body of a request to /v1/messages as a ChatRequest."""
+"""messages_request: converts the body of a request to /v1/messages into a ChatRequest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,8 +32,8 @@ from deployments.api.output.request import (
     requested_tools,
 )
 
-# A client puts a line with a hash of each request at the very front of its system prompt, for its
-# accounting. Kept, it would prevent every hit in the prefix cache.
+# Claude Code begins its system prompt with a line that contains a hash of each request. The line is
+# removed, as it would prevent every hit in the prefix cache.
 _ACCOUNTING = "x-anthropic-billing-header"
 _MOST_NAMED = 32
 # thinking.type -> reasoning effort
@@ -43,12 +43,13 @@ _EFFORTS = {"enabled": "medium", "disabled": "none", "adaptive": None}
 def messages_request(
     body: Mapping[str, Any], ignored: list[str], options: ApiOptions, *, counts: bool = False
 ) -> ChatRequest:
-    """Read the body of a request to /v1/messages. Raises ApiError 400 naming the field.
+    """Convert the body of a request to /v1/messages into a ChatRequest. Raises ApiError 400 naming
+    the field.
 
     Unknown blocks are left out.
 
     ignored: the list that names of ignored fields and blocks are added to
-    counts: whether the request only counts tokens; max_tokens is optional then
+    counts: whether the request only counts tokens, so that max_tokens is optional
     """
     fields = anthropic.MESSAGES.read(body, ignored, strict=options.strict)
     if fields.max_tokens is None and not counts:
@@ -74,7 +75,7 @@ def messages_request(
     reader.system(fields.system)
     messages = reader.messages(fields.messages)
     last = messages[-1]
-    # The model continues a last message of the assistant.
+    # If the last message is the assistant's, the model continues it.
     continues = last.role == "assistant" and not last.tool_calls and bool(last.text)
     return ChatRequest(
         model=fields.model,
@@ -94,10 +95,11 @@ def messages_request(
 
 
 def _user(metadata: Any, ignored: list[str]) -> str | None:
-    """Return `metadata.user_id`, by which requests may be queued fairly; ignore other metadata."""
+    """Return `metadata.user_id`, which may be the tenant for fair queueing; other metadata is
+    ignored."""
     if isinstance(metadata, dict) and isinstance(metadata.get("user_id"), str):
         user: str = metadata["user_id"]
-        ignored.append("metadata.user_id")  # only used for taking turns among users
+        ignored.append("metadata.user_id")  # only used for fair queueing
         return user
     if metadata:
         ignored.append("metadata")
@@ -147,7 +149,7 @@ def _format(format: anthropic.SchemaFormat | None) -> RequestedGrammar | None:
 class _Reader:
     """The conversion of Anthropic's turns, made of blocks, into the messages of a chat.
 
-    A tool's result becomes a message of its own.
+    A tool's result becomes a separate message.
     """
 
     def __init__(self, ignored: list[str]) -> None:
@@ -159,7 +161,7 @@ class _Reader:
             self._ignored.append(place)
 
     def system(self, system: anthropic.Texts | None) -> None:
-        """Read the field `system`."""
+        """Add the texts of the field `system` as the system message."""
         texts = self._texts(system, "system")
         lasting = [text for text in texts if text and not text.startswith(_ACCOUNTING)]
         if lasting:
@@ -185,7 +187,8 @@ class _Reader:
         return texts
 
     def messages(self, turns: list[anthropic.Turn]) -> tuple[ChatMessage, ...]:
-        """Read the field `messages`; return the chat's messages, that of `system` included."""
+        """Convert the field `messages`; return all messages of the chat, including the one from
+        `system`."""
         for i, turn in enumerate(turns):
             place = f"messages[{i}].content"
             if isinstance(turn, anthropic.SystemTurn):
@@ -287,7 +290,8 @@ def _other(sent: Any, here: str) -> ImagePart:
 
 
 def _with_text(content: Content, text: str) -> Content:
-    """Return the content with a text added: to the last part if it is a text, else as a new one."""
+    """Return the content with a text appended: to the last part if that is a text, else as a new
+    part."""
     last = content[-1] if content else None
     if isinstance(last, TextPart):
         return (*content[:-1], TextPart(last.text + text))

@@ -21,7 +21,8 @@ PATH = "/v1/messages"
 
 
 class MessagesDialect(DialectRequest):
-    """A request to /v1/messages. counts: whether only the tokens of its prompt are counted."""
+    """The dialect of /v1/messages: reads a request and writes its answer. counts: whether only the
+    tokens of the prompt are counted."""
 
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts
@@ -48,6 +49,6 @@ ROUTES.post(
     f"{PATH}/count_tokens", "Tokens of the prompt of a message", COUNTED, ("input_tokens",)
 )
 async def count(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the number of tokens of a request's prompt, by which clients decide to
-    compact."""
+    """Answer with the number of tokens of a request's prompt. Clients compact conversations by
+    it."""
     return {"input_tokens": await count_prompt(context, exchange, MessagesDialect(counts=True))}

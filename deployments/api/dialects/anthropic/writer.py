@@ -10,7 +10,7 @@ from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
 
-# HTTP status -> Anthropic's `type` of the error; other statuses have api_error.
+# HTTP status -> Anthropic's error `type`; other statuses have api_error
 _KINDS = {
     **dict.fromkeys((400, 405, 409, 415, 422), "invalid_request_error"),
     401: "authentication_error",
@@ -24,10 +24,10 @@ _KINDS = {
 
 
 def error_object(error: ApiError) -> JsonObject:
-    """Return an error in Anthropic's shape; code and param stand beside Anthropic's own fields."""
+    """Return an error in Anthropic's format, with the additional fields code and param."""
     message = error.message
     if error.code == "context_length_exceeded" and error.param != "max_tokens":
-        # Anthropic's clients compact the conversation if the message begins with this.
+        # Anthropic's clients compact the conversation if an error message begins with this text.
         message = f"prompt is too long: {message}"
     kind = _KINDS.get(error.status, "api_error")
     details = {"type": kind, "message": message, "code": error.code, "param": error.param}
@@ -41,9 +41,9 @@ class MessagesWriter:
         self.wire = Wire()
         self._naming = naming
         self._blocks: list[JsonObject] = []
-        self._open = ""  # the `Event.kind` whose block is open; "": none is
+        self._open = ""  # the `Event.kind` of the open block; "": no block is open
         self._arguments: list[str] = []  # fragments of the open call's JSON
-        self._cut = False  # whether the last block is a tool call that was cut off
+        self._cut = False  # whether the last block is a truncated tool call
         self._calls = 0
         self._message: JsonObject = {
             "id": naming.item("msg", 0),
@@ -57,7 +57,7 @@ class MessagesWriter:
         }
 
     def whole(self) -> JsonObject:
-        """Return the answer so far, without a tool call that was cut off: clients would run it."""
+        """Return the answer so far, without a truncated tool call, because clients would run it."""
         blocks = self._blocks[:-1] if self._cut else self._blocks
         return {**self._message, "content": blocks}
 
@@ -113,7 +113,8 @@ class MessagesWriter:
         self._open, self._arguments = kind, []
         self._blocks.append(block)
         index = len(self._blocks) - 1
-        # A copy, because the event is encoded later and must show the block without content.
+        # The block is copied, because the event is encoded later and must show the block without
+        # content.
         self._push("content_block_start", index=index, content_block={**block})
 
     def _delta(self, delta: JsonObject) -> None:

@@ -1,5 +1,5 @@
-"""Ollama's /api/tags, /api/ps and /api/show: the served models, those that are awake, and one
-model's details; /api/embed and the older /api/embeddings: vectors of texts."""
+"""Ollama's /api/tags, /api/ps and /api/show: the served models, the models with a replica awake,
+and one model's details; /api/embed and the older /api/embeddings: embeddings."""
 
 import asyncio
 import hashlib
@@ -26,19 +26,19 @@ _LATEST = ":latest"  # the tag that Ollama's clients append to a name without on
 
 
 def served_name(name: Any, backend: Backend) -> Any:
-    """Return the name without the tag `:latest`, unless a model is served under the name with
-    it."""
+    """Return a model's name without the tag `:latest`, unless a served model's name includes the
+    tag."""
     if isinstance(name, str) and name.endswith(_LATEST) and name not in backend.models():
         return name.removesuffix(_LATEST)
     return name
 
 
 def asked_name(body: Show, backend: Backend) -> str | None:
-    """Return the model's name in the field `model`, or in `name` of older clients."""
+    """Return the model's name from the field `model` or, for older clients, `name`."""
     return served_name(body.name if body.model is None else body.model, backend)
 
 
-_NEVER = "9999-12-31T23:59:59Z"  # the time at which an unused model would be unloaded
+_NEVER = "9999-12-31T23:59:59Z"  # `expires_at`, as models are never unloaded
 
 
 async def tags(context: ApiContext, exchange: HttpExchange) -> object:
@@ -85,8 +85,8 @@ async def _cards(context: ApiContext, exchange: HttpExchange) -> list[ModelCard]
 
 
 async def _tag(card: ModelCard) -> JsonObject:
-    """Return a model as /api/tags lists it. The digest is that of its name and creation time, as
-    routers do not know the digest of its files."""
+    """Return a model's entry in /api/tags. The digest is of its name and creation time, as routers
+    do not know the digest of its files."""
     return {
         "name": card.id,
         "model": card.id,
@@ -102,7 +102,7 @@ def _modified(card: ModelCard) -> str:
 
 
 def _details(card: ModelCard, count: int) -> JsonObject:
-    """Return the object `details` of a model. count: number of parameters."""
+    """Return the object `details` of a model. count: number of parameters; 0: unknown."""
     facts = card.facts
     return {
         "parent_model": card.parent or "",
@@ -115,14 +115,14 @@ def _details(card: ModelCard, count: int) -> JsonObject:
 
 
 def _human(count: int) -> str:
-    """Format a number of parameters as Ollama does; "" for 0, which is an unknown number."""
+    """Format a number of parameters as Ollama does; "" for 0 (unknown)."""
     if count >= 10**9:
         return f"{count / 10**9:.1f}B"
     return f"{count / 10**6:.2f}M" if count else ""
 
 
 def _info(card: ModelCard, count: int) -> JsonObject:
-    """Return the model's sizes under the names of GGUF's metadata."""
+    """Return the model's dimensions as {GGUF metadata key: value}. count: number of parameters."""
     family = card.facts.family or "unknown"
     facts: JsonObject = {"general.architecture": family}
     if count:
@@ -148,7 +148,7 @@ def _capabilities(card: ModelCard, tokenizer: Tokenizer) -> list[str]:
 
 
 def _parameters(tokenizer: Tokenizer) -> list[str]:
-    """Return the lines of a Modelfile with the model's default sampling parameters."""
+    """Return the model's default sampling parameters as lines of a Modelfile."""
     lines = [f"{name} {value}" for name, value in sorted(tokenizer.sampling_defaults.items())]
     stops = (tokenizer.token_text(token) for token in tokenizer.eos_token_ids)
     return [*lines, *(f'stop "{text}"' for text in stops)]
@@ -160,7 +160,7 @@ def _modelfile(name: str, template: str, parameters: list[str]) -> str:
 
 
 async def embed(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer /api/embed with vectors of length 1. Raises ApiError, MantaError."""
+    """Answer /api/embed with normalized embeddings. Raises ApiError, MantaError."""
     began = time.monotonic_ns()
     async with pooled_call(context, exchange, EMBED, served_name) as call:
         vectors, tokens = await _vectors(call, call.body.input, "input", call.body.dimensions)
@@ -179,7 +179,7 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def embeddings(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer /api/embeddings with one vector, not normalized. Raises ApiError, MantaError."""
+    """Answer /api/embeddings with one embedding, not normalized. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, EMBEDDINGS, served_name) as call:
         prompt = TextInput([call.body.prompt] if call.body.prompt else [], False)
         vectors, _ = await _vectors(call, prompt, "prompt")
@@ -190,7 +190,7 @@ async def embeddings(context: ApiContext, exchange: HttpExchange) -> object:
 async def _vectors(
     call: PooledCall[T], texts: TextInput, name: str, size: int | None = None
 ) -> tuple[list[Vector], int]:
-    """Return each text's vector and the number of tokens. An empty input has no vector.
+    """Return the embedding of each text, and the number of tokens; ([], 0) for an empty input.
 
     name: the field of the texts, for errors
     size: the number of dimensions; None: the model's

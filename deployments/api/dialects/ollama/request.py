@@ -1,4 +1,5 @@
-"""ollama_chat, ollama_generate: bodies of Ollama's routes as a ChatRequest or a TextRequest."""
+"""ollama_chat, ollama_generate: convert bodies of Ollama's routes into a ChatRequest or
+TextRequest."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ _NAMES: Mapping[str, str] = {
 
 
 def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) -> ChatRequest | None:
-    """Read a body of /api/chat; return None if it has no messages and only loads the model.
+    """Convert a body of /api/chat; return None if it has no messages and only loads the model.
 
     The answer is streamed unless `stream` is false. Raises ApiError 400 naming the field.
 
@@ -47,7 +48,7 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
     messages = _messages(fields.messages, body["messages"], ignored)
     last, template, names = messages[-1], TemplateOptions(), _NAMES
     if last.role == "assistant" and not last.tool_calls:
-        # The model continues where the text ends. An empty text has nothing to continue.
+        # If the last message is the assistant's, the model continues its text, unless it is empty.
         if last.text:
             template = TemplateOptions(opens=False, continues=True)
             names = {**_NAMES, "continue_final_message": last.place}
@@ -67,10 +68,10 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
 def ollama_generate(
     body: Mapping[str, Any], ignored: list[str], *, strict: bool, template: bool
 ) -> ChatRequest | TextRequest | None:
-    """Read a body of /api/generate as `ollama_chat` reads one.
+    """Convert a body of /api/generate; return None if it has no prompt and only loads the model.
 
-    template: whether the model has a chat template. The prompt is a user's message then, unless
-        the request sets `raw` or a suffix
+    template: whether the model has a chat template. If so, the prompt becomes a user message,
+        unless the request sets `raw` or a suffix
     """
     fields = ollama.GENERATE.read(body, ignored, strict=strict)
     effort = _effort(fields.think)
@@ -105,13 +106,13 @@ def ollama_generate(
 
 
 def _common(fields: ollama.OllamaGeneration, user: Any) -> dict[str, Any]:
-    """Return the fields that chats and completions share, by the names of GenerationFields."""
+    """Return {field of GenerationFields: value} for the fields that chats and completions share."""
     options = ollama.Options() if fields.options is None else fields.options
     most, logprobs = options.num_predict, fields.top_logprobs or 0
     sampling = take_sampling(
         options,
         LLAMA_SAMPLING,
-        # A negative num_predict sets no limit but the context.
+        # A negative num_predict means that only the context limits the output.
         max_tokens=None if most is None or most < 0 else most,
         logprobs=logprobs if fields.logprobs else None,
     )
@@ -141,14 +142,14 @@ def _messages(
 ) -> tuple[ChatMessage, ...]:
     """Return the messages of a chat.
 
-    A ChatRequest's tool calls have ids, Ollama's need none. A result without an id answers the
-    first call of its function that has no result, or else the first call without one.
+    Tool calls get ids, which Ollama's may lack. A tool result without an id answers the first call
+    of its function that has no result, or else the first call of any function without a result.
 
-    sent: the messages as the client wrote them
+    sent: the messages as sent by the client
     """
     builder = ChatBuilder(ignored)
     waiting: list[tuple[str, str]] = []  # (id, function) of calls without a result
-    count = 0  # calls so far
+    count = 0  # number of calls so far
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
         ignored += name_fields((n for n in sent[i] if n not in _MESSAGE), f"{place}.")
@@ -162,7 +163,7 @@ def _messages(
             builder.count_calls(len(message.tool_calls), len(message.tool_calls), path)
             calls = []
             for call in message.tool_calls:
-                # Nine letters and digits: some templates accept no other ids.
+                # Ids have nine letters and digits, because some templates accept no others.
                 id, name = call.id or f"call{count:05d}", call.function.name
                 count += 1
                 waiting.append((id, name))

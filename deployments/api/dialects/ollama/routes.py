@@ -1,5 +1,5 @@
-"""Ollama's routes: /api/chat and /api/generate, read as a chat or a completion, and those for
-managing models, which are refused."""
+"""Ollama's routes: /api/chat and /api/generate, which become chats or completions, and the routes
+that manage models, which are refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +55,7 @@ class OllamaDialect(DialectRequest):
     async def settle(self, context: ApiContext, exchange: HttpExchange) -> None:
         card = await find_model(self._body.get("model"), context.backend, exchange.caller)
         user, seconds = self._body.get("user"), self._body.get("deadline_seconds")
-        # `user` is the only one of these values that the body's Struct has not checked.
+        # Of these values only `user` was not checked by the body's Struct.
         queue = QueueFields(user if isinstance(user, str) else None, seconds)
         await _wake(context, exchange, queue, card)
         await exchange.answer(200, self.writer.loaded(card.id))
@@ -80,7 +80,8 @@ class GenerateDialect(OllamaDialect):
 
 
 class _Answer(ItemAnswer):
-    """The answer of Ollama's routes: its stream of JSON lines has no event ids or comments."""
+    """The answer of Ollama's generating routes, whose stream of JSON lines has no event ids or
+    comments."""
 
     media_type = _LINES
 
@@ -130,9 +131,9 @@ ROUTES.post(
     statuses=(*READS, *NAMES, 503),
 )
 async def pull(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer a request to pull a model: success if the model is served.
+    """Answer a request to pull a model with success if the model is served.
 
-    Raises ApiError 400 for any other model, as no model is downloaded.
+    Raises ApiError 400 for any other model, as requests cannot download models.
     """
     body = await context.read_as(exchange, fields.PULL)
     streamed = body.stream is not False
@@ -152,7 +153,7 @@ async def pull(context: ApiContext, exchange: HttpExchange) -> None:
 @ROUTES.post("/api/push", "Refused", statuses=(400,))
 @ROUTES.post("/api/create", "Refused", statuses=(400,))
 async def refuse(context: ApiContext, exchange: HttpExchange) -> None:
-    """Refuse a route that would manage models. Raises ApiError 400."""
+    """Refuse a request to a route that manages models. Raises ApiError 400."""
     raise _managed(f"{exchange.path} is not supported")
 
 
@@ -170,7 +171,7 @@ def _managed(reason: str) -> ApiError:
 async def _wake(
     context: ApiContext, exchange: HttpExchange, queue: QueueFields, card: ModelCard
 ) -> None:
-    """Wake a sleeping model by a request of at most one token, and wait for the request's end."""
+    """Wake a sleeping model by a one-token request, and wait until that request has ended."""
     changes = context.options.models
     if changes is None or changes.status(card.parent or card.id) == "ready":
         return

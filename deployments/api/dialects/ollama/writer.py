@@ -1,5 +1,5 @@
-"""OllamaWriter, GenerateWriter: answers of Ollama's /api/chat and /api/generate, as lines of JSON
-and as a whole."""
+"""OllamaWriter, GenerateWriter: write answers of Ollama's /api/chat and /api/generate, as JSON
+lines or whole."""
 
 import json
 import time
@@ -15,12 +15,13 @@ from deployments.api.stream.logprobs import ScoredToken
 
 
 def error_object(error: ApiError) -> JsonObject:
-    """Return an error in Ollama's shape; code and param stand beside Ollama's own field."""
+    """Return an error in Ollama's format, with the additional fields code and param."""
     return {"error": error.message, "code": error.code, "param": error.param}
 
 
 class OllamaWriter(ItemWriter):
-    """The writer of /api/chat. A tool call is written once complete, and never if cut off."""
+    """The writer of answers to /api/chat. A tool call is written when it is complete; a truncated
+    one never."""
 
     def __init__(self, model: str, naming: Naming) -> None:
         self.wire = Wire(lambda _, fields: msgspec.json.encode(fields) + b"\n")
@@ -98,7 +99,7 @@ class OllamaWriter(ItemWriter):
 
 
 class GenerateWriter(OllamaWriter):
-    """The writer of /api/generate, whose answer is a text and no message."""
+    """The writer of answers to /api/generate, which have a text instead of a message."""
 
     @staticmethod
     def _said(message: JsonObject) -> JsonObject:

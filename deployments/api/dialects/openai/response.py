@@ -1,7 +1,7 @@
-"""OpenAIResponse: the answer to a generation, as a whole or as server-sent events.
+"""OpenAIResponse: writes the answer to a generation call, whole or as server-sent events.
 
-The stream is the hot path of the router: a chunk's constant bytes are encoded once for each choice,
-only its text is escaped, and all deltas of one wake-up are sent together. Measure the cost of each
+The stream is the router's hot path: a chunk's constant bytes are encoded once per choice, only the
+text is escaped, and all deltas available at a wake-up are sent together. Measure the cost of each
 line that is added to `stream`.
 """
 
@@ -46,8 +46,8 @@ from engine.messages import Delta
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder, Decoded
 
-_ENTRY_CHARS = 16  # minimum length of the JSON of a token's log-probability
-# Maximum number of a choice's events in one send; more deltas are merged into one event.
+_ENTRY_CHARS = 16  # minimum length of one token's log-probability in JSON
+# Maximum number of events of a choice in one send; beyond it the deltas are merged into one event.
 MAX_EVENTS = 4
 
 _json = msgspec.json.encode
@@ -75,7 +75,7 @@ class OpenAIResponse:
             "model": call.card.id,
             "system_fingerprint": call.card.fingerprint or None,
         }
-        # the generation whose usage each event of a stream reports; None: none reports it
+        # generation whose usage is reported in each event; None: events do not report usage
         self._metered: Generation | None = None
         self._echo_due = set(range(count)) if self.request.echo and self.wants_logprobs else set()
         self._replay: StreamReplay | None = None
@@ -132,7 +132,7 @@ class OpenAIResponse:
     def _logprobs_size(self) -> int:
         """Estimate the size of the answer's log-probabilities, in characters.
 
-        With few of them `in_thread` uses no thread.
+        The size decides whether `in_thread` uses a thread.
         """
         params = self.call.common.params
         prompts = 0 if params.prompt_logprobs is None else scored_entries(self.call)
@@ -174,7 +174,7 @@ class OpenAIResponse:
         return {"token_ids": ids, **({"token_logprobs": scores} if self.wants_logprobs else {})}
 
     def _prompt_ids(self, index: int) -> JsonObject:
-        """Return a choice's prompt as ids, with the log-probability of each if it is scored."""
+        """Return a choice's prompt as token ids, with log-probabilities if they were requested."""
         ids = self.call.prompts[self._prompt_of(index)]
         if not self.call.prompt_logprobs:
             return {"prompt_token_ids": ids}
@@ -202,7 +202,8 @@ class OpenAIResponse:
     def _texts_scored(
         self, index: int, ids: list[int], items: list[TokenLogprobs], offsets: list[int]
     ) -> ScoredTexts:
-        """Return the log-probabilities of a choice's tokens. Their offsets count an echoed prompt.
+        """Return the log-probabilities of a choice's tokens, with text offsets that include an
+        echoed prompt.
 
         offsets: position of each token's text in the choice's text, in characters
         """
@@ -226,10 +227,10 @@ class OpenAIResponse:
         return completion_logprobs(call.tokenizer, ids, items, offsets, by_id=self._by_id)
 
     def usage(self, generation: Generation) -> JsonObject:
-        """Return the usage of the answer.
+        """Return the object `usage` of the answer.
 
-        A prompt counts once, however many choices it has. Its cached tokens are those that all its
-        choices found in the prefix cache.
+        A prompt counts once, however many choices it has. Its cached tokens are those found in the
+        prefix cache by all of its choices.
         """
         call, n = self.call, self.call.common.params.n
         prompt = sum(map(len, call.prompts))
@@ -272,9 +273,9 @@ class OpenAIResponse:
     ) -> None:
         """Write server-sent events until all choices have ended.
 
-        Until the first tokens a keep-alive comment is sent every `keepalive` seconds (0: none).
-        The status is sent with the first of these. A failure before it is an ordinary error
-        answer; a later one is an event ``data: {"error": ...}`` without ``[DONE]`` after it.
+        Until the first tokens a keep-alive comment is sent every `keepalive` seconds (0: none). The
+        HTTP status is sent with the first comment or event. An earlier failure is an ordinary error
+        answer; a later failure is an event ``data: {"error": ...}`` without ``[DONE]`` after it.
         Raises ApiError or MantaError before the start, ClientDisconnected at any time.
         """
         choices, ids = self.choices, self.ids
@@ -318,8 +319,9 @@ class OpenAIResponse:
                         ended = decoded.finish_reason is not None
                         ids.took(index, shown, choice.cached, ended)
                     if plain:
-                        # Send an event without text, too, while a character or a stop string is
-                        # unfinished: a client may wait for the first token or measure the pace.
+                        # Send an event even if it has no text yet, because a character or stop
+                        # string is incomplete: clients measure the time to the first token and
+                        # between tokens.
                         if decoded.text or (decoded.num_tokens and not decoded.finish_reason):
                             if ids is not None:
                                 out.append(ids.line())
@@ -369,7 +371,8 @@ class OpenAIResponse:
         return self._data(fields)
 
     def _frames(self) -> tuple[list[bytes], bytes]:
-        """Return the bytes before an event's text, for each choice, and the bytes after it."""
+        """Return the constant bytes before an event's text, per choice, and the bytes after the
+        text."""
         mark = secrets.token_hex(16)
         before = []
         after = b""
@@ -386,8 +389,8 @@ class OpenAIResponse:
     def _opening(self) -> list[bytes]:
         """Return the events before the first token.
 
-        An echo with log-probabilities is left out, as it waits for these. A resumed stream gets
-        the opening and finish events that its client has not received.
+        An echoed prompt with log-probabilities is left out, as these arrive with the first token. A
+        resumed stream gets the opening and finish events that its client has not received.
         """
         events = []
         for i, choice in enumerate(self.choices):
@@ -400,7 +403,8 @@ class OpenAIResponse:
                 self.ids.enter(i, OPENED)
             shaped = self._shaped(i, "" if self.chat else self.call.texts[self._prompt_of(i)], None)
             if self.chat:
-                # A client appends later content to this text. null: the answer may be calls alone.
+                # Clients append later content to this text. It is null if the answer may have tool
+                # calls only.
                 empty = None if self.call.output is not None and self.call.output.calls else ""
                 shaped["delta"] = {"role": "assistant", "content": empty}
             events.append(self._chunk(shaped))
@@ -409,7 +413,7 @@ class OpenAIResponse:
     def _echo_event(self, index: int) -> bytes:
         """Return the event of the echoed prompt, with the log-probabilities of its tokens.
 
-        These have arrived with the first token at the latest.
+        The log-probabilities arrive with the first token at the latest.
         """
         self._echo_due.discard(index)
         if self.ids is not None:
@@ -418,7 +422,8 @@ class OpenAIResponse:
         return self._chunk(self._shaped(index, text, self._echo_logprobs(index)))
 
     def _event(self, index: int, delta: Delta, decoded: Decoded) -> bytes:
-        """Return the event of a delta that may have more fields than text; b"" if it has none."""
+        """Return the event of a delta, with text and any other requested fields; b"" if there are
+        none."""
         call, choice = self.call, self.choices[index]
         num_tokens = decoded.num_tokens
         message: JsonObject | None = None
@@ -447,9 +452,9 @@ class OpenAIResponse:
         return self._chunk(shaped)
 
     def _scored(self, choice: ChoiceOutput, delta: Delta, kept: int) -> list[TokenLogprobs]:
-        """Return the log-probabilities of a delta's content tokens, not those of other tokens.
+        """Return the log-probabilities of those tokens of a delta that are content.
 
-        kept: the number of the delta's tokens before its choice's end
+        kept: the number of the delta's tokens up to the end of the choice
         """
         items = (delta.logprobs or [])[:kept]
         if choice.parsed is None:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions: their bodies as requests, and their routes."""
+"""/v1/chat/completions and /v1/completions: the conversion of their bodies, and their routes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,10 +26,10 @@ DEFAULT_TOKENS = 16  # max_tokens of a completion that sets none
 def _common(
     fields: Generation, body: Mapping[str, Any], default: int | None, logprobs: int | None
 ) -> dict[str, Any]:
-    """Return the fields that chats and completions share, by the names of GenerationFields.
+    """Return {field of GenerationFields: value} for the fields that chats and completions share.
 
-    default: the limit of output tokens where the body sets none; None: the context's
-    logprobs: the number of alternatives to each output token; None: no log-probabilities
+    default: the default limit of output tokens; None: the context is the only limit
+    logprobs: the number of alternatives per output token; None: no log-probabilities
 
     Raises ApiError 400.
     """
@@ -75,7 +75,8 @@ def _gaps(prompt: Any, suffix: str, max_prompts: int) -> tuple[Gap, ...]:
 
 
 def _prompts(prompt: Any, max_prompts: int) -> tuple[str, ...] | tuple[list[int], ...]:
-    """Return the prompts, whose token ids are not yet checked. Raises ApiError 400."""
+    """Return the field `prompt` as a tuple of texts or of token id lists, whose ids are not checked
+    yet. Raises ApiError 400."""
     if prompt is None:
         raise invalid("prompt is required", "prompt", "missing_field")
     if isinstance(prompt, str):
@@ -100,7 +101,7 @@ def _too_many(count: int, most: int) -> ApiError:
 
 
 class OpenAIDialect(DialectRequest):
-    """The base of OpenAI's dialects: how a request to their routes is read and answered."""
+    """The base class of OpenAI's two dialects: writes the answer to a request."""
 
     names_model_first = True
 
@@ -109,7 +110,7 @@ class OpenAIDialect(DialectRequest):
 
 
 class OpenAIChat(OpenAIDialect):
-    """The dialect of /v1/chat/completions."""
+    """The dialect of /v1/chat/completions: reads a body and writes its answer."""
 
     def read(self, context: ApiContext, body: Mapping[str, Any], ignored: list[str]) -> ChatRequest:
         fields = CHAT.read(body, ignored, strict=context.options.strict)

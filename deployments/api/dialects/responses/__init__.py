@@ -1,1 +1,2 @@
-"""/v1/responses: a chat answered in items, which may be stored or generated in the background."""
+"""/v1/responses: chats with answers as items, which may be stored or generated in the
+background."""

@@ -1,4 +1,4 @@
-"""responses_request: the body of a request to /v1/responses as a ChatRequest."""
+"""responses_request: converts the body of a request to /v1/responses into a ChatRequest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ from deployments.api.output.request import (
     requested_tools,
 )
 
-SentItem = JsonObject  # an item of a conversation, as the client wrote it
+SentItem = JsonObject  # an item of a conversation, as sent by the client
 
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = ("reasoning.encrypted_content", _LOGPROBS)  # the known values of include
+_INCLUDES = ("reasoning.encrypted_content", _LOGPROBS)  # the supported values of `include`
 _NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -52,12 +52,12 @@ _MOST_IGNORED = 32
 class ResponsesRequest:
     """A request to /v1/responses.
 
-    chat: the chat that the request asks for
+    chat: the request as a ChatRequest
     echo: the request's fields that the answer repeats
-    items: the conversation so far, for the store
-    places: name of a function in the chat -> (namespace or "", its own name)
-    custom: the names in `places` of tools that take a text
-    stream: whether the events of a background answer are streamed; `chat.stream` is false then
+    items: the conversation before the answer, for the ResponseStore
+    places: name of a function in the chat -> (namespace or "", name within it)
+    custom: the names in `places` of custom tools, which take a text
+    stream: whether the events of a background answer are streamed; if so, `chat.stream` is false
     """
 
     chat: ChatRequest
@@ -78,12 +78,12 @@ def responses_request(
     stores: bool,
     options: ApiOptions,
 ) -> ResponsesRequest:
-    """Read the body of a request. Raises ApiError 400 naming the field.
+    """Convert a request's body into a ResponsesRequest. Raises ApiError 400 naming the field.
 
-    Unknown items are left out and named in `ignored`, so that the history of any client can be
-    read.
+    Unknown items are left out and named in `ignored`, so that histories of all clients are
+    accepted.
 
-    past: the items of `previous_response_id` and of the responses before that one
+    past: the items of `previous_response_id` and of all responses before it
     stores: whether the service keeps answers
     """
     fields = responses.RESPONSES.read(body, ignored, strict=options.strict)
@@ -161,10 +161,10 @@ def _check_switches(fields: responses.Responses, ignored: list[str], stores: boo
 
 
 class _Tools:
-    """The tools of a request, tools in namespaces included.
+    """The tools of a request, including tools in namespaces.
 
-    places: name of a tool in the chat -> (namespace or "", its own name)
-    custom: the names of tools that take a text
+    places: name of a tool in the chat -> (namespace or "", name within it)
+    custom: the names of custom tools, which take a text
     """
 
     def __init__(self, fields: responses.Responses, ignored: list[str]) -> None:
@@ -184,8 +184,8 @@ class _Tools:
                 self._add(inner, f"{where}.tools[{i}]", known.name)
             return
         if known is None:
-            # Unknown tools are left out, not refused: clients send all their tools, and a refused
-            # turn would end a session.
+            # Unknown tools are left out rather than refused: clients always send all their tools,
+            # so a refusal would end their sessions.
             if len(self._ignored) < _MOST_IGNORED:
                 self._ignored.append(where)
             return
@@ -224,18 +224,20 @@ class _Tools:
 
 
 class _Messages:
-    """The conversion of items to messages. All items of one assistant turn become one message."""
+    """The conversion of items to chat messages. All items of one assistant turn become one
+    message."""
 
     def __init__(self, ignored: list[str]) -> None:
         self._builder = ChatBuilder(ignored)
         self._ignored = ignored
         self._place = ""
-        self._said = False  # whether the next item may join the assistant's last message
+        self._said = False  # whether the assistant's next item may extend its last message
 
     def read(
         self, instructions: str | None, past: list[responses.Item], new: list[responses.Item]
     ) -> tuple[ChatMessage, ...]:
-        """Return the chat's messages. past: the items before the request's own, which are `new`."""
+        """Return the chat's messages. past: the items of earlier responses. new: the request's own
+        items."""
         if instructions:
             self._builder.add_message("system", "instructions", instructions)
         self._place = "previous_response_id"
@@ -252,7 +254,8 @@ class _Messages:
         return self._builder.messages[-1]
 
     def _assistant(self) -> ChatMessage:
-        """Return the assistant's open message; a new one if there is none."""
+        """Return the assistant's message to which items are added, after creating it if there is
+        none."""
         if not self._said:
             self._builder.add_message("assistant", self._place)
             self._said = True
@@ -316,7 +319,8 @@ class _Messages:
         self._builder.change(tool_calls=(*message.tool_calls, call))
 
     def _merge(self) -> None:
-        """Merge the system messages at the beginning into one, as templates accept only one."""
+        """Merge the system messages at the beginning into one, as chat templates accept only
+        one."""
         messages = self._builder.messages
         leading = 0
         while leading < len(messages) and messages[leading].role == "system":
@@ -336,10 +340,10 @@ def _texts(parts: Any) -> list[str]:
 
 
 def _format_echo(format: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the requested output format as the answer repeats it: without keys that are null.
+    """Return the requested output format in the form that the answer repeats: without null keys.
 
     A `json_schema` format also gets the fields that Open Responses requires: `strict`, and
-    `description`, which OpenAI's clients read as a text and never null.
+    `description`, which OpenAI's clients expect to be a string.
     """
     asked = {name: value for name, value in format.items() if value is not None}
     if format.get("type") != "json_schema":
@@ -348,7 +352,8 @@ def _format_echo(format: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _echo(body: Mapping[str, Any], *, store: bool, background: bool) -> Mapping[str, Any]:
-    """Return the fields of the answer that repeat the request's, with defaults for missing ones."""
+    """Return the answer's fields that repeat fields of the request, with defaults for missing
+    ones."""
     text = body.get("text") or {}
     reasoning = body.get("reasoning") or {}
     tools = [

@@ -92,7 +92,8 @@ class ResponsesDialect(DialectRequest):
         return True
 
     def keep(self, context: ApiContext) -> None:
-        """Store the answer, if it is to be kept and has come to its end."""
+        """Store the answer in the ResponseStore, if the request asks for it and the answer is
+        complete."""
         writer, request = self._writer, self._request
         if writer is None or request is None or not request.store or request.background:
             return
@@ -103,8 +104,8 @@ class ResponsesDialect(DialectRequest):
 
 @ROUTES.post(PATH, "A chat in items", RESPONSES, _ANSWER, STREAMS)
 async def create(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer POST of /v1/responses, and keep the answer if the request says so. Raises ApiError,
-    MantaError.
+    """Answer a POST to /v1/responses, and store the answer if the request asks for it. Raises
+    ApiError, MantaError.
     """
     dialect = ResponsesDialect(exchange.caller.id)
     await generate(context, exchange, lambda: dialect)
@@ -115,7 +116,7 @@ async def create(context: ApiContext, exchange: HttpExchange) -> None:
     f"{PATH}/input_tokens", "Tokens of the prompt of a response", RESPONSES, ("input_tokens",)
 )
 async def count(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the number of tokens of the prompt that a request would have."""
+    """Answer with the number of tokens of a request's prompt, without generating."""
     tokens = await count_prompt(context, exchange, ResponsesDialect(exchange.caller.id))
     return {"object": "response.input_tokens", "input_tokens": tokens}
 
@@ -123,7 +124,8 @@ async def count(context: ApiContext, exchange: HttpExchange) -> object:
 def _kept(
     context: ApiContext, exchange: HttpExchange
 ) -> tuple[str, BackgroundRun | None, StoredResponse]:
-    """Return a path's response id, its background run (None once it has ended), and its response.
+    """Return the response id in the request's path, its background run (None after its end), and
+    its stored or current response.
 
     Raises ApiError 404 response_not_found, 400 for a query of too many fields.
     """
@@ -144,7 +146,7 @@ def _kept(
     query={"stream": BOOLEAN, "starting_after": integer(0, 10**9 - 1)},
 )
 async def response(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with a response, or with its events as a stream."""
+    """Answer with a stored or running response, or with a stream of its events."""
     query = exchange.parameters()
     _, run, stored = _kept(context, exchange)
     if query.get("stream") != "true" or exchange.method != "GET":
@@ -161,7 +163,7 @@ async def response(context: ApiContext, exchange: HttpExchange) -> None:
 
 @ROUTES.delete(_ONE, "Forget it", statuses=NAMES)
 async def forget(context: ApiContext, exchange: HttpExchange) -> object:
-    """Remove a response, and end its run in the background if it has one."""
+    """Remove a stored response, and end its background run if there is one."""
     id, run, _ = _kept(context, exchange)
     if run is not None:
         run.wanted = False
@@ -173,7 +175,7 @@ async def forget(context: ApiContext, exchange: HttpExchange) -> object:
 
 @ROUTES.post(f"{_ONE}/cancel", "End one in the background", answer=_ANSWER)
 async def cancel(context: ApiContext, exchange: HttpExchange) -> object:
-    """End a run in the background, and answer with its response."""
+    """Cancel a background run, and answer with its response."""
     _, run, stored = _kept(context, exchange)
     if run is not None:
         run.cancel()
@@ -203,7 +205,7 @@ async def input_items(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
-    """Return the conversation before an answer, in the form of OpenAI's list: contents are parts,
+    """Return a conversation's items in the format of OpenAI's list: contents are lists of parts,
     and each item has a type, an id and, unless it is reasoning, a status."""
     listed = []
     for i, item in enumerate(items):

@@ -1,5 +1,5 @@
-"""ResponsesWriter: the answer to a request to /v1/responses, as items and as events, also of stored
-answers."""
+"""ResponsesWriter: writes the answer to a request to /v1/responses, as a whole or as events.
+events_of: the events of a stored answer."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ from deployments.api.stream.logprobs import ScoredToken
 _STATUS = {"length": "incomplete"}  # finish_reason -> the response's status; others: completed
 
 
-# Type of a call's item -> (the field of its input, that field's name in events).
+# type of a call's item -> (the field with its input, the name of this field in event types)
 _CALLS = {
     "function_call": ("arguments", "function_call_arguments"),
     "custom_tool_call": ("input", "custom_tool_call_input"),
@@ -23,9 +23,9 @@ _CALLS = {
 
 
 class ItemEvents:
-    """The events of an answer's items: reasoning, messages and calls.
+    """The events for the items of an answer: reasoning, messages and calls.
 
-    items: the items so far, of which the last one may be open
+    items: the items so far; the last one may be incomplete
     """
 
     def __init__(self) -> None:
@@ -36,18 +36,19 @@ class ItemEvents:
         self.wire.push(event, {"type": event, "sequence_number": self.wire.count, **fields})
 
     def _about(self, event: str, **fields: Any) -> None:
-        """Add an event about the last item."""
+        """Add an event that refers to the last item."""
         id, index = self.items[-1]["id"], len(self.items) - 1
         self.push(event, item_id=id, output_index=index, **fields)
 
     def open_item(self, item: JsonObject, part: JsonObject | None = None) -> None:
-        """Begin an item whose text is empty.
+        """Begin a new item without text.
 
-        part: the item's empty content part, which will have the text; None: the item is a call,
-            whose input will.
+        part: the empty content part to which text is added; None: the item is a call, and text is
+            added to its input.
         """
         self.items.append(item)
-        # A copy, because the event is encoded later and must show the item without its text.
+        # The item is copied, because the event is encoded later and must show the item without its
+        # text.
         index = len(self.items) - 1
         self.push("response.output_item.added", output_index=index, item={**item})
         if part is not None:
@@ -56,7 +57,8 @@ class ItemEvents:
     def add_text(self, text: str, part: str = "", **more: Any) -> None:
         """Add text to the open item.
 
-        part: the type of the content part that grows; "" = the item is a call, whose input grows.
+        part: the type of the content part that gets the text; "": the item is a call, whose input
+            gets it.
         """
         if part:
             self._about(f"response.{part}.delta", content_index=0, delta=text, **more)
@@ -68,7 +70,7 @@ class ItemEvents:
         """End the open item.
 
         text: the item's whole text.
-        part: the item's content part with that text; None: the item is a call, whose input it is.
+        part: the item's content part with that text; None: the item is a call with that input.
         """
         item = self.items[-1]
         if part is None:
@@ -86,7 +88,7 @@ class ItemEvents:
 
 
 class ResponsesWriter:
-    """The writer of an answer of the Responses API: its events, and the response as a whole.
+    """The writer of an answer in the Responses API's format: its events, and the whole response.
 
     One output item is open at a time: reasoning, a message, or a call.
     """
@@ -101,7 +103,7 @@ class ResponsesWriter:
         self._naming = naming
         self._open = ""  # the Event.kind of the open item; "": none is open
         self._calls = 0
-        self._text: list[str] = []  # of the open item
+        self._text: list[str] = []  # text pieces of the open item
         self._logprobs: list[ScoredToken] = []
         self._response: JsonObject = {
             "id": naming.item("resp", 0),
@@ -239,7 +241,8 @@ def _part(kind: str, text: str, logprobs: list[ScoredToken]) -> JsonObject:
 
 
 def take_after(query: dict[str, str]) -> int:
-    """Return a query's starting_after, the number of the client's last event; -1 without one.
+    """Return a query's `starting_after`, the number of the last event that the client has; -1
+    without one.
 
     Raises ApiError 400.
     """
@@ -252,7 +255,8 @@ def take_after(query: dict[str, str]) -> int:
 
 
 def events_of(response: JsonObject) -> list[bytes]:
-    """Return the events of a stored answer whose own events were not stored, a text in one event.
+    """Return events for a stored answer whose original events were not stored, each text in one
+    event.
 
     Each call returns the same events, so that a stream can be resumed after any of them.
     """
