@@ -1,16 +1,17 @@
-"""decide: the number of replicas that each pool should have, and why.
+"""decide: computes the number of replicas that each pool should have, with reasons.
 
-The function has no clock and no Ray; the simulator and the live policy both call it.
+The function uses no clock and no Ray; the simulator and the live policy both call it.
 
-Work is measured in replicas: tokens that arrive each second, divided by the measured rate of a
-replica of the pool. A pool needs
+Work is measured in replicas: the arriving tokens/s divided by the measured tokens/s of a replica of
+the pool. A pool needs this number of replicas:
 
   (arriving work at the time when a replica started now is ready) / objective.busy + waiting work
 
-A pool grows at once. A replica takes `start_seconds` to be ready, so the trend of the last minute
-is extrapolated that far. A pool shrinks only to the replicas that could have carried all of the
-last `calm_seconds`, so that counts do not oscillate. Of two pools, the one that does the work at
-the lower price carries it. The other pool carries what the first cannot yet, until the first can.
+A pool grows without a delay. A replica takes `start_seconds` to be ready, so the trend of the last
+minute is extrapolated that far. A pool shrinks only to a number of replicas that would have been
+enough throughout the last `calm_seconds`, so that counts do not oscillate. Of two pools, the one
+with the lower price for the work does it. Until it has enough replicas, the other pool does the
+remaining work.
 """
 
 import math
@@ -18,15 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-_TREND_SECONDS = 60.0  # seconds of the past that the trend is fitted to
-_SAMPLE_SECONDS = 2.0  # minimum of seconds between two samples of the history
-_KV_FULL = 0.85  # share of used KV cache above which a pool with waiting requests is too small
-_LEVEL_SECONDS = 20.0  # the mean of so many last seconds is the present level of work
-_SLACK = 0.04  # share of time that the remaining replicas must have to spare before any is removed
-# Work that gathers while replicas start should be done within this share of the start-up time.
+_TREND_SECONDS = 60.0  # length of the past to which the trend is fitted
+_SAMPLE_SECONDS = 2.0  # minimum seconds between two samples of the history
+_KV_FULL = 0.85  # share of KV cache in use above which a pool with waiting requests grows
+_LEVEL_SECONDS = 20.0  # the present level of work is the mean over these last seconds
+_SLACK = 0.04  # share of idle time that replicas must have left after one is removed
+# Work that accumulates while replicas start should be done within this share of the start-up time.
 _DRAIN = 0.65
-_HELD = 5.0  # times ttft: with a longer backlog no pool carries the first pool's work alone
-# Share of the cheap pool's capacity below which the other pool's replicas are removed.
+_HELD = 5.0  # backlog, in units of ttft, above which only the cheapest pool may do all the work
+# Share of a small pool's capacity; the cheapest pool is emptied only if the work is below it.
 _RETURN = 0.7
 
 
@@ -35,8 +36,9 @@ class PoolModel:
     """The measured properties of a pool's replicas.
 
     prompt_rate, output_rate: tokens/s of a replica that only computes prompts, or only decodes.
-    start_seconds: seconds from the decision to the first answer, including the start of a node.
-    price: price of a replica's hour.
+    start_seconds: seconds from the decision to start a replica to its first answer, including the
+        start of a node.
+    price: price of one replica per hour.
     minimum, maximum: limits of the number of replicas.
     """
 
@@ -48,7 +50,7 @@ class PoolModel:
     maximum: int = 1
 
     def work(self, prompt_rate: float, output_rate: float) -> float:
-        """Return the number of replicas that a load in tokens/s keeps busy."""
+        """Return the number of replicas that a load, in tokens/s, would keep busy."""
         return prompt_rate / self.prompt_rate + output_rate / self.output_rate
 
 
@@ -56,7 +58,7 @@ class PoolModel:
 class PoolState:
     """The present replicas of a pool.
 
-    ready, starting: numbers of replicas that answer requests, and that are being started.
+    ready, starting: number of replicas that answer requests, and that are starting.
     kv_used: mean share of KV blocks in use at the ready replicas.
     """
 
@@ -71,9 +73,9 @@ class Demand:
 
     now: seconds of any clock.
     prompt_rate, output_rate: prompt tokens and expected output tokens that arrive per second.
-    waiting_tokens: prompt tokens not yet computed.
-    waiting: requests that no replica has taken.
-    running: requests that a replica has taken.
+    waiting_tokens: number of prompt tokens that were not computed yet.
+    waiting: number of requests that were not sent to a replica yet.
+    running: number of requests at replicas.
     """
 
     now: float
@@ -86,12 +88,13 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class ServiceObjective:
-    """The targets that `decide` keeps with as few replicas as possible.
+    """The targets that `decide` meets with as few replicas as possible.
 
     ttft: TTFT target in seconds.
-    busy: maximum share of a replica's time that is planned to be busy.
-    calm_seconds: seconds of lower demand before replicas are removed.
-    idle_seconds: seconds without a request before the last replica is removed, if the minimum is 0.
+    busy: planned maximum share of time for which a replica is busy.
+    calm_seconds: seconds of lower demand after which replicas are removed.
+    idle_seconds: seconds without a request after which the last replica is removed, if the minimum
+        is 0.
     """
 
     ttft: float = 2.0
@@ -102,13 +105,13 @@ class ServiceObjective:
 
 @dataclass(frozen=True, slots=True)
 class ScalingHistory:
-    """The arrival rates and earlier decisions that `decide` returns for its next call.
+    """The arrival rates and earlier decisions, which `decide` returns for its next call.
 
     samples: (time, prompt tokens/s, output tokens/s), oldest first.
-    busy_at: last time when there was work.
+    busy_at: the last time with work.
     targets: targets of the last plan, by pool.
-    started_at: by pool, the time since which replicas are starting.
-    raised_at: by pool, the last time when the target rose.
+    started_at: by pool, the time since when replicas have been starting.
+    raised_at: by pool, the last time at which the target rose.
     """
 
     samples: tuple[tuple[float, float, float], ...] = ()
@@ -119,18 +122,16 @@ class ScalingHistory:
 
 
 class ScalingReason(str):
-    """A sentence for operators: the reason for a pool's number of replicas.
+    """The reason for a pool's number of replicas, as a sentence for operators and a word for
+    metrics.
 
-    cause: one word for the reason, for metrics:
-        work, trend, backlog, kv: the pool grows, or remains, for arriving work, a rise of it,
-            waiting work or a full KV cache.
-        calm, idle: the pool shrinks after a quiet time.
-        needed, grown, silent, handover: the pool does not shrink yet, because the last minutes
-            needed the replicas, the pool has just grown, some replicas do not report, or another
-            pool is not ready.
-        overflow, beyond: the pool helps another one that is starting, or at its maximum.
-        held: another pool carries all work.
-        minimum, maximum: a limit of the pool has changed the number.
+    cause: the word for metrics: work, trend, backlog, kv: the pool grows or keeps its size, because
+        of arriving work, its upward trend, waiting work, or a full KV cache. calm, idle: the pool
+        shrinks after a time of low demand. needed, grown, silent, handover: the pool does not
+        shrink yet, because its replicas were needed in the last minutes, the pool has just grown,
+        some replicas do not report, or another pool is not ready. overflow, beyond: the pool helps
+        another pool that is starting replicas, or is at its maximum. held: another pool does all
+        the work. minimum, maximum: a limit of the pool has changed the number.
     """
 
     cause: str
@@ -146,7 +147,7 @@ class ScalingPlan:
     """The number of replicas that each pool should have, and why.
 
     targets, reasons: number of replicas and its reason, by pool.
-    history: argument of the next call of `decide`.
+    history: the argument for the next call of `decide`.
     """
 
     targets: dict[str, int]
@@ -161,7 +162,7 @@ def decide(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> ScalingPlan:
-    """Return the number of replicas that each pool should have. Call it about every second.
+    """Return the number of replicas that each pool should have. To be called about every second.
 
     pools: at least one pool, by name.
     observed: present replicas by pool.
@@ -194,7 +195,8 @@ def decide(
                 count < have
                 and demand.now - history.raised_at.get(name, -math.inf) < _LEVEL_SECONDS
             ):
-                # The smaller count comes from a mean that lacks the work for which the pool grew.
+                # The smaller count is based on a mean that does not contain the work for which the
+                # pool grew.
                 count, reason = have, ScalingReason("grown", "it has just grown")
         else:
             count, reason = _overflow(pools[main], observed[main], pool, demand, objective)
@@ -206,7 +208,8 @@ def decide(
             if beyond > count:
                 text = f"beyond what {' and '.join(targets)} can do"
                 count, reason = beyond, ScalingReason("beyond", text)
-        # A pool whose work another pool takes over keeps its replicas until that pool is ready.
+        # If another pool takes over a pool's work, the pool keeps its replicas until the other one
+        # is ready.
         takers = [other for other in names if other != name]
         have = observed[name].ready + observed[name].starting
         if count < have and takers and not idle and name != main and holder is None:
@@ -230,7 +233,7 @@ def keep(plan: ScalingPlan, targets: Mapping[str, int], reason: str) -> ScalingP
     """Return a plan in which no pool shrinks below its previous target.
 
     targets: the previous targets by pool.
-    reason: the reason for pools that the plan would have shrunk; their cause is "silent".
+    reason: the reason for pools that would have shrunk; their cause is "silent".
     """
     low = {name for name, target in plan.targets.items() if target < targets.get(name, 0)}
     lowered = {name: targets[name] if name in low else plan.targets[name] for name in plan.targets}
@@ -249,7 +252,8 @@ def _remember(
     busy = asked or demand.running > 0 or starting
     since = demand.now if busy or history.busy_at == -math.inf else history.busy_at
     if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
-        # Only busy_at is updated: a request that wakes a pool must not wait for the next sample.
+        # busy_at is always updated, so that a request that wakes a pool does not wait for the next
+        # sample.
         return replace(history, busy_at=since)
     span = max(objective.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
     samples = (*(past for past in samples if past[0] > demand.now - span), sample)
@@ -257,7 +261,7 @@ def _remember(
 
 
 def _works(pool: PoolModel, demand: Demand, history: ScalingHistory) -> list[tuple[float, float]]:
-    """Return (time, work in replicas of the pool) of the samples in the trend's window."""
+    """Return (time, work in replicas of the pool) for each sample of the last _TREND_SECONDS."""
     since = demand.now - _TREND_SECONDS
     return [
         (when, pool.work(prompt, output))
@@ -267,7 +271,7 @@ def _works(pool: PoolModel, demand: Demand, history: ScalingHistory) -> list[tup
 
 
 def _knows_calm(demand: Demand, history: ScalingHistory, objective: ServiceObjective) -> bool:
-    """Return whether the history covers `calm_seconds`, without which no replica is removed."""
+    """Return whether the history covers `calm_seconds`, as it must before replicas are removed."""
     return history.samples[0][0] <= demand.now - objective.calm_seconds
 
 
@@ -284,9 +288,9 @@ def _levels(pool: PoolModel, history: ScalingHistory, objective: ServiceObjectiv
 
 
 def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
-    """Return the waiting work in seconds of one replica.
+    """Return the waiting work, as seconds that one replica would need for it.
 
-    Output is assumed to have the recent ratio to prompt tokens, also when requests no longer
+    The ratio of output to prompt tokens is assumed as in the recent past, also when no requests
     arrive.
     """
     prompt = sum(prompt for _, prompt, _ in history.samples)
@@ -296,7 +300,7 @@ def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
 
 
 def _price(pool: PoolModel, demand: Demand) -> float:
-    """Return the price per hour of the replicas of a pool that would carry the arriving work."""
+    """Return the price per hour of the arriving work, if replicas of this pool did all of it."""
     return pool.price * pool.work(max(1.0, demand.prompt_rate), max(1.0, demand.output_rate))
 
 
@@ -308,10 +312,11 @@ def _holder(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> str | None:
-    """Return the name of a pool other than the cheapest that carries all work for less than one
-    replica of the cheapest pool costs; None if there is no such pool.
+    """Return the name of a pool, other than the cheapest per token, that can do all the work for
+    less than the price of one replica of the cheapest pool; None if there is none.
 
-    An example is a CPU replica at night, which costs more per token than a GPU but less per hour.
+    An example is a CPU replica at night, which costs more per token than a GPU replica but less per
+    hour.
 
     names: the pools, the cheapest per token first.
     """
@@ -320,13 +325,15 @@ def _holder(
         return None
     known = history.samples[-1][0] - history.samples[0][0]
     if known < objective.calm_seconds and observed[names[0]].ready + observed[names[0]].starting:
-        # The history of a new controller or policy is too short to give up the replicas.
+        # The history of a new controller or policy is too short for removing the cheapest pool's
+        # replicas.
         return None
     for name in names[1:]:
         pool = pools[name]
         last = [pool.work(prompt, output) for _, prompt, output in history.samples[-2:]]
         most = max(*_levels(pool, history, objective), min(last))
-        # While the first pool has a replica, the work must be clearly less, to avoid oscillation.
+        # While the cheapest pool has a replica, the work must be clearly less, to avoid
+        # oscillation.
         share = _RETURN if history.targets.get(names[0], 0) else 1.0
         count = max(1, math.ceil(most / objective.busy))
         affordable = min(pool.maximum, math.ceil(main.price / pool.price) - 1)
@@ -344,16 +351,17 @@ def _carry(
     objective: ServiceObjective,
     started: float,
 ) -> tuple[int, ScalingReason]:
-    """Return the number of replicas that a pool needs to carry all work alone, and why.
+    """Return the number of replicas that a pool needs to do all the work alone, and why.
 
     observed: the pool's present replicas.
-    started: seconds since the replicas that are starting were wanted.
+    started: seconds since the starting replicas were requested.
     """
     works = _works(pool, demand, history)
     level, slope = _trend(works)
     ahead = level + slope * pool.start_seconds
     have = observed.ready + observed.starting
-    # Work that waits now or will until the starting replicas are ready, in seconds of one replica.
+    # Work that waits now, or will accumulate until the starting replicas are ready, in seconds of
+    # one replica.
     until = max(0.0, pool.start_seconds - started)
     gathered = _backlog(pool, demand, history) + until * max(0.0, level - observed.ready)
     extra = 0.0
@@ -385,7 +393,8 @@ def _carry(
         most = max(*_levels(pool, history, objective), rising)
         calm = math.ceil(most / (objective.busy - _SLACK) + extra)
         count = max(count, calm, 1) if _knows_calm(demand, history, objective) else have
-        # The pool also keeps its replicas while more work waits than fewer replicas could do soon.
+        # The pool also keeps its replicas while more work waits than fewer replicas could do within
+        # ttft.
         if extra or (count < have and gathered > objective.ttft * count):
             return have, ScalingReason("backlog", f"{demand.waiting_tokens:.0f} prompt tokens wait")
         if count < have:
@@ -403,7 +412,8 @@ def _beyond(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> int:
-    """Return the number of a pool's replicas for the work beyond the maximum of all cheaper pools.
+    """Return the number of a pool's replicas for the work that exceeds the maximum of all cheaper
+    pools.
 
     cheaper: (pool, target) of each cheaper pool.
     """
@@ -436,7 +446,7 @@ def _overflow(
     demand: Demand,
     objective: ServiceObjective,
 ) -> tuple[int, ScalingReason]:
-    """Return the number of a pool's replicas that help the main pool while that one starts more,
+    """Return the number of a pool's replicas that help the main pool while it starts more replicas,
     and why.
 
     observed: the main pool's present replicas.
@@ -456,10 +466,10 @@ def _overflow(
 
 
 def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return cautious estimates of (the present work, its growth per second, at least 0).
+    """Return cautious estimates (present work, its growth per second); the growth is at least 0.
 
-    The work is a mean, or after a jump the lower one of the last two samples. From the slope two
-    standard errors are subtracted, so that noise is not a trend.
+    The work is the mean over _LEVEL_SECONDS or, after a jump, the lower one of the last two
+    samples. Two standard errors are subtracted from the slope, so that noise is not a trend.
 
     samples: (time, work) of each sample, oldest first.
     """

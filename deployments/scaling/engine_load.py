@@ -1,4 +1,5 @@
-"""EngineLoad: the metrics of an engine's load that a replica reports to the scaling policy."""
+"""EngineLoad: computes the load metrics of an engine that a replica reports to the scaling
+policy."""
 
 import time
 
@@ -6,7 +7,7 @@ from deployments.routing.step_cost import StepCostModel
 from deployments.scaling.policy import CounterRates
 from engine.messages import EngineStats
 
-_ROWS = 256  # maximum of running sequences for which tokens/s are predicted
+_ROWS = 256  # maximum number of running sequences for which tokens/s are predicted
 
 
 class EngineLoad:
@@ -20,10 +21,10 @@ class EngineLoad:
         self._rates = CounterRates(time.monotonic())
 
     def figures(self, stats: EngineStats, steps: StepCostModel) -> dict[str, int | float]:
-        """Return the metrics that the policy reads, by name.
+        """Return {metric: value} for the scaling policy.
 
         prompt_rate and output_rate are tokens/s since the last call. prompt_able and output_able
-        are the tokens/s that the engine could reach, by its measured steps; they are missing until
+        are the maximum tokens/s of the engine, from its measured steps; they are missing until
         steps were measured.
         """
         used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0

@@ -1,16 +1,17 @@
 """PoolsPolicy, PoolPolicy: Serve's autoscaling policies, which call scaling.decide.
 
-The policies turn Serve's reports into Demand and PoolState, and the plan into Serve's decision. The
-controller calls policies ten times a second in its only loop, so they decide once a second.
+The policies convert Serve's reports into Demand and PoolState, and the plan into Serve's decision.
+The controller calls policies ten times a second in its only event loop, so they decide only once a
+second.
 
 `PoolsPolicy` decides for all pools of an application together, from the routers' reports. Serve
-accepts such a policy from a config file only. `PoolPolicy` is for one deployment, as `serve.run`
-needs, so it does not weigh pools against each other. If no router reports, it uses the reports of
+accepts such a policy from a config file only. `PoolPolicy` is for a single deployment, as
+`serve.run` needs, so it does not compare pools. Without reports of routers it uses the reports of
 the pool's own engines, and the calls of routers that wait for a replica. These calls wake a pool
-from zero (router/admission/scale_from_zero.py).
+that has scaled to zero (router/admission/scale_from_zero.py).
 
-A change of a policy's arguments restarts every replica, because Serve derives its code version from
-them. Limits are therefore read from Serve's own options. Serve pickles these classes by value, so
+A change of a policy's arguments restarts every replica, because Serve's code version depends on
+them. Therefore limits are read from Serve's own options. Serve pickles these classes by value, so
 all state is in the instance.
 """
 
@@ -44,10 +45,10 @@ ROUTER = "router"
 _SMOOTHING = 0.3  # weight of the newest start-up time in the mean
 _KEY = "manta/scaling/"
 _EVERY = 1.0  # seconds between two decisions
-# (prompt tokens/s, output tokens/s) of a replica by kind of pool, until measured
+# assumed (prompt tokens/s, output tokens/s) of a replica, by kind of pool, until measured
 RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}
 _PRICES = {"gpu": 1.0, "cpu": 0.1}
-_IMAGES_AT_ONCE = 2.0  # mean number of images at an encoder beyond which another one is started
+_IMAGES_AT_ONCE = 2.0  # mean number of images per encoder above which another encoder is started
 _REPORT_SECONDS = 1.0  # seconds between two reports of a replica
 _LOOK_BACK_SECONDS = 2.0  # length of the window over which Serve averages reports
 
@@ -57,12 +58,12 @@ def scales(pool: PoolConfig) -> bool:
 
 
 def price(config: MantaConfig, name: str, pool: PoolConfig) -> float:
-    """Return the price of a replica's hour in a pool: the configured one, or a default."""
+    """Return the price per hour of a pool's replica: the configured price, or a default."""
     return pool.price or _PRICES[config.kind(name, pool)]
 
 
 def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> dict[str, Any]:
-    """Return the keyword arguments of PoolsPolicy for those of the pools that scale."""
+    """Return the keyword arguments of PoolsPolicy, which contain only the pools that scale."""
     models = {}
     for name, pool in pools.items():
         if scales(pool) and pool.role != "encoder":
@@ -78,8 +79,8 @@ def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> di
 
 
 def replica_options(name: str, pool: PoolConfig, config: MantaConfig) -> dict[str, Any]:
-    """Return the options of a pool's Serve deployment that set its number of replicas: a fixed
-    count, or limits with PoolPolicy."""
+    """Return the Serve deployment options that set a pool's number of replicas: a fixed number, or
+    autoscaling with limits and PoolPolicy."""
     if not scales(pool):
         return {"num_replicas": pool.replicas}
     arguments = policy_arguments(config, {name: pool})
@@ -101,7 +102,7 @@ def limits(pool: PoolConfig) -> dict[str, Any]:
 
 
 def encoder_limits(pool: PoolConfig, calm_seconds: float) -> dict[str, Any]:
-    """Return Serve's autoscaling_config of an encoder pool, which follows the calls in progress.
+    """Return Serve's autoscaling_config of an encoder pool, which scales by the calls in progress.
 
     calm_seconds: see ScalingConfig.
     """
@@ -112,7 +113,7 @@ def encoder_limits(pool: PoolConfig, calm_seconds: float) -> dict[str, Any]:
 def counts(least: int, most: int) -> dict[str, Any]:
     """Return Serve's autoscaling_config with a minimum and a maximum, without a policy.
 
-    It has no initial_replicas, as each deployment would restart from that count. Serve's own delays
+    initial_replicas is not set, because each redeployment would start again from it. Serve's delays
     are off, because the policy has its own.
     """
     return {
@@ -147,10 +148,10 @@ class PoolsPolicy:
     """The autoscaling policy of an application, which Serve's controller calls.
 
     A call gets the contexts of the application's deployments, and returns ({deployment: number of
-    replicas}, {deployment: a state that Serve keeps}). Pools of one role cannot do the work of
-    another role, so prefill pools, decode pools and others are planned separately.
+    replicas}, {deployment: state that Serve stores}). Pools of one role cannot do the work of
+    another role, so prefill pools, decode pools and other pools are planned separately.
 
-    pools: by pool, fields of decide.PoolModel, and "role" unless it is "engine".
+    pools: {pool: fields of decide.PoolModel, plus "role" unless it is "engine"}.
     objective: fields of decide.ServiceObjective.
     """
 
@@ -171,7 +172,8 @@ class PoolsPolicy:
         }
         self._objective = ServiceObjective(**objective)
         self._history = ScalingHistory()
-        # By pool: (time of the last increase of the target, that target), while replicas start.
+        # pool -> (time of the last increase of its target, that target), while replicas are
+        # starting
         self._started: dict[str, tuple[float, int]] = {}
         self._plan: ScalingPlan | None = None
         self._decided = 0.0  # time of the last decision
@@ -207,10 +209,10 @@ class PoolsPolicy:
         return decisions, states
 
     def plan(self, engines: Mapping[str, ServeContext], router: ServeContext | None) -> ScalingPlan:
-        """Return the present plan; once a second make a new one, and report changed targets.
+        """Return the present plan; once a second compute a new one, and report changed targets.
 
         engines: Serve's contexts of the engine deployments, by pool.
-        router: Serve's context of the router deployment; None: routers do not report.
+        router: Serve's context of the router deployment; None: there is none.
         """
         any_context = next(iter(engines.values()))
         now = any_context.current_time or time.time()
@@ -229,7 +231,7 @@ class PoolsPolicy:
     def decide(
         self, engines: Mapping[str, ServeContext], router: ServeContext | None, now: float
     ) -> ScalingPlan:
-        """Return a new plan, from Serve's contexts and earlier measurements.
+        """Return a new plan, computed from Serve's contexts and earlier measurements.
 
         engines, router: see `plan`.
         now: seconds of any clock.
@@ -245,7 +247,8 @@ class PoolsPolicy:
         return plan
 
     def _measured(self, name: str, context: ServeContext) -> PoolModel:
-        """Return a pool with Serve's present limits and the rates that its engines report."""
+        """Return a pool's PoolModel, with Serve's present limits and the rates that its engines
+        report."""
         pool = replace(
             self._pools[name],
             minimum=context.capacity_adjusted_min_replicas,
@@ -264,7 +267,8 @@ class PoolsPolicy:
         if starting and (began is None or began[1] < target):
             self._started[name] = (now, target)
         elif not starting and began is not None:
-            # All wanted replicas are ready, so the start-up time is known, with that of a node.
+            # All requested replicas are ready, which gives the start-up time, including that of a
+            # node.
             del self._started[name]
             if ready >= began[1]:
                 pool = self._pools[name]
@@ -274,7 +278,7 @@ class PoolsPolicy:
 
 
 class PoolPolicy:
-    """The policy for one deployment, which considers its own pool only."""
+    """The autoscaling policy for one deployment, which considers only its own pool."""
 
     def __init__(self, name: str, pool: Mapping[str, Any], objective: Mapping[str, Any]) -> None:
         self._name = name
@@ -286,17 +290,18 @@ class PoolPolicy:
 
 
 def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, now: float) -> Demand:
-    """Return the demand as the routers report it; without them, the tokens/s that engines compute.
+    """Return the demand that the routers report; without routers, the demand is the engines'
+    tokens/s.
 
-    Only routers know of requests at a replica that Serve is stopping, as the replica is no longer
-    in the deployment.
+    Only routers know the requests at a replica that Serve is stopping, as Serve no longer reports
+    it.
     """
     source: Iterable[ServeContext | None] = engines.values() if router is None else (router,)
     prompt = output = 0.0
     for context in source:
         prompt += sum(_values(context, "prompt_rate"))
         output += sum(_values(context, "output_rate"))
-    # `queued_tokens` includes the expected output; `share` is the part of the prompts.
+    # `queued_tokens` includes the expected output; `share` is the prompts' share of it.
     share = prompt / (prompt + output) if prompt + output > 0 else 0.5
     waiting_tokens = share * sum(_values(router, "queued_tokens"))
     waiting = sum(_values(router, "queued"))
@@ -310,7 +315,7 @@ def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, no
 
 
 def _of_role(demand: Demand, engines: Mapping[str, ServeContext], role: str) -> Demand:
-    """Return the part of a demand that pools of one role carry: prompts, outputs or both.
+    """Return the part of a demand that is for pools of one role: prompts, outputs or both.
 
     engines: Serve's contexts of these pools.
     """
@@ -325,14 +330,14 @@ def _of_role(demand: Demand, engines: Mapping[str, ServeContext], role: str) -> 
 
 
 def _values(context: ServeContext | None, metric: str) -> list[float]:
-    """Return the values of a metric, one for each replica that reports it; [] without a context."""
+    """Return the values of a metric, one per replica that reports it; [] without a context."""
     metrics = context.aggregated_metrics if context is not None else None
     return list(metrics.get(metric, {}).values()) if metrics else []
 
 
 def _silent(context: ServeContext | None) -> bool:
-    """Return whether a deployment has replicas but none reports, as when they are starved of CPU or
-    cut off; idle replicas report."""
+    """Return whether a deployment has replicas but none of them reports, for lack of CPU time or
+    network; idle replicas do report."""
     return bool(context and context.current_num_replicas and not context.aggregated_metrics)
 
 
@@ -344,13 +349,14 @@ def _mean(values: list[float]) -> float:
 
 
 Limits = Mapping[str, tuple[int, int]]  # minimum and maximum by pool
-Cooldowns = tuple[float, float]  # seconds of calm, of idleness
+Cooldowns = tuple[float, float]  # (calm_seconds, idle_seconds)
 
 
 def _export(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns) -> None:
-    """Export a plan's metrics; called at each decision, as Ray's exporter drops values that are not
-    repeated."""
-    # Imported here: Serve pickles this module by value, and the exporter has to be one per process.
+    """Export a plan's metrics. Called at each decision, because Ray's exporter drops values that
+    are not repeated."""
+    # Imported here, because Serve pickles this module by value, but there must be one exporter per
+    # process.
     from deployments.observe.ray_exporter import scaling_export
 
     causes = {name: reason.cause for name, reason in plan.reasons.items()}
@@ -360,7 +366,7 @@ def _export(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns) -
 def _report(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
     """Write a plan to the controller's log, and store it for `scaling_decisions`.
 
-    Each pool has a stored record of its own, as pools may have separate policies.
+    Each pool has a separate stored record, because pools may have separate policies.
     """
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
 
@@ -405,7 +411,7 @@ def scaling_decisions(app: str) -> dict[str, Any] | None:
 
 
 class CounterRates:
-    """The rates per second of growing counters, over the time between two calls of `update`."""
+    """The rates per second of cumulative counters, over the time between two calls of `update`."""
 
     def __init__(self, now: float) -> None:
         self._at = now

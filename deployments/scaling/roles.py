@@ -1,7 +1,7 @@
-"""lines: the lines of `manta plan` about prefill pools and decode pools.
+"""lines: estimates, for `manta plan`, the throughput of prefill and decode pools.
 
-The estimate leaves out queues, steps and the gaps between tokens, which
-`python -m bench.simulate roles` simulates.
+The estimate ignores queues, steps and the gaps between tokens, which `python -m bench.simulate
+roles` simulates.
 """
 
 from collections.abc import Iterator
@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from deployments.config.load import MantaConfig
 from deployments.scaling.policy import RATES
 
-_WORK = ((1024, 256), (8192, 256), (2048, 1024))  # (prompt, output) tokens of a request
+_WORK = ((1024, 256), (8192, 256), (2048, 1024))  # (prompt, output) tokens per request
 _ENOUGH = 0.9  # `share_of_together` below which the lines advise against roles
 
 
 def share_of_together(prefills: int, decodes: int, prompt: int, output: int, kind: str) -> float:
-    """Return the requests/s of pools with roles, divided by those of the same replicas without.
+    """Return the requests/s of pools with roles, divided by the requests/s of the same replicas
+    without roles.
 
-    The result is at most 1: replicas of one role idle while the other role is full.
+    The result is at most 1, because replicas of one role idle while those of the other role are
+    full.
 
     prefills, decodes: numbers of replicas of each role.
     prompt, output: tokens of each request.
