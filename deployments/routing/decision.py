@@ -7,15 +7,15 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """The facts of a request that decide which replica gets it.
+    """The properties of a request that determine which replica gets it.
 
     prompt_tokens: number of prompt tokens. max_tokens: limit of its output tokens.
     prefix_hashes: hashes of the prompt's prefixes (prefix_index.hash_prefix).
     sequences: number of choices.
     adapter: name of the adapter; "": none.
-    batch_work: whether the request only gets rows that other requests leave free.
-    session: digest of the session that the client names, whose requests should have the same
-        replica; b"": none.
+    batch_work: whether the request may only use rows that other requests leave free.
+    session: digest of the client's session, whose requests should go to the same replica; b"":
+        none.
     """
 
     prompt_tokens: int
@@ -35,12 +35,12 @@ class RoutingDecision:
     """The choice of a replica for a request.
 
     replica: name of the replica.
-    reason: "load": the least expected cost; "prefix" or "adapter": the replica has it; "owner":
-        hashing has chosen the replica for this prefix or adapter, which no replica has; "spill":
-        the replicas that have it are too busy; "move": the replica pulls the prefix from another
-        one; "session": the session's replica; "only": there is no other replica.
+    reason: "load": the lowest expected cost; "prefix", "adapter": the replica has the prefix or
+        adapter in its cache; "owner": no replica has it, and consistent hashing has chosen this
+        one; "spill": the replicas that have it are too busy; "move": the replica pulls the prefix
+        from another one; "session": the session's replica; "only": there is no other replica.
     seconds: expected time to the first token.
-    cached: prompt tokens expected in the replica's prefix cache.
+    cached: number of prompt tokens expected in the replica's prefix cache.
     loads_adapter: whether the replica must load the adapter first.
     source: name of the replica from which the `cached` tokens should be pulled; "": the chosen
         replica has them itself.

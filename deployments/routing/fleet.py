@@ -1,14 +1,14 @@
-"""Fleet: what a router knows of all its replicas, as a table with one column per replica.
+"""Fleet: a router's knowledge of all its replicas, as a table with one column per replica.
 
 With the table a routing decision takes a few array operations, however many replicas there are.
-Times are arguments. A replica's column is derived from its ReplicaState, by the first decision
-after a change of that state. The first three fields of a column give the seconds that a request
+Times are arguments. A replica's column is derived from its ReplicaState, at the first decision
+after a change of that state. The first three fields of a column predict the seconds that a request
 would take at the replica:
 
   fixed + uncached prompt tokens x token + output tokens x decode
 
-Data about a single replica are in its ReplicaState. This module adds the columns, and which
-replicas hold which prefix and which adapter.
+Data about a single replica are in its ReplicaState. This module adds the columns, and records which
+replicas have which prefixes and adapters.
 """
 
 from collections.abc import Sequence
@@ -38,25 +38,25 @@ _FIELDS = 19
 # The codes of `ReplicaState.role`. A DECODES replica continues prompts that others have computed.
 ENGINE, PREFILL, DECODES = range(3)
 _ROLES = {"engine": ENGINE, "prefill": PREFILL, "decode": DECODES}
-HARM = 0.1  # weight of a second that a running stream is delayed, against one of the new request
-# Seconds without a frame that are normal for a busy replica, in addition to three steps.
+HARM = 0.1  # weight of a running stream's delay, relative to a delay of the new request
+# Normal seconds between frames of a busy replica, in addition to three steps.
 _STALE = 0.25
 OUTPUT_GUESS = 128.0  # output tokens assumed for a request until some requests have ended
 _ADAPTER_SECONDS = 0.1  # seconds to load an adapter, until measured
-# Least number of tokens whose KV blocks are pulled from another replica rather than computed.
+# Minimum number of tokens for which KV blocks are pulled from another replica rather than computed.
 MOVE_TOKENS = 256
-MOVE_SECONDS = 0.01  # constant part of a pull's time: connections, and steps in flight
+MOVE_SECONDS = 0.01  # constant part of a pull's seconds: connections, and steps in flight
 _WAKE_SECONDS = 1.0  # seconds for a sleeping engine to wake, until measured
-_PEERS = 32  # number of replicas whose mean speed a new one of their pool is assumed to have
+_PEERS = 32  # number of replicas of a pool whose mean speed is assumed for a new replica
 
 
 class Fleet:
-    """The replicas in service as arrays, from which one replica is chosen for a request.
+    """The replicas in service as arrays, from which `route` chooses a replica for a request.
 
     `terms`, `room` and the other views of the table are for routing.route and for admission. They
     are valid after `refresh`.
 
-    replicas: the states of the replicas by name. columns: the same by column; None: vacant.
+    replicas: the states of the replicas by name. columns: the states by column; None: vacant.
     index: which replicas have which prefix. apart: see `_divide`.
     """
 
@@ -64,17 +64,17 @@ class Fleet:
         self.index = PrefixIndex() if index is None else index
         self.columns: list[ReplicaState | None] = []
         self.replicas: dict[str, ReplicaState] = {}
-        self.holders: dict[str, set[int]] = {}  # adapter -> columns of the replicas that have it
+        self.holders: dict[str, set[int]] = {}  # adapter -> columns of replicas that have it
         self.sessions = Sessions()
         self.popularity = Popularity()  # how often each adapter is requested
         self.adapter_seconds = _ADAPTER_SECONDS
-        # Column -> adapters of its replica; the last one is evicted next.
+        # column -> adapters of its replica; the last one is evicted next
         self._held: dict[int, tuple[str, ...]] = {}
         self._changed: set[ReplicaState] = set()  # states whose columns are out of date
-        # whether prefill replicas, and replicas for their decodes, are available
+        # whether both prefill replicas and replicas that continue their prompts are available
         self.apart = False
-        self._has_roles = False  # whether any replica so far had another role than "engine"
-        # Column -> the stats of its last refresh, whose cache size the index has counted.
+        self._has_roles = False  # whether any replica so far had a role other than "engine"
+        # column -> stats of its last refresh, whose cache size is included in the index's capacity
         self._stats: dict[int, EngineStats] = {}
         self._vacant: list[int] = []  # heap of columns without a replica
         self._resize(16)
@@ -94,23 +94,23 @@ class Fleet:
     def _view(self, count: int) -> None:
         table = self._table[:, :count]
         self.terms = table[:_ROOM]
-        # Tokens of free KV memory; seconds of waiting for each token beyond it.
+        # Free KV memory in tokens; seconds of waiting per token that exceeds it.
         self.room, self.beyond = table[_ROOM], table[_BEYOND]
-        self.due = table[_DUE]  # time from which a busy replica without a new frame is late
-        # Seconds of a step, and from the end of one sequence to the next end.
+        self.due = table[_DUE]  # time after which a busy replica's next frame is overdue
+        # Seconds of a step; seconds between the ends of two sequences.
         self.step, self.ending = table[_STEP], table[_ENDING]
-        self.load = table[_LOAD]  # seconds for each token that is loaded from host memory or disk
-        self.move = table[_MOVE]  # seconds for each token that is pulled from another replica
+        self.load = table[_LOAD]  # seconds per token that is loaded from host memory or disk
+        self.move = table[_MOVE]  # seconds per token that is pulled from another replica
         self.victim = table[_VICTIM]  # popularity of the adapter that a new adapter would evict
-        # The first two results of ReplicaState.room; -inf where no request may be sent.
+        # The first two results of ReplicaState.room; -inf if no request may be sent.
         self.places, self.free_rows = table[_PLACES], table[_FREE_ROWS]
         self.batch_places = table[_BATCH_PLACES]  # like `places`, for batch work
-        # ReplicaState.rate, this router's share of all rows, and first_seconds.
+        # The results of ReplicaState.rate, this router's share of all rows, and first_seconds.
         self.rates, self.rows, self.first_seconds = table[_RATE], table[_ROWS], table[_FIRST]
         self.roles = table[_ROLE]
 
     def _clear(self, columns: slice | int) -> None:
-        """Reset columns of the table: without a replica they are never chosen."""
+        """Reset columns of the table to values with which they are never chosen."""
         for field in (FIXED, _DUE, _MOVE):
             self._table[field, columns] = np.inf
         for field in (_PLACES, _FREE_ROWS, _BATCH_PLACES):
@@ -132,7 +132,7 @@ class Fleet:
     ) -> ReplicaState:
         """Add a replica, and return its state, which its frames update.
 
-        The replica is assumed to be as fast as others of its pool until it was measured.
+        Until it is measured, the replica is assumed to be as fast as others of its pool.
 
         step_tokens, adapter_slots, kv_token_bytes, role: see `ReplicaState`.
         """
@@ -166,7 +166,7 @@ class Fleet:
         return replica
 
     def remove(self, replica: ReplicaState) -> None:
-        """Remove a replica: it gets no new requests, and its state is no longer part of the table.
+        """Remove a replica and its column from the table, so that it gets no new requests.
 
         Idempotent.
         """
@@ -184,7 +184,8 @@ class Fleet:
             self._divide()
 
     def _divide(self) -> None:
-        """Update `apart`: whether a prefill replica and one of another role are available."""
+        """Update `apart`: whether both a prefill replica and a replica of another role are
+        available."""
         available = self.places > -np.inf
         computing = (available & (self.roles == PREFILL)).any()
         self.apart = bool(computing and (available & (self.roles != PREFILL)).any())
@@ -207,10 +208,10 @@ class Fleet:
         request: RoutingRequest,
         now: float,
     ) -> None:
-        """Record that choices of one request are sent to a replica: book them, and assume that its
-        caches get the request's prefix and adapter.
+        """Record that choices of one request are sent to a replica. The choices are booked in its
+        state, and its caches are assumed to get the request's prefix and adapter.
 
-        The first choice computes the prompt, which the others then have from the cache.
+        The first choice computes the prompt, which the others then find in the cache.
 
         choices: numbers of the choices. now: seconds of any clock.
         """
@@ -238,18 +239,20 @@ class Fleet:
             self.index.add_prefix(request.prefix_hashes, replica.column)
 
     def add_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
-        """Record that another router has sent a prompt to a replica. prefix_hashes: its prefix."""
+        """Record that another router has sent a prompt to a replica. prefix_hashes: the prompt's
+        hashes."""
         if replica.column >= 0:
             self.index.add_prefix(prefix_hashes, replica.column)
 
     def remove_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
-        """Record that a replica has evicted prefixes from all tiers. prefix_hashes: of these."""
+        """Record that a replica has evicted prefixes from all tiers. prefix_hashes: their
+        hashes."""
         if replica.column >= 0:
             self.index.remove(prefix_hashes, replica.column)
 
     def lower_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
-        """Record that a replica has prefixes in host memory or on disk only, no longer on the
-        device. prefix_hashes: their hashes."""
+        """Record that a replica has moved prefixes from the device to host memory or disk.
+        prefix_hashes: their hashes."""
         if replica.column >= 0:
             self.index.lower(prefix_hashes, replica.column)
 
@@ -262,7 +265,7 @@ class Fleet:
         return self._held.get(replica.column, ())
 
     def forget_caches(self, replica: ReplicaState) -> None:
-        """Assume that a replica's caches are empty, as its engine is new or gone."""
+        """Mark a replica's caches as empty, because its engine is new or gone."""
         column = replica.column
         if column >= 0:
             self.index.capacity -= _share(self._stats[column])
@@ -271,8 +274,8 @@ class Fleet:
             self.index.forget(column)
 
     def move_saves(self, replica: ReplicaState, tokens: int) -> bool:
-        """Return whether a replica pulls the KV blocks of `tokens` tokens from another replica in
-        less time than it takes to compute them."""
+        """Return whether pulling the KV blocks of `tokens` tokens from another replica is faster
+        for a replica than computing them."""
         self.refresh()
         if tokens < MOVE_TOKENS or replica.column < 0:
             return False
@@ -322,7 +325,8 @@ class Fleet:
         stats, column, table = replica.stats, replica.column, self._table
         cost = replica.steps.cost
         running = stats.running
-        # Other routers see the same stats and choose alike; the next frame counts their choices.
+        # Other routers see the same stats and probably choose the same replica, so bookings are
+        # multiplied by the number of routers.
         routers = max(1, stats.routers)
         sequences = running + stats.waiting + routers * len(replica.bookings)
         limit = stats.rows or 2**31
@@ -330,15 +334,15 @@ class Fleet:
         step = cost.base + cost.sequence * crowd
         chunk = max(1, replica.step_tokens - crowd)
         token = cost.token + step / chunk
-        # Of waiting prompts a part will be in the cache: by the measured hit rate, and for choices
-        # that this router has booked, as it expects.
+        # Cached tokens of waiting prompts are subtracted: by the measured hit rate and, for this
+        # router's booked choices, by the expected hits.
         waiting_tokens = stats.waiting_tokens - stats.batch_waiting_tokens
         queued = waiting_tokens * replica.missed + routers * replica.uncached_tokens
         # `ending`: seconds between the ends of two sequences, if all have the mean length.
         output = stats.output_tokens / stats.finished if stats.finished else OUTPUT_GUESS
         ending = step * output / max(1, crowd)
         fixed = queued * token + step * (1.5 if sequences else 1.0)
-        others = sequences - stats.batch_requests  # batch work gives its rows up
+        others = sequences - stats.batch_requests  # batch work gives up its rows
         if others >= limit:
             fixed += (others - limit + 1) * ending
         if stats.asleep:

@@ -1,13 +1,13 @@
-"""PrefixIndex: which replica holds which prefix, as far as this router knows, in bounded memory.
+"""PrefixIndex: records which replica has which prefix, as far as this router knows, in bounded
+memory.
 
-The index has two sources: this router's own requests, and those of other routers. The messages of
-other routers have prefix hashes, which the replica passes on with its next frame. Replicas report
-which prefixes they have evicted. The index is as large as the caches. A wrong entry costs one
-prefill, after which the entry is right. docs/routing.md compares this with reporting every block
-to all routers.
+The index has two sources: this router's own requests, and those of other routers, whose prefix
+hashes a replica forwards with its next frame. Replicas also report evicted prefixes. The index is
+as large as the caches. A wrong entry costs one prefill, after which it is correct. docs/routing.md
+compares this with reporting every block to all routers.
 
-A prefix is named by a chain of hashes, one for each `STRIDE` tokens. For each hash the index keeps
-the set of its holders as the bits of an integer.
+A prefix is named by a chain of hashes, one for each `STRIDE` tokens. For each hash the index stores
+the set of replicas that have it, as the bits of an integer.
 """
 
 from collections import OrderedDict
@@ -17,11 +17,11 @@ from engine.images.image import Image
 from engine.messages import PREFIX_BYTES, PREFIX_STRIDE
 from engine.scheduling.memory.prefix_hash import extend_hashes, root_hash
 
-# Tokens per hash, four blocks; a finer stride costs memory and finds 32 tokens more on average.
+# Tokens per hash: four blocks. A finer stride would cost memory and find 32 more tokens on average.
 STRIDE = PREFIX_STRIDE
-# Hashes are short, as a collision costs no more than a prefill on the wrong replica.
+# Bytes of a hash; short, as a collision only costs a prefill on the wrong replica.
 HASH_BYTES = PREFIX_BYTES
-FORWARDED_HASHES = 64  # number of leading hashes of a request that other routers get
+FORWARDED_HASHES = 64  # number of leading hashes of a request that are forwarded to other routers
 _LIMIT = 2**19  # maximum of (hash, holder) pairs: 33 million tokens, 80 to 120 MB
 
 
@@ -30,7 +30,7 @@ def hash_prefix(
 ) -> list[bytes]:
     """Return the chained prefix hashes of a prompt, one for each STRIDE tokens.
 
-    No hash covers the last token, because it is always computed.
+    No hash covers the last token, which is always computed.
 
     adapter: adapter as "name@revision"; "": none.
     salt: cache salt of the request.
@@ -57,7 +57,7 @@ def unpack_hashes(prefix_hashes: bytes) -> list[bytes]:
 class PrefixIndex:
     """The replicas that hold each prefix, as far as this router knows.
 
-    Replicas are holders here, named by their columns in routing.Fleet.
+    Here replicas are called holders, and are identified by their columns in routing.Fleet.
 
     capacity: number of (hash, holder) pairs that the replicas' caches can hold. Beyond `capacity`
         or `limit` pairs, the least recently used hashes are dropped.
@@ -66,8 +66,8 @@ class PrefixIndex:
     def __init__(self, limit: int = _LIMIT) -> None:
         self.capacity = 0
         self._limit = limit
-        self._holders: OrderedDict[bytes, int] = OrderedDict()  # hash -> bit set, oldest first
-        # Hash -> bit set of those holders that have it in host memory or on disk only.
+        self._holders: OrderedDict[bytes, int] = OrderedDict()  # hash -> holders, oldest first
+        # hash -> bit set of the holders that have it only in host memory or on disk
         self._lower: dict[bytes, int] = {}
         self._size = 0
         self._gone = 0  # bit set of holders whose pairs are to be dropped by the next sweep
@@ -78,8 +78,8 @@ class PrefixIndex:
     def match(self, prefix_hashes: Sequence[bytes], limit: int = 4) -> list[tuple[int, int]]:
         """Return up to `limit` pairs (holders, number of leading hashes), the largest number first.
 
-        Holders are a bit set of the columns whose replicas have just so many of the leading hashes,
-        so a replica is in one pair at most.
+        Holders are a bit set of the columns whose replicas have exactly this number of leading
+        hashes, so each replica is in at most one pair.
         """
         matches: list[tuple[int, int]] = []
         get = self._holders.get
@@ -98,8 +98,8 @@ class PrefixIndex:
         return matches[: -limit - 1 : -1]
 
     def lowered(self, prefix_hashes: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Return (index in prefix_hashes, holders) of each hash that replicas have in host memory
-        or on disk only. Holders are a bit set of columns."""
+        """Return (index in prefix_hashes, holders) for each hash that some replicas have only in
+        host memory or on disk. Holders are a bit set of these replicas' columns."""
         lower, held = self._lower, ~self._gone
         if not lower:
             return []
@@ -107,14 +107,15 @@ class PrefixIndex:
         return [(index, holders) for index, holders in known if holders]
 
     def lower(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """Record that a replica has a prefix in host memory or on disk only."""
+        """Record that a replica has a prefix only in host memory or on disk."""
         bit = 1 << holder
         for prefix_hash in prefix_hashes:
             if self._holders.get(prefix_hash, 0) & bit:
                 self._lower[prefix_hash] = self._lower.get(prefix_hash, 0) | bit
 
     def _raise(self, prefix_hash: bytes, holders: int) -> None:
-        """Record that replicas no longer have a hash in host memory or on disk only.
+        """Record that replicas no longer have a hash only in host memory or on disk: it is on the
+        device, or evicted.
 
         holders: bit set of the replicas.
         """
@@ -129,7 +130,7 @@ class PrefixIndex:
         bit = 1 << holder
         if self._gone & bit:
             self._sweep()
-        # From the prompt's end, so that its head is the most recently used.
+        # The hashes are added from the prompt's end, so that its head is the most recently used.
         for prefix_hash in reversed(prefix_hashes):
             known = holders.get(prefix_hash, 0)
             if not known & bit:
@@ -145,7 +146,7 @@ class PrefixIndex:
             self._lower.pop(dropped, None)
 
     def remove(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """Record that a replica does not have hashes of prefixes any more."""
+        """Record that a replica no longer has the prefixes with these hashes."""
         bit = 1 << holder
         for prefix_hash in prefix_hashes:
             known = self._holders.get(prefix_hash, 0)
@@ -158,15 +159,16 @@ class PrefixIndex:
                     self._holders[prefix_hash] = known ^ bit
 
     def forget(self, holder: int) -> None:
-        """Forget all hashes of a replica that is gone or has lost its cache.
+        """Remove all hashes of a replica that is gone or has lost its cache.
 
-        Its pairs are ignored, and remain until one of the forgotten holders gets a prefix again.
-        Then one walk drops the pairs of all forgotten holders: 0.1 s when the index is full.
+        The replica's pairs are ignored, and remain until one of the removed holders gets a prefix
+        again. Then one scan drops the pairs of all removed holders, which takes 0.1 s if the index
+        is full.
         """
         self._gone |= 1 << holder
 
     def _sweep(self) -> None:
-        """Drop the (hash, holder) pairs of all holders that were forgotten."""
+        """Drop the (hash, holder) pairs of all holders that were removed by `forget`."""
         present, holders = ~self._gone, self._holders
         stale = [(name, known) for name, known in holders.items() if known & self._gone]
         for name, known in stale:

@@ -1,12 +1,12 @@
-"""ReplicaState: what one router knows of one replica.
+"""ReplicaState: one router's knowledge of one replica.
 
-The state has the replica's last stats, the choices sent since, the measured speed, and how many
-more choices the replica can take. It has no event loop, clock or connection.
+The state has the replica's last stats, the choices sent since then, the measured speed, and the
+number of further choices that the replica can take. It uses no event loop, clock or connection.
 
-A choice that was sent is *booked* until the replica's stats count it. The replica's frame names the
-choices that its stats count for the first time (`StepFrame.taken`). So a booking lasts until the
-replica has received the choice, through a step of any length. A booking ends with the choice's
-first tokens at the latest.
+A choice that was sent is *booked* until the replica's stats count it. Each frame of the replica
+lists the choices that its stats count for the first time (`StepFrame.taken`). So a booking lasts
+until the replica has received the choice, however long its present step is. A booking ends with the
+choice's first tokens at the latest.
 """
 
 import math
@@ -15,26 +15,28 @@ from collections.abc import Iterable
 from deployments.routing.step_cost import StepCost, StepCostModel
 from engine.messages import EngineStats
 
-_RATE_SECONDS = 2.0  # time constant of the exponential decay in measured rates
-_RATE_ENOUGH = 0.25  # seconds of measurements, after decay, from which a rate is known
-_FIRST = 0.1  # weight of the newest choice in first_seconds
-_ALL_HERE = 2.0  # seconds after which all routers have connected to a new replica
+_RATE_SECONDS = 2.0  # time constant, in seconds, of the exponential decay in measured rates
+_RATE_ENOUGH = 0.25  # minimum seconds of measurements, after decay, for a known rate
+_FIRST = 0.1  # weight of the newest choice in the moving average first_seconds
+_ALL_HERE = 2.0  # seconds within which all routers connect to a new replica
 
 # Choices that may wait at the replica, as a share of its rows, so that freed rows are refilled.
 _SPARE = 1 / 16
-_KEPT = 8  # batch work leaves 1 / this of rows and blocks free
+_KEPT = 8  # batch work leaves 1 / _KEPT of rows and blocks free
 # Prompt tokens that may wait at the replica: as many as it computes in _AHEAD_SECONDS or in
-# _AHEAD_STEPS steps, enough for its next step. The router can no longer reorder such prompts, and
-# prompts that start together also finish together.
+# _AHEAD_STEPS steps, enough for its next step. More would be worse: the router can no longer
+# reorder these prompts, and prompts that start together also finish together.
 _AHEAD_SECONDS = 0.5
 _AHEAD_STEPS = 2.5
 _AHEAD_LEAST = 1 / 8  # lower bound of these tokens, as a share of a step's token budget
 _AHEAD_UNKNOWN = 1 / 2  # their share of the budget until the replica's prompt rate is measured
-# A frame's hit rate has the weight (prompt tokens looked up since the last) / this, at most 0.5.
+# The weight of a frame's hit rate is (prompt tokens looked up since the last frame) / this, at most
+# 0.5.
 _MISSED_TOKENS = 20_000
-# (bytes, seconds) of moved KV blocks that are added to the measured ones: 1 GB/s at first.
+# (bytes, seconds) of moved KV blocks that are added to the measurements, so that the initial rate
+# is 1 GB/s.
 _MOVED = (64e6, 0.064)
-_LOADED = 4096  # number of loaded tokens, at a guessed speed, that is added to the measured ones
+_LOADED = 4096  # number of loaded tokens, at an assumed speed, that is added to the measurements
 
 
 class FadingRate:
@@ -65,9 +67,9 @@ class ReplicaState:
     kv_token_bytes: bytes of a token's keys and values in all layers; 0: the replica neither sends
         nor pulls KV blocks.
     role: "prefill" computes prompts for others, "decode" continues them; "engine" does both.
-    cost: assumed cost of its steps until measured.
+    cost: assumed cost of its steps, until measured.
     changed: the fleet's set of states whose columns are out of date; this state adds itself.
-    column: column in the fleet's table; -1: none.
+    column: its column in the fleet's table; -1: none.
     available: whether requests may be sent to the replica.
     kept_out: whether the replica gets no requests until it has loaded other weights.
     """
@@ -98,17 +100,18 @@ class ReplicaState:
         self.seen = 0.0  # time of the last frame
         self.stats = EngineStats()  # the stats of the last frame
         self.steps = StepCostModel(cost or StepCost.mean(()))
-        self.missed = 1.0  # share of prompt tokens that its prefix cache does not have
+        self.missed = 1.0  # share of prompt tokens that are not in its prefix cache
         self.booked_tokens = 0  # prompt tokens of booked choices
-        self.uncached_tokens = 0  # booked prompt tokens that are not expected in its cache
+        self.uncached_tokens = 0  # booked prompt tokens expected not to be cached
         # number of a booked choice -> (its prompt tokens, those not expected in the cache)
         self.bookings: dict[int, tuple[int, int]] = {}
         self._batch_bookings: dict[int, int] = {}  # booked choice of batch work -> prompt tokens
         self._ours: set[int] = set()  # this router's choices at the replica
-        self._unbegun: dict[int, str] = {}  # this router's choices without a token -> adapter
-        # Fading mean of the seconds from sending a choice to its first token.
+        self._unbegun: dict[int, str] = {}  # this router's choices without output tokens -> adapter
+        # Moving average of the seconds from sending a choice to its first token.
         self.first_seconds = 0.0
-        # Time of the last frame by which the engine was, or had been, kept from running requests.
+        # Time of the last frame that showed that the engine is, or was since the frame before,
+        # prevented from running requests.
         self._held_at = -math.inf
         self._open = False  # whether the connection is open and Serve has not removed the replica
         self._sharing = 0  # number of routers that will soon be connected to a new replica
@@ -116,7 +119,7 @@ class ReplicaState:
         self._changed: set[ReplicaState] = set() if changed is None else changed
         # cached result of `room`; None: out of date
         self._room: tuple[int, float, float, int] | None = None
-        self._part = FadingRate()  # this router's share of the choices of a full replica
+        self._part = FadingRate()  # this router's share of a full replica's choices
         self._prompts = FadingRate()  # prompt tokens/s, while a prompt waits
         # tokens/s of prompts (computed or cached) and outputs, while the replica is full
         self._work = FadingRate()
@@ -124,34 +127,37 @@ class ReplicaState:
     # -- the connection
 
     def opened(self, sharing: int, now: float) -> None:
-        """Make the replica available for choices, as a connection was opened.
+        """Mark the replica as available for choices, after its connection was opened.
 
-        sharing: number of routers that other replicas report. They will connect to this replica
-            soon; until then its stats count fewer. now: seconds of any clock.
+        sharing: number of routers that other replicas report. They will soon connect to this
+            replica; until then its stats report fewer routers. now: seconds of any clock.
         """
         self._open, self.available = True, not self.stats.draining and not self.kept_out
         self._sharing, self._opened = sharing, now
         self._touch()
 
     def keep_out(self, kept_out: bool) -> None:
-        """Set `kept_out`: whether the replica gets no requests until it has loaded weights."""
+        """Set `kept_out`: whether the replica gets no requests until it has loaded other
+        weights."""
         if kept_out != self.kept_out:
             self.kept_out = kept_out
             self.available = self._open and not self.stats.draining and not kept_out
             self._touch()
 
     def retire(self) -> None:
-        """Make the replica unavailable for new requests."""
+        """Mark the replica as unavailable for new requests."""
         self._open = self.available = False
         self._touch()
 
     def _touch(self) -> None:
-        """Mark what is derived from this state as out of date: `room`, and the fleet's column."""
+        """Mark the values derived from this state, `room` and the fleet's column, as out of
+        date."""
         self._room = None
         self._changed.add(self)
 
     def lost(self) -> None:
-        """Make the replica unavailable and drop its stats and bookings, as its connection is lost.
+        """Mark the replica as unavailable and drop its stats and bookings, after its connection was
+        lost.
 
         Measurements are kept.
         """
@@ -180,11 +186,12 @@ class ReplicaState:
         *,
         batch_work: bool = False,
     ) -> None:
-        """Book a choice that is sent to the replica, until the replica's stats count the choice.
+        """Add a choice that is sent to the replica to the bookings, until the replica's stats count
+        it.
 
         choice: number of the choice.
         tokens: number of its prompt tokens.
-        uncached: number of prompt tokens that must be computed.
+        uncached: number of prompt tokens that are not expected in the cache.
         """
         self._room = None
         self._changed.add(self)
@@ -218,8 +225,8 @@ class ReplicaState:
     def measure_first(self, sent: float, now: float) -> None:
         """Add a measurement to the mean time from sending a choice to its first token.
 
-        A choice that has waited for the end of a pause, a sleep or an update is not measured: its
-        wait says nothing of the engine's speed.
+        Choices that have waited for the end of a pause, a sleep or an update are ignored, as their
+        wait does not depend on the engine's speed.
 
         sent, now: seconds of the clock that `opened` uses.
         """
@@ -233,13 +240,14 @@ class ReplicaState:
 
     @property
     def sent_adapters(self) -> set[str]:
-        """The adapters of this router's choices without a token, which may still be loading."""
+        """The adapters of this router's choices without output tokens; these adapters may still be
+        loading."""
         return {adapter for adapter in self._unbegun.values() if adapter}
 
     # -- frames of the replica
 
     def observe(self, stats: EngineStats, taken: Iterable[int], now: float) -> None:
-        """Update the state by a frame of the replica.
+        """Update the state from a frame of the replica.
 
         taken: numbers of the choices that the stats count for the first time.
         now: seconds of the clock that `opened` uses.
@@ -267,7 +275,7 @@ class ReplicaState:
         computed = stats.prompt_tokens - last.prompt_tokens
         if last.waiting_tokens > last.batch_waiting_tokens:
             self._prompts.observe(computed, seconds)
-        # Batch work does not make a replica full: other requests take its rows.
+        # Batch work does not make a replica full, as other requests take its rows.
         others = last.running + last.waiting - last.batch_requests
         waiting = last.waiting > 0 and not last.batch_requests
         waiting = waiting or last.waiting_tokens > last.batch_waiting_tokens
@@ -279,10 +287,10 @@ class ReplicaState:
             self._part.observe(part * seconds, seconds)
 
     def move_seconds(self) -> float:
-        """Return the seconds per token to pull KV blocks from another replica to this one; inf if
-        they are not pulled.
+        """Return the seconds per token for pulling KV blocks from another replica to this one; inf
+        if this replica cannot pull blocks.
 
-        The time of failed pulls is shared among the tokens of the others.
+        The time of failed pulls is distributed over the tokens of successful ones.
         """
         if not self.kv_token_bytes:
             return math.inf
@@ -292,10 +300,10 @@ class ReplicaState:
         return self.kv_token_bytes / rate / max(0.01, 1 - failed)
 
     def load_seconds(self, token: float) -> float:
-        """Return the seconds per token to load KV blocks from host memory or disk to the device, by
-        the times for which requests have waited.
+        """Return the seconds per token for loading KV blocks from host memory or disk to the
+        device, measured by requests' waiting times.
 
-        token: seconds to compute a token; a tenth of it is assumed until tokens were loaded.
+        token: seconds to compute a token; a tenth of it is assumed until loads were measured.
         """
         stats = self.stats
         tokens = stats.host_kv_loaded_tokens
@@ -306,17 +314,17 @@ class ReplicaState:
 
     def room(self) -> tuple[int, float, float, int]:
         """Return four numbers: further choices that this router may send, its share of the free
-        rows, its share of all rows, and further choices of batch work. A share is inf while the
-        replica's rows are unknown.
+        rows, its share of all rows, and further choices of batch work that it may send. A share is
+        inf while the replica's number of rows is unknown.
 
-        At zero or less further choices, send none. Routers do not know of each other's requests.
-        Each takes its share of the free rows, and sees in the next frame how many are left. It also
-        sends its share of the choices that wait at the replica, so that no router waits for the
-        others.
+        If the number of further choices is zero or less, none may be sent. Routers do not know of
+        each other's requests. Each uses its share of the free rows, and learns from the next frame
+        how many are left. It also uses its share of the choices that may wait at the replica, so
+        that no router waits for the others.
 
-        The share of free rows is 0 while memory is short. If it is negative, so many choices of the
-        router wait at the replica for a row. Other routers fill their shares at the same time: only
-        the next frame shows it.
+        The share of free rows is 0 while memory is short. If it is negative, its absolute value is
+        the number of this router's choices that wait at the replica for a row. Other routers use
+        their shares at the same time, which only the next frame shows.
         """
         if self._room is not None:
             return self._room
@@ -326,9 +334,9 @@ class ReplicaState:
         waiting_tokens = stats.waiting_tokens - stats.batch_waiting_tokens
         tokens = waiting_tokens + booked_tokens
         waiting = stats.waiting - max(0, stats.batch_requests - stats.running)
-        # The engine takes rows and memory from batch work.
+        # The engine preempts batch work, so its rows count as free.
         rows_left = stats.rows - stats.running - stats.waiting + stats.batch_requests
-        # While choices wait for memory, a free row is of no use.
+        # While choices wait for memory, a free row is useless.
         short = stats.total_blocks > 0 and tokens > stats.free_blocks * stats.block_size
         short = short and not stats.batch_requests
         if short:
@@ -346,15 +354,15 @@ class ReplicaState:
         elif not stats.rows:
             room = spare
         elif free > 0:
-            # Booked choices count against this router's share, not against all rows. Otherwise a
-            # router would take half of the remaining rows each time, and each of two routers would
-            # take all rows in the end.
+            # Booked choices count against this router's share, not against all rows. Otherwise each
+            # of two routers would repeatedly take half of the remaining rows, and finally all of
+            # them.
             room = spare - (-free // routers) - booked
         else:
             over = booked - free
             room = spare - min(over, over * len(self._unbegun) // max(1, waiting + booked))
-        # Batch work leaves 1 / _KEPT of rows and memory free. Other requests start there without a
-        # step that preempts batch work.
+        # Batch work leaves 1 / _KEPT of rows and memory free, in which other requests can start
+        # without preempting batch work.
         batch_room = room
         if stats.rows:
             tokens = stats.waiting_tokens + routers * self.booked_tokens
@@ -369,7 +377,7 @@ class ReplicaState:
         return self._room
 
     def _prompts_ahead(self) -> float:
-        """Return the maximum of prompt tokens that may wait at the replica."""
+        """Return the maximum number of prompt tokens that may wait at the replica."""
         rate = self._prompts.measured
         if rate is None:
             return _AHEAD_UNKNOWN * self.step_tokens
@@ -377,18 +385,18 @@ class ReplicaState:
         return max(_AHEAD_LEAST * self.step_tokens, rate * seconds)
 
     def rate(self) -> float:
-        """Return the tokens/s (prompts and outputs) that this router gets from the replica when the
-        replica is full; inf until it was full for the first time.
+        """Return the tokens/s (prompts and outputs) that this router gets from the replica when it
+        is full; inf until the replica was full for the first time.
         """
         rate, part = self._work.measured, self._part.measured
         if rate is None or part is None:
             return math.inf
-        # A router that sends little now can have an equal share with the others at least.
+        # A router that sends few requests now can get at least an equal share.
         return rate * max(part, 1 / max(1, self.stats.routers))
 
 
 def _held(stats: EngineStats) -> bool:
-    """Whether an engine keeps requests from running: it is paused, asleep or without weights."""
+    """Whether an engine cannot run requests, because it is paused, asleep or without weights."""
     return stats.paused or stats.asleep or stats.weights_dropped
 
 

@@ -1,6 +1,7 @@
-"""route: picks the replica that gives a request its first tokens soonest, at least cost to others.
+"""route: picks the replica for a request, by the expected time to its first tokens and the delay of
+other requests.
 
-It needs no clock and no Ray. Costs are in seconds. The cost of a replica is the sum of:
+The function uses no clock and no Ray. Costs are in seconds. The cost of a replica is the sum of:
 
   the wait for its queue + uncached prompt tokens x its seconds per token
   + output tokens x its seconds per step      (slow streams count, too)
@@ -9,20 +10,20 @@ It needs no clock and no Ray. Costs are in seconds. The cost of a replica is the
   + loading the adapter, if the replica lacks it, and evicting another one
   + the time since its overdue frame, if it is busy and silent
 
-A replica that can pull the prefix from another one (engine.kv_moves) has the cost of the pull
-instead of that of the prefill, where the pull takes less time. Tokens that a replica has in host
-memory or on disk cost the seconds of their loads.
+If a replica can pull the prefix from another one (engine.kv_moves) in less time than the prefill
+takes, its cost includes the pull instead of the prefill. Tokens in a replica's host memory or on
+its disk cost the seconds of loading them.
 
-A session that the client names remains at its replica, unless the replica is gone, has no room, or
-its queue is `_SESSION_SECONDS` longer than the shortest. Of a session that this router does not
-know, two cases: If caches have most of the prompt, another router knows the session, and cost
+A client's session remains at its replica, unless the replica is gone, has no room, or its queue is
+`_SESSION_SECONDS` longer than the shortest. For a session that this router does not know there are
+two cases. If some cache has most of the prompt, another router knows the session, and the cost
 decides. Otherwise the session begins at a replica that consistent hashing chooses.
 
-Costs within `_TIE` of each other count as equal, as a queue is known to half a step at best. Among
-equal replicas, one that has the prefix or the adapter is chosen. If none has it, consistent hashing
-decides, so that routers agree without communication, and further replicas come into use as the load
-needs them (the tie is the bound of "bounded loads"). For a request without prefix and adapter, the
-better of two random replicas is chosen.
+Costs within `_TIE` of each other count as equal, because a queue's length is known to half a step
+at best. Among equal replicas, one that has the prefix or the adapter is chosen. If none has it,
+consistent hashing decides, so that routers agree without communication, and more replicas are used
+as the load grows (consistent hashing with bounded loads; `_TIE` is the bound). For a request
+without prefix and adapter, the better of two random replicas is chosen.
 """
 
 from collections.abc import Sequence
@@ -44,17 +45,20 @@ from deployments.routing.fleet import (
 )
 from deployments.routing.prefix_index import STRIDE
 
-# Maximum of output tokens in the cost: users notice the beginning, and the length is unknown.
+# Maximum number of output tokens in the cost, because users notice the beginning most, and the
+# length is unknown.
 _OUTPUT_HORIZON = 64
 _OUTPUT_WEIGHT = 0.1  # weight of a second during output against a second before the first token
-# Costs count as equal up to this difference: a share of the lowest cost plus a number of steps.
+# Difference up to which costs count as equal: a share of the lowest cost, plus a number of steps.
 _TIE = (0.05, 0.5)
-# The number of steps with an adapter: larger, as each copy of an adapter takes a slot of another.
+# The number of steps for requests with an adapter. It is larger, as each copy of an adapter takes
+# the slot of another adapter.
 _ADAPTER_TIE = 2.0
 _VICTIM = 2.0  # maximum cost of evicting another adapter, in adapter loads
-# Seconds by which the queue of a session's replica may be longer than another's.
+# Seconds by which the queue of a session's replica may be longer than the shortest queue.
 _SESSION_SECONDS = 1.0
-# Weight of an adapter load's seconds: the slot that it takes is worth more than the delay.
+# Weight of the seconds of an adapter load, because the slot that it takes costs more than the
+# delay.
 _COPY = 4.0
 
 
@@ -68,16 +72,17 @@ def route(
     avoid: str = "",
     with_room: bool = False,
 ) -> RoutingDecision | None:
-    """Return the decision which replica to send a request to; None if no replica is available.
+    """Return the decision to which replica a request should be sent; None if no replica is
+    available.
 
-    The fleet is not changed: call `Fleet.send` when choices are sent.
+    The fleet is not changed; `Fleet.send` must be called when the choices are sent.
 
     now: seconds of the clock of `ReplicaState.observe`.
 
     among: names of the replicas that may be chosen; None: all.
-    avoid: a replica to choose only if there is no other, such as one that has just failed this
-        request.
-    with_room: whether only replicas that take more choices may be chosen (`Fleet.places`).
+    avoid: name of a replica that is chosen only if there is no other, such as one that has just
+        failed this request.
+    with_room: whether only replicas with room for more choices may be chosen (`Fleet.places`).
     """
     fleet.refresh()
     terms = fleet.terms
@@ -162,8 +167,8 @@ def route(
 def _lowered(
     fleet: Fleet, prefix_hashes: Sequence[bytes], cached: NDArray[np.float64]
 ) -> NDArray[np.float64] | None:
-    """Return by column how many cached tokens the replica has to load from host memory or disk;
-    None if no replica has to.
+    """Return, by column, the number of cached tokens that the replica must load from host memory or
+    disk; None if it is 0 for all.
 
     cached: prompt tokens in the cache, by column.
     """
@@ -181,11 +186,12 @@ def _lowered(
 def _moves(
     fleet: Fleet, cached: NDArray[np.float64], low: NDArray[np.float64] | None
 ) -> tuple[int, NDArray[np.float64]]:
-    """Return the column of the replica from which others may pull the prefix, and by column the
-    seconds that a pull saves; 0 where computing is faster.
+    """Return the column of the replica from which others may pull the prefix and, by column, the
+    seconds that a pull saves there; 0 if computing is faster.
 
     cached: prompt tokens in the cache, by column.
-    low: those that are in host memory or on disk, from where they cannot be pulled; None: none.
+    low: number of them in host memory or on disk, from where blocks cannot be pulled; None: 0 for
+        all.
     """
     held = np.where(np.isfinite(fleet.move), cached if low is None else cached - low, 0.0)
     most = held.max()
@@ -205,10 +211,10 @@ def _pinned(
     cached: NDArray[np.float64] | None,
     now: float,
 ) -> int:
-    """Return the column of the replica for the request's session; -1 if cost decides, because the
-    session's replica may not be chosen or another router knows the session.
+    """Return the column of the replica for the request's session; -1 if the cost decides, because
+    the session's replica cannot be used or another router knows the session.
 
-    cost: by column. cached: prompt tokens in the cache, by column; None: none has any.
+    cost: cost by column. cached: prompt tokens in the cache, by column; None: 0 for all.
     """
     possible = np.isfinite(cost).nonzero()[0]
     place = fleet.replicas.get(fleet.sessions.place(request.session))
@@ -234,11 +240,12 @@ def _choose(
     low: NDArray[np.float64] | None,
     has: NDArray[np.bool_] | None,
 ) -> tuple[int, Reason]:
-    """Return one of the columns whose costs count as equal, and `RoutingDecision.reason`.
+    """Return one of the columns in `equal`, and the `RoutingDecision.reason`.
 
-    cost, cached, low, has: by column the cost, cached prompt tokens, those to be loaded from host
-        memory or disk, and whether the replica has the adapter; None: no replica has any.
-    equal: the columns to choose from.
+    cost, cached, low, has: by column, the cost, the number of cached prompt tokens, the number of
+        these to load from host memory or disk, and whether the replica has the adapter; None: no
+        replica has any.
+    equal: the columns whose costs count as equal.
     """
     if request.adapter:
         if has is not None:
@@ -280,7 +287,8 @@ def _owner(fleet: Fleet, columns: NDArray[np.intp], key: bytes) -> int:
 
 
 def _columns(holders: int, count: int) -> NDArray[np.bool_] | int:
-    """Return a NumPy index, into arrays by column, of the columns whose bits are set in `holders`.
+    """Convert the bit set `holders` into a NumPy index that selects these columns in arrays by
+    column.
 
     count: number of columns.
     """

@@ -1,14 +1,14 @@
-"""Sessions: the replica that each client session used last, as far as this router knows."""
+"""Sessions: records the replica that each client session used last, as far as this router knows."""
 
 from collections import OrderedDict
 
-_MOST = 1 << 16  # number of remembered sessions; older ones count as new
+_MOST = 1 << 16  # maximum number of remembered sessions; forgotten ones count as new
 
 
 class Sessions:
-    """The last replica of each of the newest `most` sessions.
+    """The last replica of each session, for the `most` most recent sessions.
 
-    A session is named by a digest of the client's name for it and the API key.
+    A session is identified by a digest of its name and the client's API key.
     """
 
     def __init__(self, most: int = _MOST) -> None:

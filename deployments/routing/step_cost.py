@@ -2,15 +2,15 @@
 
   seconds = base x steps + sequence x output tokens + token x prompt tokens
 
-Seconds, steps, output tokens and prompt tokens are sums between two frames, counted in the engine.
-So it does not matter which frames arrive, nor when: a router that was busy, or read three frames at
-once, learns the same.
+Seconds, steps, output tokens and prompt tokens are the differences of cumulative counters between
+two frames. So it does not matter which frames arrive, nor when: a router that was busy, or read
+three frames at once, gets the same estimate.
 
-The sums are taken over stretches of many steps. If a step is launched while the previous one runs,
-the launch of a long step puts part of its seconds into the previous frame. From frame to frame the
-prompt tokens of an 8B model on an H200 appeared to be free. Over stretches of 0.2 s steps are
-predicted to 2 % (median). A GPU's cost is nearly constant in sequences, a CPU's nearly
-proportional. A slow machine is detected within seconds of work.
+Differences are taken over intervals of many steps. If a step is launched while the previous one
+runs, part of a long step's time is counted in the previous frame. With differences between single
+frames, prompt tokens of an 8B model on an H200 appeared to be free. Over intervals of 0.2 s, steps
+are predicted with an error of 2 % (median). A GPU's step cost hardly depends on the number of
+sequences; a CPU's is nearly proportional to it. A slow machine is detected within seconds of work.
 """
 
 from collections.abc import Iterable
@@ -18,15 +18,17 @@ from typing import NamedTuple
 
 from engine.messages import EngineStats
 
-STRETCH = 0.2  # least busy seconds of an interval between two observations
-# Decay of earlier intervals at each new one, so that about twenty count: a replica may change.
+STRETCH = 0.2  # minimum busy seconds of an interval between two observations
+# Factor on the weights of earlier intervals at each new one, so that about twenty count, as
+# replicas may change.
 _FADE = 0.95
-_REFIT = 4  # number of intervals between two solutions, after the first few
-_SWEEPS = 12  # Gauss-Seidel iterations of a solution
+_REFIT = 4  # number of intervals between two fits, after the first few
+_SWEEPS = 12  # number of Gauss-Seidel iterations per fit
 
 
 class StepCost(NamedTuple):
-    """The seconds of a step, of each sequence in it and of each prompt token in it."""
+    """The cost of a step in seconds: a constant, plus terms per sequence and per prompt token in
+    the step."""
 
     base: float
     sequence: float
@@ -34,8 +36,8 @@ class StepCost(NamedTuple):
 
     @classmethod
     def mean(cls, costs: Iterable["StepCost"]) -> "StepCost":
-        """Return the mean of the costs of similar replicas; without any, a guess between those of a
-        GPU and a CPU."""
+        """Return the mean of the costs of similar replicas; without any, a default between those of
+        a GPU and a CPU."""
         known = list(costs)
         if not known:
             return cls(0.01, 0.002, 0.0005)
@@ -56,7 +58,7 @@ class StepCostModel:
     """A least-squares fit of step times with non-negative coefficients and exponential decay.
 
     prior: the assumed cost at the beginning.
-    fade: factor by which each new observation lowers the weights of earlier ones.
+    fade: factor by which each new observation multiplies the weights of earlier ones.
     """
 
     def __init__(self, prior: StepCost, fade: float = _FADE) -> None:
@@ -64,8 +66,8 @@ class StepCostModel:
         self._fade = fade
         self._last: EngineStats | None = None  # stats at the beginning of the interval
         self._stretches = 0
-        # Normal equations; at first those of three typical steps with the prior's cost. s: steps,
-        # o: output tokens, p: prompt tokens.
+        # The normal equations, initially of three typical steps with the prior's cost. s: steps, o:
+        # output tokens, p: prompt tokens.
         self._matrix = [0.0] * 6  # ss, so, sp, oo, op, pp
         self._vector = [0.0] * 3
         for outputs, prompts in ((1, 0), (16, 0), (8, 256)):
@@ -78,7 +80,7 @@ class StepCostModel:
             )
 
     def observe_frame(self, stats: EngineStats) -> None:
-        """Observe a frame's stats. Frames may be missing, as the counters are cumulative."""
+        """Add a frame's stats to the fit. Frames may be missing, as the counters are cumulative."""
         last = self._last
         if (
             last is None
@@ -96,7 +98,8 @@ class StepCostModel:
             self._last = stats
 
     def observe(self, steps: int, outputs: int, prompts: int, seconds: float) -> None:
-        """Add an observation: steps, output and prompt tokens that took `seconds` of busy time."""
+        """Add an observation to the fit: steps, output tokens and prompt tokens that took `seconds`
+        of busy time."""
         if seconds <= 0:
             return
         self._matrix = [value * self._fade for value in self._matrix]
@@ -108,15 +111,15 @@ class StepCostModel:
 
     @property
     def measured(self) -> bool:
-        """Whether the cost is measured rather than the prior."""
+        """Whether the cost is measured; if not, it is the prior."""
         return self._stretches >= _REFIT
 
     def rates(self, rows: int, step_tokens: int) -> tuple[float, float] | None:
-        """Return the rates of the measured cost, see `StepCost.rates`; None until measured."""
+        """Return `StepCost.rates` of the measured cost; None until it is measured."""
         return self.cost.rates(rows, step_tokens) if self.measured else None
 
     def _add(self, s: float, o: float, p: float, seconds: float, weight: float = 1.0) -> None:
-        weight /= seconds * seconds  # weights make errors relative to the time
+        weight /= seconds * seconds  # weighted so that relative errors are minimised
         m, v = self._matrix, self._vector
         m[0] += weight * s * s
         m[1] += weight * s * o
