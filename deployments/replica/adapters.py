@@ -1,14 +1,14 @@
-"""ReplicaAdapters: makes adapters known to an engine before requests that use them arrive there.
+"""ReplicaAdapters: registers adapters with an engine before it gets requests that use them.
 
-A request names an adapter, its revision and the path of its files, so the first request for a
-revision can make the adapter known. The engine must know an adapter before a request that uses it
-arrives, so the jobs of one adapter name run in order, one at a time. Jobs of other names, and
-requests for known adapters, do not wait. This module does not need Ray.
+A request contains its adapter's name, revision and path, so the first request for a revision can
+register the adapter. The engine must know an adapter before it gets a request that uses it. So the
+jobs of one adapter name run in order, one at a time. Jobs of other names, and requests for known
+adapters, do not wait. This module does not need Ray.
 
-`_newest` holds the latest version of each name that any router has sent. A new request with an
-older version comes from a router that has missed a change: the request is refused with
-adapter_changed, and the router refreshes. So once the replicas know of a replaced or removed
-adapter, no request can use the old one, whatever its router knows.
+`_newest` has the latest version of each name that any router has sent. A new request with an older
+version comes from a router that has missed a change. The request is refused with adapter_changed,
+and the router reads the adapters again. So once a replica knows that an adapter was replaced or
+removed, no new request can use the old one, whatever its router knows.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, EngineReques
 
 logger = logging.getLogger("manta.replica")
 
-FAILED_SECONDS = 5.0  # seconds for which an adapter that could not be loaded fails at once
+FAILED_SECONDS = 5.0  # seconds for which an adapter that could not be read is not tried again
 
 
 class AdapterEngine(Protocol):
-    """The methods of `engine.process.client.EngineClient` that this module uses."""
+    """The interface of `engine.process.client.EngineClient` that this module uses."""
 
     async def add_adapter(
         self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
@@ -40,9 +40,9 @@ class AdapterEngine(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SubmittedRequest:
-    """A router's request, and the connection over which it came.
+    """A router's request, and the connection over which it arrived.
 
-    encoded: whether encoders were asked for the embeddings of the request's images.
+    encoded: whether encoders were already asked for the embeddings of the request's images.
     """
 
     connection: ReplicaEnd
@@ -63,10 +63,11 @@ Job = SubmittedRequest | tuple[ReplicaEnd, AddAdapter | AdapterVersion]
 
 
 class ReplicaAdapters:
-    """The adapters of a replica, made known to its engine before requests that use them.
+    """The adapters of a replica, which registers them with its engine before requests that use
+    them.
 
     submit: passes a request to the engine.
-    refuse: ends a request with an error, given its connection, id and error.
+    refuse: ends a request with an error; its arguments are connection, id and error.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ReplicaAdapters:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, submitted: SubmittedRequest) -> None:
-        """Pass a request with an adapter to the engine, once the engine knows the adapter."""
+        """Pass a request with an adapter to the engine, after the engine knows the adapter."""
         adapter = submitted.message.adapter
         assert adapter is not None
         name = adapter.name
@@ -97,8 +98,8 @@ class ReplicaAdapters:
             self._do(name, submitted)
 
     def take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """Drop aborted requests that wait for adapters, and return the ids of the others, which the
-        engine has.
+        """Drop aborted requests that wait for adapters, and return the ids of the other aborted
+        requests, which the engine has.
 
         ids: ids of the aborted requests of a connection.
         """
@@ -112,7 +113,7 @@ class ReplicaAdapters:
         return [id for id in ids if id in connection.live]
 
     def order(self, connection: ReplicaEnd, message: AddAdapter | AdapterVersion) -> None:
-        """Queue an adapter job of a router: to read an adapter, or to note a new version.
+        """Queue an adapter job for a router: to read an adapter, or to record a new version.
 
         The router gets an AdapterAnswer when the job is done.
         """
@@ -157,7 +158,8 @@ class ReplicaAdapters:
         assert adapter is not None
         try:
             if adapter.version:
-                # version 0 (not here): the request has tokens already and keeps its revision.
+                # Version 0 is not checked: such a request has tokens already, and keeps its
+                # revision.
                 if adapter.version < self._newest.get(name, 0):
                     raise AdapterError(
                         f"adapter {name} has been replaced or removed", code="adapter_changed"
@@ -173,10 +175,10 @@ class ReplicaAdapters:
             self._submit(submitted.request)
 
     async def _make_known(self, name: str, revision: str, path: str) -> None:
-        """Make an adapter known to the engine, which loads its weights later.
+        """Register an adapter with the engine, which loads the weights later.
 
         path: the adapter's files.
-        Raises AdapterError; at once if the same adapter failed within FAILED_SECONDS.
+        Raises AdapterError, without reading if the same adapter failed within FAILED_SECONDS.
         """
         now = time.monotonic()
         self._failed = {key: failure for key, failure in self._failed.items() if failure[0] > now}
@@ -193,18 +195,18 @@ class ReplicaAdapters:
         self._known[name] = revision
 
     async def _load(self, message: AddAdapter) -> AdapterInfo:
-        """Have the engine read and check a whole adapter; return its facts, with the hash of its
-        files as revision."""
+        """Have the engine read and check a whole adapter; return its AdapterInfo, whose revision is
+        the hash of the files."""
         info = await self._engine.add_adapter(message.name, message.path)
         self._known[message.name] = info.revision
         self._failed.clear()
         return info
 
     async def _announced(self, message: AdapterVersion) -> None:
-        """Record the revision that an adapter's name means from now on.
+        """Record a router's message with an adapter's current revision.
 
-        The engine drops the name's earlier revision, once running requests with it have ended. A
-        message older than a previous one changes nothing.
+        The engine drops the adapter's earlier revision once running requests with it have ended. A
+        message with an older version than a previous one is ignored.
         """
         name = message.name
         if message.version < self._newest.get(name, 0):

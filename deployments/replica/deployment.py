@@ -1,6 +1,6 @@
 """EngineReplica: the Serve deployment of one engine.
 
-Serve places, checks and replaces replicas. Requests and tokens pass through the ReplicaServer's
+Serve places, checks and replaces replicas. Requests and tokens are sent over the ReplicaServer's
 channels, not through Serve.
 """
 
@@ -38,17 +38,17 @@ from engine.process.client import EngineClient
 logger = logging.getLogger("manta.replica")
 
 _NOTICE_SECONDS = 1.0  # seconds between polls for drain notices of this replica's nodes
-_BEFORE_DEADLINE = 2.0  # seconds before a node's deadline at which running requests are handed over
+_BEFORE_DEADLINE = 2.0  # seconds before a node's deadline at which requests are returned
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """The settings of one engine replica. Times are in seconds.
 
-    engine: fields of EngineConfig, with the model as the user wrote it.
-    stall_seconds: longest time of an engine's step. drain_seconds: longest time of a drain.
-    loopback: whether the service is for this machine only: in a cluster of one node the replica
-        then listens on loopback.
+    engine: fields of EngineConfig, with the model as configured by the user.
+    stall_seconds: maximum seconds of an engine's step. drain_seconds: maximum seconds of a drain.
+    loopback: whether the service is for this machine only, so that the replica of a one-node
+        cluster listens on loopback.
     """
 
     engine: dict[str, Any]
@@ -58,17 +58,17 @@ class ReplicaSettings:
     channel: ChannelLimits = field(default_factory=ChannelLimits)
     sleep: SleepSettings | None = None  # None: the replica never sleeps
     role: str = "engine"  # role of its pool
-    encode_seconds: float = 0.0  # longest wait for an image's embeddings from an encoder pool
+    encode_seconds: float = 0.0  # maximum seconds to wait for an image's embeddings
 
 
 class EngineReplica:
     """A replica: one engine that routers reach over channels.
 
-    Serve regards the replica as started once the engine can serve.
+    The replica counts as started once its engine accepts requests.
 
     settings: the replica's settings from the configuration.
     prepare: returns the EngineConfig for this machine, and downloads the model if needed.
-    encoders: handle of the model's encoder pool; None: it has none.
+    encoders: handle of the model's encoder pool; None: there is none.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -86,7 +86,8 @@ class EngineReplica:
         if config.pipeline_nodes > 1:
             make_config = partial(prepare, settings)
             self._others = await OtherNodes.start(make_config, config, identity)
-        # Whether another node of this replica is draining and its requests were handed over.
+        # Whether another node of this replica is draining, and the requests were returned to the
+        # routers.
         self._drained = False
         remote = None if self._others is None else self._others.remote
         pool = None
@@ -99,7 +100,7 @@ class EngineReplica:
             settings.sleep,
             pool,
         )
-        # The replica never listens on all interfaces.
+        # The replica listens on one address, never on all interfaces.
         host = _address(settings.loopback)
         ready = await self._server.start(config, host)
         self._load = EngineLoad(ready.step_tokens)
@@ -126,12 +127,13 @@ class EngineReplica:
         return self._load.figures(self._server.stats, self._server.steps)
 
     async def _await_notice(self) -> None:
-        """Wait until a node of this replica is to be drained, then refuse new requests, and before
-        the node's deadline hand running ones over to other replicas.
+        """Wait for a drain notice for a node of this replica. Then refuse new requests, and before
+        the node's deadline return the running requests to the routers.
 
-        Spot instances and operators send such notices. Serve starts a replacement at the same time,
-        and ends this replica when the replacement is ready. But Serve only considers the node of
-        this actor. For another node the replica reports itself unhealthy after the handover.
+        Spot instances and operators cause such notices. Serve starts a replacement at the same
+        time, and ends this replica when the replacement is ready. But Serve considers only the node
+        of this actor. If another node drains, the replica reports itself as unhealthy after the
+        requests were returned.
         """
         own = node_id()
         ours = {own, *(() if self._others is None else self._others.node_ids)}
@@ -164,7 +166,7 @@ class EngineReplica:
         try:
             self._server.check_health()
         except EngineDead:
-            await asyncio.sleep(FAREWELL)  # time for the message to the routers
+            await asyncio.sleep(FAREWELL)  # seconds for sending the message to the routers
             os._exit(1)
 
     async def stats(self) -> dict[str, Any]:
@@ -183,7 +185,7 @@ class EngineReplica:
         }
 
     async def __del__(self) -> None:
-        """Drain and stop the replica; Serve calls this hook at its end."""
+        """Drain and stop the replica; Serve calls this hook at the replica's end."""
         server = getattr(self, "_server", None)
         if server is not None:
             await server.drain(self._drain_seconds)
@@ -195,7 +197,7 @@ class EngineReplica:
 
 
 def _draining_nodes() -> Mapping[str, int]:
-    """Return {Ray's id of a node to be drained: its deadline in Unix milliseconds, 0 if none}.
+    """Return {Ray node id: deadline in Unix milliseconds, or 0} of the nodes to be drained.
 
     Returns {} while Ray's control plane does not answer.
     """

@@ -1,8 +1,8 @@
-"""DeviceLease: the lease of a device that several replicas share.
+"""DeviceLease: a lease of a device that several replicas share in turn.
 
-The replica that holds the lease is awake, the others sleep. The lease is a file lock, which the
-kernel releases however its holder ends. Waiting replicas hold a shared lock of a second file, by
-which the holder notices them.
+The replica that holds the lease is awake; the others sleep. The lease is a file lock, which the
+kernel releases when its holder ends in any way. Waiting replicas hold a shared lock on a second
+file, by which the holder notices them.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ class DeviceLease:
         return False
 
     async def acquire(self, seconds: float | None = None) -> bool:
-        """Wait for the lease, and return whether it was granted.
+        """Wait for the lease, and return whether it was acquired.
 
         seconds: longest wait; None: no limit.
         """
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
-        # A replica that waited while this one held the lease gets it first.
+        # A replica that waited while this one held the lease gets the lease first.
         await asyncio.sleep(max(0.0, self._released + _BEHIND_SECONDS - loop.time()))
         try:
             while not _lock(self._lease, fcntl.LOCK_EX):
@@ -77,7 +77,7 @@ class DeviceLease:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Try to lock an open file without waiting, and return whether it is locked now.
+    """Try to lock an open file without waiting, and return whether it succeeded.
 
     descriptor: the file. kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
     """

@@ -1,4 +1,4 @@
-"""ReplicaEngine: the engine that a replica's server talks to, as a protocol."""
+"""ReplicaEngine: the protocol (interface) of the engine behind a replica's server."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from engine.messages import AdapterInfo, EngineRequest, KVSource, Pulse, Ready, 
 
 
 class ReplicaEngine(Protocol):
-    """The methods of `engine.process.client.EngineClient` that a replica's server uses."""
+    """The interface of `engine.process.client.EngineClient` that a replica's server uses."""
 
     @property
     def alive(self) -> bool: ...

@@ -1,8 +1,8 @@
-"""OtherNodes: the actors that start a replica's ranks on nodes other than the replica's own.
+"""OtherNodes: starts a multi-node replica's ranks on the nodes other than the replica's own.
 
-They are for pipelines over several nodes. Serve creates a placement group for such a replica, with
-one bundle per node. The replica's own actor is in the first bundle, and owns the other actors, so
-Ray ends them with it.
+Pipelines may span several nodes. Serve creates a placement group with one bundle per node for such
+a replica. The replica's own actor is in the first bundle and owns the actors on the other nodes, so
+Ray ends them together.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class HostedRanks:
-    """A node's report that its ranks run and wait for a connection of rank 0.
+    """A node's report that its ranks have started and wait for a connection from rank 0.
 
-    address, port: where they wait.
-    model: folder of the model on that node. weights: identity of the weights there.
+    address, port: where the ranks listen.
+    model: folder of the model on that node. weights: identity of the weights on that node.
     """
 
     node_id: str
@@ -54,7 +54,7 @@ class RankActor:
         """
         config, address = prepare(), node_address()
         identity = ModelIdentity.of(config.model)
-        self._host = RankHost(config, node, address, key)  # its processes end with this one's
+        self._host = RankHost(config, node, address, key)  # its processes end with this process
         return HostedRanks(node_id(), address, self._host.port, config.model, identity.weights)
 
 
@@ -62,7 +62,7 @@ class OtherNodes:
     """The actors on a replica's nodes other than its own.
 
     node_ids: Ray's ids of these nodes.
-    remote: addresses of the ranks there, for `EngineClient`.
+    remote: addresses of the ranks on these nodes, for `EngineClient`.
     """
 
     def __init__(self, actors: list[Any], node_ids: tuple[str, ...], remote: RemoteRanks) -> None:
@@ -79,7 +79,7 @@ class OtherNodes:
     ) -> "OtherNodes":
         """Start an actor on each other node, and wait until its ranks run.
 
-        prepare: returns the engine's configuration, when called on the other node.
+        prepare: returns the engine's configuration; it is called on the other nodes.
         config, identity: engine configuration and model identity of this node.
 
         Raises the errors of `prepare`, ConfigError if a node has other weights, and EngineDead if a

@@ -1,4 +1,5 @@
-"""ReplicaServer: passes requests and tokens between an engine and routers. It does not need Ray."""
+"""ReplicaServer: passes requests and tokens between an engine and routers. This module does not
+need Ray."""
 
 import asyncio
 import itertools
@@ -48,23 +49,22 @@ from engine.scheduling.orders.sleeping import CHECK
 
 logger = logging.getLogger("manta.replica")
 
-_ROUTER_BITS = 40  # engine's request id = connection's index << 40 | the router's request id
+_ROUTER_BITS = 40  # the engine's request id is (connection's index << 40) | the router's request id
 _ROUTER_MASK = (1 << _ROUTER_BITS) - 1
-_IDLE_NEWS = 0.05  # seconds between stats for a router that has no tokens in a step
-_PULLS = (1.0, 10.0)  # seconds without a pulled byte after which a drain ends; the longest wait
-# Beyond so many routers _IDLE_NEWS grows in proportion: many routers go with many replicas, and the
-# stats of all replicas would fill a router's core.
+_IDLE_NEWS = 0.05  # seconds between stats for a router without tokens in the steps
+_PULLS = (1.0, 10.0)  # a drain ends after these seconds: without a pulled byte, in all
+# Number of routers beyond which _IDLE_NEWS grows in proportion: with many routers there are many
+# replicas, whose stats would otherwise use up a router's core.
 _FEW_ROUTERS = 16
 FAREWELL = 0.2  # seconds for sending the last frames before connections are closed
 _MAX_PREFIX_BYTES = 4096  # maximum bytes of prefix hashes in a frame: those of eight long prompts
 
 
 class ReplicaServer:
-    """The server of one replica, with the routers' connections on one side and the engine on the
-    other.
+    """The server of one replica, between the routers' connections and the engine.
 
-    The server splits each step's deltas by connection, and gives requests of different routers
-    different ids. When a router's connection is lost, it aborts that router's requests.
+    The server splits each step's deltas by connection, and makes the request ids of all routers
+    unique. When a router's connection is lost, the server aborts that router's requests.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class ReplicaServer:
         self.steps = StepCostModel(StepCost.mean(()))  # measured cost of this engine's steps
         self.failed: Failed | None = None
         self.port = 0
-        # source of KV blocks for other replicas, and bytes of a token; None: no blocks are pulled
+        # (source from which other replicas pull KV blocks, bytes per token); None: blocks cannot be
+        # pulled
         self.kv: tuple[KVSource, float] | None = None
         self._limits = limits
         self._engine = make_engine(self.on_frame, self.on_death)
@@ -139,7 +140,7 @@ class ReplicaServer:
         if self._server is not None:
             self._server.close()
         for connection in [*self._unauthenticated, *self._routers.values()]:
-            # The engine ends too, so requests need not be aborted there.
+            # The engine ends as well, so requests need not be aborted there.
             connection.live.clear()
             connection.close("the replica has stopped")
         self._unauthenticated.close()
@@ -153,9 +154,10 @@ class ReplicaServer:
             self._sleep.close()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, let running ones end, and return unfinished ones to the routers.
+        """Refuse new requests, wait for running ones to end, and then return unfinished ones to the
+        routers.
 
-        seconds: longest time for running requests to end.
+        seconds: maximum seconds to wait for running requests.
         """
         self.refuse_new()
         deadline = time.monotonic() + seconds
@@ -168,7 +170,8 @@ class ReplicaServer:
             await self._await_pulls()
 
     async def _await_pulls(self) -> None:
-        """Wait while other replicas pull the KV blocks of requests that were handed over."""
+        """Wait while other replicas pull the KV blocks of requests that were returned to the
+        routers."""
         quiet, longest = _PULLS
         deadline = time.monotonic() + longest
         sent = -1
@@ -179,8 +182,8 @@ class ReplicaServer:
             await asyncio.sleep(quiet)
 
     def published(self) -> dict[str, Any]:
-        """Return the fields of `router.replicas.replica_client.ReplicaEndpoint` that the server
-        knows: those by which routers connect, and others pull KV blocks."""
+        """Return those fields of `router.replicas.replica_client.ReplicaEndpoint` that the server
+        has: by them routers connect, and other replicas pull KV blocks."""
         host, config, ready = self._started
         metadata = {
             "host": host,
@@ -204,9 +207,10 @@ class ReplicaServer:
         return metadata
 
     def hand_over(self) -> None:
-        """Return running and newly arriving requests to the routers, which send them to others.
+        """Return running and newly arriving requests to the routers, which send them to other
+        replicas.
 
-        Routers also move the requests of a lost connection, but take them for suspects then.
+        Routers would also move the requests of a lost connection, but would treat them as suspects.
         """
         self.refuse_new()
         self._leaving = True
@@ -236,14 +240,16 @@ class ReplicaServer:
         return len(self._routers)
 
     def check_health(self) -> None:
-        """Raise EngineDead if the engine's process has ended or the watchdog found it stuck."""
+        """Raise EngineDead if the engine's process has ended, or is stuck according to the
+        watchdog."""
         if self.failed is not None:
             raise EngineDead(self.failed.message, code=self.failed.code)
         if not self._engine.alive:
             raise EngineDead("the engine process is gone")
 
     def _check_engine(self) -> None:
-        """Check the engine by the watchdog every `tick` seconds; report it dead if it is stuck."""
+        """Check the engine with the watchdog every `tick` seconds; report it as dead if it is
+        stuck."""
         engine, stats = self._engine, self.stats
         held = 0 if self._sleep is None else self._sleep.held
         busy = bool(stats.running or stats.waiting or self.in_flight > held)
@@ -263,7 +269,7 @@ class ReplicaServer:
             self._suspects.advance()
 
     def _share_out(self, frame: StepFrame) -> None:
-        """Send each router the deltas of its own requests, and the stats."""
+        """Send each router the deltas of its own requests, and the engine's stats."""
         stats, now = frame.stats, self._loop.time()
         self._memory.take_deltas(frame.deltas, now)
         self.steps.observe_frame(stats)
@@ -273,8 +279,8 @@ class ReplicaServer:
         if self._rows is not None:
             stats.images_not_received = self._rows.failures
         last, self.stats = self.stats, stats
-        # A router that missed this frame would see the earlier state until the next heartbeat: an
-        # idle or paused engine sends no further frame.
+        # Without this frame a router would see the earlier state until the next heartbeat, because
+        # an idle or paused engine sends no further frame.
         idle = not stats.running and not stats.waiting
         for_all = idle or _by_orders(stats) != _by_orders(last)
         routers = self._routers
@@ -320,7 +326,7 @@ class ReplicaServer:
                 router.send_frame(stats, deltas or [])
 
     def on_death(self, error: MantaError) -> None:
-        """Handle the engine's failure: tell the routers, which move requests, and refuse new
+        """Handle the engine's failure: notify the routers, which move the requests, and refuse new
         connections."""
         if self.failed is not None:
             return
@@ -328,7 +334,7 @@ class ReplicaServer:
         self.failed = Failed(error.code, error.message, error.param)
         if self._server is not None:
             self._server.close()
-        # Only requests that the engine had received are blamed.
+        # Only requests that the engine had received can be the cause.
         accused = self._suspects.accused()
         doubt = len(accused) > 1
         deaths = accused[0].message.deaths if len(accused) == 1 else []
@@ -367,7 +373,7 @@ class ReplicaServer:
 
     def _received(self, connection: ReplicaEnd, message: FromRouter) -> None:
         if self.failed is not None:
-            # The router has got `failed`, and moves its requests.
+            # The router has received `failed`, and moves its requests.
             return
         base = connection.index << _ROUTER_BITS
         if isinstance(message, Abort):
@@ -405,7 +411,8 @@ class ReplicaServer:
             extra={"request_id": request.request_id},
         )
         for other in self._routers.values():
-            # Prompts share their heads, so the hashes beyond the limit are dropped.
+            # Hashes beyond the limit are dropped, because prompts have mostly their beginnings in
+            # common.
             if other is not connection and len(other.prefix_hashes) < _MAX_PREFIX_BYTES:
                 other.prefix_hashes += message.prefix_hashes[:_MAX_PREFIX_BYTES]
         connection.live.add(id)
@@ -420,7 +427,7 @@ class ReplicaServer:
     async def _carry_out(
         self, connection: ReplicaEnd, order: UpdateWeights | TransferWeights | Control
     ) -> None:
-        """Carry out an order of a trainer, and send its answer to the router."""
+        """Execute a trainer's order, and send the answer to the router."""
         answer = Answer(order.ticket)
         try:
             if isinstance(order, UpdateWeights):
@@ -447,8 +454,8 @@ class ReplicaServer:
         connection.send(answer)
 
     async def _sleep_or_wake(self, order: Control) -> None:
-        """Carry out a trainer's order "sleep" or "wake"; meanwhile no idle time makes the engine
-        sleep. Raises MantaError.
+        """Execute a trainer's order "sleep" or "wake". During a trainer's sleep, idle times do not
+        control the engine's sleep. Raises MantaError.
         """
         checks = order.what == "sleep" and order.level == CHECK
         if self._sleep is not None and not checks:
@@ -469,7 +476,8 @@ class ReplicaServer:
             self._start(submitted.message.request)
 
     def _take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """Drop aborted requests that the engine does not have yet; return the ids of the others.
+        """Drop aborted requests that the engine does not have yet; return the ids of the other
+        aborted requests.
 
         ids: ids of the aborted requests.
         """
@@ -524,10 +532,12 @@ class ReplicaServer:
             self._hear_death(error)
 
     def _hear_death(self, error: EngineDead) -> None:
-        """Report the engine's death, if an error of its client means that its process has ended."""
+        """Report the engine's death if an error from its client means that its process has
+        ended."""
         if not self._engine.alive:
             self.on_death(error)
-        # If it is alive, its client reports the cause soon, after the engine's last frames.
+        # If the process is alive, its client will report the cause soon, after the engine's last
+        # frames.
 
     def _announce(self) -> None:
         self.stats.draining = True
@@ -536,7 +546,7 @@ class ReplicaServer:
 
 
 def _given_back(id: int) -> Delta:
-    """Return the delta by which a draining replica returns a request to its router.
+    """Return the delta that tells a router that a draining replica returns a request.
 
     id: id of the request at its router.
     """
@@ -544,5 +554,5 @@ def _given_back(id: int) -> Delta:
 
 
 def _by_orders(stats: EngineStats) -> tuple[object, ...]:
-    """Return the stats that orders of trainers change."""
+    """Return a tuple of the stats that trainers' orders change."""
     return stats.paused, stats.asleep, stats.weights_dropped, stats.weights_version

@@ -1,9 +1,9 @@
 """ReplicaSleep: puts a replica's engine to sleep, and holds requests until it is awake.
 
 The engine sleeps after an idle time, or if another replica waits for the device and there is no
-work. A replica that is never idle gives the device up after a while, once its running requests have
-ended. Requests that arrive during sleep are held, and wake the engine. While a trainer decides
-about sleep, this module orders neither sleep nor wake.
+work. A replica that is never idle gives up the device after _LEASE_SECONDS, once its running
+requests have ended. Requests that arrive during sleep are held, and wake the engine. While a
+trainer controls sleep, this module orders neither sleep nor wake.
 """
 
 import asyncio
@@ -21,8 +21,9 @@ from engine.messages import StepFrame
 logger = logging.getLogger("manta.replica")
 
 _POLL_SECONDS = 0.1
-_YIELD_SECONDS = 0.5  # idle seconds before the device is given to a waiting replica
-# Seconds for which a busy engine gets new requests while another replica waits for the device.
+_YIELD_SECONDS = 0.5  # idle seconds after which the device is given to a waiting replica
+# Seconds for which a busy engine still gets new requests while another replica waits for the
+# device.
 _LEASE_SECONDS = 10.0
 
 
@@ -30,8 +31,8 @@ _LEASE_SECONDS = 10.0
 class SleepSettings:
     """The settings of an engine that sleeps.
 
-    idle_seconds: seconds without a request before the engine sleeps.
-    wait_seconds: longest time for which a request is held while other replicas keep the device.
+    idle_seconds: seconds without a request after which the engine sleeps.
+    wait_seconds: maximum seconds for which a request is held while other replicas use the device.
     takes_turns: whether replicas share a device, so that only one of them is awake at a time.
     """
 
@@ -41,11 +42,11 @@ class SleepSettings:
 
 
 class ReplicaSleep:
-    """The sleep of one replica's engine, and the requests held until it is awake.
+    """The control of one engine's sleep, and the requests that are held until the engine is awake.
 
     order: sends a `Control` ("sleep" or "wake") to the engine and returns its ticket.
     start: passes a request on to the engine.
-    refuse: ends a request with an error message.
+    refuse: ends a request with an error, given its message.
     busy: returns the replica's number of unfinished requests, including held ones.
     """
 
@@ -64,8 +65,8 @@ class ReplicaSleep:
         self._refuse = refuse
         self._busy = busy
         self._lease = DeviceLease(visible_devices()) if settings.takes_turns else None
-        self._ordered = False  # whether a trainer decides about sleep
-        self._woken = False  # whether the trainer has ended a sleep that began here
+        self._ordered = False  # whether a trainer controls sleep
+        self._woken = False  # whether a trainer has ended a sleep that this module began
         self._open = False  # whether requests are passed on rather than held
         # (monotonic seconds when the request was held, request)
         self._held: list[tuple[float, SubmittedRequest]] = []
@@ -87,7 +88,7 @@ class ReplicaSleep:
             await self._lease.acquire()
 
     def begin(self) -> None:
-        """Begin to watch for idle times; the engine must be started and awake."""
+        """Start monitoring idle times; the engine must be started and awake."""
         self._open, self._used = True, time.monotonic()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -100,9 +101,9 @@ class ReplicaSleep:
             self._asked.set()
 
     async def let_trainer(self) -> None:
-        """Let a trainer decide about sleep until `take_back`, and acquire the device.
+        """Give control of sleep to a trainer until `take_back`, and acquire the device.
 
-        Raises Overloaded if another replica keeps the device.
+        Raises Overloaded if another replica does not release the device.
         """
         self._ordered = True
         if self._lease is None or self._lease.held:
@@ -111,7 +112,7 @@ class ReplicaSleep:
             raise Overloaded(_TAKEN.format(self._settings.wait_seconds), code="device_busy")
 
     def take_back(self) -> None:
-        """End `let_trainer`: idle times decide about sleep again. The engine must be awake."""
+        """End `let_trainer`: idle times control sleep again. The engine must be awake."""
         if not self._ordered:
             return
         self._ordered, self._used = False, time.monotonic()
@@ -123,7 +124,7 @@ class ReplicaSleep:
             self._news.set_result(None)
 
     def stop(self) -> None:
-        """Stop sleeping and waking, as the engine is about to end. The device stays leased until
+        """Stop controlling sleep, because the engine is about to end. The device stays leased until
         `close`."""
         if self._task is not None:
             self._task.cancel()
@@ -158,7 +159,7 @@ class ReplicaSleep:
             self._start_held()
 
     def _start_held(self) -> None:
-        """Send the held requests to the engine, and hold no requests from now on."""
+        """Send the held requests to the engine, and stop holding requests."""
         self._open, self._woken = True, False
         held, self._held = self._held, []
         for _, submitted in held:
@@ -166,7 +167,7 @@ class ReplicaSleep:
                 self._start(submitted)
 
     async def _until_unused(self) -> None:
-        """Wait for a reason to sleep, hold new requests from then on, and return once the engine is
+        """Wait until the engine should sleep, then hold new requests, and return once the engine is
         idle."""
         wanted_since: float | None = None
         while True:

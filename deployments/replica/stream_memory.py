@@ -1,10 +1,10 @@
-"""StreamMemory: the tokens of streams that run at a replica or ended there recently.
+"""StreamMemory: remembers the tokens of streams that run at a replica or ended there recently.
 
 A client whose router or proxy has died reconnects with its stream's id, and the new router asks the
-replicas for the tokens. So the stream continues where the client left off, for the price of a
-prefix cache lookup. Recomputed tokens could differ; remembered ones do not. Only streams with event
-ids are kept, for KEEP_SECONDS after their end and up to KEEP_TOKENS in all; the oldest are dropped
-first.
+replicas for the tokens. So the stream continues where the client stopped, at the cost of a prefix
+cache lookup. Recomputed tokens could differ from those that the client has. Only streams with event
+ids are remembered, for KEEP_SECONDS after their end and up to KEEP_TOKENS in all; the oldest are
+dropped first.
 """
 
 from array import array
@@ -14,8 +14,8 @@ from deployments.transport.channel import StreamRecord
 from engine.messages import Delta, EngineRequest
 
 KEEP_SECONDS = 180.0  # longer than a proxy, a router or a node takes to restart
-KEEP_TOKENS = 8 * 2**20  # maximum of tokens kept of ended streams (32 MiB)
-_OF_EACH = 128  # tokens that an ended record counts in addition to its own, for its other memory
+KEEP_TOKENS = 8 * 2**20  # maximum number of remembered tokens of ended streams (32 MiB)
+_OF_EACH = 128  # number of tokens that is added for the other memory of an ended stream
 
 
 class _Kept:
@@ -30,9 +30,9 @@ class _Kept:
 
 
 class StreamMemory:
-    """The tokens of running and lately ended streams, for another router to resume them.
+    """The tokens of running and recently ended streams, from which another router can resume them.
 
-    Ids of requests are the engine's; streams have the ids that clients know.
+    Request ids are those of the engine; stream ids are those that routers use.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,8 @@ class StreamMemory:
         self._streams.setdefault(stream, []).append(record)
 
     def take_deltas(self, deltas: list[Delta], now: float) -> None:
-        """Add a step's tokens to their streams. now: seconds of the clock that `find` gets, too."""
+        """Add a step's tokens to their streams. now: seconds of the clock that is also passed to
+        `find`."""
         live = self._live
         if not live:
             return

@@ -1,6 +1,6 @@
-"""SuspectQueue: runs the suspected poison requests of one replica one at a time.
+"""SuspectQueue: runs the suspected poison requests of one replica, one at a time.
 
-The queue has the suspects of all routers (see router/poison.py). Other requests do not wait for
+The queue has the suspects from all routers (see router/poison.py). Other requests do not wait for
 suspects.
 """
 
@@ -10,23 +10,23 @@ from collections.abc import Callable, Iterable
 from deployments.replica.adapters import SubmittedRequest
 from deployments.transport.channel import ReplicaEnd
 
-_SUSPECTS_FIRST = 0.1  # seconds for all routers to hear of an engine's death and send its suspects
+_SUSPECTS_FIRST = 0.1  # seconds within which all routers send the suspects of a death
 
 
 class SuspectQueue:
-    """The suspects of one replica that wait for their probation.
+    """The suspects that wait at one replica for their probation.
 
     start: passes a request to the engine.
     later: calls a function after some seconds.
-    suspect: the request on probation. Its router has limited it to a few tokens, so the probation
-        ends with the request.
-    given: whether the engine has received the suspect; its adapter may still be loading, or the
-        engine may have died.
+    suspect: the request on probation. Its router has limited its output to a few tokens, so the
+        probation ends with the request.
+    given: whether the engine has received the suspect; if not, its adapter may still be loading, or
+        the engine may have died.
 
-    A request that was in an engine that died, but is no suspect of that death, has passed. It
+    A request that was in an engine that died, but is no suspect of that death, is called passed. It
     starts when no suspect is on probation, and after all routers have had time to send the suspects
-    of that death. It may still have been the cause, so if the engine dies while it runs beside a
-    suspect, the suspect is not given up.
+    of that death. A passed request may still have been the cause. So if the engine dies while it
+    runs beside a suspect, the suspect is not failed.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class SuspectQueue:
         self._start = start
         self._later = later
         self._suspects: list[SubmittedRequest] = []
-        # Passed requests, which start when no suspect waits or is on probation.
+        # Passed requests that wait; they start when no suspect waits or is on probation.
         self._passed: deque[SubmittedRequest] = deque()
-        self._known: set[str] = set()  # deaths (replica names) that passed requests have named
-        self._expected = 0  # number of timers that wait for the suspects of named deaths
-        # Running requests that were in engines that died: possible causes besides the suspect.
+        self._known: set[str] = set()  # deaths (replica names) that passed requests list
+        self._expected = 0  # number of timers that wait for the suspects of these deaths
+        # Running requests that were in engines that died, and so may be causes besides the suspect.
         self._company: list[SubmittedRequest] = []
 
     def submit(self, submitted: SubmittedRequest) -> None:
-        """Start a request now, or queue it if it is a suspect or has passed (`Submit.start`)."""
+        """Start a request, or queue it if it is a suspect or has passed (`Submit.start`)."""
         start = submitted.message.start
         if start == "alone":
             self._suspects.append(submitted)
@@ -81,7 +81,7 @@ class SuspectQueue:
         """Return the requests that may have caused the death of the engine that has just died.
 
         The first is the suspect on probation. The others are running requests that were also in all
-        the engines whose deaths the suspect may have caused. Returns [] if no suspect was on
+        those engines whose deaths the suspect may have caused. Returns [] if no suspect was on
         probation.
         """
         if self.suspect is None or not self.given:
@@ -106,8 +106,8 @@ class SuspectQueue:
             return
         self.suspect, self.given = None, False
         while self._suspects:
-            # Suspects start in the engine's order of urgency: one that then waited in the engine's
-            # queue would delay the suspects after it.
+            # Suspects start in the order of the engine's queue. A suspect that waited in that queue
+            # would delay the suspects after it.
             submitted = min(self._suspects, key=lambda one: one.request.urgency)
             self._suspects.remove(submitted)
             if submitted.wanted:

@@ -1,8 +1,8 @@
 """Watchdog: detects that the engine process is stuck.
 
-The watchdog has no clock but counts the replica's own ticks, so that a pause of the replica process
-is not taken for a pause of the engine. An engine sends keep-alive messages (`Pulse`), also in the
-middle of a step. Three kinds of stuck, from the fastest detected to the slowest:
+The watchdog counts the replica process's own ticks instead of reading a clock, so that a pause of
+the replica process does not count as a pause of the engine. An engine sends keep-alive messages
+(`Pulse`), also during a step. The three ways to be stuck, in the order of their detection:
 
   no keep-alive          the process is stopped, or its machine swaps
   a step in which the    a kernel or a collective hangs on the device, or a lock on the host
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from engine.messages import Pulse
 
-# CPU seconds in a tick that count as work; the keep-alive thread alone uses fewer.
+# CPU seconds per tick from which on the host counts as computing; the keep-alive thread alone uses
+# fewer.
 _COMPUTES = 0.01
 
 
@@ -35,16 +36,17 @@ class StallLimits:
 
 
 class Watchdog:
-    """A check of the engine's keep-alive messages. Call `check` every `limits.tick` seconds."""
+    """The checker of an engine's keep-alive messages. `check` must be called every `limits.tick`
+    seconds."""
 
     def __init__(self, limits: StallLimits) -> None:
         self._limits = limits
         self._pulses = self._step = -1
         self._cpu_seconds = 0.0
-        self._silent = self._hung = self._still = 0  # in ticks
+        self._silent = self._hung = self._still = 0  # durations in ticks
 
     def check(self, pulses: int, pulse: Pulse, step: int, *, busy: bool) -> str:
-        """Return why the engine is stuck; "" if it is not.
+        """Return the reason why the engine counts as stuck; "" if it does not.
 
         pulses: number of keep-alive messages so far.
         pulse: the last keep-alive message.
@@ -54,7 +56,8 @@ class Watchdog:
         limits = self._limits
         heard = pulses != self._pulses
         computed = pulse.cpu_seconds - self._cpu_seconds
-        # Requests that wait for their adapters count as work, but the engine cannot run them yet.
+        # Requests that wait for their adapters count as work, although the engine cannot run them
+        # yet, so steps do not have to end.
         moved = step != self._step or not busy or pulse.doing == "input"
         self._pulses, self._step, self._cpu_seconds = pulses, step, pulse.cpu_seconds
         self._silent = 0 if heard else self._silent + 1
