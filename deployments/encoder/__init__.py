@@ -1,1 +1,1 @@
-"""Encoder pools: actors that compute embeddings of images, and the code of replicas that ask."""
+"""Encoder pools: actors that compute image embeddings, and the code by which replicas call them."""

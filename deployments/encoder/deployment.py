@@ -1,6 +1,7 @@
-"""EncoderReplica: the Serve deployment of an encoder pool; asks: a replica's call of the pool.
+"""EncoderReplica: the Serve deployment of an encoder pool. asks: creates a replica's function for
+calling the pool.
 
-Serve places, checks, replaces and scales the actors, and distributes the calls among them.
+Serve places, checks, replaces and scales the actors, and distributes calls among them.
 """
 
 import asyncio
@@ -25,13 +26,13 @@ logger = logging.getLogger("manta.encoder")
 
 
 class EncoderReplica:
-    """An actor with a model's vision encoder alone, which encodes one image after the other."""
+    """An actor that has only a model's vision encoder, and encodes one image at a time."""
 
     async def __init__(self, prepare: Callable[[], EngineConfig], stall_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the vision encoder.
 
         prepare: finds or downloads the model, and returns its EngineConfig for this machine.
-        stall_seconds: longest time of one image.
+        stall_seconds: maximum seconds for one image.
         """
         from engine.encoder import ImageEncoder  # imports torch, which replicas and routers do not
 
@@ -41,7 +42,7 @@ class EncoderReplica:
         self._weights = identity.weights
         self._stall_seconds = stall_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        # Monotonic seconds at which the present image was begun; 0: there is none.
+        # Monotonic time at which the present image was started; 0: there is none.
         self._began = 0.0
         self._failed = ""
         self._images = 0
@@ -49,7 +50,7 @@ class EncoderReplica:
         logger.info("encoder ready: %s", config.model)
 
     async def encode(self, weights: str, image: Image) -> tuple[NDArray[Any], str]:
-        """Return the embeddings of an image, and their type: `Image.rows` and `rows_dtype`.
+        """Return the embeddings of an image and their dtype, as in `Image.rows` and `rows_dtype`.
 
         weights: the identity of the caller's weights; "": unknown. Raises ValueError if this
             encoder has other weights.
@@ -80,7 +81,8 @@ class EncoderReplica:
             self._began = 0.0
 
     def check_health(self) -> None:
-        """Raise RuntimeError if an image failed or takes too long; Serve then replaces it."""
+        """Raise RuntimeError if an image failed or takes too long; Serve then replaces this
+        actor."""
         seconds = time.monotonic() - self._began
         if self._began and seconds > self._stall_seconds:
             self._failed = f"an image has not ended in {seconds:.0f} s"
@@ -89,7 +91,7 @@ class EncoderReplica:
 
 
 def asks(encoders: DeploymentHandle[Any], weights: str) -> AskEncoder:
-    """Return the function by which a replica asks its encoder pool.
+    """Return the function by which a replica requests embeddings from its encoder pool.
 
     weights: see `EncoderReplica.encode`.
     """

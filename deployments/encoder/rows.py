@@ -1,8 +1,9 @@
-"""ImageRows: gets embeddings of requests' images from an encoder pool before an engine has them.
+"""ImageRows: gets the embeddings of requests' images from an encoder pool before the requests go to
+the engine.
 
-A request waits here for the embeddings that its engine does not hold, as far as this process knows.
-Embeddings that do not come in time are computed by the engine from the pixels, which the request
-keeps. So an encoder that is dead, slow or full costs time alone. This module does not need Ray.
+A request waits here for embeddings that the engine's cache lacks, as far as this process knows. If
+embeddings do not arrive in time, the engine computes them from the pixels, which the request keeps.
+So a dead, slow or full encoder only costs time. This module does not need Ray.
 """
 
 import asyncio
@@ -20,25 +21,28 @@ from engine.messages import EngineRequest
 
 logger = logging.getLogger("manta.replica")
 
-_PAUSE_SECONDS = 5.0  # seconds without calls to encoders, after one did not answer in time
+_PAUSE_SECONDS = 5.0  # seconds without calls to encoders after one of them did not answer in time
 
-# Asks an encoder; returns the embeddings' bytes and type, as `Image` has them. Raises any error.
+# Requests embeddings from an encoder; returns their array and dtype, as in `Image`. May raise any
+# error.
 AskEncoder = Callable[[Image], Awaitable[tuple[NDArray[Any], str]]]
-_Key = tuple[str, bytes]  # (cache_salt, digest) of an image: tenants share no embeddings
+_Key = tuple[str, bytes]  # (cache_salt, digest) of an image; tenants do not share embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderPool:
-    """The encoder pool of a replica. wait_seconds: longest wait for an image's embeddings."""
+    """The encoder pool of a replica. wait_seconds: maximum seconds to wait for an image's
+    embeddings."""
 
     ask: AskEncoder
     wait_seconds: float
 
 
 class WaitingRequest(Protocol):
-    """The parts of `deployments.replica.adapters.SubmittedRequest` that this module uses.
+    """The interface of `deployments.replica.adapters.SubmittedRequest` that this module uses.
 
-    encoded: whether embeddings were asked for; then the request does not wait here a second time.
+    encoded: whether embeddings were already requested, so that the request does not wait here
+        again.
     """
 
     encoded: bool
@@ -52,8 +56,8 @@ class WaitingRequest(Protocol):
 class ImageRows:
     """The requests of a replica that wait for embeddings of their images.
 
-    size: the maximum number of embeddings that the engine holds.
-    failures: the number of images since the start whose embeddings no encoder delivered.
+    size: the maximum number of embeddings in the engine's cache.
+    failures: the number of images, since the start, for which no encoder delivered embeddings.
     """
 
     def __init__(self, pool: EncoderPool, begin: Callable[[Any], None]) -> None:
@@ -64,22 +68,23 @@ class ImageRows:
         self.size = self.failures = 0
         self._pool = pool
         self._begin = begin
-        # Image -> number of its embeddings, for images that the engine probably holds, least
-        # recently used first. An error costs an encode, or a transfer.
+        # image -> number of its embeddings, for images that are probably in the engine's cache,
+        # least recently used first; an error costs an encode or a transfer
         self._held: OrderedDict[_Key, int] = OrderedDict()
         self._held_size = 0
         self._asking: dict[_Key, asyncio.Task[None]] = {}
-        # Embeddings that have arrived, for the first of the requests that wait for them.
+        # image -> the image with embeddings that have arrived, for the first request that waits for
+        # them
         self._arrived: dict[_Key, Image] = {}
-        self._waiting: dict[int, asyncio.Task[None]] = {}  # request's id -> its task
+        self._waiting: dict[int, asyncio.Task[None]] = {}  # request id -> its task
         self._silent_until = 0.0
         self._logged = -_PAUSE_SECONDS
         self._stopped = False
 
     def submit(self, submitted: WaitingRequest) -> bool:
-        """Ask encoders for the embeddings of a request's images.
+        """Request the embeddings of a request's images from encoders.
 
-        Returns whether the request waits for some; then `begin` is called with it later.
+        Returns whether the request waits for any; if so, `begin` is called with the request later.
         """
         if submitted.encoded or self._stopped or not submitted.request.images:
             return False
@@ -95,8 +100,8 @@ class ImageRows:
         return bool(asked)
 
     def _ask(self, key: _Key, image: Image) -> asyncio.Task[None] | None:
-        """Return the task that gets an image's embeddings; None if the engine holds them, or has to
-        compute them."""
+        """Return the task that gets an image's embeddings; None if the engine has them in its
+        cache, or must compute them."""
         if key in self._held:
             self._held.move_to_end(key)
             return None
@@ -108,7 +113,7 @@ class ImageRows:
         return self._asking[key]
 
     async def _get(self, key: _Key, image: Image) -> None:
-        """Ask an encoder for an image's embeddings, and keep them for a waiting request."""
+        """Get an image's embeddings from an encoder, and store them for a waiting request."""
         pool = self._pool
         try:
             async with asyncio.timeout(pool.wait_seconds):
@@ -127,7 +132,8 @@ class ImageRows:
             del self._asking[key]
 
     async def _go_on(self, submitted: WaitingRequest, asked: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for the tasks that fetch a request's embeddings; begin it unless it was aborted."""
+        """Wait for the tasks that get a request's embeddings; then begin the request unless it was
+        aborted."""
         request = submitted.request
         await asyncio.wait(asked)
         arrived = [
@@ -146,9 +152,9 @@ class ImageRows:
         self._begin(submitted)
 
     def _hold(self, key: _Key, size: int) -> None:
-        """Record that the engine holds an image's embeddings, which a request brings to it.
+        """Record that the engine gets an image's embeddings, with a request, into its cache.
 
-        Beyond the size of the engine's cache the oldest records are removed.
+        Beyond the size of the engine's cache, the least recently used records are removed.
         """
         if key not in self._held:
             self._held[key] = size
@@ -158,14 +164,14 @@ class ImageRows:
             self._held_size -= size
 
     def take_back(self, live: set[int], ids: Iterable[int]) -> None:
-        """Remove the aborted requests that wait here from `live`.
+        """Remove those aborted requests from `live` that wait here.
 
         live: ids of the unfinished requests of a router. ids: those of the aborted ones.
         """
         live -= self._waiting.keys() & set(ids)
 
     def stop(self) -> None:
-        """Send encoders no further images: the engine gets weights that they do not have."""
+        """Stop using encoders, because the engine gets weights that they do not have."""
         self._stopped = True
 
     def close(self) -> None:
