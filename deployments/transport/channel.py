@@ -11,12 +11,12 @@ sends the first frame:
                       replica: StepFrame | Failed | AdapterAnswer | Recalled | Answer
 
 A peer is disconnected if it does not prove the secret in time, or sends a frame that is too large
-or does not decode. Each side sends a frame at least every `heartbeat` seconds and gives up on a
+or cannot be decoded. Each side sends a frame at least every `heartbeat` seconds and disconnects a
 peer that is silent for `timeout` seconds, so a lost machine is noticed long before Ray notices it.
 A peer that does not read is disconnected when its backlog exceeds the limit. So memory stays
-bounded, and the router can move its requests elsewhere.
+bounded, and the router can move its requests to other replicas.
 
-The module uses plain `asyncio.Protocol`, because asyncio's streams cost a task switch per frame.
+The module uses `asyncio.Protocol` directly, because asyncio's streams need a task switch per frame.
 """
 
 import asyncio
@@ -49,15 +49,16 @@ from engine.messages import (
 VERSION = 4
 _HEADER = struct.Struct("<I")
 _NONCE_BYTES = 32
-_MAX_HANDSHAKE_FRAME = 1024  # bytes: the maximum that a peer can make us buffer before its proof
+_MAX_HANDSHAKE_FRAME = 1024  # bytes: the maximum that is buffered for a peer before its proof
 
 
-# When a replica may start a choice: at once; alone among the suspects of a death; or after them.
+# When a replica may start a choice. "": immediately; "alone": while no other suspect of a death
+# runs; "after": after all suspects.
 Start = Literal["", "alone", "after"]
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """The replica's first frame, with the nonce that the router has to answer."""
+    """The replica's first frame, with the nonce for the router's proof."""
 
     version: int
     nonce: bytes
@@ -78,11 +79,12 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
-    """The adapter of a request, with its files; `EngineRequest.adapter` is "name@revision".
+    """The adapter of a request and the path of its files; `EngineRequest.adapter` is
+    "name@revision".
 
     path: folder or URL of the adapter's files.
-    version: version of the adapter's record; 0: the request has begun and keeps this revision,
-        though there may be a newer one.
+    version: version of the adapter's record; 0: the request has begun and keeps this revision, even
+        if there is a newer one.
     """
 
     name: str
@@ -92,15 +94,16 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """An order to start one choice. request.id is the router's number, unique on its connection.
+    """An order to start one choice. request.id is the router's number of the choice, unique on the
+    connection.
 
-    prefix_hashes: joined hashes of the prompt (prefix_index.py), which the replica passes on to its
+    prefix_hashes: joined hashes of the prompt (prefix_index.py), which the replica forwards to
         other routers.
     adapter: adapter of the request, if it has one.
     start: when the replica may start the choice.
-    deaths: replicas that the choice may have killed (replica/suspect_queue.py).
-    stream: name under which the replica remembers the tokens (replica/stream_memory.py); "": it
-        does not.
+    deaths: names of the replicas that the choice may have killed (replica/suspect_queue.py).
+    stream: name under which the replica remembers the tokens (replica/stream_memory.py); "": the
+        tokens are not remembered.
     """
 
     request: EngineRequest
@@ -112,10 +115,10 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
-    """An order to set the present revision of an adapter's name; revision "": it is removed.
+    """An order to set the current revision of an adapter; revision "": the adapter was removed.
 
-    New requests with older versions are refused, and other revisions are forgotten. The answer is
-    an AdapterAnswer.
+    The replica then refuses new requests with older versions, and drops other revisions. The answer
+    is an AdapterAnswer.
     """
 
     ticket: int
@@ -125,7 +128,7 @@ class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
 
 
 class Recall(msgspec.Struct, array_like=True, tag="recall"):
-    """A question for the tokens of streams that a replica remembers. The answer is a Recalled."""
+    """A request for the remembered tokens of streams. The answer is a Recalled."""
 
     ticket: int
     streams: list[str]
@@ -135,7 +138,7 @@ class StreamRecord(msgspec.Struct, array_like=True):
     """The output of one choice of a stream.
 
     token_ids: the output so far.
-    finish, stop_token: those of the Delta that ended the choice; "" and None if it has not ended.
+    finish, stop_token: fields of the Delta that ended the choice; "" and None if it has not ended.
     """
 
     stream: str
@@ -146,14 +149,14 @@ class StreamRecord(msgspec.Struct, array_like=True):
 
 
 class Recalled(msgspec.Struct, array_like=True, tag="recalled"):
-    """The records of all choices of the streams that the replica remembers."""
+    """The records of all choices of those requested streams that the replica remembers."""
 
     ticket: int
     records: list[StreamRecord]
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="beat"):
-    """A frame of a router that has nothing else to send, which shows that it is alive."""
+    """A router's frame that shows that the router is alive, if it has nothing else to send."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -177,14 +180,14 @@ _from_replica = msgspec.msgpack.Decoder(Hello | Welcome | FromReplica)
 class ChannelLimits:
     """The limits of a channel, in seconds and bytes.
 
-    handshake: longest handshake; 3 s is long for three frames inside a cluster, and short for a
-        port scanner.
-    heartbeat: longest time between two frames of one side.
+    handshake: maximum duration of a handshake; 3 s is long for three frames inside a cluster, and
+        short for a port scanner.
+    heartbeat: maximum time between two frames from one side.
     timeout: silence after which a peer counts as lost: five heartbeats, so that an interpreter may
-        stall for a second. Missed heartbeats rather than seconds are counted, because a process
-        that was itself stopped has missed none.
-    max_frame: largest frame; 128 MiB holds the pixels of a request's images, and the prompt
-        logprobs of a 400,000-token prompt.
+        stall for a second. Missed heartbeats are counted rather than seconds, so that a process
+        that was itself stopped does not blame its peers.
+    max_frame: maximum size of a frame; 128 MiB is enough for the pixels of a request's images, and
+        for the logprobs of a 400,000-token prompt.
     max_backlog: maximum unsent bytes for a peer that does not read.
     """
 
@@ -196,7 +199,7 @@ class ChannelLimits:
 
 
 class ChannelConnection(asyncio.Protocol):
-    """The base of both ends of a channel: frames, liveness and limits.
+    """The base class of both ends of a channel: frames, heartbeats and limits.
 
     on_close: called exactly once, with the connection and the reason.
     """
@@ -213,14 +216,14 @@ class ChannelConnection(asyncio.Protocol):
         # Whether the connection was closed because the peer was silent.
         self.silent = False
         self.peer = ""
-        self.address = ""  # the peer's, without the port
+        self.address = ""  # the peer's address, without the port
         self._secret = secret
         self._limits = limits
         self._decode = decoder.decode
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._tail = bytearray()  # the beginning of an incomplete frame
+        self._tail = bytearray()  # the received part of an incomplete frame
         self._max_frame = _MAX_HANDSHAKE_FRAME
         self._heard = False  # whether bytes have arrived since the last tick
         self._missed = 0  # ticks in a row without bytes
@@ -232,7 +235,7 @@ class ChannelConnection(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport is not a subclass.
+        # uvloop's transport is not a subclass of asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
         if self._reason:  # closed before it was established
             self._transport.abort()
@@ -289,8 +292,8 @@ class ChannelConnection(asyncio.Protocol):
     # -- for the owner
 
     def send(self, message: Any) -> None:
-        """Send one frame. On a closed connection the message is dropped, as `on_close` informs the
-        owner."""
+        """Send a message as one frame. On a closed connection it is dropped, as the owner is
+        notified by `on_close`."""
         transport = self._transport
         if transport is None or self._reason:
             return
@@ -301,7 +304,7 @@ class ChannelConnection(asyncio.Protocol):
             self.close("the peer does not read")
 
     def close(self, reason: str) -> None:
-        """Close the connection at once. Idempotent; the first reason is kept."""
+        """Close the connection immediately. Idempotent; the first reason is kept."""
         if self._reason:
             return
         self._reason = reason
@@ -362,12 +365,12 @@ class ReplicaEnd(ChannelConnection):
         on_made: Callable[["ReplicaEnd"], None] = lambda _: None,
     ) -> None:
         super().__init__(secret, limits, _from_router, on_close)
-        self.index = -1  # the replica's number of this connection
-        self.live: set[int] = set()  # engine's ids of this router's unfinished requests
+        self.index = -1  # index of this connection at the replica
+        self.live: set[int] = set()  # the engine's ids of this router's unfinished requests
         self.router = ""
-        # For this router's next frame: prefix hashes that other routers have sent, those that the
-        # engine has evicted (`gone`, or `lowered` to host memory or disk), and the ids of the
-        # router's own requests that the stats now count (see StepFrame).
+        # Content of this router's next frame (see StepFrame): prefix hashes that other routers have
+        # sent, hashes that the engine has evicted (`gone`) or moved to host memory or disk
+        # (`lowered`), and the ids of the router's requests that the stats count now.
         self.prefix_hashes = bytearray()
         self.gone, self.lowered = bytearray(), bytearray()
         self.taken: list[int] = []
@@ -382,8 +385,8 @@ class ReplicaEnd(ChannelConnection):
         self.send(Hello(VERSION, self._nonce))
 
     def send_frame(self, stats: EngineStats, deltas: list[Delta]) -> None:
-        """Send a frame with the replica's newest stats, deltas, and the prefix hashes and request
-        ids that wait for this router's next frame."""
+        """Send a frame with stats, deltas, and the prefix hashes and request ids that were
+        collected for this router's next frame."""
         taken, self.taken = self.taken, []
         prefix_hashes = bytes(self.prefix_hashes)
         gone, lowered = bytes(self.gone), bytes(self.lowered)

@@ -1,4 +1,4 @@
-"""UnauthenticatedConnections: a replica's connections that have not proved the secret yet.
+"""UnauthenticatedConnections: limits a replica's connections that have not proved the secret yet.
 
 Their number and their log lines are bounded.
 """
@@ -12,24 +12,24 @@ from deployments.transport.channel import ReplicaEnd
 logger = logging.getLogger("manta.replica")
 
 _PLACES = 64
-_LINE_SECONDS = 10.0  # seconds between two lines of the log
+_LINE_SECONDS = 10.0  # minimum seconds between two log lines
 
 
 class UnauthenticatedConnections:
-    """A replica's connections that have not proved that they know the secret, at most _PLACES.
+    """A replica's connections, at most _PLACES, that have not proved that they know the secret.
 
-    A new connection is always accepted. A router proves the secret within a round trip, so an older
-    connection is no router's. If there are already _PLACES connections, the oldest one from the
-    address with the most connections is closed. So no machine can keep routers out by holding
+    A new connection is always accepted. If there are already _PLACES connections, the oldest one
+    from the address with the most connections is closed. A router proves the secret within a round
+    trip, so old connections are not from routers. So no machine can block routers by opening
     connections.
 
-    Connections that end without a proof are logged together: the first at once, later ones as a
-    count.
+    Connections that end without a proof are logged together: the first one immediately, later ones
+    as a count.
     """
 
     def __init__(self) -> None:
         self._places: dict[ReplicaEnd, str] = {}  # connection -> address, oldest first
-        self._refused = 0  # number since the last log line
+        self._refused = 0  # number of connections without a proof since the last log line
         self._last = ""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -56,7 +56,7 @@ class UnauthenticatedConnections:
         self._places.pop(connection, None)
 
     def refused(self, connection: ReplicaEnd, reason: str) -> None:
-        """Count and report a connection that ended without a proof of the secret."""
+        """Count and log a connection that ended without a proof of the secret."""
         self.discard(connection)
         self._refused += 1
         self._last = f"{connection.peer}: {reason}"
