@@ -1,8 +1,8 @@
-"""Checks and a lock for the deployment of applications on a cluster where others run.
+"""Checks and a lock for deploying applications on a cluster that already has others.
 
 Serve accepts only a complete list of a cluster's applications, and deletes applications that are
-missing in it. So the list includes the running applications as they were deployed, which restarts
-none of them.
+missing in the list. So we also list the running applications as they were deployed; these are not
+restarted.
 """
 
 import json
@@ -17,17 +17,17 @@ from deployments.config.load import parse_config
 from deployments.config.models import MantaConfig
 from engine.errors import ConfigError, MantaError
 
-ONE_MODEL = "deployments.app:build"  # import paths of applications that answer requests
+ONE_MODEL = "deployments.app:build"  # import path of one-model applications
 SEVERAL_MODELS = "deployments.app:build_routers"
-_DEPLOYING = "manta-deploying"  # key in Ray's store, held by the process that deploys
-# Seconds after which the holder of the key is presumed dead; a deployment takes a few.
+_DEPLOYING = "manta-deploying"  # key in Ray's store, which the deploying process holds as a lock
+# Seconds after which the holder of the lock is presumed dead; a deployment takes a few seconds.
 _STALE = 30.0
-_WAIT = 60.0  # longest seconds to wait for the key
+_WAIT = 60.0  # maximum seconds to wait for the lock
 _POLL = 0.1
 
 
 def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
-    """Check that applications can be deployed on a cluster where others run.
+    """Check that applications can be deployed on a cluster with the running ones.
 
     wanted: Serve's schemas of the applications to deploy.
     there: Serve's schemas of the running applications, by name.
@@ -58,7 +58,7 @@ def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
 def left_out(wanted: Sequence[Any], there: Mapping[str, Any]) -> set[str]:
     """Return the names of running applications of models that are no longer in the configuration.
 
-    Models that were added to the running endpoint are left out, as no configuration has them.
+    Models that were added to the running endpoint are not included, as no configuration has them.
 
     wanted, there: as in `check`.
     """
@@ -77,7 +77,7 @@ def left_out(wanted: Sequence[Any], there: Mapping[str, Any]) -> set[str]:
 def check_beside(
     config: MantaConfig, others: Sequence[MantaConfig], running: MantaConfig | None
 ) -> None:
-    """Check that an application can run on a cluster with others.
+    """Check that an application can run on a cluster beside others.
 
     others: configurations of the other applications.
     running: the configuration that runs under the same name; None: none.
@@ -136,7 +136,7 @@ def config_of(application: Any) -> MantaConfig | None:
     if not ours or not isinstance(config, Mapping):
         return None
     with suppress(ConfigError):
-        # Files that the configuration names may be on another machine.
+        # The files in the configuration are not checked, as they may be on another machine.
         return parse_config(config, {}, check_files=False)
     return None
 
@@ -146,16 +146,17 @@ def config_of(application: Any) -> MantaConfig | None:
 
 @contextmanager
 def deploying() -> Iterator[None]:
-    """Hold the cluster's deployment lock: no other deployment runs at the same time.
+    """A context manager that holds the cluster's deployment lock, so that no other deployment runs
+    meanwhile.
 
-    Of two simultaneous deployments, each would delete what the other has added.
+    Each of two simultaneous deployments would delete the applications that the other has added.
 
     Raises MantaError if the lock is held for a minute, and OSError if Ray's store does not answer.
     """
     mine = json.dumps(time.time()).encode()
     deadline = time.monotonic() + _WAIT
     while store("put", _DEPLOYING, mine, overwrite=False):
-        # Another process holds the key.
+        # Another process holds the lock.
         held = store("get", _DEPLOYING)
         if held is not None and time.time() - json.loads(held) > _STALE:
             store("del", _DEPLOYING)
@@ -177,10 +178,10 @@ def _key(app: str) -> str:
 
 
 def deployed_at(app: str, reported: float) -> float:
-    """Return the Unix time at which an application itself was last deployed.
+    """Return the Unix time at which this application was last deployed.
 
-    reported: the deployment time that Serve reports, which a deployment of any other application
-        changes, too.
+    reported: the deployment time that Serve reports, which also changes when any other application
+        is deployed.
     """
     record = store("get", _key(app))
     seen, before = json.loads(record) if record else (reported, reported)
@@ -188,9 +189,10 @@ def deployed_at(app: str, reported: float) -> float:
 
 
 def note_others(now: float, others: Mapping[str, float]) -> None:
-    """Record that a deployment at `now` changes the reported deployment time of other applications.
+    """Record the deployment times of other applications before a deployment at `now`, which changes
+    the times that Serve reports for them.
 
-    `deployed_at` then returns their own times.
+    `deployed_at` then returns the recorded times.
 
     others: the deployment time that Serve has reported so far, by application.
     """

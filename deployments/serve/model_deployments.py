@@ -30,15 +30,15 @@ from engine.config.engine_config import EngineConfig, ranks_said
 from engine.errors import ConfigError
 
 _DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
-_HEALTH_PERIOD = (
-    2.0  # seconds; channels report a dead engine at once, but only this check has it replaced
-)
+# Seconds. Channels report a dead engine at once, but only this check makes Serve replace it.
+_HEALTH_PERIOD = 2.0
 _HEALTH_TIMEOUT = 10.0
-_IMAGES_AT_ENCODER = 16  # maximum of images at an encoder, and of images that wait in a replica
-DRAIN_POLL = 0.2  # seconds between Serve's polls of an ending replica; the default 2 delays its end
-# Percent of new replicas, at least one, that start before old ones stop: Serve's update stops 20 %.
+_IMAGES_AT_ENCODER = 16  # maximum number of images at an encoder, and waiting in a replica
+DRAIN_POLL = 0.2  # seconds between Serve's polls of an ending replica; Serve's default is 2
+# Percentage of new replicas, at least one, that start before old ones stop; Serve updates 20 % at a
+# time.
 SURGE = 20
-# Seconds after the drain until Serve kills a replica: time for the engine to stop.
+# Seconds from the end of the drain until Serve kills a replica, in which the engine stops.
 KILL_MARGIN = 10.0
 
 # Key of the autoscaler's JSON report in Ray's store, which the monitor rewrites every few seconds.
@@ -52,7 +52,7 @@ Prepare = Callable[[ReplicaSettings], EngineConfig]
 
 
 def channel_limits(config: MantaConfig) -> ChannelLimits:
-    """Return the limits of channels; the backlog of one may hold all images of a router."""
+    """Return the limits of channels. A channel's backlog may contain all images of a router."""
     return ChannelLimits(
         heartbeat=config.router.heartbeat_seconds,
         timeout=config.router.silence_seconds,
@@ -61,7 +61,7 @@ def channel_limits(config: MantaConfig) -> ChannelLimits:
 
 
 def dispatch_limits(config: MantaConfig) -> DispatchLimits:
-    """Return the limits of a router's work for the model."""
+    """Return the DispatchLimits of a router for the model."""
     return DispatchLimits(
         wait_seconds=config.router.wait_seconds,
         in_flight=config.limits.in_flight,
@@ -79,7 +79,7 @@ def dispatch_limits(config: MantaConfig) -> DispatchLimits:
 def logs(config: MantaConfig) -> dict[str, Any]:
     """Return the logging options of a Serve deployment: JSON logs, or none for text logs.
 
-    Without options Serve's own config file may set them.
+    Without options, Serve's config file may set them.
     """
     return {"logging_config": {"encoding": "JSON"}} if config.log.format == "json" else {}
 
@@ -87,9 +87,9 @@ def logs(config: MantaConfig) -> dict[str, Any]:
 def engine_deployments(
     config: MantaConfig, machine: "NodeCapacity", prepare: Prepare | None = None
 ) -> list[Application]:
-    """Return a Serve deployment for each pool of engines of a model.
+    """Return a Serve deployment for each engine pool of a model.
 
-    Deployments of encoder pools are arguments of these deployments.
+    The deployments of encoder pools are bound to them as arguments.
 
     prepare: returns the EngineConfig on a replica's machine; None: `prepare_engine`.
     """
@@ -165,8 +165,7 @@ def _sleep_settings(config: MantaConfig, pool: PoolConfig) -> SleepSettings | No
 
 
 def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
-    """Return the EngineConfig of a replica on this machine, where the model is downloaded if
-    needed."""
+    """Return the EngineConfig of a replica on this machine; download the model if needed."""
     options = dict(settings.engine)
     dummy = options.get("load_format") == "dummy"
     folder = resolve_model(
@@ -194,7 +193,7 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
     return ServedModel(
         name=config.name(),
         aliases=tuple(config.aliases),
-        # The router uses the same converted form of the model as the pools.
+        # The router uses the same converted files of the model as the pools.
         find_model=partial(
             resolve_model,
             config.model,
@@ -223,7 +222,7 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
 
 
 def wake_seconds(config: MantaConfig) -> float | None:
-    """Return the assumed seconds of a replica's start; None if a pool always has a replica."""
+    """Return the assumed seconds of a replica's start; None if some pool always has a replica."""
     pools = config.engine_pools.values()
     if not pools or any(not autoscaling.scales(pool) or pool.min_replicas for pool in pools):
         return None
@@ -231,7 +230,8 @@ def wake_seconds(config: MantaConfig) -> float | None:
 
 
 def served_models(app: str) -> dict[str, ServedModel]:
-    """Return the models that the endpoint `app` serves now, by name; blocks, and needs Ray."""
+    """Return the models that the endpoint `app` serves now, by name. Blocks, and needs a connection
+    to Ray."""
     entries = model_applications.entries(app, model_applications.applications())
     return {name: served_model(entry.config, 0, entry.app) for name, entry in entries.items()}
 
@@ -241,7 +241,7 @@ def served_models(app: str) -> dict[str, ServedModel]:
 
 @dataclass(frozen=True, slots=True)
 class NodeCapacity:
-    """The maximum of CPU cores and GPUs that a replica can get: those of the largest node.
+    """The CPU cores and GPUs of the largest node, which a replica can get at most.
 
     alone: whether this is the only node, as far as known.
     grows: whether an autoscaler may start further nodes; None: unknown, as there is no cluster yet.
@@ -262,16 +262,17 @@ class NodeCapacity:
         )
         if nodes:
             cores = max(node.get("CPU", 0) for node in nodes)
-            # A node without cores is the head of a cluster whose other nodes start on demand.
+            # A node without cores is the head of a cluster in which other nodes start on demand.
             alone = len(nodes) == 1 and cores > 0
             return cls(cores, max(node.get("GPU", 0) for node in nodes), alone, _grows())
         return cls(len(os.sched_getaffinity(0)), gpus_here())
 
 
 def _grows() -> bool:
-    """Return whether an autoscaler may start further nodes, by the report of Ray's monitor.
+    """Return whether an autoscaler may start further nodes, according to the report of Ray's
+    monitor.
 
-    A monitor without an autoscaler lists nodes by their ids; in its first seconds it reports
+    A monitor without an autoscaler lists nodes by their ids. In its first seconds it reports
     nothing, and the result is true.
     """
     try:
@@ -283,7 +284,8 @@ def _grows() -> bool:
 
 
 def _only_ids(report: dict[str, Any], ids: Collection[str]) -> bool:
-    """Return whether the monitor's report has nodes by ids and none by an autoscaler's node type.
+    """Return whether the monitor's report lists nodes only by ids, not by an autoscaler's node
+    types.
 
     ids: "node_" and the id of each node.
     """
@@ -297,11 +299,12 @@ def deployment_name(pool: str) -> str:
 
 
 def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
-    """Return the pools, encoders included, with values for cores, GPUs and threads that are open.
+    """Return the pools, including encoders, with values filled in for unset cores, GPUs and
+    threads.
 
-    A CPU replica's step uses one thread per core, as more would make replicas wait for each other.
-    An encoder has one core unless the configuration says otherwise.
-    A replica of several ranks is one actor with as many GPUs, or one actor on each of its nodes.
+    A CPU replica uses one thread per core, because with more threads replicas would wait for each
+    other. An encoder has one core unless configured otherwise. A replica with several ranks is one
+    actor with as many GPUs, or one actor on each of its nodes.
 
     Raises ConfigError if a replica's share of the machine has fewer cores than ranks.
     """
@@ -338,11 +341,11 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
 def check_gpus(
     config: MantaConfig, resolved: Mapping[str, PoolConfig], machine: NodeCapacity
 ) -> None:
-    """Check that a node has the GPUs of a replica, or may be started; without, the replica would
-    wait for ever.
+    """Check that some node has the GPUs of a replica, or that such a node may be started; otherwise
+    the replica would wait for ever.
 
-    A GPU pool with minimum 0 is accepted if a CPU pool can answer. If an autoscaler may start a
-    node with the GPUs, only a warning is logged.
+    A GPU pool with minimum 0 is accepted if a CPU pool can answer requests. If an autoscaler may
+    start a node with the GPUs, only a warning is logged.
 
     resolved: result of `pools`.
 
@@ -365,7 +368,7 @@ def check_gpus(
 def _check_gpu_pool(
     config: MantaConfig, name: str, engines: Mapping[str, PoolConfig], machine: NodeCapacity
 ) -> None:
-    """Check one pool of engines on GPUs; see `check_gpus`."""
+    """Check the nodes for one engine pool on GPUs; see `check_gpus`."""
     pool = engines[name]
     if machine.gpus >= (pool.num_gpus or 0):
         return
@@ -400,14 +403,14 @@ def _check_share(
 ) -> None:
     """Check that a CPU replica's share of the machine has a core per rank. Raises ConfigError.
 
-    For pools without a configured num_cpus, whose share is `cores`.
+    Called for pools without a configured num_cpus. cores: the replica's share of the cores.
     """
     ranks = config.node_ranks(pool)
     if ranks == 1 or cores >= ranks:
         return
     key = "pools.cpu.replicas" if "cpu" in config.pools else "replicas"
     fewer = "" if pool.replicas <= 1 else f", or {key}"
-    # Nodes that are not up yet may have more.
+    # Nodes that have not started yet may have more cores.
     way_out = f"lower it{fewer}" if machine.alone else f"lower it{fewer}, or set pools.cpu.num_cpus"
     raise ConfigError(
         f"{ranks_said(*config.divisions(pool))}: so many ranks on the CPU need as many cores, and "
@@ -419,8 +422,8 @@ def _check_share(
 def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCapacity]:
     """Return the capacity that each of several models may use, if the machine is the only node.
 
-    CPU pools without num_cpus divide the cores that other pools leave equally among their replicas.
-    If each reserved all cores, the second model would never start.
+    CPU replicas without a configured num_cpus share equally the cores that other pools leave. If
+    each reserved all cores, the second model would never start.
     """
     if not machine.alone:
         return [machine] * len(models)
@@ -433,7 +436,7 @@ def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCap
 def beside(
     others: Iterable[MantaConfig], config: MantaConfig, machine: NodeCapacity
 ) -> NodeCapacity:
-    """Return the capacity that a model may use which is added to others: the cores they leave.
+    """Return the capacity for a model that is added beside others: the cores that the others leave.
 
     others: configurations of the other models.
     """
@@ -444,7 +447,7 @@ def beside(
 
 
 def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:
-    """Return the number of a model's CPU replicas whose number of cores is not configured."""
+    """Return the number of a model's CPU replicas in pools without a configured num_cpus."""
     return sum(
         max(1, pool.replicas)
         for name, pool in config.pools_on(machine.gpus).items()
@@ -453,9 +456,11 @@ def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:
 
 
 def _cores_taken(config: MantaConfig, machine: NodeCapacity) -> float:
-    """Return the cores that a model's replicas reserve whose number of cores is known.
+    """Return the number of cores reserved by those replicas of a model whose number of cores is
+    known.
 
-    Cores of encoders are left out if a CPU pool's number is open: they are part of its share.
+    Encoders' cores are not included if a CPU pool has no configured num_cpus, as they are part of
+    its share.
     """
     return (0.0 if _open_replicas(config, machine) else _encoding(config)) + sum(
         pool.replicas * (config.node_ranks(pool) if pool.num_cpus is None else pool.num_cpus)
@@ -478,10 +483,10 @@ def _update_options(pool: PoolConfig) -> dict[str, Any]:
 
 
 def _placement_options(pool: PoolConfig, nodes: int) -> dict[str, Any]:
-    """Return the deployment options for the resources that Ray reserves for a replica.
+    """Return the Serve deployment options that set the resources reserved for a replica.
 
-    For several nodes they are a placement group with a bundle on each, reserved all or none. The
-    replica's actor is in the first bundle, and starts the actors in the others.
+    For several nodes they are a placement group with one bundle per node, all of which are reserved
+    together. The replica's actor is in the first bundle, and starts the actors in the others.
     """
     actor: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
     if pool.resources:

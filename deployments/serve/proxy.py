@@ -1,5 +1,5 @@
-"""The choice of proxy before the routers, and the environment variables that Ray's processes
-need."""
+"""The choice of the HTTP proxy in front of the routers, and the environment variables that Ray's
+processes need."""
 
 import logging
 from pathlib import Path
@@ -14,8 +14,8 @@ logger = logging.getLogger("manta.app")
 
 
 def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
-    """Return the proxy that will be used, and log its name, as it determines the cost of a streamed
-    token."""
+    """Return the proxy that will be used, and log its name, because it determines the cost of a
+    streamed token."""
     if behind_haproxy(config):
         logger.info("HTTP through haproxy")
         return "haproxy"
@@ -46,10 +46,10 @@ def check_edge(config: MantaConfig) -> None:
 def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
     """Return the environment variables that all Ray processes of the cluster need at their start.
 
-    Client drivers must not have them.
+    Client drivers must not have these variables.
 
-    folder: folder for haproxy's sockets and files, private to this cluster; the launcher that Serve
-        starts as haproxy is written there.
+    folder: folder for haproxy's sockets and files, private to this cluster. The launcher that Serve
+        starts instead of haproxy is written there.
 
     Raises ConfigError.
     """
@@ -61,10 +61,11 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         # By default each handle and replica wakes ten times a second to set two gauges that Ray
         # collects every ten seconds, and a router has a handle for each pool of each model.
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
-        # A node's proxy is replaced after some failed polls: within 10 s instead of 30.
+        # A node's proxy is replaced after some failed polls, with these values within 10 s instead
+        # of 30.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        # By default Ray's workers have niceness 15, but 0 while they start. So the start of a
-        # replica, or another program, would take nearly all CPU time from the engines that stream.
+        # By default Ray's workers have niceness 15, but 0 while they start. So a starting replica,
+        # or another program, would take nearly all CPU time from running engines.
         "RAY_worker_niceness": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.http.uvicorn_hooks:install",
     }
