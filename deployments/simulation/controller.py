@@ -1,7 +1,7 @@
 """Controller: starts and stops the pools' replicas in virtual time, as Serve's controller does.
 
-Once a second routers and replicas report their load, and the service's own policy decides on the
-number of replicas.
+Once a second, routers and replicas report their load, and the real autoscaling policy decides on
+the numbers of replicas.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from deployments.simulation.service import MODEL, Service, SimulatedReplica
 from deployments.simulation.speed import Speed
 
 _EVERY = 1.0  # seconds between two reports, and between two decisions
-_REPORTS = 2  # number of last reports that are averaged, as by Serve
+_REPORTS = 2  # number of last reports that are averaged, as in Serve
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPool:
-    """A pool of the configuration.
+    """A pool of the configuration, as simulated.
 
-    first: number of replicas at the beginning. least, most: limits of the number.
+    first: initial number of replicas. least, most: limits of the number.
     scales: whether the policy decides on the number.
     start_seconds: seconds from the decision to a replica that takes requests.
-    price: price of a replica's hour.
+    price: price of one replica per hour.
     """
 
     speed: Speed
@@ -54,7 +54,7 @@ class _Reporter:
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """The life of a replica, from the decision to start it on.
+    """The life of a replica, which begins with the decision to start it.
 
     wanted, ended: times of the decision and of the replica's end; -1: not yet.
     """
@@ -68,7 +68,8 @@ class _Life:
 
 @dataclass(slots=True)
 class _Context:
-    """A deployment, with the attributes of `scaling.policy.ServeContext`, for the policy."""
+    """The context of a deployment that is passed to the policy; see
+    `scaling.policy.ServeContext`."""
 
     deployment_name: str
     current_num_replicas: int
@@ -82,10 +83,10 @@ class _Context:
 
 
 class Controller:
-    """The controller of a service's pools.
+    """The controller of a simulated service's pools.
 
     policy: the policy of the pools that scale; None: no pool scales.
-    drain_seconds: longest time for the running requests of a replica that is to stop.
+    drain_seconds: maximum seconds for running requests of a replica that is to stop.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Controller:
                 await self._begin(life, pool.speed)
 
     def run(self) -> None:
-        """Begin to decide on the number of replicas, once a second."""
+        """Start deciding on the numbers of replicas, once a second."""
         self._ticks = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -137,9 +138,9 @@ class Controller:
         )
 
     def replica_seconds(self, name: str, since: float, until: float) -> float:
-        """Return the sum of the lives of a pool's replicas in seconds, between two times.
+        """Return the sum of the lives of a pool's replicas, in seconds, between two times.
 
-        A life is from the decision to start the replica to its end.
+        A replica's life is from the decision to start it until its end.
         """
         return sum(
             max(
@@ -180,7 +181,7 @@ class Controller:
                     yield life.reporter
 
     def _present(self, name: str) -> list[_Life]:
-        """Return the pool's replicas without draining ones; those that are starting come last."""
+        """Return the pool's replicas that are not draining; those that are starting come last."""
         lives = [life for life in self._lives[name] if life.ended < 0 and not self._leaves(life)]
         return sorted(lives, key=lambda life: (life.replica is None, life.wanted))
 
@@ -242,7 +243,7 @@ class Controller:
 
 
 class Wakes:
-    """The calls by which routers wait for a first replica, and which Serve counts as queued.
+    """The calls by which routers wait for a first replica, and which Serve reports as queued.
 
     waiting: number of open calls.
     start_seconds: assumed seconds of a start; None: the model never sleeps.
@@ -258,7 +259,7 @@ class Wakes:
         return Waking(MODEL, self._start_seconds, self._ask)
 
     def ready(self) -> None:
-        """Answer all open calls, as a replica is ready."""
+        """Answer all open calls, because a replica is ready."""
         if self._there is not None:
             self._there.set()
             self._there = None
@@ -274,9 +275,10 @@ class Wakes:
 
 
 def _aggregated(reporters: Iterable[_Reporter]) -> dict[str, dict[int, float]]:
-    """Return {metric: {index of a reporter: mean of its reports}}, as Serve gives it to a policy.
+    """Return {metric: {index of a reporter: mean of its reports}}, the form that Serve passes to a
+    policy.
 
-    A reporter without the metric is left out.
+    Reporters without the metric are left out.
     """
     metrics: dict[str, dict[int, float]] = {}
     for number, reporter in enumerate(reporters):

@@ -1,9 +1,9 @@
 """CoreEngine: the real scheduling of an engine on a simulated device, behind a real ReplicaServer
 in virtual time.
 
-A step takes the seconds that `Speed` gives for its samples and prompt tokens. Like the engine's
-loop, the class accepts requests only between two calls of `EngineCore.step`. Results are published
-at the time when the device would have computed them.
+`Speed` determines the seconds of a step from its sampled tokens and prompt tokens. Like the
+engine's loop, the class accepts requests only between two calls of `EngineCore.step`. Results are
+published at the virtual time at which a device would have computed them.
 """
 
 import time
@@ -37,7 +37,7 @@ class Step:
 
 
 class Device:
-    """A runner that computes nothing and whose steps take virtual time, one after the other.
+    """A model runner that computes nothing, and whose steps take virtual time, one after the other.
 
     now: virtual time of the host, which `Step.wait` moves to the end of a step.
     """
@@ -62,7 +62,7 @@ class Device:
 
 
 class CoreEngine(VirtualEngine):
-    """A simulated engine with the real scheduling."""
+    """A simulated engine with the real scheduler."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""VirtualEngine: a base of simulated engines, which run on timers of virtual time."""
+"""VirtualEngine: the base class of simulated engines, which run on timers in virtual time."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,9 +13,11 @@ VOCABULARY = 1000
 
 
 class VirtualEngine:
-    """A base class with the methods of `replica.server.ReplicaEngine`, on a timer of virtual time.
+    """The base class of simulated engines: the methods of `replica.server.ReplicaEngine`, in
+    virtual time.
 
-    It has no adapters. Subclasses implement `submit`, and `abort` if requests can be aborted.
+    Adapters are not supported. Subclasses implement `submit`, and `abort` if requests can be
+    aborted.
     """
 
     alive = True
@@ -33,7 +35,8 @@ class VirtualEngine:
 
     @property
     def pulses(self) -> int:
-        """The number of keep-alive messages; grows at each read, so that no watchdog fires."""
+        """The number of keep-alive messages. It grows at each read, so that the watchdog never
+        fires."""
         self._pulses += 1
         return self._pulses
 

@@ -23,8 +23,9 @@ class PoolRates(BaseModel):
     """The measured or estimated speed of a pool's replicas.
 
     base, sequence, token: fields of StepCost.
-    kv_tokens: number of tokens that the KV cache of a replica holds; None: unknown.
-    start_seconds: seconds from a decision to a replica that takes requests; None: unknown.
+    kv_tokens: capacity of a replica's KV cache in tokens; None: unknown.
+    start_seconds: seconds from the decision to start a replica until it accepts requests; None:
+        unknown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,7 +72,7 @@ def read_rates(path: Path, model: str) -> dict[str, PoolRates]:
 
 
 def _of_live(data: Mapping[str, Any], model: str) -> dict[str, PoolRates]:
-    """Return by pool the mean rates of the replicas that a live view has measurements of."""
+    """Return, by pool, the mean rates of the replicas that a live view has measurements for."""
     costs: dict[str, list[StepCost]] = {}
     tokens: dict[str, int] = {}
     for pool, cost, kv_tokens in _measured(data, model):
@@ -84,9 +85,9 @@ def _of_live(data: Mapping[str, Any], model: str) -> dict[str, PoolRates]:
 
 
 def _measured(data: Mapping[str, Any], name: str) -> Iterator[tuple[str, StepCost, int]]:
-    """Yield (pool, step cost, tokens of its KV cache) of each measured replica, for each router.
+    """Yield (pool, step cost, tokens of its KV cache) for each measured replica, once per router.
 
-    data: a live view. name: the model's name, which counts if there are several models.
+    data: a live view. name: the model's name, used if the view has several models.
     """
     for router in data["routers"]:
         models = router["models"]
@@ -103,9 +104,9 @@ def _measured(data: Mapping[str, Any], name: str) -> Iterator[tuple[str, StepCos
 
 
 def of_data_sheet(plan: EnginePlan, context: float) -> PoolRates:
-    """Return lower bounds of the costs of a GPU's steps, by its memory bandwidth and TFLOP/s.
+    """Return lower bounds of a GPU's step costs, from its memory bandwidth and TFLOP/s.
 
-    context: mean number of tokens, of prompt and output, that a sequence has at a step.
+    context: mean number of tokens, prompt and output together, that a sequence has at a step.
 
     Raises ConfigError for a device without a data sheet.
     """
@@ -123,7 +124,7 @@ def of_data_sheet(plan: EnginePlan, context: float) -> PoolRates:
 
 
 def mean_context(lengths: Sequence[tuple[int, int]]) -> float:
-    """Return the mean number of tokens that a sequence has at a step.
+    """Return the mean number of tokens, prompt and output together, that a sequence has at a step.
 
     lengths: numbers of (prompt, output) tokens of each request.
     """

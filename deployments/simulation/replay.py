@@ -1,7 +1,7 @@
-"""replay: predicts how a configuration serves a recorded load, in virtual time.
+"""replay: simulates in virtual time how a configuration serves a recorded load.
 
-Routers, replica servers, scheduling and scaling are the service's own; only engines' steps are
-simulated, by measured costs. Left out are HTTP, tokenising, speculation, adapters and failures.
+Routers, replica servers, scheduling and scaling are the real code; only engine steps are simulated,
+from measured costs. HTTP, tokenising, speculation, adapters and failures are not simulated.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from loadtest.measure.figures import sample_at
 from loadtest.scenario.arrivals import TRACE_BLOCK, TraceRow
 
 _TOO_LONG = "context_length_exceeded"
-_DIGITS = 997  # base of the digits, as token ids, by which prompts number blocks and requests
+_DIGITS = 997  # base of the digits, as token ids, that encode block and request numbers in prompts
 _FILLER = 999  # token id of the other tokens of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRun:
-    """The replicas and the cost of one pool in a replay.
+    """The number of replicas and the cost of one pool in a replay.
 
-    replica_seconds: sum of the replicas' lives. most: largest number of replicas at once.
-    price: price of a replica's hour.
+    replica_seconds: sum of the replicas' lives. most: maximum number of replicas at once.
+    price: price of one replica per hour.
     """
 
     replica_seconds: float
@@ -51,7 +51,7 @@ class Replay:
     """The outcome of a replay; times are seconds.
 
     firsts: time to the first token of each answered request, ascending.
-    gaps: mean time between tokens of each answered request with several tokens, ascending.
+    gaps: mean time between tokens, for each answered request with several tokens, ascending.
     refused: number of requests without a whole answer, by error code.
     seconds: duration of the replay in virtual time.
     """
@@ -67,7 +67,8 @@ class Replay:
         return sum(pool.cost for pool in self.pools.values())
 
     def first(self, share: float) -> float:
-        """Return a quantile of the seconds to the first token. share: the quantile, as 0.99."""
+        """Return a quantile of the seconds to the first token. share: the quantile, such as
+        0.99."""
         return sample_at(self.firsts, share)
 
     def gap(self, share: float) -> float:
@@ -80,7 +81,7 @@ def simulated_pools(
 ) -> dict[str, SimulatedPool]:
     """Return the pools of a configuration, for `replay`.
 
-    speeds: speed of the replicas, by pool.
+    speeds: speed of a replica, by pool.
     start_seconds: measured seconds of a start, by pool; others have the configured start_seconds.
 
     Raises ConfigError for pools that are not simulated.
@@ -116,13 +117,13 @@ def replay(
     settle: float = 0.0,
     seed: int = 1,
 ) -> Replay:
-    """Run the requests of a trace through a simulated service that has just started.
+    """Run the requests of a trace through a simulated, newly started service.
 
     Equal arguments give equal results.
 
     pools: result of `simulated_pools`.
-    settle: longest time after the last answer until pools have shrunk to their minimum; replicas
-        cost until then.
+    settle: maximum seconds to continue after the last answer, until pools have shrunk to their
+        minimum; the cost of replicas is counted until then.
     """
     return virtual_time.run(_replay(config, pools, trace, settle, seed))
 
@@ -179,8 +180,8 @@ async def _replay(
 def _policy(
     config: MantaConfig, pools: Mapping[str, SimulatedPool]
 ) -> autoscaling.PoolsPolicy | None:
-    """Return the autoscaling policy of the pools that scale, with the rates of their speeds; None
-    if no pool scales."""
+    """Return the autoscaling policy for the pools that scale, with rates from their speeds; None if
+    no pool scales."""
     arguments = autoscaling.policy_arguments(config, config.engine_pools)
     for name, fields in arguments["pools"].items():
         speed = pools[name].speed
@@ -221,8 +222,8 @@ async def _ask(
 
 
 def _token_ids(row: TraceRow, number: int) -> list[int]:
-    """Return the token ids of a prompt: equal to other prompts in the row's blocks that they share,
-    different from all beyond them.
+    """Return the token ids of a prompt. They equal those of other prompts in the row's shared
+    blocks, and differ from all other prompts after these.
 
     number: the row's index in the trace.
     """

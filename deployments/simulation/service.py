@@ -1,7 +1,7 @@
 """Service: real routers and replica servers with simulated engines, in virtual time.
 
-All code between a request and its engine is that of the real service: admission, queue, routing,
-channel, replica server.
+All code between a request and its engine is real: admission, queue, routing, channel, replica
+server.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ MODEL = "m"  # the name of the served model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedReplica:
-    """A replica that has started. engine: the simulated engine, from `make_engine` of Service."""
+    """A started replica. engine: the simulated engine that Service's `make_engine` has created."""
 
     name: str
     speed: Speed
@@ -34,9 +34,9 @@ class SimulatedReplica:
 
 
 class Service:
-    """Real routers and simulated replicas that are connected with each other.
+    """A service of real routers connected to simulated replicas.
 
-    speeds: speed of each replica that `start` adds.
+    speeds: one Speed per replica that `start` adds.
     make_engine: a subclass of VirtualEngine.
     make_waking: returns a Waking for a router; None: the model never sleeps.
     context: maximum of tokens of a request, until replicas report theirs.
@@ -90,7 +90,8 @@ class Service:
         return replica
 
     def withdraw(self, replica: SimulatedReplica) -> None:
-        """Remove a replica from those that routers may use; the caller drains and stops it."""
+        """Remove a replica from those that routers may use; the caller then drains and stops the
+        replica."""
         self.replicas.remove(replica)
         self._publish()
 

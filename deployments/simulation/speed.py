@@ -9,12 +9,13 @@ from deployments.routing.step_cost import StepCost
 class Speed:
     """The cost of steps and the limits of one kind of simulated replica.
 
-    base, sequence, token: seconds of a step, and of each sequence and prompt token in the step.
-    kv_tokens: number of tokens that the KV cache holds. chunk: maximum of tokens in a step.
+    base, sequence, token: constant seconds of a step, and seconds per sequence and per prompt token
+        in it.
+    kv_tokens: capacity of the KV cache in tokens. chunk: maximum number of tokens in a step.
     adapter_seconds: seconds to load an adapter. slots: number of adapter slots.
     ahead: whether a step is launched before the previous one ends, so that new requests wait for
-        one step more.
-    context: maximum of tokens of a request. block: number of tokens in a KV block.
+        one more step.
+    context: maximum number of tokens of a request. block: number of tokens in a KV block.
     """
 
     pool: str

@@ -1,8 +1,8 @@
-"""VirtualLoop: an event loop whose clock jumps to the next timer, so that minutes of the service's
-own code run in seconds and reproducibly.
+"""VirtualLoop: an event loop whose clock jumps to the next timer, so that minutes of real service
+code run in seconds, and reproducibly.
 
-Connections on the loop are pairs of in-memory transports: bytes arrive `HOP` seconds later.
-`run` replaces `time.monotonic` by the loop's clock, because the service's code reads it.
+Connections on the loop are pairs of in-memory transports, on which bytes arrive after `HOP`
+seconds. `run` replaces `time.monotonic`, which the service's code reads, by the loop's clock.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ HOP = 0.0005  # seconds that bytes take from one end of a connection to the othe
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in virtual time and return its result.
 
-    The coroutine may not wait for a thread, a process or a real socket.
+    The coroutine must not wait for a thread, a process or a real socket.
     """
     real = time.monotonic
     loop = VirtualLoop()
@@ -41,7 +41,7 @@ class _Selector(selectors.SelectSelector):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 1000.0  # seconds; not 0, which stands for "never" in some fields
+        self.now = 1000.0  # seconds; not 0, which means "never" in some fields
 
     def select(self, timeout: float | None = None) -> list[Any]:
         assert timeout is not None, "everything waits and no timer will end it"
@@ -104,7 +104,7 @@ class _Transport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         if not self._closed:
-            # Timers of the same time run in any order, so each delivers the oldest bytes.
+            # Timers for the same time run in any order, so each timer delivers the oldest bytes.
             self.peer._coming.append(bytes(data))
             self._loop.call_later(HOP, self.peer._arrives)
 
