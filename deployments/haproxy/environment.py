@@ -1,4 +1,4 @@
-"""Environment variables of Ray's processes with which Serve runs its HAProxy."""
+"""The environment variables of Ray's processes that configure Serve's HAProxy."""
 
 import contextlib
 import random
@@ -12,7 +12,8 @@ from deployments.haproxy.settings import VARIABLE, EdgeSettings
 from engine.errors import ConfigError
 from engine.private_folder import private_folder
 
-# Ports from 10002 are for processes of Ray, from 30000 for routers, from 32768 for connections.
+# Range of candidate ports: those from 10002 are for Ray's processes, from 30000 for routers, from
+# 32768 for connections.
 _PORTS = range(20_000, 30_000)
 _MAX_FOLDER = 26  # characters: haproxy accepts a socket path of 97, and Serve adds a node id
 
@@ -59,19 +60,19 @@ def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(longest),
         "RAY_SERVE_PORT_QUARANTINE_S": str(longest + 30),
-        # Longest silence of a client that sends a head or body, or that does not read; a silent
-        # stream is not affected. A little longer than the routers' own limit, whose refusals are
-        # error objects.
+        # Maximum silence of a client that sends a head or body, or that does not read; silent
+        # streams are not affected. A little longer than the routers' own limit, as routers refuse
+        # with error objects.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "35",
-        # If a router ends before it has sent a byte, another one gets the request, provided that
-        # haproxy's buffer holds all of it (rewrite.py). haproxy's default is 3 retries, some of
-        # which may go to the dead router again.
+        # If a router ends before it has sent a byte, the request is sent to another router,
+        # provided that it fits into haproxy's buffer (rewrite.py). haproxy's default is 3 retries,
+        # some of which may go to the dead router again.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        # Seconds for which a stopping router stays reachable; haproxy learns of it within one
+        # Seconds for which a stopping router stays reachable; haproxy is notified within one
         # second.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
-        # The port where haproxy sends requests that no router can take. Serve's default, 8500,
-        # would make two clusters on one machine answer for each other.
+        # The port to which haproxy sends requests that no router can accept. With Serve's default,
+        # 8500, two clusters on one machine would answer each other's requests.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": fallback,
         "RAY_SERVE_HAPROXY_STATS_PORT": stats,
         "RAY_SERVE_HAPROXY_METRICS_PORT": metrics,
@@ -86,10 +87,10 @@ def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
 
 
 def _free_ports(count: int, without: Collection[int | None]) -> list[int]:
-    """Return different free ports, none of which the system gives to outgoing connections or Ray to
-    its processes, because HAProxy binds them only seconds later. Raises ConfigError.
+    """Return different free ports, which HAProxy binds some seconds later. Ports that the system
+    may use for outgoing connections, or Ray for its processes, are avoided. Raises ConfigError.
 
-    without: ports that the server itself binds later.
+    without: further ports to avoid, which the server itself binds later.
     """
     candidates = [port for port in _PORTS if port not in without]
     with contextlib.ExitStack() as held:

@@ -1,4 +1,5 @@
-"""The launcher that Serve starts as HAProxy: it rewrites the configuration, then execs HAProxy."""
+"""The launcher that Serve starts in place of HAProxy: it rewrites the configuration, then execs
+HAProxy."""
 
 import contextlib
 import ctypes
@@ -39,9 +40,9 @@ def find_haproxy() -> str | None:
 
 
 def chosen_binary() -> str:
-    """Return the HAProxy that the environment names, for EdgeSettings.binary.
+    """Return the HAProxy binary that the environment variable names, for EdgeSettings.binary.
 
-    Returns "" if it names none or our own launcher.
+    Returns "" if the variable is not set, or names our own launcher.
     """
     binary = haproxy_binary()
     try:
@@ -53,7 +54,8 @@ def chosen_binary() -> str:
 
 
 def install(path: str | Path) -> Path:
-    """Write the launcher, a program that runs this module with this Python. Raises OSError."""
+    """Write the launcher program, which runs this module with this Python, and return its path.
+    Raises OSError."""
     path = Path(path).absolute()
     start = f"import sys; sys.path.insert(0, {str(_SOURCE)!r}); {_START}"
     path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-c", start])} "$@"\n')
@@ -64,8 +66,8 @@ def install(path: str | Path) -> Path:
 def launch(arguments: Sequence[str]) -> NoReturn:
     """Rewrite the configuration in place, then replace this process by HAProxy.
 
-    Serve writes the file anew before each start. It recognises its HAProxy by the pid and by the
-    file's name among the arguments, so both stay the same.
+    Serve writes the file again before each start. Serve recognises its HAProxy by the pid and by
+    the file's name in the arguments, so both remain unchanged.
     """
     parent = os.getppid()
     try:
@@ -76,7 +78,7 @@ def launch(arguments: Sequence[str]) -> NoReturn:
         if "-f" not in arguments[:-1]:
             raise ConfigError("-f FILE is missing: Serve starts HAProxy in another way now")
         path = Path(arguments[arguments.index("-f") + 1])
-        # Sockets, server states and a key are for this user only.
+        # Sockets, server states and the TLS key are accessible to this user only.
         path.parent.chmod(0o700)
         _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         if open_files == resource.RLIM_INFINITY:
@@ -93,9 +95,9 @@ def launch(arguments: Sequence[str]) -> NoReturn:
 
 
 def complaint() -> str:
-    """Return why the launcher could not start HAProxy; "" if it did or left no message.
+    """Return the reason why the launcher could not start HAProxy; "" if there is no message.
 
-    Serve keeps the launcher's stderr in the folder of the sockets, and retries for ever.
+    Serve writes the launcher's stderr into the folder of the sockets, and retries for ever.
     """
     for log in sorted(Path(haproxy_binary() or "/nowhere").parent.glob("*/*.stderr.log")):
         with contextlib.suppress(OSError):
@@ -106,16 +108,16 @@ def complaint() -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have HAProxy finish when Serve's actor ends: it takes no new connections and lets streams
-    end.
+    """Make HAProxy stop gracefully when Serve's actor ends: it then accepts no new connections and
+    ends after its last stream.
 
-    An orphan would send requests to any process that gets a router's port. HAProxy also gets a
-    process group of its own, because the raylet kills the group of a dead actor, and with it
-    HAProxy's streams.
+    An orphaned HAProxy would send requests to any process that later gets a router's port. HAProxy
+    also gets its own process group, because the raylet kills the group of a dead actor, which would
+    cut HAProxy's streams.
     """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)  # the setting survives exec
     if os.getppid() != parent:
-        sys.exit(1)  # the parent ended before prctl
+        sys.exit(1)  # the parent has ended before prctl

@@ -1,15 +1,16 @@
-"""The error responses of HAProxy itself, as error objects in files."""
+"""HAProxy's own error responses, written to files as error objects."""
 
 from http import HTTPStatus
 from pathlib import Path
 
 from deployments.api.http.errors import ApiError
 
-# HAProxy's parser refuses a head that exceeds a buffer, and can do so only in HTML. So the buffer
-# is larger than what routers accept, and they refuse it. A request that fits whole can be retried
-# at another router.
+# HAProxy's parser refuses a request head that exceeds its buffer, and can do so only in HTML. So
+# the buffer is larger than the heads that routers accept, and routers refuse larger heads. A
+# request that fits into the buffer can be retried at another router.
 BUFFER_BYTES = 64 * 1024
-# A smaller body fits with its head: 2 KiB are for the head and the headers that HAProxy adds.
+# A smaller body fits together with its head: 2 KiB are reserved for the head and the headers that
+# HAProxy adds.
 REQUEST_BYTES = BUFFER_BYTES - 2048
 
 UNREACHABLE = ApiError(503, "overloaded", "no router can take the request now", retry_after=1)
@@ -24,8 +25,8 @@ NO_HOST = ApiError(400, "invalid_http", "HTTP/1.1 needs the header Host")
 VERSION = ApiError(400, "invalid_http", "the version of HTTP must be 1.0, 1.1 or 2")
 NOWHERE = ApiError(404, "not_found", "nothing is served at this path")
 
-# Replacements for HAProxy's HTML responses, by status. Errors of its parser stay HTML: 2.8 applies
-# `errorfile` only to later errors.
+# Replacements for HAProxy's HTML responses, by status. Errors of its parser stay in HTML, because
+# HAProxy 2.8 applies `errorfile` only to later errors.
 OWN = {
     400: ApiError(400, "invalid_http", "this is not valid HTTP"),
     408: ApiError(408, "request_timeout", "the request did not arrive in time"),
@@ -39,7 +40,8 @@ OWN = {
 
 
 def write_own(folder: Path) -> dict[int, Path]:
-    """Write a complete response file for each status in OWN, for `errorfile`. Raises OSError."""
+    """Write a complete response file for each status in OWN, and return {status: path} for
+    `errorfile`. Raises OSError."""
     files = {}
     for status, error in OWN.items():
         body = error.body()
@@ -55,9 +57,9 @@ def write_own(folder: Path) -> dict[int, Path]:
 
 
 def returned(error: ApiError, file: Path) -> str:
-    """Return the `return` action of a rule of HAProxy that responds with this error.
+    """Return the `return` action of an HAProxy rule that responds with this error.
 
-    file: the file that the error's body is written to.
+    file: path to which the error's body is written.
 
     Raises OSError.
     """

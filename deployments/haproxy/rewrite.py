@@ -1,7 +1,7 @@
 """The rewriting of the HAProxy configuration that Serve renders.
 
-Each change has a pattern of the line that it replaces. A line that is missing or repeated is an
-error, and so is a listener that this module does not know.
+Each change has a pattern for the line that it replaces. A missing or repeated line is an error, as
+is an unknown listener.
 """
 
 import os
@@ -15,29 +15,29 @@ from deployments.haproxy.settings import EdgeSettings
 from engine.errors import MantaError
 
 _LOOPBACK = "127.0.0.1"
-_SPARE_FILES = 256  # open files besides connections: listeners, checks, logs, libraries
-# HAProxy takes more headers than routers accept, because its parser would refuse in HTML.
+_SPARE_FILES = 256  # number of open files besides connections: listeners, checks, logs, libraries
+# HAProxy accepts more headers than routers do, because its parser would refuse them in HTML.
 _MAX_HEADERS = 1024
-# Share of all connections above which requests get an error, while there is room to send it.
+# Share of the maximum number of connections above which requests get an error response.
 _SHED = 0.95
 
 
 class TemplateChanged(MantaError):
-    """The error for a file of Serve in a form that this module does not know, for example that of
-    another Ray release."""
+    """The error for a configuration of Serve in an unknown form, for example from another Ray
+    release."""
 
     code = "haproxy_template_changed"
 
 
 def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) -> str:
-    """Return the configuration for HAProxy from the text that Serve has rendered.
+    """Return the rewritten HAProxy configuration. text: the configuration that Serve has rendered.
 
     folder: folder for error responses and the certificate, private to this process.
     open_files: limit of the process's open files.
 
     Raises TemplateChanged; OSError if a file cannot be read or written.
     """
-    # A connection takes two sockets, and HAProxy counts a pipe for every fourth.
+    # A connection needs two sockets, and HAProxy reserves a pipe for every fourth connection.
     connections = max(1, min(settings.connections, (open_files - _SPARE_FILES) * 2 // 5))
     file = _HaproxyFile(text)
     main = file.section("global")
@@ -46,7 +46,7 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
         r"stats socket \1 mode 600 \2",
     )
     main.change(r"maxconn \d+", f"maxconn {connections}")
-    # A new connection wakes all threads; threads beyond the number of cores only cost time.
+    # A new connection wakes all threads, so more threads than cores only cost time.
     threads = min(int(main.match(r"nbthread (\d+)")[1]), len(os.sched_getaffinity(0)))
     main.change(r"nbthread \d+", f"nbthread {threads}")
     main.change(r"tune\.bufsize \d+", f"tune.bufsize {refusals.BUFFER_BYTES}")
@@ -57,7 +57,7 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
     _frontend(file.section("frontend http_frontend"), settings, folder, connections)
     nowhere = f"http-request {refusals.returned(refusals.NOWHERE, folder / '404.json')}"
     if settings.prefix:
-        # Serve's default backend gets requests that match no other backend: all of them, while no
+        # Serve's default backend gets requests that match no other backend: all requests while no
         # router is known.
         below = f"{{ path_beg {settings.prefix.rstrip('/')}/ }}"
         early = refusals.returned(refusals.UNREACHABLE, folder / "early.json")
@@ -71,8 +71,8 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
 
 def _defaults(section: "_HaproxySection", settings: EdgeSettings, folder: Path) -> None:
     section.absent("timeout http-request")
-    # Time for a head. HAProxy counts from the head's first byte, but on a new connection from the
-    # connection's beginning.
+    # Maximum time for a request head. HAProxy counts from the head's first byte or, on a new
+    # connection, from the connection's beginning.
     section.add_line(f"timeout http-request {settings.request_seconds}s")
     files = refusals.write_own(folder)
     for status in (502, 503, 504):
@@ -103,7 +103,7 @@ def _frontend(
         rules += [
             "stick-table type ipv6 size 100k expire 1m store conn_cur",
             "tcp-request connection track-sc0 src",
-            # Up to an eighth above the bound, connections get an error if they send a request.
+            # Up to an eighth above the limit, connections are accepted but get an error response.
             f"tcp-request connection reject if {{ sc0_conn_cur gt {bound + bound // 8} }}",
         ]
     rules += [
@@ -118,8 +118,8 @@ def _frontend(
     shed = f"{{ fe_conn gt {max(1, int(connections * _SHED))} }} {own_path}"
     rules += [
         answer(refusals.FULL, "full", shed),
-        # A request that is buffered whole can be retried at another router, if the first one ends
-        # before it has sent a byte. Larger requests are forwarded at once; routers have their own
+        # A fully buffered request can be retried at another router, if the first router ends before
+        # it has sent a byte. Larger requests are forwarded immediately; routers have their own time
         # limits.
         f"http-request wait-for-body time {settings.request_seconds}s "
         f"if {{ req.body_size lt {refusals.REQUEST_BYTES} }}",
@@ -132,7 +132,7 @@ def _frontend(
 
 
 def _listen_at(host: str, port: str) -> str:
-    """Return the address of a `bind` line. IPv6's wildcard address also accepts IPv4."""
+    """Return the address for a `bind` line. IPv6's wildcard address also accepts IPv4."""
     if host in ("0.0.0.0", "*"):
         return f"*:{port}"
     if ":" not in host:
@@ -157,7 +157,7 @@ class _HaproxyFile:
         return sections[0]
 
     def check_listeners(self, known: int) -> None:
-        """Check that there are only the `known` rewritten `bind` lines. Raises TemplateChanged."""
+        """Check that the file has exactly `known` lines with `bind`. Raises TemplateChanged."""
         binds = sum(section.count("bind ") for section in self._sections)
         if binds != known:
             raise _changed(f"{binds} listeners, {known} of them known")
@@ -183,7 +183,7 @@ class _HaproxySection:
     def change(self, pattern: str, new: str) -> None:
         """Replace the only line that matches `pattern` fully. Raises TemplateChanged.
 
-        new: the new line; it may refer to the pattern's groups.
+        new: the new line, which may refer to the pattern's groups.
         """
         index, match = self._only(pattern)
         self._lines[index] = "    " + match.expand(new)

