@@ -1,4 +1,4 @@
-"""The places that adapters may be loaded from: the allowed roots and the watched folder.
+"""Checks of the places from which adapters may be loaded: the allowed roots and the watched folder.
 
 Nothing in this module opens a file outside a root.
 """
@@ -17,16 +17,16 @@ logger = logging.getLogger("manta.router")
 
 MAX_PATH = 1024  # characters
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
-# A path that comes over the network may have no character that a lower layer might interpret:
-# escapes, queries, users, chained file systems, other systems' separators.
+# A path from the network must not have characters that a lower layer might interpret: escapes,
+# queries, users, chained file systems, other systems' separators.
 _PLAIN = re.compile(r"[A-Za-z0-9._/@+=, -]+")
 _ANY = r"(?:[a-z][a-z0-9+.-]*:/)?(?:/[^\s/:;,'\"]+)+/?"
 
 
 def without_paths(message: str, path: str, name: str) -> str:
-    """Return an engine's message about an adapter without paths of the server's machine.
+    """Return an engine's error message about an adapter, without paths of the server's machine.
 
-    Each absolute path is replaced by the adapter's name; a file inside the adapter keeps its own
+    Each absolute path is replaced by the adapter's name; a file inside the adapter keeps its file
     name.
 
     path: the adapter's folder or URL, which the message may contain.
@@ -41,9 +41,10 @@ def is_url(path: str) -> bool:
 
 
 def allowed_path(given: str, roots: Sequence[str]) -> str:
-    """Return the real path (links resolved) or URL of a folder that a caller may add as an adapter.
+    """Return the real path (links resolved) or URL of a folder, if a caller may add it as an
+    adapter.
 
-    given: path or URL inside one of the roots; a relative path is looked up in each root, in order.
+    given: path or URL inside a root; a relative path is looked up in each root, in order.
     roots: absolute folders and URLs that the operator allows.
 
     Raises AdapterError: invalid_adapter_path if `given` is not a plain path,
@@ -88,7 +89,7 @@ class AdapterFolder:
 
 
 def still_allowed(path: str, roots: Sequence[str]) -> str:
-    """Resolve the links of a path that was allowed before, and check the path again.
+    """Resolve the links of a path that was allowed before, check the path again, and return it.
 
     path: a path that `allowed_path` or `scan` returned earlier.
     roots: the allowed roots; their paths may contain links and any character.
@@ -115,7 +116,7 @@ def scan(folder: str) -> dict[str, AdapterFolder]:
         names = sorted(entry.name for entry in entries)
     for name in names:
         if name.startswith(".") or not NAME.fullmatch(name):
-            # convention: a folder is written under a hidden name, then renamed once it is complete
+            # by convention a folder is written under a hidden name, and renamed when it is complete
             continue
         real = os.path.realpath(os.path.join(root, name))
         if not _within(real, root) or not os.path.isdir(real):
@@ -125,7 +126,8 @@ def scan(folder: str) -> dict[str, AdapterFolder]:
         try:
             folders[name] = AdapterFolder(real, stamp(Path(real)))
         except AdapterError:
-            # An unreadable adapter is listed, too, so that a request for it gets the reason.
+            # Unreadable adapters are also listed, so that requests for them are answered with the
+            # reason.
             folders[name] = AdapterFolder(real, "broken")
     return folders
 

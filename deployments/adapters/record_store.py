@@ -1,8 +1,7 @@
 """AdapterRecordStore: the store of adapter records that all routers of an application share.
 
-The records outlive each router. There is one record per name, in the cluster's key-value store.
-There is no lock and no leader: the last write wins, and a record's `version` orders two records of
-one name.
+The records are in the cluster's key-value store, one per adapter name, and outlive each router.
+There is no lock and no leader: the last write wins, and `version` orders two records of a name.
 """
 
 import secrets
@@ -14,17 +13,17 @@ from deployments.cluster_store import prefix, store
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The current meaning of an adapter's name: its files and their revision.
+    """What an adapter's name currently refers to: the path of its files, and their revision.
 
     path: path of the adapter's folder, or its URL in an object store.
     revision: hash of the adapter's files; "" until a replica has read them.
-    version: time in nanoseconds at which the name last changed its meaning; it only grows.
+    version: time in nanoseconds of the name's last change; never decreases.
     source: "config", "folder" (the watched folder) or "api".
-    stamp: stamp of the files in the watched folder; it changes when they are replaced.
-    kind, rank, num_bytes, targets, virtual_tokens: fields of AdapterInfo, empty until the files are
-        read.
-    removed: whether an operator removed an adapter that the configuration or the watched folder
-        still has.
+    stamp: text that changes when the files in the watched folder are replaced.
+    kind, rank, num_bytes, targets, virtual_tokens: fields of AdapterInfo, empty until the files
+        were read.
+    removed: whether an operator has removed an adapter that the configuration or the watched folder
+        still contains.
     """
 
     name: str
@@ -42,8 +41,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The adapter as "name@revision", which keeps a request on the same weights at any
-        replica."""
+        """The adapter as "name@revision", which identifies the same weights at any replica."""
         return f"{self.name}@{self.revision}"
 
 
@@ -54,7 +52,7 @@ class AdapterRecordStore(Protocol):
     """
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
-        """Return a change mark and all records, or None if nothing has changed since `since`.
+        """Return a change mark and all records; None if nothing has changed since the mark `since`.
 
         The mark is a byte string that differs after each change of the records.
         since: the mark of an earlier call; b"" if the records were never read.
@@ -64,7 +62,7 @@ class AdapterRecordStore(Protocol):
     def put(self, record: AdapterRecord, fresh: bool = False) -> bool:
         """Write a record, and return whether it was written.
 
-        fresh: whether to write only if the name has no record.
+        fresh: whether to write only if the name has no record yet.
         """
         ...
 
@@ -95,7 +93,7 @@ class LocalRecordStore:
 
 
 def mark_of_all(app: str) -> bytes:
-    """Return a mark that changes whenever the adapters of any model of an application change.
+    """Return a mark that changes with any change of the adapters of any model of an application.
 
     app: name of the routers' Serve application.
 
@@ -121,12 +119,13 @@ class RayRecordStore:
     def __init__(self, app: str, routers: str = "") -> None:
         self._folder = f"{prefix(app)}adapters/name/"
         self._mark = _mark(app)
-        # The routers' mark is written last: a reader that sees it must find the model's mark
-        # changed, too.
+        # The routers' mark is written last: when a reader sees it changed, the model's mark must
+        # have changed.
         self._marks = dict.fromkeys((self._mark, _mark(routers or app)))
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
-        # The mark is read before the records, so that the next call notices a change in between.
+        # The mark is read before the records, so that the next call notices a change made in
+        # between.
         mark: bytes = store("get", self._mark) or b"none"
         if mark == since:
             return None
@@ -158,6 +157,6 @@ class RayRecordStore:
 def newer(before: AdapterRecord | None, now: int) -> int:
     """Return the version of a record that replaces `before`.
 
-    now: this machine's time in nanoseconds; clocks of two machines may differ.
+    now: this machine's time in nanoseconds; machines' clocks may differ.
     """
     return max(now, 0 if before is None else before.version + 1)

@@ -1,4 +1,4 @@
-"""AdapterRegistry: the adapter names that a router knows, and what each name means.
+"""AdapterRegistry: a router's adapters by name, with the record of each.
 
 The names come from the configuration, the watched folder and the record store that all routers
 share. This module does not need Ray.
@@ -6,10 +6,10 @@ share. This module does not need Ray.
   configuration, watched folder --declare--> name, path        (revision unknown)
   record store                  --records--> name, path, revision, version
 
-A name's revision is the hash of its files. A replica computes it when the adapter is added over the
-API or first requested; from then on the record store has it. The revision holds until the name is
-added again, or its files in the watched folder change. Replicas check the revision whenever they
-read the files.
+An adapter's revision is the hash of its files. A replica computes the revision when the adapter is
+added over the API or first requested; from then on the record store has it. The revision is valid
+until the adapter is added again, or its files in the watched folder change. Replicas check the
+revision whenever they read the files.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from engine.messages import AdapterInfo
 
 logger = logging.getLogger("manta.router")
 
-POLL_SECONDS = 1.0  # between polls of the watched folder
+POLL_SECONDS = 1.0  # seconds between polls of the watched folder
 FAILED_SECONDS = 5.0  # seconds for which a failure to read an adapter is remembered
 
 
@@ -52,7 +52,7 @@ class AdapterSettings:
 
     model: name of the base model.
     paths: paths of the configuration's adapters, by adapter name.
-    roots: folders and URLs that other adapters may be added from.
+    roots: folders and URLs from which other adapters may be added.
     watch: folder whose subfolders are adapters.
     """
 
@@ -63,7 +63,7 @@ class AdapterSettings:
 
 
 class AdapterReplicas(Protocol):
-    """The calls to replicas that a registry makes; see `AdapterCalls`."""
+    """The interface for a registry's calls to replicas; see `AdapterCalls`."""
 
     async def load(self, record: AdapterRecord) -> AdapterInfo: ...
 
@@ -88,12 +88,12 @@ class AdapterRegistry:
         self._on_change = on_change
         self._record_store = record_store or LocalRecordStore()
         self._mark = b""
-        self._written: dict[str, AdapterRecord] = {}  # records as the record store has them
+        self._written: dict[str, AdapterRecord] = {}  # records as last read from the record store
         self._folder: dict[str, AdapterFolder] = {}
-        self._scanned: dict[str, AdapterFolder] = {}  # by the last scan; copies may be incomplete
+        self._scanned: dict[str, AdapterFolder] = {}  # by the last scan; files may be incomplete
         self._lock = asyncio.Lock()  # held during reads and writes of the record store
         self._looked = 0.0
-        self._admin = asyncio.Lock()  # held during a change over the API
+        self._admin = asyncio.Lock()  # held during a change by an operator
         self._pins: dict[str, asyncio.Task[AdapterRecord]] = {}
         self._failed: dict[str, tuple[float, AdapterRecord, MantaError]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -101,9 +101,9 @@ class AdapterRegistry:
         self.records = self._view()
 
     async def start(self) -> None:
-        """Read the adapters, then follow changes in the watched folder.
+        """Read all adapters, then start polling the watched folder.
 
-        Changes by other routers are noticed at each `refresh`.
+        Changes by other routers are read by `refresh`.
         """
         await self.refresh()
         if self._settings.watch is not None:
@@ -118,9 +118,10 @@ class AdapterRegistry:
     # -- for requests
 
     async def pin(self, name: str) -> AdapterRecord:
-        """Return a name's present record, which has a revision. Raises MantaError."""
+        """Return the present record of an adapter, reading its files first if the revision is
+        unknown. Raises MantaError."""
         if name not in self.records:
-            # Another router may have added it a moment ago.
+            # Another router may just have added the adapter.
             await self.refresh()
         record = self.records.get(name)
         if record is None:
@@ -136,7 +137,7 @@ class AdapterRegistry:
     def _pinned(self, name: str, task: "asyncio.Task[AdapterRecord]") -> None:
         del self._pins[name]
         if not task.cancelled():
-            task.exception()  # retrieve the error, or asyncio warns if no caller waits any more
+            task.exception()  # retrieve the error, as asyncio warns if no caller waits any more
 
     async def _pin(self, name: str) -> AdapterRecord:
         while (record := self.records.get(name)) is not None:
@@ -146,12 +147,13 @@ class AdapterRegistry:
         raise not_found(name)
 
     async def _pin_as(self, record: AdapterRecord) -> None:
-        """Have a replica read an adapter's files, and store their revision.
+        """Have a replica read an adapter's files, and store the revision in the record.
 
-        Nothing is stored if the name's record has changed meanwhile. A revision other than the
-        stored one is announced to all replicas.
+        Nothing is stored if the name's record has changed meanwhile. If the revision differs from
+        the stored one, it is announced to all replicas.
 
-        Raises AdapterError; for FAILED_SECONDS after a failure the same error, without reading.
+        Raises AdapterError. For FAILED_SECONDS after a failure the same error is raised without
+        reading.
         """
         name, now = record.name, time.monotonic()
         failed = self._failed.get(name)
@@ -172,19 +174,19 @@ class AdapterRegistry:
         async with self._lock:
             if self.records.get(name) == record:
                 await self._write(pinned, fresh=before is None)
-        # Another router wrote first, or an operator changed the adapter.
+        # Another router was faster, or an operator has changed the adapter.
         if self.records.get(name) != pinned:
             await self.refresh()
         elif before is not None and before.revision != pinned.revision:
             await self._replicas.announce(pinned)
 
     def replica_came(self) -> None:
-        """Start a task that reads other routers' records, because a new replica has joined."""
+        """Start reading other routers' records in a task, because a new replica has joined."""
         if self.records:
             self._soon = asyncio.get_running_loop().create_task(self.refresh())
 
     async def refresh(self) -> None:
-        """Read the records that other routers have written. Cheap if they have written none."""
+        """Read the records that other routers have written; cheap if there are no changes."""
         asked = time.monotonic()
         async with self._lock:
             if self._looked <= asked:
@@ -195,14 +197,14 @@ class AdapterRegistry:
     # -- changes by an operator
 
     async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
-        """Add an adapter on all routers, or read its files again; return its record.
+        """Add an adapter for all routers, or read its files again; return its record.
 
-        New requests use the present content of the files.
+        New requests then use the present content of the files.
 
-        path: path or URL inside the allowed roots; "" keeps the adapter's present path.
+        path: path or URL inside the allowed roots; "": the adapter's present path.
         model: ignored, as this registry has one base model.
 
-        Raises MantaError, and then changes nothing.
+        Raises MantaError, after which nothing has changed.
         """
         check_name(name)
         if name == self._settings.model:
@@ -236,11 +238,11 @@ class AdapterRegistry:
             return record
 
     def by_model(self) -> list[tuple[str, AdapterRecord]]:
-        """Return pairs (base model's name, record) of all adapters."""
+        """Return (base model's name, record) for all adapters."""
         return [(self._settings.model, record) for record in self.records.values()]
 
     async def remove(self, name: str, model: str = "") -> AdapterRecord:
-        """Remove an adapter and return its record. Running requests with it finish.
+        """Remove an adapter, and return its record. Running requests with the adapter may finish.
 
         model: ignored, as this registry has one base model.
 
@@ -274,13 +276,13 @@ class AdapterRegistry:
     async def _poll(self, watched: str, *, first: bool = False) -> None:
         try:
             await self._scan(watched, first)
-        except (OSError, MantaError) as error:  # from the folder, or from the record store
+        except (OSError, MantaError) as error:  # by the watched folder or record store
             reason = getattr(error, "strerror", None) or error
             logger.warning("adapters: %s: %s", watched, reason)
 
     async def _scan(self, watched: str, first: bool) -> None:
         scanned = await asyncio.to_thread(scan, watched)
-        # A folder that two scans found unchanged is not being written to.
+        # A subfolder that is unchanged in two scans is not being written to.
         steady = {
             name: adapter
             for name, adapter in scanned.items()
@@ -294,7 +296,7 @@ class AdapterRegistry:
             await self._forget_gone()
 
     async def _forget_gone(self) -> None:
-        """Remove the adapters whose subfolder of the watched folder has disappeared."""
+        """Remove the adapters whose subfolders of the watched folder have disappeared."""
         for name, record in list(self._written.items()):
             if record.source == "folder" and name not in self._folder:
                 async with self._lock:
@@ -347,12 +349,12 @@ class AdapterRegistry:
             self._on_change()
 
     def _view(self) -> dict[str, AdapterRecord]:
-        """Return the record of each name, in alphabetical order."""
+        """Return {name: record} of the adapters that may be used, in alphabetical order."""
         records = self._declared()
         for name, record in self._written.items():
             declared = records.get(name)
             if record.source != "api" and (declared is None or not _same(declared, record)):
-                # The record describes another path, or files that were replaced later.
+                # The record is for another path, or for files that were replaced later.
                 continue
             if record.removed:
                 records.pop(name, None)
@@ -385,7 +387,8 @@ def _with(record: AdapterRecord, info: AdapterInfo, version: int) -> AdapterReco
 
 @contextlib.contextmanager
 def _report_failure() -> Iterator[None]:
-    """Raise Overloaded for the OSError of an unavailable record store: the server is at fault."""
+    """A context manager that converts the OSError of an unavailable record store into Overloaded,
+    as it is the server's fault."""
     try:
         yield
     except OSError as error:
