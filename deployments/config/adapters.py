@@ -86,7 +86,7 @@ def make_absolute(section: Any, found: Callable[[str], str]) -> None:
     """Make relative folders of the section `adapters` absolute, in place.
 
     section: the section as parsed, not yet validated.
-    found: returns the absolute path of a relative folder.
+    found: function that returns the absolute path of a relative folder.
     """
     if not isinstance(section, dict):
         return

@@ -180,13 +180,12 @@ class HttpConfig(Section):
 
     @property
     def loopback(self) -> bool:
-        """Whether only clients on this machine can reach the service."""
+        """Whether the HTTP service is reachable only from this machine."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
     def exposed(self) -> str:
-        """A warning that says what clients in the network may do without a key; "" if they may do
-        nothing."""
+        """A warning about what clients in the network may do without an API key; "" if nothing."""
         if self.loopback or self.api_keys_file is not None:
             return ""
         admin = "" if self.admin_keys_file is not None else ", change adapters"

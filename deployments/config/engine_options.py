@@ -16,14 +16,14 @@ from engine.errors import ConfigError
 from engine.typecheck import words
 
 _OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that the top level sets
-# field that takes several types -> the text about them in errors
+# field with several types -> description of them in errors
 _SEVERAL = {"speculation": "auto, off or a mapping such as {method: lookup, tokens: 7}"}
 
 
 @cache
 def engine_model() -> type[BaseModel]:
-    """Return a pydantic model with the fields of EngineConfig, so that their errors are reported as
-    those of other settings."""
+    """Return a pydantic model with the fields of EngineConfig, so that their errors have the same
+    form as those of other settings."""
     hints = typing.get_type_hints(EngineConfig)
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(EngineConfig):

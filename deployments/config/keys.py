@@ -38,7 +38,7 @@ class ApiKey(NamedTuple):
 
 
 def key_digest(key: str) -> str:
-    """Return the SHA-256 of an API key in hex, which stands for the key in files and tables."""
+    """Return the SHA-256 of an API key in hex, which represents the key in files and tables."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 

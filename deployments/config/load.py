@@ -106,8 +106,8 @@ def parse_config(
 def parse_part(data: Mapping[str, Any]) -> MantaConfig:
     """Return a part of a configuration that was checked as a whole.
 
-    The files that it names are not checked, as they may have changed. Nor is the consistency of its
-    sections, as some may be missing. Raises ConfigError.
+    Files are not checked, as they may have changed, nor is the consistency of the sections, as some
+    may be missing. Raises ConfigError.
     """
     parsed = yaml_lines.YamlDocument(dict(data))
     return _build(parsed, "configuration", Path.cwd(), {}, check_files=False, whole=False)
@@ -206,7 +206,8 @@ def _check_files(config: MantaConfig, complete: bool) -> None:
 
 @contextmanager
 def _under(prefix: str) -> Iterator[None]:
-    """Put a prefix before the key (`param`) of a ConfigError that is raised inside."""
+    """A context manager that puts a prefix before the key (`param`) of a ConfigError raised
+    inside."""
     try:
         yield
     except ConfigError as error:
@@ -247,7 +248,8 @@ def _check_model(config: MantaConfig, complete: bool) -> None:
 
 
 def check_encoders(config: MantaConfig, model: "ModelConfig") -> None:
-    """Check that the model has a tower, if there is an encoder pool. Raises ConfigError."""
+    """Check that the model has a vision encoder, if there is an encoder pool. Raises
+    ConfigError."""
     for name in config.encoders if model.vision is None else ():
         raise ConfigError(
             "the model sees no images, so there is nothing to encode; leave the pool out, or take "

@@ -302,7 +302,8 @@ class MantaConfig(Section):
             raise PydanticCustomError("nested", "models", {"errors": errors})
 
     def of(self, name: str) -> "MantaConfig":
-        """Return the configuration of one of `models`, as if that model were served alone."""
+        """Return the configuration of the model `name` among `models`, as if it were served
+        alone."""
         own = self.models[name]
         limits = {
             key: value for key in ModelLimitsConfig.model_fields
@@ -339,7 +340,8 @@ class MantaConfig(Section):
         return {name: pool for name, pool in self.pools.items() if pool.role != "encoder"}
 
     def kind(self, name: str, pool: PoolConfig) -> PoolKind:
-        """Return the kind of an engine pool: its name if that is a kind, else its device's kind."""
+        """Return the kind of an engine pool, "gpu" or "cpu": its name if that is a kind, else the
+        kind of its device."""
         if name in POOL_KINDS:
             return name
         device = {**self.engine, **pool.engine}.get("device", "auto")
@@ -347,12 +349,12 @@ class MantaConfig(Section):
 
     @property
     def apart(self) -> bool:
-        """Whether there are prefill pools, whose replicas compute prompts for others."""
+        """Whether there are prefill pools, whose replicas compute prompts for decode replicas."""
         return any(pool.role == "prefill" for pool in self.pools.values())
 
     def _check_roles(self) -> None:
-        """Check that a prefill pool has a pool that continues its prompts, and the other way round,
-        on the same kind of device and with equal KV blocks. Raises ValueError."""
+        """Check that each prefill pool has a decode pool on the same kind of device with equal KV
+        blocks, and vice versa. Raises ValueError."""
         roles = {pool.role: name for name, pool in self.engine_pools.items()}
         name = roles.get("prefill") or roles.get("decode")
         if name is None:
@@ -492,7 +494,8 @@ class MantaConfig(Section):
         return {name: self.decided(name, pool) for name, pool in named.items()}
 
     def decided(self, name: str, pool: PoolConfig) -> PoolConfig:
-        """Return a pool with its device, and its quantization if that depends on the other pools.
+        """Return a pool with its device filled in, and its quantization if that depends on other
+        pools.
 
         A request may continue only with equal weights, so pools on GPUs and CPUs must use the same.
         """
@@ -504,8 +507,8 @@ class MantaConfig(Section):
         return pool.model_copy(update={"engine": engine})
 
     def kept_blocks(self, gpus: float) -> list[bool]:
-        """Return the sorted distinct values, over all engine pools, of whether a pool keeps the
-        quantised blocks of a GGUF file.
+        """Return the sorted distinct values, over all engine pools, of `keeps_blocks`: whether the
+        pool keeps a GGUF file's quantised blocks.
 
         gpus: see `pools_on`.
         """

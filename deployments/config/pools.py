@@ -15,7 +15,8 @@ from pydantic_core import PydanticCustomError
 from deployments.config.endpoint import Section
 from deployments.config.engine_options import EngineOptions
 
-# Engine options that decide how requests are read, so that they have to be equal for all pools.
+# Engine options that determine how routers read requests, and therefore must be equal for all
+# pools.
 _REQUEST_OPTIONS = frozenset({"seed", "generation_config"})
 
 
@@ -24,7 +25,8 @@ _ENCODE_SECONDS = 5.0
 POOL_KINDS: tuple[PoolKind, ...] = typing.get_args(PoolKind)
 # Engine options that an encoder pool may set itself; TOWER_OPTIONS: all that apply to encoders.
 _ENCODER_OPTIONS = ("num_threads", "image_cache_tokens")
-# Engine options that decide the content of KV blocks, so that prefill and decode pools share them.
+# Engine options that determine the content of KV blocks, and therefore must be equal for prefill
+# and decode pools.
 BLOCK_OPTIONS = ("block_size", "dtype", "kv_dtype", "quantization", "speculation")
 TOWER_OPTIONS = (
     *_ENCODER_OPTIONS,
@@ -177,7 +179,7 @@ Pools = Annotated[dict[_PoolName, PoolConfig], WrapValidator(_pools)]
 
 
 def check_sleep(name: str, kind: PoolKind, pool: PoolConfig) -> None:
-    """Check that a pool's replicas can sleep, so that other replicas can use the device meanwhile.
+    """Check that the settings of a pool allow its replicas to sleep and free the device for others.
 
     kind: "gpu" or "cpu".
 

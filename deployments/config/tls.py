@@ -1,4 +1,5 @@
-"""Checks of the proxy's TLS certificate before a start, and the client context that trusts it."""
+"""Checks of the proxy's TLS certificate before a start, and an SSL context for clients that trust
+it."""
 
 import ssl
 from pathlib import Path

@@ -125,11 +125,11 @@ class _OpenNode:
 def _add(
     result: YamlDocument, stack: list[_OpenNode], value: Any, line: int, key: str | None = None
 ) -> Path:
-    """Add a value to the innermost open mapping or list, or begin the mapping's next key with it;
+    """Add a value to the innermost open mapping or list, or use it as the mapping's next key;
     return the key path.
 
     stack: the open mappings and lists, the innermost last.
-    key: the value as a key; None: it cannot be one.
+    key: the value as a mapping key; None: it cannot be a key.
     """
     if not stack:
         result.data = value
