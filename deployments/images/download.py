@@ -1,8 +1,8 @@
-"""ImageDownloads: pictures fetched from http(s) addresses of allowed hosts.
+"""ImageDownloads: downloads images from http(s) addresses of allowed hosts.
 
-A client chooses the address, so it could name a host that only this machine reaches. Therefore a
-name is resolved once, all of its addresses must be public, and the connection goes to the first of
-them. Redirects are not followed, and nothing of the request is passed on.
+The client chooses the address, which could be of a host that only this machine reaches. Therefore a
+host name is resolved once, all of its addresses must be public, and the connection goes to the
+first of them. Redirects are not followed, and no data of the request is sent.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from engine.images.data_url import too_large
 from engine.images.picture_file import invalid_image
 
 MAX_URL = 4096  # characters
-_MAX_HEADERS = 32 * 1024  # bytes
+_MAX_HEADERS = 32 * 1024  # bytes of a response head
 _READ = 64 * 1024
-_AT_ONCE = 16  # downloads
+_AT_ONCE = 16  # concurrent downloads
 _PORTS = {"http": 80, "https": 443}
 _URL = re.compile(r"[!-~]+")  # printable ASCII
-# Networks of public addresses that lead to any IPv4 address: NAT64 and 6to4.
+# Networks of public addresses that are translated to any IPv4 address: NAT64 and 6to4.
 _LEADING_ON = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")))
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def not_allowed(message: str) -> InvalidRequest:
-    """Return the error of an image's address from which nothing is fetched."""
+    """Return the error for an image's address that is not allowed."""
     return invalid_image(message, code="image_url_not_allowed")
 
 
@@ -41,7 +41,7 @@ def _failed(reason: str) -> InvalidRequest:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is reachable from anywhere on the internet."""
+    """Whether an address is public, that is reachable from anywhere on the internet."""
     return (
         address.is_global
         and not address.is_multicast
@@ -59,9 +59,9 @@ async def resolve(host: str, port: int) -> Sequence[str]:
 
 
 class ImageDownloads:
-    """The downloads of images from allowed hosts, _AT_ONCE at a time.
+    """The downloader of images from allowed hosts, with at most _AT_ONCE downloads at a time.
 
-    limits: `hosts` has patterns "host" and "*.domain", each with a port or without.
+    limits: the limits; `hosts` has patterns "host" and "*.domain", with or without a port.
     """
 
     def __init__(self, limits: ImageLimits) -> None:
@@ -69,7 +69,7 @@ class ImageDownloads:
         self._at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def fetch(self, url: str) -> bytes:
-        """Return the body at an address. Raises InvalidRequest: image_url_not_allowed,
+        """Download a URL, and return the body. Raises InvalidRequest: image_url_not_allowed,
         image_not_fetched, image_too_large."""
         parts, host, port = self._checked(url)
         limits = self._limits
@@ -86,7 +86,7 @@ class ImageDownloads:
                 raise _failed("no answer in HTTP came from its host") from None
 
     def _checked(self, url: str) -> tuple[SplitResult, str, int]:
-        """Return an allowed URL's parts, its host and port. Raises InvalidRequest."""
+        """Return the parts, host and port of a URL, if it is allowed. Raises InvalidRequest."""
         if not self._limits.hosts:
             raise not_allowed(
                 "is an http(s) address, and this server fetches none (images.hosts); send the "
@@ -185,7 +185,8 @@ def _request(parts: SplitResult) -> bytes:
 
 
 def _head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
-    """Return a response's status and {lower-case name: value} of headers. Raises ValueError."""
+    """Parse a response's head into its status and {lower-case header name: value}. Raises
+    ValueError."""
     lines: Iterator[bytes] = iter(head.split(b"\r\n"))
     match = re.match(rb"HTTP/1\.[01] (\d{3})", next(lines))
     if match is None:

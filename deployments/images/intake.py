@@ -1,4 +1,4 @@
-"""ImageIntake: reads the images of requests, beside the event loop and within limits."""
+"""ImageIntake: reads and decodes the images of requests, off the event loop and within limits."""
 
 import asyncio
 import warnings
@@ -22,22 +22,22 @@ from engine.images.processor import ImageProcessor, PixelCache, prepare
 
 T = TypeVar("T")
 
-THREADS = 4  # Pillow lets other threads run while it decodes and resizes
-MAX_PIXEL_BYTES = 96 * 2**20  # a request's resized pixels, which go to a replica in one frame
-_WAIT_SECONDS = 20.0  # for a turn to decode
-_BLOCK_BYTES = 34 * 2**20  # Pillow's blocks: glibc returns large ones when freed
+THREADS = 4  # Pillow releases the interpreter lock while it decodes and resizes
+MAX_PIXEL_BYTES = 96 * 2**20  # of a request's resized pixels, which are sent in one frame
+_WAIT_SECONDS = 20.0  # maximum seconds to wait for decoding to begin
+_BLOCK_BYTES = 34 * 2**20  # size of Pillow's blocks: glibc returns large blocks when freed
 _SPARE_BLOCKS = 4  # free blocks that Pillow keeps: new pages cost a quarter of a picture's time
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image in the form in which a request has it.
+    """An image as a request contains it: by URL or in base64.
 
     place: the path of its field in the request, for errors, as
         `messages[0].content[1].image_url`.
     url: a data: or http(s) URL; "": the image is in `base64`.
     base64: the file's bytes as text.
-    detail: how closely the model should look, in OpenAI's words.
+    detail: OpenAI's field `detail`, which determines the image's resolution for the model.
     """
 
     place: str
@@ -48,10 +48,10 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPicture:
-    """A picture, or a span of a clip, whose position in the prompt is known.
+    """A picture, or a part of a video clip, with its position in the prompt.
 
-    sources, files: one of the picture, or one of each frame of the whole clip.
-    start: index in the prompt of its first token.
+    sources, files: one item for a picture, or one per frame of the whole clip.
+    start: index of its first token in the prompt.
     """
 
     sources: Sequence[ImageSource]
@@ -61,7 +61,7 @@ class PlacedPicture:
 
     @property
     def place(self) -> str:
-        """The path in the request of the picture's field, or of the list of the clip's frames."""
+        """The path in the request of the picture's field, or of the clip's list of frames."""
         place = self.sources[0].place
         return place if len(self.sources) == 1 else place.rpartition("[")[0]
 
@@ -74,23 +74,25 @@ class ImageIntake:
 
     def __init__(self, limits: ImageLimits | None = None) -> None:
         self.limits = limits = limits or ImageLimits()
-        # Pillow warns of odd files, in words that any client could put into the log.
+        # Pillow's warnings about files are disabled, as they would put clients' texts into the log.
         warnings.filterwarnings("ignore", module=r"PIL\.")
-        # glibc keeps freed blocks of Pillow's default size, 16 MiB, in each thread's arena.
+        # With Pillow's default block size, 16 MiB, glibc would keep freed blocks in each thread's
+        # arena.
         Image.core.set_block_size(_BLOCK_BYTES)  # type: ignore[attr-defined]
         Image.core.set_blocks_max(_SPARE_BLOCKS)  # type: ignore[attr-defined]
         self.memory = ImageMemory(limits.memory_bytes)
-        self.decoded = 0  # images since the start
+        self.decoded = 0  # number of images since the start
         self._downloads = ImageDownloads(limits)
         self._cache = PixelCache()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
-        # The limit is that of one image: many small images are decoded at once, or one so large.
+        # The budget is the pixel limit of one image: either many small images are decoded
+        # concurrently, or one of maximum size.
         self._turns = _Turns(limits.pixels)
 
     async def read(self, sources: Sequence[ImageSource], held: HeldBytes) -> list[PictureFile]:
         """Fetch or decode the files of images, read their headers, and return the files.
 
-        held: the reservation to which their bytes are added.
+        held: the memory reservation to which their bytes are added.
         Raises InvalidRequest naming the image, Overloaded.
         """
         return await _all([self._read(source, held) for source in sources])
@@ -148,12 +150,12 @@ class ImageIntake:
         def work() -> PreparedImage:
             return prepare(processor, picture.files, picture.layout, picture.start, self._cache)
 
-        # A clip's frames, which have one size, are decoded one after the other.
+        # The frames of a clip, which have the same size, are decoded one after the other.
         pixels = min(picture.files[0].pixels, self._turns.limit)
         loop = asyncio.get_running_loop()
         await self._turns.take(pixels)
         decoding = self._threads.submit(work)
-        # A thread continues after its request has ended, and its pixels remain counted.
+        # The thread continues even if its request ends, and until then its pixels remain counted.
         decoding.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.give, pixels))
         try:
             image = await asyncio.wrap_future(decoding)
@@ -167,7 +169,7 @@ class ImageIntake:
 
 
 class _Turns:
-    """A budget of pixels that are decoded concurrently, granted in the order of requests."""
+    """A budget for the pixels that are decoded concurrently, granted in the order of requests."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -185,7 +187,7 @@ class _Turns:
             async with asyncio.timeout(_WAIT_SECONDS):
                 await asyncio.shield(turn)
         except BaseException as error:
-            if turn.done():  # the pixels were granted, but will not be decoded
+            if turn.done():  # the pixels were granted, but are not needed any more
                 self.give(pixels)
             else:
                 self._waiting.remove((pixels, turn))

@@ -9,15 +9,15 @@ from engine.images.picture_file import MAX_PIXELS
 class ImageLimits:
     """The limits of images at one router.
 
-    per_request: number of images of one request.
-    frames: number of frames of all clips of a request; each clip counts as an image, too.
-    pixels: pixels of one image, by its header.
-    file_bytes: bytes of one image's file.
-    body_bytes: bytes of a request's body where a served model takes images.
-    memory_bytes: bytes of bodies, files and pixels of the requests in flight that have images.
+    per_request: maximum number of images in a request.
+    frames: maximum number of frames of all clips in a request; each clip also counts as one image.
+    pixels: maximum pixels of one image, according to its header.
+    file_bytes: maximum bytes of one image's file.
+    body_bytes: maximum bytes of a request's body if a served model takes images.
+    memory_bytes: maximum bytes of bodies, files and pixels of all requests in flight with images.
     hosts: hosts from which images are fetched, e.g. "images.example.com", "*.example.com" or
         "example.com:8443"; (): nothing is fetched.
-    first_seconds, last_seconds: time until a download's headers, and until its last byte.
+    first_seconds, last_seconds: maximum time until a download's headers, and until its last byte.
     """
 
     per_request: int = 16

@@ -1,4 +1,4 @@
-"""ImageMemory: counts the bytes that images of requests in flight hold in a router."""
+"""ImageMemory: counts and limits the memory for images of the requests in flight in a router."""
 
 import weakref
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from engine.images.image import Image
 
 
 class ImageMemory:
-    """The bytes that images hold, and their limit.
+    """The counter of the bytes reserved for images, with a limit.
 
     limit: maximum bytes; reservations beyond it are refused.
     held: bytes that are reserved at present.
@@ -38,7 +38,7 @@ class HeldBytes:
     def add(self, size: int) -> None:
         """Reserve more bytes. Raises Overloaded without room."""
         memory = self._memory
-        # If nothing is reserved, a request of any size is accepted: other limits bound its size.
+        # If nothing is reserved, a request of any size is accepted, as other limits bound its size.
         if memory.held and memory.held + size > memory.limit:
             raise Overloaded("the images of other requests fill the memory for images")
         memory.held += size
@@ -50,7 +50,7 @@ class HeldBytes:
 
 
 class HeldImages(list[Image]):
-    """A list of images whose bytes remain reserved as long as anything refers to the list."""
+    """A list of images whose bytes remain reserved as long as the list is referenced."""
 
     def __init__(self, images: Iterable[Image], held: HeldBytes) -> None:
         super().__init__(images)
