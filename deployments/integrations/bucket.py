@@ -1,4 +1,5 @@
-"""Bucket: the tensors of one message of a trainer's update, in memory that its engine shares."""
+"""Bucket: collects the tensors of one message of a weight update, in memory shared with the
+engine."""
 
 from itertools import accumulate
 from multiprocessing.shared_memory import SharedMemory
@@ -13,7 +14,7 @@ from engine.weights.transfers.handles import plain_handle
 class Bucket:
     """The tensors of one message to the engine, in memory that both processes share.
 
-    num_bytes: size of the memory, which grows for a tensor that is larger.
+    num_bytes: size of the memory; it grows for a larger tensor.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -1,10 +1,9 @@
-"""RolloutActor: OpenRLHF's rollout actor over an engine of Manta in its place.
+"""RolloutActor: replaces OpenRLHF's rollout actor by one with an engine of Manta.
 
     python -m deployments.integrations.openrlhf ARGUMENTS of openrlhf.cli.train_ppo_ray
 
 OpenRLHF places one actor on each GPU, which the trainer may share (colocated training), and calls
-this actor as its own. OpenRLHF's package imports vLLM, which has to be installed but computes
-nothing.
+this actor like its own. OpenRLHF's package imports vLLM, which must be installed but is not used.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ class Logprob:
 class Choice:
     """A choice of a rollout, with the fields of vLLM's CompletionOutput that OpenRLHF reads.
 
-    logprobs: for each of token_ids, {token id: log-probability} of it and of its alternatives.
+    logprobs: for each of token_ids, {token id: log-probability} of the token and its alternatives.
     """
 
     index: int
@@ -61,12 +60,12 @@ class Rollout:
 
 
 def read_sampling(theirs: Any) -> SamplingParams:
-    """Return vLLM's SamplingParams `theirs` as Manta's. Raises InvalidRequest."""
+    """Convert vLLM's SamplingParams `theirs` into Manta's. Raises InvalidRequest."""
     for name in _REFUSED:
         if getattr(theirs, name, None):
             raise InvalidRequest(f"sampling_params.{name}: not supported in rollouts; leave it out")
     values = {name: getattr(theirs, name, None) for name in _SAMPLING}
-    values["top_k"] = max(0, getattr(theirs, "top_k", 0) or 0)  # -1: all tokens
+    values["top_k"] = max(0, getattr(theirs, "top_k", 0) or 0)  # -1 and 0 mean all tokens
     for name in ("stop", "stop_token_ids"):
         value = values[name]
         values[name] = (value,) if isinstance(value, str) else tuple(value or ())
@@ -76,8 +75,8 @@ def read_sampling(theirs: Any) -> SamplingParams:
 class RolloutActor:
     """The actor that replaces the one of OpenRLHF's `create_vllm_engines`, with the same methods.
 
-    Each call brings one tensor of an update. The last tensor comes with empty_cache set, and then
-    all weights take effect at once.
+    Each update call has one tensor. The last tensor comes with empty_cache set, and then all
+    weights are replaced together.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -100,8 +99,8 @@ class RolloutActor:
     ) -> None:
         """Start the engine on the GPU that Ray has given to this actor.
 
-        ignored: arguments of vLLM's engine that have no meaning for Manta, or a wrong one: with the
-            seed as EngineConfig.seed all samples of a prompt would be equal.
+        ignored: arguments of vLLM's engine that have no meaning or another one for Manta: with the
+            seed as EngineConfig.seed, all samples of a prompt would be equal.
         Raises ConfigError.
         """
         if tensor_parallel_size != 1:
@@ -186,7 +185,7 @@ class RolloutActor:
     async def _take_tensor(self, tensor: dict[str, Any], *, last: bool) -> None:
         if not self._updating:
             await self._engine.start_weight_update()
-        # If the next call raises, the update has ended.
+        # The update is marked as ended first, as the next call may raise.
         self._updating = False
         await self._engine.update_weights(tensor)
         if last:
@@ -239,7 +238,8 @@ class RolloutActor:
         return Rollout(list(prompt_token_ids), choices)
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of running rollouts; OpenRLHF balances prompts among actors by it."""
+        """Return the number of running rollouts, by which OpenRLHF balances prompts among
+        actors."""
         return self._running
 
     async def generate_responses(
@@ -252,7 +252,8 @@ class RolloutActor:
         num_samples: int = 1,
         images: Any = None,
     ) -> list[Any]:
-        """Return num_samples samples of a prompt, as OpenRLHF's agent executor makes them."""
+        """Return num_samples samples of a prompt, which OpenRLHF's agent executor generates with
+        this engine."""
         if self._executor is None:
             self._executor = _executor(*self._executor_fields)
         fields = prompt, label, sampling_params, max_length, hf_tokenizer, self, images
@@ -272,9 +273,9 @@ def _by_id(item: TokenLogprobs) -> dict[int, Logprob]:
 
 
 def _executor(agent_func_path: str | None, remote_rm_url: str | None) -> Any:
-    """Return OpenRLHF's executor: of a user's agent, or of single turns with a reward.
+    """Return OpenRLHF's executor: for a user's agent, or for single turns with a reward model.
 
-    agent_func_path: file of the agent; None: single turns. remote_rm_url: the reward model.
+    agent_func_path: file of the agent; None: single turns. remote_rm_url: URL of the reward model.
     """
     if agent_func_path:
         from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
@@ -286,14 +287,14 @@ def _executor(agent_func_path: str | None, remote_rm_url: str | None) -> Any:
 
 
 def install() -> None:
-    """Replace OpenRLHF's actor over vLLM by `RolloutActor`, in this process."""
+    """Replace OpenRLHF's vLLM actor by `RolloutActor` in this process."""
     from openrlhf.trainer.ray import vllm_engine
 
     vllm_engine.RolloutRayActor = ray.remote(RolloutActor)
 
 
 if __name__ == "__main__":
-    from deployments.integrations import openrlhf  # by this name, as workers cannot import __main__
+    from deployments.integrations import openrlhf  # by name: workers cannot import __main__
 
     openrlhf.install()
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")

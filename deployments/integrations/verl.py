@@ -1,4 +1,5 @@
-"""Replica and ServerAdapter: verl's rollouts by engines of Manta, one in each of verl's replicas.
+"""Replica, ServerAdapter: verl's rollout classes with engines of Manta, one engine per verl
+replica.
 
     VERL_USE_EXTERNAL_MODULES=deployments.integrations.verl python -m verl.trainer.main_ppo \\
         actor_rollout_ref.rollout.name=manta ...
@@ -25,7 +26,7 @@ NAME = "manta"
 
 
 class Server(RolloutServer):
-    """The actor of a replica: a RolloutServer whose answers have verl's type TokenOutput."""
+    """The server actor of a replica: a RolloutServer that returns verl's type TokenOutput."""
 
     async def generate(self, *fields: Any, **named: Any) -> TokenOutput:
         """Return the continuation of a prompt; see `RolloutServer.generate`."""
@@ -67,11 +68,11 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
         self._server_handle = server.remote(self.config, self.model_config, mode, visible)
         self.servers = [self._server_handle]
         await self._server_handle.launch_server.remote()
-        # verl distinguishes replicas by this address; there is no HTTP server.
+        # verl identifies replicas by this address; there is no HTTP server.
         self._server_address = name
 
     async def sleep(self) -> None:
-        """Free the memory of the engine, once its running requests have ended."""
+        """Free the memory of the engine, after its running requests have ended."""
         await self._server_handle.wait_for_requests_to_drain.remote()
         await super().sleep()
 
@@ -82,7 +83,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
-    """The interface of a trainer's worker to its replica; only the replica's first worker calls the
+    """A trainer worker's interface to its replica; only the first worker of each replica calls the
     server.
 
     replica_rank: index of the replica; -1: the index that follows from this worker's rank.
@@ -99,7 +100,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
 
     def _handle(self) -> Any:
         if self._server is None:
-            # Looked up late, as the server starts after the workers.
+            # The server is looked up here, because it starts after the workers.
             self._server = ray.get_actor(f"{NAME}_server_{self.replica_rank}_0")
         return self._server
 
@@ -123,8 +124,8 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
     ) -> None:
         """Replace the engine's weights. Raises UpdateFailed, after which the old weights remain.
 
-        weights: (checkpoint name, tensor) of all tensors. Each rank has to iterate over them, as
-            that may gather their parts.
+        weights: (checkpoint name, tensor) of all tensors. Each rank must iterate over them, because
+            the iteration may gather shards from all ranks.
         """
         if wire_format != "named_tensors":
             raise UpdateFailed(

@@ -1,6 +1,6 @@
-"""RolloutServer: a verl server over an engine of Manta.
+"""RolloutServer: a rollout server for verl with an engine of Manta.
 
-`verl.py` has the classes with verl's base classes and types; this module does not import verl.
+This module does not import verl; `verl.py` has the classes with verl's base classes and types.
 """
 
 import asyncio
@@ -33,16 +33,16 @@ class Rollout:
 
 
 def read_sampling(theirs: Mapping[str, Any], room: int, *, routed: bool = False) -> SamplingParams:
-    """Return verl's sampling_params `theirs` as Manta's.
+    """Convert verl's sampling_params `theirs` into Manta's SamplingParams.
 
-    room: maximum of tokens that the answer may have.
+    room: maximum number of tokens of the answer.
     routed: whether to return the experts chosen for each token.
     Raises InvalidRequest for unknown fields that are not None.
     """
     fields = {name: value for name, value in theirs.items() if value is not None}
     limits = [fields.pop(name, room) for name in ("max_tokens", "max_new_tokens")]
     values: dict[str, Any] = {"max_tokens": max(0, min(*limits, room))}
-    values["top_k"] = max(0, fields.pop("top_k", 0))  # -1: all tokens
+    values["top_k"] = max(0, fields.pop("top_k", 0))  # -1 means all tokens, as 0 here
     if fields.pop("logprobs", False) is not False:  # True, or vLLM's number of alternatives
         values["logprobs"] = 0
     values |= {name: fields.pop(name) for name in _SAMPLING if name in fields}
@@ -53,7 +53,7 @@ def read_sampling(theirs: Mapping[str, Any], room: int, *, routed: bool = False)
 
 
 class RolloutServer:
-    """The actor of one replica, with the methods that verl's trainer calls.
+    """The server actor of one replica, with the methods that verl's trainer calls.
 
     config, model_config: verl's RolloutConfig and HFModelConfig.
     mode: the value of verl's RolloutMode. A "hybrid" server drops weights in a sleep, as the
@@ -64,7 +64,7 @@ class RolloutServer:
     def __init__(self, config: Any, model_config: Any, mode: str, visible_devices: str) -> None:
         self._config, self._model = config, model_config
         self._mode = mode
-        self._steps: int | None = None  # the trainer's step whose weights the engine has
+        self._steps: int | None = None  # trainer step of the engine's weights; None: unknown
         self._refusing = False
         self._running: dict[str, RequestHandle] = {}
         if visible_devices:
@@ -181,22 +181,22 @@ class RolloutServer:
         await self._engine.start_weight_update()
 
     async def take_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive tensors of the update that a worker shares; update_info: see `UpdateInfo`.
+        """Receive tensors of the update, which a worker shares. update_info: see `UpdateInfo`.
 
         Raises UpdateFailed.
         """
         await self._engine.update_weights(update_info)
 
     async def finish_weight_update(self, global_steps: int | None = None) -> None:
-        """Replace the weights by the tensors of the update, all at once. Raises UpdateFailed.
+        """Replace all weights by the tensors of the update. Raises UpdateFailed.
 
-        global_steps: the trainer's step; None: unchanged.
+        global_steps: the trainer step of the weights; None: unchanged.
         """
         await self._engine.finish_weight_update()
         self._steps = self._steps if global_steps is None else global_steps
 
     async def sleep(self) -> None:
-        """Free the memory of weights and KV cache; no request may run."""
+        """Free the memory of weights and KV cache. No request may be running."""
         if self._config.free_cache_engine and self._mode != STANDALONE:
             await self._engine.sleep(2 if self._mode == HYBRID else 1)
 
