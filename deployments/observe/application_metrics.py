@@ -1,11 +1,11 @@
-"""ApplicationMetrics: the text of /metrics for a whole application, as any one router returns it.
+"""ApplicationMetrics: the text of /metrics for a whole application, which any router can return.
 
-A load balancer sends each scrape to another router. So the router that is asked asks the others for
-their counts, and each router's series have its name as a label. A series is thus counted in one
-process and never decreases. The series of a router that ends disappear.
+A load balancer sends each scrape to another router. So the scraped router requests the counts of
+all others, and each router's series are labelled with its name. So each series is counted in one
+process and never decreases. The series of a router that has ended disappear.
 
-A replica's metrics appear once. Of the routers' readings of a replica the newest is used. A router
-also remembers readings from other routers, so that these series do not decrease either.
+A replica's metrics appear once, with the newest of all routers' readings. A router also remembers
+readings from other routers, so that these series do not decrease either.
 """
 
 import asyncio
@@ -20,12 +20,13 @@ from engine.messages import EngineStats
 
 T = TypeVar("T")
 
-# Counter by which readings of a replica are compared: the reading with more steps is newer.
+# The counter by which readings of a replica are compared: the one with more steps is newer.
 _AGE = "engine_steps_total"
 
 
 class RouterReport(msgspec.Struct, array_like=True):
-    """A router's report to the other routers: its own metrics, and its reading of each replica.
+    """A router's report to the other routers: its own metrics, and its readings of the replicas'
+    metrics.
 
     replicas: {replica: {key of a metric: value}}; see `replica_readings`.
     """
@@ -36,12 +37,12 @@ class RouterReport(msgspec.Struct, array_like=True):
 
 
 class ApplicationMetrics:
-    """The metrics text of an application, as one router serves it.
+    """One router's source of the metrics text of the whole application.
 
     router: name of this router. model: name of the only model; "": there are several.
     own: returns this router's metrics.
     heard: returns the last stats of the replicas to which this router is connected, by name.
-    others: returns the encoded reports of the other routers that answer.
+    others: returns the encoded reports of those other routers that answer in time.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ApplicationMetrics:
 
     def _own_report(self) -> RouterReport:
         heard = {name: replica_readings(stats) for name, stats in self._heard().items()}
-        # Replicas to which this router is no longer connected are left out.
+        # Only replicas to which this router is connected now are kept.
         self._replicas = {
             name: _newest(figures, self._replicas.get(name, figures))
             for name, figures in heard.items()
@@ -86,11 +87,11 @@ class ApplicationMetrics:
 
 
 class SingleFlight(Generic[T]):
-    """A function whose concurrent calls are merged: callers that come while it runs share its next
-    run.
+    """A coroutine function whose concurrent calls are merged: callers that arrive during a run
+    share the next run.
 
-    So no caller gets the result of a run that began before its call, and simultaneous callers cost
-    two runs at most.
+    So no caller gets the result of a run that began before its call, and simultaneous callers cause
+    at most two runs.
     """
 
     def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
@@ -125,8 +126,7 @@ def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 
 def _labelled(reports: Iterable[RouterReport]) -> Iterable[MetricFamily]:
-    """Return each metric family of the routers once, with the samples of all routers, which get the
-    label `router`.
+    """Merge the metric families of all routers, whose samples get the label `router`.
 
     Routers may have different families during an update.
     """

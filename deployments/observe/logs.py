@@ -1,4 +1,4 @@
-"""log_through_serve: sends our loggers' output to the log files of a Serve replica.
+"""log_through_serve: directs our loggers' output to the log files of a Serve replica.
 
 A record about one request has `extra={"request_id": ...}`. The id is the same in the router, the
 replica and the engine process, whose records EngineClient passes to the replica's loggers.
@@ -9,7 +9,7 @@ from logging.handlers import MemoryHandler
 
 
 def log_through_serve(level: str = "info") -> None:
-    """Add the handlers that Serve has set up in this process to the "manta" loggers. Idempotent.
+    """Add Serve's log handlers of this process to the "manta" loggers. Idempotent.
 
     level: "info" or "debug".
     """
@@ -26,10 +26,10 @@ def log_through_serve(level: str = "info") -> None:
 
 
 class _BufferBypass(logging.Handler):
-    """A handler that passes records to the target of Serve's MemoryHandler at once.
+    """A handler that passes records immediately to the target of Serve's MemoryHandler.
 
-    The MemoryHandler would hold rare records back until its buffer is full. Its filters still add
-    application, deployment and replica.
+    The MemoryHandler would withhold rare records until its buffer is full. Its filters, which add
+    application, deployment and replica, still run.
     """
 
     def __init__(self, behind: MemoryHandler) -> None:
@@ -41,6 +41,7 @@ class _BufferBypass(logging.Handler):
         if self.behind.target is None or not self.behind.filter(record):
             return
         if request_id is not None:
-            # Serve's filter has replaced the record's id by that of Serve's current request.
+            # Serve's filter has replaced the record's request id by that of Serve's current
+            # request.
             record.request_id = request_id
         self.behind.target.handle(record)

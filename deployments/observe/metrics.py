@@ -35,7 +35,7 @@ _TOKEN_BUCKETS = (
 
 
 class Counter:
-    """A sum that only grows, for each combination of label values."""
+    """A counter, with one sum for each combination of label values."""
 
     kind = "counter"
 
@@ -54,9 +54,9 @@ class Counter:
 
 
 class Histogram:
-    """A histogram: the number of values in each bucket, and the sum of the values.
+    """A histogram: the number of observed values per bucket, and their sum.
 
-    buckets: upper bounds, ascending; values above the last one have a further bucket.
+    buckets: upper bounds, ascending; values above the last one are counted in an additional bucket.
     """
 
     kind = "histogram"
@@ -182,8 +182,8 @@ class RouterMetrics:
         return tuple(vars(self).values())
 
     def of_no_model(self) -> Iterator["MetricFamily"]:
-        """Yield the metrics of a router of several models that do not belong to one model: counted
-        for all models together, or with a label for the model."""
+        """Yield the metrics that a router of several models has once: counted for all models
+        together, or with a label for the model."""
         counted = (self.http, self.key_requests, self.key_prompt_tokens, self.key_output_tokens)
         for metric in counted:
             yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
@@ -205,7 +205,8 @@ class RouterMetrics:
         return values
 
 
-# Metrics of the autoscaling policy, which runs in Serve's controller: only Ray's exporter has them.
+# Metrics of the autoscaling policy. It runs in Serve's controller, so only Ray's exporter has these
+# metrics.
 SCALING_TARGET = "scaling_target_replicas"
 SCALING_DECISIONS = "scaling_decisions_total"
 SCALING_MINIMUM = "scaling_min_replicas"
@@ -222,7 +223,7 @@ SCALING_HELP = {
 }
 
 
-Sample = tuple[str, dict[str, str], float]  # suffix of the name, labels, value
+Sample = tuple[str, dict[str, str], float]  # (suffix of the name, labels, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ class MetricFamily:
 def families(metrics: RouterMetrics, state: BackendState) -> Iterator[MetricFamily]:
     """Yield a router's counters and histograms, and gauges of requests in flight and of its queue.
 
-    state: has the values of the gauges.
+    state: the values of the gauges.
     """
     for metric in metrics.all():
         yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))

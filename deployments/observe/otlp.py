@@ -20,7 +20,7 @@ import msgspec
 logger = logging.getLogger("manta.router")
 
 SEND_SECONDS = 2.0  # seconds between two batches
-# Maximum of spans that wait to be sent; further ones are dropped.
+# Maximum number of spans that wait to be sent; further spans are dropped.
 MAX_SPANS = 8192
 _BATCH = 512
 _TIMEOUT = 10.0
@@ -61,7 +61,7 @@ class TraceContext:
 
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Return the context in a request's headers; None if traceparent is missing or invalid."""
+    """Parse the trace context in a request's headers; None if traceparent is missing or invalid."""
     match = _TRACEPARENT.fullmatch(traceparent)
     if match is None:
         return None
@@ -169,7 +169,7 @@ class SpanExporter:
             self._waiting += spans
 
     async def close(self) -> None:
-        """Stop, and try once to send the waiting spans."""
+        """Stop the thread, and try once to send the waiting spans."""
         if self._task is not None:
             self._task.cancel()
         await self._flush()
@@ -194,7 +194,7 @@ class SpanExporter:
                 return
 
     def _post(self, batch: list[Span]) -> str:
-        """Send a batch of spans; return the reason of a failure, or ""."""
+        """Send a batch of spans; return the reason of a failure, "" on success."""
         scope = {"scope": self._scope, "spans": [span.to_json() for span in batch]}
         body = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         try:

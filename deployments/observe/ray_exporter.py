@@ -1,10 +1,11 @@
-"""ServeExport, ScalingExport: our metrics in Ray's exporter, in addition to the routers' /metrics.
+"""ServeExport, ScalingExport: export our metrics through Ray's exporter, in addition to /metrics.
 
-They are for clusters that scrape Ray's nodes, and for the dashboard in deploy/grafana.json. Ray
-prefixes the names with `ray_` and adds deployment, replica and application.
+This is for clusters that scrape Ray's nodes, and for the dashboard in deploy/grafana.json. Ray
+prefixes the names with `ray_`, and adds labels for deployment, replica and application.
 
-Values are copied every few seconds, because one call of Ray's costs as much as relaying a token.
-Histogram buckets are therefore gauges with a histogram's names, which queries cannot tell apart.
+Values are copied every few seconds, because one call of Ray's API costs as much as relaying a
+token. So histogram buckets are exported as gauges with a histogram's names, which queries cannot
+distinguish.
 """
 
 import asyncio
@@ -30,9 +31,9 @@ _PERIOD = 5.0  # seconds between exports: fresh enough for a scraper, and of neg
 
 
 class ServeExport:
-    """A copier of metrics to Ray's exporter, every _PERIOD seconds until `stop`.
+    """A periodic export of metrics to Ray's exporter, every _PERIOD seconds until `stop`.
 
-    All calls belong to one event loop.
+    All methods must be called on one event loop.
 
     families: returns the metrics.
     """
@@ -76,7 +77,7 @@ def _make(
 
 @cache
 def scaling_export(app: str) -> "ScalingExport":
-    """Return the exporter of an application's scaling metrics, one in this process."""
+    """Return the exporter of an application's scaling metrics; there is one per process."""
     return ScalingExport(app)
 
 
@@ -117,8 +118,8 @@ class ScalingExport:
         targets: target number of replicas, by pool.
         causes: `ScalingReason.cause`, by pool.
         limits: minimum and maximum number of replicas, by pool.
-        cooldowns: seconds of low demand before replicas are removed, and of idleness before the
-            last replica is.
+        cooldowns: seconds of low demand after which replicas are removed, and of idleness after
+            which the last one is.
         """
         for pool, target in targets.items():
             tags = {"application": self._app, "pool": pool}

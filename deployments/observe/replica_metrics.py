@@ -1,4 +1,5 @@
-"""REPLICA_METRICS: the metrics of a replica, each with its function that reads EngineStats."""
+"""REPLICA_METRICS: the metrics of a replica, each with the function that reads it from
+EngineStats."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from engine.speculation.settings import MAX_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetric:
-    """A metric of a replica, or the part of it with one value of the label `position`.
+    """A metric of a replica, or the series of a metric with one value of the label `position`.
 
     kind: "counter" or "gauge".
     read: returns the metric's value.
@@ -26,7 +27,7 @@ class ReplicaMetric:
 
     @property
     def key(self) -> str:
-        """The key of this series in a reading of a replica (`replica_readings`)."""
+        """The key of this series in the result of `replica_readings`."""
         return f"{self.position}/{self.name}" if self.position else self.name
 
     @property
@@ -35,7 +36,7 @@ class ReplicaMetric:
 
 
 def replica_readings(stats: EngineStats) -> dict[str, float]:
-    """Return a reading of a replica: {`ReplicaMetric.key`: value}.
+    """Return the values of a replica's metrics (a reading): {`ReplicaMetric.key`: value}.
 
     Series with a position and the value 0 are left out.
     """
@@ -464,7 +465,7 @@ def replica_families(stats: EngineStats) -> Iterator[MetricFamily]:
 def of_replicas(
     readings: Mapping[str, Mapping[str, float]], labels: Callable[[str], dict[str, str]]
 ) -> Iterator[MetricFamily]:
-    """Yield each metric once, with the samples of all replicas.
+    """Yield each replica metric once, with the samples of all replicas.
 
     readings: result of `replica_readings`, by replica.
     labels: returns the labels of a replica's samples, given its name.

@@ -1,4 +1,4 @@
-"""tasks: counts the tasks on this thread's event loop, to find leaked tasks."""
+"""tasks: counts the asyncio tasks on this thread's event loop, for finding leaked tasks."""
 
 import asyncio
 from collections import Counter
