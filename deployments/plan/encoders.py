@@ -1,4 +1,4 @@
-"""plan_encoders: the memory and the speed of the actors of encoder pools."""
+"""plan_encoders: estimates memory and speed of the actors of encoder pools."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from engine.config.model_config import ModelConfig
 if TYPE_CHECKING:  # imports torch
     from engine.encoder import TowerAlone
 
-_EMBEDDINGS = 260  # number of embeddings of a picture of 640 x 427 for Qwen3-VL
-# Measured speed of towers in bfloat16. Qwen3-VL-8B's encodes 519 pictures in 1.83 s on an H200:
-# `_OF_PRODUCTS` of the GPU's peak. Qwen3-VL-2B's takes 2.2 s a picture on one core: `_A_CORE`
-# operations a second.
+_EMBEDDINGS = 260  # number of embeddings of a picture of 640 x 427 pixels for Qwen3-VL
+# Measured speed of vision encoders in bfloat16. On an H200, Qwen3-VL-8B's encodes 519 pictures in
+# 1.83 s: the share `_OF_PRODUCTS` of the GPU's peak. On one core, Qwen3-VL-2B's takes 2.2 s per
+# picture: `_A_CORE` operations per second.
 _OF_PRODUCTS = 0.40
 _A_CORE = 0.44e12
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderPlan:
-    """The plan of an encoder pool's actor, which holds a model's tower without the model's layers.
+    """The plan of an encoder pool's actor, which loads only a model's vision encoder.
 
     kind: type of the actor's device, "cuda" or "cpu".
     rows: (purpose, bytes) of the memory that the actor takes.
@@ -55,10 +55,10 @@ def plan_encoders(
 ) -> Iterator[EncoderPlan]:
     """Yield the plan of each encoder pool of a configuration.
 
-    device: device of the engines' replicas; encoders on the other kind have a device of unknown
-        size.
+    device: device of the engines' replicas; for encoders on the other kind of device, the size is
+        unknown.
 
-    Raises DoesNotFit, and ConfigError for a model without a tower.
+    Raises DoesNotFit, and ConfigError for a model without a vision encoder.
     """
     for name, pool in config.encoders.items():
         engine = EngineConfig(**config.encoder_options(pool))

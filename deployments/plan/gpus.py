@@ -1,4 +1,4 @@
-"""GPUS: the GPUs that `manta plan --gpu` knows by name, with figures of their data sheets."""
+"""GPUS: the GPUs that `manta plan --gpu` knows by name, with figures from their data sheets."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ class Gpu(NamedTuple):
     gib: memory in GiB as the driver reports it, which is less than advertised.
     capability: CUDA compute capability, (major, minor).
     bandwidth: bandwidth of its memory in GB/s.
-    teraflops: dense 16-bit matmuls with sums in float32, in TFLOP/s.
+    teraflops: TFLOP/s of dense 16-bit matmuls with float32 accumulation.
     """
 
     gib: float
@@ -47,8 +47,8 @@ GPUS = {
 
 
 def abilities(capability: tuple[int, int]) -> tuple[str, str]:
-    """Return two texts: number formats and kernels that GPUs of a compute capability have, and what
-    Manta does in place of those that they lack."""
+    """Return two texts for GPUs of a compute capability: the number formats and kernels that they
+    support, and Manta's substitutes for the others."""
     from kernels.packed import FLOAT8, INT8_PRODUCTS, multiplies  # importing torch takes seconds
 
     native, others = ["float16"], []

@@ -1,7 +1,7 @@
-"""plan: the memory that an engine takes on a device, computed without loading the model.
+"""plan: computes the memory that an engine needs on a device, without loading the model.
 
-The engine's own function (`engine.runner.memory.plan_memory`) sums up a model whose tensors take no
-memory. Values that the engine measures at its start are estimated.
+The engine's own function (`engine.runner.memory.plan_memory`) is applied to a model on the meta
+device. Values that the engine measures at its start are estimated.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,12 +20,12 @@ from engine.errors import ConfigError
 from engine.speculation.settings import SpeculationSettings
 
 if TYPE_CHECKING:
-    # Importing torch takes seconds, and `manta --help` does not need it.
+    # torch is not imported here, which would take seconds that `manta --help` does not need.
     from engine.models.registry import Model
     from engine.resolve import Resolved
     from engine.runner.memory import MemoryPlan
 
-CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # including libraries' workspaces
+CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # including workspaces of libraries
 CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the other modules
 
 
@@ -58,18 +58,18 @@ class DoesNotFit(ConfigError):
 class EnginePlan:
     """The memory of one replica's engine on a device.
 
-    memory: bytes by purpose, as in the engine's own table; on GPUs for the rank with the least
-        room, on CPUs for all ranks of the node with the least room.
+    memory: bytes by purpose, as in the engine's own table; on GPUs for the rank with the least free
+        memory, on CPUs for all ranks of the node with the least free memory.
     dtype: dtype of the tensors that are not quantised.
     weights_kind: description of the weights' format.
-    products: descriptions of the GEMM kernels for quantised weights, one per format.
+    products: descriptions of the GEMM kernels for quantised weights, one for each format.
     attention: descriptions of the attention kernels on CUDA, one per kind of layer.
     active_parameters: number of parameters that one token uses; fewer than all in a mixture of
         experts.
-    kv_per_token: (text that says which tokens are kept, number of layers, bytes of a token in all
-        of them) for each kind of layer; on GPUs for the same rank as `memory`, on CPUs for all
-        ranks.
-    ranks: number of ranks that the model is divided among.
+    kv_per_token: for each kind of layer: (description of the tokens that it keeps, number of
+        layers, bytes of a token in all of them); on GPUs for the same rank as `memory`, on CPUs for
+        all ranks.
+    ranks: number of ranks among which the model is divided.
     stages: number of pipeline stages.
     nodes: number of nodes of a replica, each with equally many ranks.
     states: (number of recurrent layers, bytes of one request's state in all of them).
@@ -141,7 +141,7 @@ class EnginePlan:
     def replicas_per_node(self) -> int:
         """The number of replicas that fit on a node, or on the group of nodes that a replica spans.
 
-        The number is bounded by GPUs, or on a CPU by memory and one core per rank.
+        The number is limited by the GPUs or, on CPUs, by memory and one core per rank.
         """
         if self.device.kind == "cuda":
             return self.devices_per_node // self.ranks_per_node
@@ -161,8 +161,8 @@ def plan(
 
     devices_per_node: number of GPUs of a node; None: as many as a replica uses on a node.
 
-    Raises DoesNotFit with the bytes needed and suggestions, and ConfigError for what the engine
-    would refuse on this device.
+    Raises DoesNotFit with the bytes needed and suggestions, and ConfigError for settings that the
+    engine would refuse on this device.
     """
     import torch
 
@@ -183,7 +183,7 @@ def plan(
     try:
         others = CUDA_CONTEXT if cuda else CPU_PROCESS
         host_bytes = lora_host_bytes(config, device.memory)
-        # a size given as a share is of the host's memory, which is unknown for a GPU
+        # a size given as a share refers to the host's memory, which is unknown for a GPU
         host_kv = host_kv_bytes(config, 0 if cuda else device.memory)
         kinds = []
         # A GPU holds one rank; a CPU node holds all of its ranks.
@@ -203,7 +203,7 @@ def plan(
         memory, part = min(kinds, key=lambda each: each[0].num_blocks)
         groups = part.kv if cuda else kv_groups(resolved.model)
     except ConfigError as error:
-        # This error is not about memory: the shape of a matrix does not suit its format.
+        # This error is not about memory: a matrix has a shape that its format does not support.
         if error.param == KEY:
             raise
         raise DoesNotFit(
@@ -230,7 +230,7 @@ def plan(
     linears, experts = _matrices(whole)
     quantized = model.quantized
     if quantized is not None:
-        # Only GGUF files store the embedding in blocks, as the linear layers.
+        # Only in GGUF files is the embedding stored in blocks, like the linear layers.
         table = [whole.config.record.tensors["embedding"].names[0]] * (quantized.method == "gguf")
         quantized = quantized.of((*linears, *experts, *table))
     dtype = str(resolved.dtype).removeprefix("torch.")
@@ -293,7 +293,7 @@ def plan(
 def _by_format(
     config: EngineConfig, linears: list[str], experts: list[str]
 ) -> dict[str, tuple[list[str], list[str]]]:
-    """Return {quantization: (names of the linear layers, names of the experts) that have it}.
+    """Return {quantization: (names of its linear layers, names of its experts)}.
 
     linears, experts: names of all linear layers and experts.
     """
@@ -310,7 +310,7 @@ def _by_format(
 
 
 def _matrices(model: "Model") -> tuple[list[str], list[str]]:
-    """Return the names of a model's linear layers and of its experts in checkpoints, without
+    """Return the names in checkpoints of a model's linear layers and of its experts, without
     ".weight"."""
     linears = [part.name for spec in model.matrices() for part in spec.parts]
     experts = [
@@ -322,7 +322,8 @@ def _matrices(model: "Model") -> tuple[list[str], list[str]]:
 
 
 def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -> int | None:
-    """Return the smallest tensor_parallel with which a model fits; None if there is none.
+    """Return the smallest tensor_parallel with which a model fits on its devices; None if there is
+    none.
 
     2, 4 and 8 times the configured value are tried.
     """
@@ -337,7 +338,7 @@ def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -
 
 
 def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, folder: Path) -> None:
-    """Check that the engine would accept the weight files in a folder, by their headers alone.
+    """Check from the headers of the weight files in a folder that the engine would accept them.
 
     NaN values are detected only when the weights are loaded. Raises ConfigError that names file and
     tensor.
@@ -374,7 +375,7 @@ def _on_one_rank(config: EngineConfig) -> EngineConfig:
 class _Asked:
     """The cache key of `_outline_of`: a pipeline stage of a model.
 
-    text: the text of `resolved`, which is compared in its place, as it has no hash.
+    text: `repr` of `resolved`, which is compared instead, because `resolved` has no hash.
     """
 
     text: str
@@ -386,7 +387,7 @@ def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
     return _outline_of(_Asked(repr(resolved), resolved, stage))
 
 
-# Cached, as a price list has dozens of node types for the same configuration.
+# Cached, because price lists have dozens of node types for the same configuration.
 @lru_cache(maxsize=8)
 def _outline_of(asked: _Asked) -> "Model":
     from engine.runner.memory import outline
@@ -395,7 +396,7 @@ def _outline_of(asked: _Asked) -> "Model":
 
 
 def check_quantization(model: ModelConfig, config: EngineConfig, kind: str) -> None:
-    """Check that the engine has the quantisation for a model and kind of device.
+    """Check that the engine supports the quantisation for a model on a kind of device.
 
     kind: "cuda" or "cpu".
 

@@ -1,7 +1,6 @@
-"""offers: the node types that can hold a pool's replicas, with prices per hour and per million
-tokens.
+"""offers: the node types that fit a pool's replicas, with prices per hour and per million tokens.
 
-Prices come from a dated file. Throughput is given only where it was measured.
+Prices come from a dated file. Throughput is stated only if it was measured.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 DEFAULT = _CONFIGS / "prices.yaml"
 SPEEDS = _CONFIGS / "speeds.yaml"
 
-# Share of a node's memory that replicas may take; the system and Ray need the remainder.
+# Share of a node's memory that replicas may use; the system and Ray need the remainder.
 _HOST_SHARE = 0.9
 
 # Dimensions of the models in speeds.yaml: layers, width, heads, KV heads, vocabulary.
@@ -35,7 +34,7 @@ _MEASURED = {
 class NodeType(BaseModel):
     """A node type: a row of the price list.
 
-    gpu: name of its GPUs in GPUS; None: it has none. gpus, cpus: numbers of GPUs and of cores.
+    gpu: name of its GPUs in GPUS; None: no GPUs. gpus, cpus: number of GPUs and of cores.
     hour: price per hour.
     """
 
@@ -49,7 +48,8 @@ class NodeType(BaseModel):
     hour: float = Field(gt=0)
 
     def device(self) -> Hardware:
-        """Return the hardware to plan for: one GPU, or the node's cores and memory without GPUs."""
+        """Return the hardware to plan for: one of the GPUs or, without GPUs, the node's cores and
+        memory."""
         if self.gpu is not None:
             return Hardware.gpu(self.gpu)
         return Hardware(self.name, "cpu", int(_HOST_SHARE * self.memory_gib * GIB), self.cpus)
@@ -94,7 +94,7 @@ class Prices(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class NodeOffer:
-    """A pool on one node type, with its price for `manta plan`.
+    """A pool on one node type, with prices for `manta plan`.
 
     replicas: number of replicas on one node, or on the group of nodes that a replica spans.
     tokens_per_second: measured output tokens/s of one replica; None if nothing was measured.
@@ -128,7 +128,7 @@ def offers(
     prices: Prices,
     speeds: Path = SPEEDS,
 ) -> list[NodeOffer]:
-    """Return the node types that can hold a pool, the cheapest replica first.
+    """Return the node types on which a pool's replicas fit, those with the cheapest replica first.
 
     kind: kind of the pool, "gpu" or "cpu".
     """
@@ -151,7 +151,7 @@ def offers(
 
 
 def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: EnginePlan) -> int:
-    """Return the number of replicas that Ray places on a node, by the resources that each reserves.
+    """Return the number of replicas that Ray would place on a node, by their reserved resources.
 
     fits: the plan of one replica on the node.
     """
@@ -174,8 +174,8 @@ class _Speed(BaseModel):
 def _throughputs(model: ModelConfig, path: Path) -> dict[tuple[str, str], float]:
     """Return {(GPU, dtype): measured output tokens/s of one replica}, on the chat workload.
 
-    The result is empty for a model of other dimensions than the measured ones. The engine alone was
-    measured, without routers. Raises OSError and ValidationError for an invalid file.
+    The result is empty if no model of these dimensions was measured. Only the engine was measured,
+    without routers. Raises OSError and ValidationError for an invalid file.
     """
     sizes = (
         model.num_layers,
