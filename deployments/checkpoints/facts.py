@@ -1,4 +1,4 @@
-"""ModelFacts: the family, size and precision of a checkpoint, for lists of models."""
+"""ModelFacts: the family, size and precision of a checkpoint, for listings of models."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ _SCALES = ("scale", "scale_inv", "scales", "zeros", "zero_point", "g_idx", "absm
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The description of a checkpoint, for lists of models.
+    """The description of a checkpoint, for listings of models.
 
     family: config.json's model_type.
     generates: whether the model generates text.
@@ -27,8 +27,8 @@ class ModelFacts:
     format: format of the weight files.
     size_bytes: total size of the weight files.
     sizes: the network's dimensions under GGUF's names, such as block_count.
-    parameters: returns the number of weights by the files' headers, or 0 if unknown; slow for many
-        tensors.
+    parameters: returns the number of weights according to the files' headers, or 0 if unknown; slow
+        for many tensors.
     """
 
     family: str = ""
@@ -76,8 +76,8 @@ def _precision(kept: Quantized) -> str:
 
 
 def _count(folder: Path, kept: Quantized | None) -> int:
-    """Return the number of weights by the files' headers, without scales; 0 if a file is missing or
-    damaged.
+    """Return the number of weights, without scales, according to the files' headers; 0 if a file is
+    missing or damaged.
 
     kept: the checkpoint's quantisation; None: none.
     """

@@ -1,15 +1,15 @@
 """Conversion of a GGUF file to a folder with safetensors, config.json, tokenizer and template.
 
 The file is read with the `gguf` package (a memory map). Each tensor is dequantised a few rows at a
-time and written straight to the safetensors file, so that peak memory is one slice. Neither torch
-nor transformers is imported: SmolLM2-135M takes about 5 s, against 18 s and 1.1 GB through
+time and written directly to the safetensors file, so that peak memory is one slice. torch and
+transformers are not imported: SmolLM2-135M takes about 5 s, instead of 18 s and 1.1 GB with
 transformers.
 
 With `blocks`, matrices keep the file's quantised blocks unchanged (`engine.config.quantized`), for
-CPU kernels that multiply by blocks; this takes a quarter of a second.
+CPU kernels that multiply quantised blocks; this takes a quarter of a second.
 
-With a vision tower (mmproj) in the file's folder, the written folder is that of a multimodal model:
-`gguf_tower`.
+If the file's folder has a vision encoder (mmproj), the written folder is that of a multimodal model
+(`gguf_tower`).
 
 Supported: the architectures of `engine.architectures.gguf`, the tokenizers of `gguf_tokenizer`, and
 every quantisation that `gguf` knows.
@@ -38,12 +38,12 @@ from engine.config.quantized import GGUF_BLOCKS
 from engine.config_reader import Reader
 from engine.images.settings import PREPROCESSOR
 
-# Tensors whose contents config.json has, or from which they follow.
+# Tensors that are not written, because config.json has their contents or these follow from it.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_*.weight", "blk.*.attn_rot_embd")
 _EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")
 # Matrices that are always dequantised: those used in the activations' type, and lookup tables.
 _DENSE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd")
-# Dequantised bytes per slice: bounds memory and sets how often progress is reported.
+# Dequantised bytes per slice, which bounds memory and determines how often progress is reported.
 _SLICE_BYTES = 64 << 20
 
 
@@ -85,7 +85,7 @@ def convert(
 
 
 def write_outline(source: Path, target: Path) -> None:
-    """Write config.json, and the settings of images, as `convert` with blocks would write them.
+    """Write only config.json and the image settings, as `convert` with `blocks` would write them.
 
     Raises the errors of `convert`.
     """
@@ -97,7 +97,8 @@ def write_outline(source: Path, target: Path) -> None:
 
 
 def _described(file: GGUFFile, special: dict[str, Any]) -> "tuple[str, ModelConfig, list[_Piece]]":
-    """Return the dtype of dequantised tensors, the model's configuration, and the folder's tensors.
+    """Return the dtype for dequantised tensors, the model's configuration, and the tensors to
+    write.
 
     special: special token ids by their names in config.json.
     """
@@ -107,8 +108,8 @@ def _described(file: GGUFFile, special: dict[str, Any]) -> "tuple[str, ModelConf
 
 
 def _types(file: GGUFFile, pieces: "list[_Piece]") -> dict[str, str]:
-    """Return {name of a matrix in the folder, without ".weight": its GGUF type} for the matrices
-    that keep their blocks."""
+    """Return {name of a written matrix, without ".weight": its GGUF type} for the matrices that
+    keep their blocks."""
     return {
         piece.ours.removesuffix(".weight"): file.kind(piece.name)
         for piece in pieces
@@ -135,13 +136,14 @@ def _weight_dtype(file: GGUFFile) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tensor of the written folder, and the GGUF file's tensor that it comes from.
+    """A tensor to write, and the GGUF file's tensor that it comes from.
 
-    ours: the tensor's name in the folder.
+    ours: the tensor's name in the written folder.
     name: name of the file's tensor.
-    stem: the same name without layer and kind, as in "attn_q".
-    shape: shape of the folder's tensor.
-    at: index along the first axis of the file's tensor, which stacks several; None: all of it.
+    stem: the same name without layer and kind, such as "attn_q".
+    shape: shape of the tensor to write.
+    at: index along the first axis of the file's tensor, if that stacks several; None: the whole
+        tensor.
     """
 
     ours: str
@@ -154,15 +156,15 @@ class _Piece:
 def _split(name: str) -> tuple[str | None, str, str | None, str]:
     """Split a GGUF tensor name into layer, stem, expert and kind.
 
-    "blk.3.attn_q.weight" gives ("3", "attn_q", None, "weight"). Only older files have an expert
-    number. The stem is "" for a name of another form.
+    "blk.3.attn_q.weight" results in ("3", "attn_q", None, "weight"). Only older files have an
+    expert number. The stem is "" for names in another form.
     """
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+?)(?:\.(\d+))?\.(weight|bias)", name)
     return (match[1], match[2], match[3], match[4]) if match else (None, "", None, "")
 
 
 def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
-    """Return the tensors of the folder, in the file's order.
+    """Return the tensors to write, in the file's order.
 
     Raises ConfigError for an extra or missing tensor, or one of a wrong shape.
     """
@@ -195,13 +197,14 @@ def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
 
 
 def _beyond(layer: str | None, model: ModelConfig) -> bool:
-    """Return whether a layer comes after the model's own layers, as those of multi-token prediction
-    do."""
+    """Return whether a layer follows the model's own layers, like those for multi-token
+    prediction."""
     return layer is not None and int(layer) >= model.num_layers
 
 
 def _check_shape(file: GGUFFile, model: ModelConfig, piece: _Piece, kind: str, count: int) -> None:
-    """Check a tensor's shape, where the metadata implies one. Raises ConfigError.
+    """Check a tensor's shape against the one that follows from the metadata, if any. Raises
+    ConfigError.
 
     kind: "weight" or "bias". count: number of tensors that the file's tensor stacks.
     """
@@ -279,7 +282,8 @@ def _check_all(
                 raise file.error(f"tensor '{block}{stem}.weight' is missing")
 
 
-# Tensors that a whole model may lack: a tied output head, and norms that some architectures have.
+# Tensors that may be missing: the output head if it is tied, and norms that only some architectures
+# have.
 _OPTIONAL = ("output", "attn_q_norm", "attn_k_norm", "ffn_norm")
 
 
@@ -289,10 +293,10 @@ _OPTIONAL = ("output", "attn_q_norm", "attn_k_norm", "ffn_norm")
 def _written(
     file: GGUFFile, model: ModelConfig, piece: _Piece, dtype: str, types: dict[str, str]
 ) -> WrittenTensor:
-    """Return a tensor of the folder with the function that yields its bytes.
+    """Return a tensor to write, with the function that yields its bytes.
 
     dtype: type of dequantised tensors.
-    types: result of `_types`: the matrices that keep their blocks.
+    types: result of `_types`, the matrices that keep their blocks.
     """
     values = _Values(file, model, piece)
     shape = list(piece.shape)
@@ -305,7 +309,8 @@ def _written(
 
 
 class _Values:
-    """The values of one tensor, with rows in the folder's order, read a few rows at a time."""
+    """A reader of one tensor, a few rows at a time, with rows in the order of the written
+    folder."""
 
     def __init__(self, file: GGUFFile, model: ModelConfig, piece: _Piece) -> None:
         self._file, self._piece = file, piece
@@ -314,7 +319,7 @@ class _Values:
         self.data = data.reshape(1, -1) if data.ndim < len(piece.shape) else data
         ordered: Rows | None = file.layout.rows.get(piece.stem)
         self._order = None if ordered is None else ordered(model)
-        # For some architectures GGUF files store a norm's weight plus one, unlike checkpoints.
+        # Unlike checkpoints, GGUF files of some architectures store a norm's weight plus one.
         self._less = file.layout.plus_one and piece.name.endswith("norm.weight")
 
     def _slices(self, row_bytes: int) -> Iterator[NDArray[Any]]:
@@ -329,7 +334,7 @@ class _Values:
                 yield self.data[start:end]
                 self._file.give_back(self.data[start:end])
             else:
-                # Rows may come from anywhere in the file.
+                # Rows may be anywhere in the file.
                 yield self.data[self._order[start:end]]
                 self._file.give_back(self.data)
 
@@ -352,7 +357,7 @@ class _Values:
 
 
 def _write_config(config: dict[str, Any], tower: TowerFile | None, target: Path) -> None:
-    """Write config.json of a text model or, with a tower, of a multimodal model."""
+    """Write the config.json of a text model or, with a vision encoder, of a multimodal model."""
     if tower is not None:
         config = tower.around(config)
         _write_json(target / PREPROCESSOR, tower.settings())

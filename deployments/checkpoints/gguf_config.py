@@ -58,7 +58,7 @@ def _attention_bias(file: GGUFFile) -> bool:
     """Return the value of config.json's `attention_bias`: whether queries, keys and values have a
     bias.
 
-    For architectures with a separate `qkv_bias` it is whether the output projection has one.
+    For architectures with a separate `qkv_bias`, it says whether the output projection has a bias.
     """
     if "qkv_bias" in file.record.switches:
         return file.has("blk.0.attn_output.bias")
@@ -69,7 +69,7 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """Return rope_parameters with llama.cpp's defaults. Raises ConfigError for an unknown
     scaling."""
     read: dict[str, Any] = {"rope_theta": file.own("rope.freq_base", 10000.0)}
-    # Older files have the scaling factor alone, which means linear scaling.
+    # Older files have only the scaling factor, which means linear scaling.
     kind = file.own("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise file.error(f"rope scaling {kind!r} is not supported")
@@ -100,11 +100,11 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
             "mscale": log_multiplier and 1.0,
             "mscale_all_dim": log_multiplier,
         }
-        if attention != 1:  # a factor in addition to yarn's own
+        if attention != 1:  # an additional attention factor besides yarn's
             _refuse_scaling(file, yarn_log_multiplier=log_multiplier)
             own = read["attention_factor"] or 1 + 0.1 * math.log(max(1.0, factor))
             read["attention_factor"] = own * attention
-    else:  # longrope without its tensors needs no scaling
+    else:  # longrope without its factor tensors needs no scaling
         _refuse_scaling(file, attn_factor=attention)
         read |= {"rope_type": "linear", "factor": factor} if factor != 1 else {}
         read.setdefault("rope_type", "default")
@@ -114,12 +114,13 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
 
 
 def _factor(file: GGUFFile) -> float:
-    """Return the factor by which positions are scaled; a 0 in the file stands for 1."""
+    """Return the factor by which positions are scaled; 0 in the file means 1."""
     return float(file.own("rope.scaling.factor", file.own("rope.scale_linear", 0.0)) or 1.0)
 
 
 def _extrapolates(file: GGUFFile) -> bool:
-    """Return whether yarn leaves the high frequencies unscaled; if not, it is linear scaling."""
+    """Return whether yarn leaves high frequencies unscaled; if not, yarn is the same as linear
+    scaling."""
     share = file.own("rope.scaling.yarn_ext_factor", -1.0)  # negative: not set
     if share > 0 and share != 1:
         raise file.error(f"rope.scaling.yarn_ext_factor {share} is not supported, only 0 and 1")
@@ -140,7 +141,8 @@ def _refuse_scaling(file: GGUFFile, **values: float | None) -> None:
 
 
 def _llama3(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:
-    """Return Llama 3.1's rope_parameters from the file's rope_freqs, a divisor for each frequency.
+    """Return Llama 3.1's rope_parameters from the file's tensor rope_freqs, which has a divisor per
+    frequency.
 
     Meta's models all have the same low and high frequency factors, so the largest divisor is the
     scaling factor. Raises ConfigError if the other divisors do not follow from these numbers.

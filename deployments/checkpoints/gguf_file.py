@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine.architectures import ARCHITECTURES, GGUFS, Architecture, Gguf
 from engine.errors import ConfigError
 
-TOWER = "clip"  # general.architecture of files with vision towers
+TOWER = "clip"  # general.architecture of files with vision encoders
 _NAMES = tuple(dict.fromkeys(layout.name for layout in GGUFS))
 
 
@@ -22,14 +22,14 @@ class GGUFContainer:
     """An open GGUF file of any kind. Raises ConfigError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
-        # Imported here, as the import takes 0.3 s, for which `manta --help` should not wait.
+        # Imported here, as the import would delay `manta --help` by 0.3 s.
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
         from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 
         class Checked(GGUFReader):
-            # The library's method makes an array of each element: two seconds for a small
-            # vocabulary's tokens and merges. Its garbage collections stop a router's streams for
-            # 0.2 s each.
+            # The library's method creates an array per element, which takes two seconds for a small
+            # vocabulary's tokens and merges. The garbage collections that this causes stop a
+            # router's streams for 0.2 s each.
             def _get_field_parts(
                 self, orig_offs: int, raw_type: int
             ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
@@ -84,7 +84,7 @@ class GGUFContainer:
         except ConfigError:
             raise
         except Exception as error:
-            # The reader raises any exception for a damaged file.
+            # The library may raise any exception for a damaged file.
             raise ConfigError(
                 f"{path} is damaged or cut short ({error}); download it again", param="model"
             ) from error
@@ -102,7 +102,7 @@ class GGUFContainer:
             if field is None:
                 return default
             last: Any = field.parts[-1]
-            # `Checked` has read a list of strings already.
+            # `Checked` has already read lists of strings.
             return last if isinstance(last, list) else field.contents()
         except (ValueError, IndexError, OverflowError) as error:
             raise self.error(f"{key} is damaged ({error}); download it again") from None
@@ -110,9 +110,9 @@ class GGUFContainer:
     def own(self, key: str, default: Any = None) -> Any:
         """Return the metadata value of a key under the architecture's prefix.
 
-        A list of one integer per layer becomes that integer; ConfigError is raised if the layers
-        differ. A float32 becomes the shortest decimal that rounds to it, as in config.json of the
-        checkpoint.
+        A list with one integer per layer becomes that integer; ConfigError is raised if the layers
+        differ. A float32 becomes the shortest decimal that rounds to it, as in the checkpoint's
+        config.json.
         """
         value = self.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list) and value and type(value[0]) is int:
@@ -154,13 +154,13 @@ class GGUFContainer:
         return tuple(int(size) for size in reversed(self._tensors[tensor].shape))
 
     def data(self, tensor: str) -> NDArray[Any]:
-        """Return the tensor's data as stored, [rows, bytes of a row], or elements if the type is a
-        float."""
+        """Return the tensor's data as stored: bytes [rows, bytes of a row], or elements if the type
+        is a float."""
         return self._tensors[tensor].data
 
     def give_back(self, data: NDArray[Any]) -> None:
-        """Release the mapped memory of an array that `data` returned, or of its rows; later reads
-        load them again.
+        """Release the mapped memory of an array from `data`, or of some of its rows; later reads
+        load it again.
 
         Does nothing if the system has no madvise.
         """
@@ -222,7 +222,7 @@ def _strings(data: NDArray[Any], start: int, count: int, order: str) -> tuple[li
     order: byte order of the lengths, in the notation of struct.
     """
     length, items = struct.Struct(f"{order}Q"), []
-    # A memoryview is used, as each index into the array would create another array.
+    # A memoryview is used, because indexing the array would create an array each time.
     with data.data as view:
         for _ in range(count):
             end = start + 8 + length.unpack_from(view, start)[0]

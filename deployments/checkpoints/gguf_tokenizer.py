@@ -1,7 +1,7 @@
 """Conversion of a GGUF file's tokenizer to tokenizer.json of the `tokenizers` library.
 
-Two kinds of tokenizers are supported: byte-level BPE, whose pre-tokenizer the file names, and
-SentencePiece's BPE, whose merges follow from the scores of its pieces.
+Two kinds of tokenizers are supported: byte-level BPE, for which the file names the pre-tokenizer,
+and SentencePiece's BPE, whose merges follow from the scores of its pieces.
 """
 
 from dataclasses import dataclass
@@ -22,15 +22,14 @@ from deployments.checkpoints.tokenizer_files.tokenizer_json import (
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
 
-# Parts of the patterns in the models' own tokenizer.json: upper-case and lower-case letters.
+# Parts of the patterns in models' original tokenizer.json: upper-case and lower-case letters.
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(ending: str, digits: str) -> str:
-    """Return a regular expression for words that are cut between a lower-case and an upper-case
-    letter.
+    """Return a regular expression for words that end between a lower-case and an upper-case letter.
 
     ending: pattern of a word's ending, such as 's. digits: pattern of numbers.
     """
@@ -48,7 +47,7 @@ class _Split:
     digits: whether each digit is split off first.
     nfc: whether the text is normalised to NFC first.
     whole: whether a word that is in the vocabulary skips the merges.
-    bos: whether a beginning-of-sequence token is added if the file does not say.
+    bos: whether a beginning-of-sequence token is added by default.
     """
 
     pattern: str | None = None
@@ -62,7 +61,7 @@ _DIGITS = _Split(digits=True)
 _LLAMA = _Split(UP_TO_THREE_DIGITS, whole=True, bos=True)
 _PLAIN_LLAMA = _Split(UP_TO_THREE_DIGITS)
 _QWEN = _Split(SINGLE_DIGITS, nfc=True)
-_SPLITS = {  # by the file's tokenizer.ggml.pre
+_SPLITS = {  # name in the file's tokenizer.ggml.pre -> rules
     "gpt-2": _Split(),
     "phi-2": _Split(),
     "mpt": _Split(nfc=True),
@@ -104,8 +103,8 @@ def tokenizer_of(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
-    """Return the texts of the tokens, by id, and their types. Raises ConfigError if the embedding
-    has too few rows."""
+    """Return the tokens' texts and types, by id. Raises ConfigError if the embedding has too few
+    rows."""
     tokens = [str(token) for token in file.get("tokenizer.ggml.tokens") or []]
     kinds = [int(kind) for kind in file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)]
     if not tokens or len(kinds) != len(tokens):
@@ -177,7 +176,7 @@ def _post_processor(file: GGUFFile, tokens: list[str], default: bool) -> dict[st
     """Return tokenizer.json's post-processor that adds the beginning-of-sequence token; None if the
     token is not added.
 
-    default: whether to add the token if the file does not say.
+    default: whether to add the token if the file does not specify it.
     """
     bos = file.get("tokenizer.ggml.bos_token_id")
     if not file.get("tokenizer.ggml.add_bos_token", default) or bos is None:
@@ -201,7 +200,7 @@ def _special_ids(file: GGUFFile) -> dict[str, Any]:
                 raise file.error(f"tokenizer.ggml.{theirs}_token_id is {value} of {count} tokens")
             ids[ours] = int(value)
     ends = [ids.pop(name) for name in ("eot", "eom") if name in ids]
-    if ends:  # tokens that end a turn, or a message with tool calls
+    if ends:  # ids of tokens that end a turn, or a message with tool calls
         first = [ids["eos_token_id"]] if "eos_token_id" in ids else []
         ends = list(dict.fromkeys([*first, *ends]))
         ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
@@ -218,7 +217,7 @@ def sampling_of(file: GGUFFile) -> dict[str, Any]:
         "penalty_repeat": "repetition_penalty",
     }
     recommended = {ours: file.get(f"general.sampling.{name}") for name, ours in names.items()}
-    return {  # rounded, as 0.2 is 0.20000000298 in the file
+    return {  # rounded, because float32 makes 0.2 0.20000000298
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in recommended.items()
         if value is not None

@@ -1,4 +1,5 @@
-"""TowerFile: the vision tower of a multimodal model, in the GGUF file that llama.cpp has for it."""
+"""TowerFile: the vision encoder (tower) of a multimodal model, in a separate GGUF file as for
+llama.cpp."""
 
 import logging
 import re
@@ -19,30 +20,31 @@ logger = logging.getLogger("manta.checkpoints")
 
 _LAYER = re.compile(r"v\.(blk|deepstack)\.(\d+)\.")
 _BLOCK = "v.blk.{i}."
-# GGUF types of tower tensors that keep their type; others become bfloat16.
+# GGUF types that tensors of a vision encoder keep; others become bfloat16.
 _KEPT = {"F32": "float32", "F16": "float16"}
 # Keys of the text model's config.json that move to the top level, outside text_config.
 _OUTSIDE = ("dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", KEY)
 
 
 def towers_of(model: Path) -> list[Path]:
-    """Return the GGUF files with vision towers in the folder of a model's file, sorted by name."""
+    """Return the GGUF files with vision encoders in the folder of a model's file, sorted by
+    name."""
     files = sorted(model.parent.glob("*.gguf"))
     return [file for file in files if file != model and is_tower(file)]
 
 
 def is_tower(file: Path) -> bool:
-    """Return whether a GGUF file has a vision tower, by the file's name."""
+    """Return whether a GGUF file has a vision encoder, according to the file's name."""
     return "mmproj" in file.name.lower()
 
 
 def tower_beside(model: GGUFFile) -> "TowerFile | None":
-    """Return the vision tower in the folder of a model's file; None if the model takes text only.
+    """Return the vision encoder in the folder of a model's file; None if there is none for the
+    model.
 
-    Of several towers that fit, the largest file is returned. A tower with an unsupported projector
-    is ignored, as is the tower of another model in a folder of several models.
-    Raises ConfigError for a damaged tower, and for one that does not fit the only model of its
-    folder.
+    Of several matching files, the largest is returned. Files with an unsupported projector are
+    ignored, as are those of other models in a folder of several models. Raises ConfigError for a
+    damaged file, and for a file that does not match the only model of its folder.
     """
     towers = [TowerFile(path, model) for path in towers_of(model.path)]
     fitting = [tower for tower in towers if tower.supported and not tower.misfit()]
@@ -61,9 +63,9 @@ def tower_beside(model: GGUFFile) -> "TowerFile | None":
 
 
 class TowerFile(GGUFContainer):
-    """An open GGUF file with a vision tower, in the folder of a text model.
+    """An open GGUF file with a vision encoder (tower), in the folder of a text model.
 
-    projector: type of the tower's projector, as the file names it.
+    projector: type of the projector, as named in the file.
     supported: whether MMPROJS has this type of projector.
     """
 
@@ -76,16 +78,17 @@ class TowerFile(GGUFContainer):
 
     @property
     def layout(self) -> Mmproj:
-        """The entry of MMPROJS for the tower, which must be supported.
+        """The entry of MMPROJS for this vision encoder, which must be supported.
 
-        The entry for the text model's architecture comes first, if there is one.
+        An entry for the text model's architecture has precedence.
         """
         layouts = [layout for layout in self._layouts if layout.when(self)]
         mine = (layout for layout in layouts if self._model.architecture in layout.text)
         return next(mine, layouts[0])
 
     def misfit(self) -> str:
-        """Return why the tower cannot belong to the text model; "" if it can."""
+        """Return the reason why the vision encoder cannot belong to the text model; "" if it
+        can."""
         layout, model = self.layout, self._model
         if model.architecture not in layout.text:
             texts = dict.fromkeys(text for layout in self._layouts for text in layout.text)
@@ -108,7 +111,8 @@ class TowerFile(GGUFContainer):
     # ---- Settings
 
     def around(self, text: dict[str, Any]) -> dict[str, Any]:
-        """Return config.json of the multimodal model. text: config.json of its text model."""
+        """Return the contents of the multimodal model's config.json. text: those of its text
+        model."""
         layout = self.layout
         outside = {key: text[key] for key in _OUTSIDE if key in text}
         inner = {key: value for key, value in text.items() if key not in outside}
@@ -138,30 +142,30 @@ class TowerFile(GGUFContainer):
         return [float(str(np.float32(value))) for value in self.need(key)]
 
     def _token(self, texts: tuple[str, ...]) -> int | None:
-        """Return the id of the first of several texts that is a token of the model; None if none
-        is."""
+        """Return the token id of the first of several texts that is a token of the model; None if
+        none is."""
         tokens = self._model.get("tokenizer.ggml.tokens") or []
         return next((tokens.index(text) for text in texts if text in tokens), None)
 
     # ---- Tensors
 
     def tensors(self) -> list[WrittenTensor]:
-        """Return the tower's tensors for the folder, in float32 or float16 if they are stored so,
-        otherwise in bfloat16.
+        """Return the vision encoder's tensors to write, in float32 or float16 if stored in these
+        types, otherwise in bfloat16.
 
         Raises ConfigError for an extra or a missing tensor.
         """
         return [self._written(name, sources) for name, sources in self._sources().items()]
 
     def _sources(self) -> dict[str, list[str]]:
-        """Return {name of a tensor in the folder: names of the file's tensors that it consists of}.
+        """Return {name of a tensor to write: names of the file's tensors of which it consists}.
 
         Raises the errors of `tensors`.
         """
         layout, table = self.layout, self.layout.tensors
         levels, order = layout.levels(self), list(table)
         pieces: dict[str, list[tuple[int, str]]] = {}
-        # Older files have the names ffn_up and ffn_down the other way round.
+        # In older files the names ffn_up and ffn_down are interchanged.
         right = self.shape("v.blk.0.ffn_down.weight")[0] == self.need("vision.embedding_length")
         halves = ("up", "down") if right else ("down", "up")
         swapped = {"up": f"ffn_{halves[0]}", "down": f"ffn_{halves[1]}"}
@@ -223,8 +227,8 @@ class TowerFile(GGUFContainer):
         return WrittenTensor.of(target, dtype, shape, data)
 
     def _values(self, name: str) -> NDArray[np.float32]:
-        """Return the values of a file's tensor as in a model folder: without GGUF's changes of row
-        order and of norms.
+        """Return the values of a file's tensor as in a checkpoint, by undoing GGUF's changes of row
+        order and norms.
         """
         layout, data = self.layout, self.data(name)
         values = self.unpacked(name, data).reshape(self.shape(name))

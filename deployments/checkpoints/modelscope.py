@@ -1,7 +1,7 @@
-"""ModelScopeModel: download of a model's files from ModelScope, by its public HTTP API.
+"""ModelScopeModel: downloads a model's files from ModelScope, through its public HTTP API.
 
-Files are named by their SHA-256, which the listing has and each download is checked against. The
-folder of a model has links to them, so a file that two revisions share is fetched once.
+Cached files are named by their SHA-256, which is in the listing and is checked after each download.
+A model's folder has links to these files, so a file that two revisions share is downloaded once.
 """
 
 import hashlib
@@ -77,7 +77,8 @@ class ModelScopeModel:
         return sorted(files)
 
     def _blob(self, file: _File) -> Path:
-        """Return the cached file with the SHA-256 of a listed file, downloaded if it is missing."""
+        """Return the cached file with the SHA-256 of a listed file, after downloading it if it is
+        missing."""
         blobs = self._folder / "blobs"
         target = blobs / file.sha256
         if target.exists():
@@ -106,7 +107,8 @@ class ModelScopeModel:
                 raise self._unusable(error) from error
 
     def _open(self, route: str, **parameters: str) -> Any:
-        """Send a GET request, and return the open response. Raises ConfigError."""
+        """Send a GET request to ModelScope's API, and return the open response. Raises
+        ConfigError."""
         url = f"{self._endpoint}/api/v1/models/{self._name}{route}?{urlencode(parameters)}"
         try:
             return urlopen(url, timeout=_TIMEOUT_S)

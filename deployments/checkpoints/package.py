@@ -1,4 +1,4 @@
-"""fetch_package: download of a Python package's files from the package index by pip or uv."""
+"""fetch_package: downloads a Python package's files from the package index with pip or uv."""
 
 import importlib.util
 import shutil
@@ -20,7 +20,7 @@ _UV = ["--no-deps", "--only-binary", ":all:", "--target"]
 class PackageInstaller:
     """A program that can download a package.
 
-    command: its argv, to which the target folder and the requirement are appended.
+    command: its command line, to which the target folder and the requirement are appended.
     """
 
     name: str
@@ -28,9 +28,9 @@ class PackageInstaller:
 
 
 def installers() -> list[PackageInstaller]:
-    """Return all installers of this machine, the preferred one first.
+    """Return the installers that this machine has, the preferred one first.
 
-    An environment of uv has no pip, but the wheel of pip that ensurepip bundles runs without
+    uv's environments have no pip, but the pip wheel that ensurepip bundles runs without
     installation.
     """
     installers = []
@@ -63,11 +63,12 @@ def fetch_package(
     folder: Path,
     find: Callable[[], list[PackageInstaller]] = installers,
 ) -> Path:
-    """Download a package, and return a folder with its files. The installers' output is on stderr.
+    """Download a package, and return a folder with its files. The installers' output goes to
+    stderr.
 
     requirement: as for pip. folder: an empty folder. find: returns the installers to try.
 
-    Raises ConfigError if there is no installer, or with the reason why each has failed.
+    Raises ConfigError if there is no installer, or with the reason for each installer's failure.
     """
     path = find()
     if not path:

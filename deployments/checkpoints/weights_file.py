@@ -1,4 +1,4 @@
-"""WrittenTensor, write_weights: a safetensors file, written tensor by tensor without torch."""
+"""WrittenTensor, write_weights: write a safetensors file tensor by tensor, without torch."""
 
 import json
 import math
@@ -47,13 +47,13 @@ class WrittenTensor:
 
 
 def cast(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Return values in one of the types of `WrittenTensor.of`; bfloat16 as 16-bit integers with the
-    same bits."""
+    """Convert values to one of the types of `WrittenTensor.of`; bfloat16 is returned as 16-bit
+    integers with the same bits."""
     if dtype == "float32":
         return values
     if dtype == "float16":
         return values.astype(np.float16)
-    # bfloat16 is the upper half of float32, rounded to nearest even.
+    # bfloat16 is the upper half of float32, rounded to nearest, ties to even.
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 

@@ -1,1 +1,2 @@
-"""Conversion of tokenizer files to tokenizer.json, for published models that have none."""
+"""The conversion of other tokenizer files to tokenizer.json, for published models that have
+none."""

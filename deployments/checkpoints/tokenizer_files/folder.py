@@ -1,4 +1,4 @@
-"""TokenizerFolder: the small files of a model folder that a tokenizer's conversion reads."""
+"""TokenizerFolder: reads the small files of a model folder for a tokenizer's conversion."""
 
 import json
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ class TokenizerFolder:
 
     @cached_property
     def tokenizer_class(self) -> str:
-        """The tokenizer_class of the model, without the suffix Fast; "" if it names none."""
+        """The tokenizer_class of the model, without the suffix Fast; "" if none is declared."""
         name = self.settings.get("tokenizer_class") or ""
         return str(name).removesuffix("Fast")
 
@@ -84,7 +84,7 @@ class TokenizerFolder:
         return added
 
     def named(self, name: str) -> str | None:
-        """Return the text of a special token such as bos_token, None if none is declared."""
+        """Return the text of a special token such as bos_token; None if it is not declared."""
         value = self.settings.get(name)
         if isinstance(value, Mapping):
             value = value.get("content")

@@ -1,4 +1,4 @@
-"""recognised, write_tokenizer: recognise and convert tokenizer files of folders without a
+"""recognised, write_tokenizer: recognise and convert the tokenizer files of a folder without
 tokenizer.json.
 
 No code of the folder is run: its files decide which of our conversions reads them.
@@ -39,8 +39,9 @@ _WAY_OUT = (
 class Format:
     """A format of tokenizer files.
 
-    files: names of the files that have the vocabulary.
-    classes: Python classes whose rules the conversion knows; None: the files have all rules.
+    files: names of the files with the vocabulary.
+    classes: names of the Python tokenizer classes whose rules the conversion implements; None: the
+        files contain all rules.
     convert: converts the files of a folder.
     family: key of the chat template in `templates._RECORDS`; "": the class of the tokenizer.
     """
@@ -62,7 +63,7 @@ _MERGES = Format((merges.VOCAB, merges.MERGES), frozenset(merges.CLASSES), merge
 
 
 def recognised(path: Path) -> Format | None:
-    """Return the format of a folder's tokenizer files, in milliseconds; None: no known format.
+    """Return the format of a folder's tokenizer files; None: no known format. Takes milliseconds.
 
     Raises ConfigError (param model) for files with rules in a Python class that is not known.
     """
@@ -93,9 +94,9 @@ def write_tokenizer(path: Path, known: Format, target: Path) -> None:
     """Convert the tokenizer of a model folder, and write its files into the folder `target`.
 
     The files are tokenizer.json, tokenizer_config.json, generation_config.json with the tokens that
-    end an answer, and the known chat template of a model without one. A publisher's own template
-    does not say which tokens end an answer, so the tokens of the known template are used, too.
-    Raises ConfigError for damaged files.
+    end an answer, and the known chat template if the model has none. A model's own template does
+    not say which tokens end an answer, so in this case the tokens of the known template are used,
+    too. Raises ConfigError for damaged files.
     """
     folder = TokenizerFolder(path)
     converted = known.convert(folder)
@@ -105,7 +106,7 @@ def write_tokenizer(path: Path, known: Format, target: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
-    settings.pop("auto_map", None)  # would name Python code of the folder
+    settings.pop("auto_map", None)  # refers to Python code in the folder
     if declared := folder.settings.get("added_tokens_decoder"):
         settings["added_tokens_decoder"] = _as_converted(declared, converted.tokenizer)
     _write(target / "tokenizer.json", converted.tokenizer)
@@ -127,7 +128,7 @@ def _as_converted(
     """Return the added_tokens_decoder of tokenizer_config.json, with `normalized`, `single_word`
     and `special` from tokenizer.json where it has the token.
 
-    The models' Python classes use `special` for decoding only, and ignore `normalized` and
+    The models' Python classes use `special` only for decoding, and ignore `normalized` and
     `single_word`, so the declared flags may be wrong.
     """
     flags = {
@@ -140,8 +141,8 @@ def _as_converted(
 def _with_ends(
     folder: TokenizerFolder, template: KnownTemplate, tokenizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return generation_config.json with the tokens that end an answer in the chat template as
-    further values of eos_token_id."""
+    """Return the contents of generation_config.json, with the tokens that end an answer in the chat
+    template added to eos_token_id."""
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     ends: list[int] = []
     for settings in (folder.generation, folder.config):

@@ -1,4 +1,4 @@
-"""Conversion of vocab.json and merges.txt: OPT, GPT-2, Qwen 2, CodeGen and BLOOM."""
+"""The conversion of vocab.json and merges.txt, which OPT, GPT-2, Qwen 2, CodeGen and BLOOM have."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class _Class:
 
     pattern: regular expression of words; None: GPT-2's.
     nfc: whether texts are normalised to NFC first.
-    special: text of those special tokens that tokenizer_config.json does not name.
+    special: texts of the special tokens that tokenizer_config.json does not declare.
     """
 
     pattern: str | None = None
@@ -41,8 +41,8 @@ CLASSES = {
 
 
 def convert(folder: TokenizerFolder) -> Converted:
-    """Convert vocab.json and merges.txt of a folder. Raises ConfigError for a line that is no merge
-    of two tokens."""
+    """Convert a folder's vocab.json and merges.txt. Raises ConfigError for a line that is not a
+    merge of two tokens."""
     rules = CLASSES[folder.tokenizer_class]
     vocab = folder.json(VOCAB)
     if {value for value in vocab.values() if isinstance(value, int)} != set(range(len(vocab))):

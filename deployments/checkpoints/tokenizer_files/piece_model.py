@@ -1,4 +1,4 @@
-"""PieceModel: the contents of a SentencePiece model file, without the sentencepiece package.
+"""PieceModel: parses a SentencePiece model file, without the sentencepiece package.
 
 The file is a protocol buffer of sentencepiece_model.proto, whose field numbers are stable.
 """
@@ -18,7 +18,7 @@ class PieceModel:
 
     tokens, scores, kinds: texts, scores and types of the pieces, by id.
     kind: number of the model's type; see the constant BPE.
-    ids: ids of bos, eos, pad and unk; -1 where the model has none.
+    ids: ids of bos, eos, pad and unk; -1: none.
     charsmap: the compiled character map; empty if texts are not normalised.
     prefix: whether each text gets a space before it.
     collapse: whether spaces at the ends are dropped, and runs of spaces become one.
@@ -38,7 +38,7 @@ class PieceModel:
 
     @classmethod
     def parse(cls, content: bytes) -> "PieceModel":
-        """Read a file's content. Raises ValueError if it is no SentencePiece model."""
+        """Parse a file's content. Raises ValueError if it is not a SentencePiece model."""
         tokens: list[str] = []
         scores: list[float] = []
         kinds: list[int] = []
@@ -79,7 +79,8 @@ def _message(value: int | bytes) -> bytes:
 
 
 def _number(message: dict[int, int | bytes], field: int, default: int) -> int:
-    """Return an int32 field of a message; negative numbers are encoded as 64-bit integers."""
+    """Return the value of an int32 field of a message; negative numbers are encoded as 64-bit
+    integers."""
     value = message.get(field, default)
     if isinstance(value, bytes):
         raise ValueError("a field has another type than SentencePiece's")

@@ -1,9 +1,9 @@
-"""Conversion of tiktoken's ranks: Qwen 1, GLM-4 and Kimi, and Mistral's tekken.json.
+"""The conversion of tiktoken's ranks, which Qwen 1, GLM-4, Kimi and Mistral's tekken.json have.
 
-tiktoken always joins the two neighbours whose joined bytes have the lowest rank. A token always
-results from the same two parts: the parts that remain before the last join when its bytes alone are
-tokenised, because no merge crosses a token's ends. So each rank gives one merge, and the merges in
-order of their ranks are tiktoken's.
+tiktoken always joins the two neighbours whose joined bytes have the lowest rank. No merge crosses a
+token's ends. So a token always results from the same two parts: those that remain before the last
+join when its bytes alone are tokenised. Therefore each rank corresponds to one BPE merge, and the
+merges in order of rank reproduce tiktoken.
 """
 
 import base64
@@ -48,7 +48,7 @@ _GLM_TOKENS = (
     "<|end_of_video|>",
 )
 _KIMI_RESERVED = 256
-# The special tokens of tekken.json up to version 7, which does not list them.
+# The special tokens of tekken.json up to version 7, which does not contain them.
 _OLD_TEKKEN_TOKENS = (
     "<unk>",
     "<s>",
@@ -71,7 +71,8 @@ _OLD_TEKKEN_TOKENS = (
     "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )
-# Kimi's words: runs of Chinese characters; other words are cut before upper-case letters.
+# The pattern of Kimi's words: runs of Chinese characters; other words are split before upper-case
+# letters.
 _HAN = r"\p{Han}"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _START, _END = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -92,7 +93,8 @@ _CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 
 
 def is_ranks(content: bytes) -> bool:
-    """Return whether a file begins as one of tiktoken: a line with a token in base64 and a rank."""
+    """Return whether a file begins like tiktoken's files: with a line of a token in base64 and a
+    rank."""
     line = content[:1024].split(b"\n", 1)[0].split()
     if len(line) != 2 or not line[1].isdigit():
         return False
@@ -111,7 +113,7 @@ def convert_qwen(folder: TokenizerFolder) -> Converted:
 
 
 def convert_glm(folder: TokenizerFolder) -> Converted:
-    """Convert GLM-4's tokenizer.model, whose texts begin with two tokens."""
+    """Convert GLM-4's tokenizer.model, which puts two special tokens before each text."""
     ranks = _ranks(folder, "tokenizer.model")
     special = {len(ranks) + place: (text, True) for place, text in enumerate(_GLM_TOKENS)}
     return _converted(
@@ -124,7 +126,7 @@ def convert_glm(folder: TokenizerFolder) -> Converted:
 
 
 def convert_kimi(folder: TokenizerFolder) -> Converted:
-    """Convert Kimi's tiktoken.model; ids without a token get names of reserved tokens."""
+    """Convert Kimi's tiktoken.model; unused ids get names of reserved tokens."""
     ranks = _ranks(folder, KIMI)
     special = {
         index: (f"<|reserved_token_{index}|>", True)
@@ -135,7 +137,7 @@ def convert_kimi(folder: TokenizerFolder) -> Converted:
 
 
 def convert_tekken(folder: TokenizerFolder) -> Converted:
-    """Convert Mistral's tekken.json, in which special tokens have the first ids."""
+    """Convert Mistral's tekken.json, in which the special tokens have the first ids."""
     content = folder.json(TEKKEN)
     try:
         config = content["config"]
@@ -162,7 +164,7 @@ def convert_tekken(folder: TokenizerFolder) -> Converted:
 
 
 def _ranks(folder: TokenizerFolder, name: str) -> dict[bytes, int]:
-    """Return {token's bytes: rank} of a file whose lines are a token in base64 and its rank."""
+    """Parse a file with lines of a token in base64 and its rank into {token's bytes: rank}."""
     ranks: dict[bytes, int] = {}
     try:
         for line in folder.bytes(name).splitlines():
@@ -188,13 +190,13 @@ def _converted(
     before: tuple[str, ...] = (),
     named: Mapping[str, str],
 ) -> Converted:
-    """Return the tokenizer of tiktoken's ranks.
+    """Return the converted tokenizer for tiktoken's ranks.
 
     ranks: {token's bytes: rank}. pattern: regular expression of words.
-    special: {id: (text, whether decoding leaves it out)} of further tokens.
+    special: {id: (text, whether decoding leaves the token out)} of further tokens.
     nfc: whether texts are normalised to NFC first.
     first_id: id of rank 0.
-    before: tokens that begin each text.
+    before: tokens that are put before each text.
     named: `Converted.special`.
     """
     texts = {token: "".join(_CHARS[byte] for byte in token) for token in ranks}
@@ -204,7 +206,7 @@ def _converted(
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = _parts(ranks, token, rank)
         if len(parts) == 2:
-            # Other tokens are single bytes, or are matched as whole words only.
+            # Tokens without two parts are single bytes, or are matched only as whole words.
             merges.append([texts[part] for part in parts])
     parts_of_text: dict[str, Any] = byte_level(pattern, nfc=nfc)
     parts_of_text["post_processor"] = around([(text, vocab[text]) for text in before])
@@ -220,8 +222,8 @@ def _converted(
 
 
 def _parts(ranks: Mapping[bytes, int], token: bytes, limit: int) -> list[bytes]:
-    """Return the parts of a token before its last merge: its bytes, merged by ranks below `limit`,
-    its own rank."""
+    """Return the parts of a token before its last merge: its bytes, merged by the ranks below
+    `limit`. limit: the token's own rank."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
         best, place = limit, -1

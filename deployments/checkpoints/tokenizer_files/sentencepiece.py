@@ -1,4 +1,5 @@
-"""Conversion of SentencePiece models: Llama, Baichuan, InternLM, ChatGLM 2 and 3, and others."""
+"""The conversion of SentencePiece models: of Llama, Baichuan, InternLM, ChatGLM 2 and 3, and
+others."""
 
 import base64
 import re
@@ -26,8 +27,8 @@ from deployments.checkpoints.tokenizer_files.tokenizer_json import (
 )
 
 FILE = "tokenizer.model"
-# Classes whose Python code passes the text between special tokens to sentencepiece unchanged, and
-# may add a BOS token.
+# Tokenizer classes whose Python code passes the text between special tokens unchanged to
+# sentencepiece, and may add a BOS token.
 _PLAIN = frozenset(
     {
         "",
@@ -41,21 +42,23 @@ _PLAIN = frozenset(
         "YiTokenizer",
     }
 )
-# ChatGLM's class, whose special tokens get ids after the pieces; two of them begin each text.
+# ChatGLM's tokenizer class, whose special tokens get ids after the pieces, and which puts two
+# special tokens before each text.
 _GLM = "ChatGLMTokenizer"
 _GLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _GLM_START = ("[gMASK]", "sop")
-_INTERNLM_ENDS = ("<eoh>", "<eoa>")  # tokens that end a question and an answer
+_INTERNLM_ENDS = ("<eoh>", "<eoa>")  # tokens that end a user's and an assistant's message
 CLASSES = _PLAIN | {_GLM}
 
-# A user's text that spells a byte piece, such as <0x0A>, must not become the byte.
+# The text of a byte piece, such as <0x0A>, in a user's text must not become the byte.
 _BYTE_AS_TEXT = r"\A<(?=0x[0-9A-F]{2}>\z)"
 
 
 @dataclass
 class _Vocabulary:
-    """The texts of all tokens by id, and the tokens that are matched before the model runs."""
+    """The texts of all tokens by id, and the tokens that are matched before the SentencePiece model
+    runs."""
 
     texts: dict[int, str]
     added: dict[int, bool]  # id -> whether it is special
@@ -66,7 +69,7 @@ class _Vocabulary:
 
 
 def convert(folder: TokenizerFolder) -> Converted:
-    """Convert tokenizer.model of a folder. Raises ConfigError for what is not supported."""
+    """Convert a folder's tokenizer.model. Raises ConfigError for unsupported models."""
     try:
         model = PieceModel.parse(folder.bytes(FILE))
     except (ValueError, KeyError) as error:
@@ -100,9 +103,9 @@ def _vocabulary(folder: TokenizerFolder, model: PieceModel, glm: bool) -> _Vocab
         for place, text in enumerate((*_GLM_TOKENS, *_GLM_ROLES)):
             vocabulary.place(len(model.tokens) + place, text, True)
     for index, (text, special) in folder.added.items():
-        # Published files of ChatGLM 3 declare roles as ordinary tokens.
+        # The published files of ChatGLM 3 declare the role tokens as ordinary tokens.
         vocabulary.place(index, text, special or vocabulary.added.get(index, False))
-    for name in ("user_token_id", "assistant_token_id"):  # Baichuan's tokens before turns
+    for name in ("user_token_id", "assistant_token_id"):  # Baichuan's tokens before messages
         turn = folder.generation.get(name)
         if isinstance(turn, int) and turn in vocabulary.texts:
             vocabulary.added[turn] = True
@@ -137,8 +140,8 @@ def _parts(folder: TokenizerFolder, model: PieceModel) -> dict[str, Any]:
         ends = {"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""}
         runs = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
         before += [ends, runs]
-    # With `legacy: false` of Llama's class only the text's beginning gets a space, not each part
-    # after a special token.
+    # With `legacy: false`, Llama's class adds a space only at the text's beginning, not after each
+    # special token.
     once = model.prefix and folder.settings.get("legacy") is False
     parts = pieces(model.prefix and not once, before)
     splits: list[dict[str, Any]] = []
@@ -172,7 +175,7 @@ def _bpe_model(model: PieceModel, texts: Mapping[int, str]) -> dict[str, Any]:
         "unk_token": texts[model.ids["unk"]] if "unk" in model.ids else None,
         "fuse_unk": True,
         "byte_fallback": model.byte_fallback,
-        # User-defined pieces are split off as words, and no merges result in them.
+        # User-defined pieces are split off as separate words, and are not results of merges.
         "ignore_merges": USER_DEFINED in model.kinds,
         "merges": list(piece_merges(model.tokens, model.scores, normal)),
     }

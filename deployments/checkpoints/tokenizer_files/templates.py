@@ -1,7 +1,8 @@
-"""known_template: chat templates for models that are published with Python code instead.
+"""known_template: chat templates for models that were published with Python code instead of a
+template.
 
 Each template renders the prompt that the model's own function `chat` would build. A template in the
-model folder has precedence, and `chat_template` of the configuration before both.
+model folder has precedence over these, and the configuration's `chat_template` over both.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from deployments.checkpoints.tokenizer_files.folder import TokenizerFolder
 
 @dataclass(frozen=True, slots=True)
 class KnownTemplate:
-    """A chat template, and the tokens that end an answer in addition to the model's EOS.
+    """A chat template, and the tokens that end an answer, besides the model's EOS.
 
     source: the template in jinja. ends: texts of the tokens.
     """
@@ -39,7 +40,7 @@ _CHATML = KnownTemplate(
     ("<|im_end|>", "<|im_start|>"),
 )
 
-# ChatGLM 2 numbers the rounds, each a question with its answer.
+# ChatGLM 2 numbers the rounds of question and answer.
 _ROUNDS = KnownTemplate(
     "{{- '[gMASK]sop' }}"
     "{%- set round = namespace(number=0) %}"
@@ -75,7 +76,8 @@ _INTERNLM = KnownTemplate(
 
 
 def _baichuan(user: str, assistant: str, end: str) -> KnownTemplate:
-    """Return Baichuan's template, with a token before each message and one after earlier answers.
+    """Return Baichuan's template, with a token before each message and a token after earlier
+    answers.
 
     user, assistant: tokens before messages of these roles. end: token after an earlier answer.
     """
@@ -129,7 +131,7 @@ def _mistral(system_tokens: bool) -> KnownTemplate:
 
 
 def _names(folder: TokenizerFolder) -> str:
-    """Return the names under which the model was published, in one lower-case text."""
+    """Return the names under which the model was published, joined in one lower-case text."""
     names = (folder.settings.get("name_or_path"), folder.config.get("_name_or_path"))
     return " ".join(str(name).lower() for name in names if name)
 
@@ -180,10 +182,10 @@ _RECORDS: Mapping[str, Callable[[TokenizerFolder, Mapping[int, str]], KnownTempl
 def known_template(
     folder: TokenizerFolder, family: str, tokenizer: Mapping[str, Any]
 ) -> KnownTemplate | None:
-    """Return the known template of a model without one in its folder; None: there is none, and the
-    model cannot chat.
+    """Return the known template for a model whose folder has no template; None: there is none, and
+    the model cannot chat.
 
-    family: the tokenizer's class, or "tekken".
+    family: the tokenizer's class name, or "tekken".
     tokenizer: contents of the converted tokenizer.json.
     """
     record = _RECORDS.get(family)

@@ -1,11 +1,12 @@
-"""The parts of a tokenizer.json, the `tokenizers` library's own format, as JSON values."""
+"""Functions that build the parts of a tokenizer.json (format of the `tokenizers` library) as JSON
+values."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-SPACE = "▁"  # SentencePiece's mark of a space
+SPACE = "▁"  # the character that SentencePiece uses for a space
 
-# Patterns of words: GPT-4's, with up to three digits together, and Qwen's, with single digits.
+# Patterns of words: GPT-4's, with groups of up to three digits, and Qwen's, with single digits.
 UP_TO_THREE_DIGITS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -16,8 +17,8 @@ SINGLE_DIGITS = UP_TO_THREE_DIGITS.replace(r"\p{N}{1,3}", r"\p{N}")
 def added_token(
     index: int, content: str, *, special: bool, single_word: bool = False
 ) -> dict[str, Any]:
-    """Return an entry of `added_tokens`: a token that is matched in a text before the model runs on
-    the text between such tokens.
+    """Return an entry of `added_tokens`: a token that is matched in a text before the BPE model
+    runs on the parts between such tokens.
 
     special: whether decoding leaves the token out.
     single_word: whether the token is matched only between characters that are no letters.
@@ -36,11 +37,11 @@ def added_token(
 def bpe(
     added: Sequence[Mapping[str, Any]], parts: Mapping[str, Any], model: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of a tokenizer.json with a BPE model.
+    """Return the contents of a tokenizer.json with a BPE model.
 
     added: results of `added_token`.
     parts: values of normalizer, pre_tokenizer, post_processor and decoder, by these names.
-    model: vocab, merges and the fields that differ from the defaults.
+    model: vocab, merges, and the fields that differ from the defaults.
     """
     return {
         "version": "1.0",
@@ -93,7 +94,7 @@ def byte_level(
 
 
 def isolated(pattern: str) -> dict[str, Any]:
-    """Return the pre-tokenizer that cuts a text before and after each match of a pattern."""
+    """Return the pre-tokenizer that splits a text before and after each match of a pattern."""
     regex = {"Regex": pattern}
     return {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
 
@@ -125,11 +126,11 @@ def piece_merges(
 ) -> Iterator[list[str]]:
     """Yield BPE merges (left text, right text) in an order that reproduces SentencePiece's.
 
-    SentencePiece first joins the neighbours that result in the piece of the best score. Merges with
-    the same result are ordered by the id of their left piece.
+    SentencePiece first joins the neighbours that result in the piece with the best score. Merges
+    with the same result are ordered by the id of their left piece.
 
     tokens, scores: text and score of each piece, by id.
-    joined: ids of the pieces that merges may have and result in.
+    joined: ids of the pieces that may be parts and results of merges.
     """
     index = {tokens[at]: at for at in joined}
     merges = []
