@@ -1,4 +1,5 @@
-"""The command line. The import of this package makes later imports find Manta's own packages."""
+"""The command line. Importing this package makes sure that later imports find Manta's own
+packages."""
 
 from deployments.packages import prefer_own
 

@@ -14,7 +14,7 @@ _Name = Annotated[str, typer.Argument(help="Name of the adapter in requests.")]
 _Model = Annotated[
     str | None, typer.Option(help="Base model of the adapter; needed where several are served.")
 ]
-_ADD_SECONDS = 600.0  # longest time for the server to download an adapter
+_ADD_SECONDS = 600.0  # maximum seconds for the server to download an adapter
 
 
 @app.command("list")
@@ -47,7 +47,7 @@ def add(
     key: AdminKey = None,
 ) -> None:
     """Serve an adapter, or replace it: requests that run finish on the old weights."""
-    # A first request checks whether the server runs and accepts the key, as the download of an
+    # A first, quick request checks that the server runs and accepts the key, because downloading an
     # adapter may take long. The second argument is the adapter's URL, not the server's.
     server = server_url(None, url)
     ask(server, key, "GET", "/adapters")

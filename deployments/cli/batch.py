@@ -17,7 +17,7 @@ from deployments.error_text import reason
 from engine.errors import ConfigError
 
 POLL_SECONDS = 1.0
-_PATIENCE = 60  # polls for which the server may be unreachable
+_PATIENCE = 60  # number of polls in a row for which the server may be unreachable
 _ENDED = ("completed", "failed", "cancelled", "expired")
 _UPLOAD_SECONDS = 600.0
 
@@ -28,7 +28,7 @@ def run(source: Path, output: Path, url: str, key: Path | None, resume: str | No
     The code is 0 if every request was answered, 1 if some failed. Failures are written to
     OUTPUT.errors.
 
-    resume: id of a batch that was started earlier; None: start one.
+    resume: id of a batch that was started earlier; None: start a new one.
 
     Raises ConfigError, ServerError.
     """

@@ -1,4 +1,5 @@
-"""`manta chat`: a conversation with an OpenAI-compatible server, with the standard library only."""
+"""`manta chat`: holds a conversation with an OpenAI-compatible server, with the standard library
+only."""
 
 import contextlib
 import http.client
@@ -19,14 +20,14 @@ from deployments.resumable_stream import ResumableStream
 from engine.errors import ConfigError, MantaError
 
 _CONNECT = 5.0  # seconds to connect
-_QUICK = 8.0  # seconds for a response that needs no model
-# Longest seconds between two chunks; a long prompt on a CPU takes minutes.
+_QUICK = 8.0  # maximum seconds for a response without generation
+# Maximum seconds between two chunks; a long prompt on a CPU takes minutes.
 _TIMEOUT = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The options of every request of a conversation; None leaves a choice to the server."""
+    """The options of every request of a conversation; None means the server's default."""
 
     model: str | None = None
     system: str | None = None
@@ -35,7 +36,7 @@ class ChatOptions:
 
 
 class ServerError(MantaError):
-    """A failure to reach a server, or its error response.
+    """The error for an unreachable server, or for an error response.
 
     status: HTTP status of the response; 0 if there was none.
     headers: the response's headers, with lower-case names.
@@ -127,11 +128,12 @@ class ChatServer:
     def _go_on(
         self, body: dict[str, Any], resuming: ResumableStream, broke: ServerError
     ) -> http.client.HTTPResponse:
-        """Request the remainder of an answer whose stream broke off, with pauses between attempts.
+        """Request the remainder of an answer after its stream has broken, with pauses between
+        attempts.
 
-        Raises ServerError when no attempt is left: `broke`, or the error of the last attempt.
+        Raises ServerError after the last attempt: `broke`, or the error of that attempt.
 
-        broke: the error by which the stream broke off.
+        broke: the error with which the stream broke.
         """
         pause = resuming.pause()
         while pause is not None:
@@ -225,7 +227,7 @@ class ChatAnswer:
     """A complete answer.
 
     text: the whole text.
-    first_token: time.monotonic() at the first text; without any text, at the end.
+    first_token: time.monotonic() at the first text or, without any text, at the end.
     """
 
     text: str
@@ -249,7 +251,7 @@ def answer(server: ChatServer, body: dict[str, Any], messages: list[dict[str, st
 def _converse(server: ChatServer, body: dict[str, Any], messages: list[dict[str, str]]) -> int:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (gives input() its line editing)
+            import readline  # noqa: F401  (enables line editing in input())
         print(
             f"{body['model']} at {server.url}. Empty line or Ctrl-D ends, Ctrl-C stops an answer."
         )
@@ -273,7 +275,7 @@ def _converse(server: ChatServer, body: dict[str, Any], messages: list[dict[str,
 
 
 def read_key(path: Path | None) -> str | None:
-    """Return the API key: the first word of a file, or OPENAI_API_KEY. Raises ConfigError.
+    """Return the API key from the first word of a file, or from OPENAI_API_KEY. Raises ConfigError.
 
     path: the file; None: OPENAI_API_KEY.
     """

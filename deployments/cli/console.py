@@ -12,7 +12,7 @@ from rich.status import Status as RichStatus
 
 from deployments.checkpoints.weights_file import Progress as Report
 
-_EACH_S = 5.0  # seconds between lines on a phase's progress, without a terminal
+_EACH_S = 5.0  # seconds between lines with a phase's progress, without a terminal
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -22,7 +22,8 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 def model_progress() -> Iterator[Report]:
     """Yield a progress callback for resolve_model.
 
-    The callback draws bars on a terminal. Without a terminal it prints a line every ten seconds.
+    The callback draws progress bars on a terminal. Without a terminal it prints a line every ten
+    seconds.
     """
     if err.is_terminal:
         with _bars() as report:
@@ -66,8 +67,8 @@ def _lines() -> Report:
 class StatusLine:
     """The display of the present phase: a spinner on a terminal, otherwise one line per phase.
 
-    Progress within a phase ("phase: progress") is printed every few seconds without a terminal. On
-    a terminal the phase's duration is printed at its end.
+    Without a terminal, progress within a phase ("phase: progress") is printed every few seconds. On
+    a terminal, the phase's duration is printed at its end.
     """
 
     def __init__(self, text: str) -> None:

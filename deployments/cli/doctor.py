@@ -1,4 +1,4 @@
-"""`manta doctor`: checks of what this machine can run and what is missing, with suggestions."""
+"""`manta doctor`: checks what this machine can run and what is missing, with suggestions."""
 
 import importlib
 import importlib.util
@@ -48,13 +48,13 @@ from engine.shards import weight_files
 from engine.speculation.settings import read_speculation
 
 if TYPE_CHECKING:
-    # Ray may not be installed.
+    # Ray might not be installed.
     from deployments.cluster_capacity import RayNode
 
 _LEAST_MEMORY = 3 * GIB  # bytes for Ray, Serve, two routers and the default model
-_LEAST_FILES = 4096  # one socket per client, and some files for each Ray process
+_LEAST_FILES = 4096  # one socket per client, and some files per Ray process
 _RAY_PORTS = {8265: "dashboard", 6379: "GCS", 10001: "Ray client"}
-# Configuration keys whose errors depend on the device; other errors are those of the model's files.
+# Configuration keys whose errors depend on the device; other errors concern the model's files.
 _OF_A_DEVICE = frozenset(EngineConfig.__struct_fields__) - {"model"}
 _STYLES = {"ok": "green", "note": "yellow", "MISSING": "bold red"}
 
@@ -64,7 +64,7 @@ class DoctorCheck:
     """The result of one check.
 
     state: "ok"; "note": Manta works, with the limitation in `text`; "MISSING": Manta cannot run.
-    way_out: suggestion that is printed after an arrow.
+    way_out: suggestion, which is printed after an arrow.
     """
 
     name: str
@@ -74,7 +74,7 @@ class DoctorCheck:
 
 
 def run(spec: str | None = None) -> int:
-    """Print every check as it is made, and return 1 if something needed is missing.
+    """Print the result of each check when it is done, and return 1 if something needed is missing.
 
     spec: configuration or model to be served, if known.
 
@@ -127,7 +127,7 @@ def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
 def model_checks(
     config: MantaConfig | None, file: Path | None, device: Hardware | None = None
 ) -> Iterator[DoctorCheck]:
-    """Yield checks whether a device can hold the configuration's model, as `manta plan` computes.
+    """Yield checks whether the configuration's model fits on a device, computed as by `manta plan`.
 
     A model that is not on this machine is not downloaded.
 
@@ -184,7 +184,7 @@ def model_checks(
 
 
 def _images(model: ModelConfig, engine: EngineConfig, file: Path) -> Iterator[DoctorCheck]:
-    """Yield a check whether a multimodal model takes images. file: the model's config.json."""
+    """Yield a check whether a multimodal model accepts images. file: the model's config.json."""
     text = sees_images(model, engine, file)
     if not text:
         return
@@ -217,7 +217,7 @@ def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
     """Yield a check whether the folder for KV blocks on disk belongs to this user alone and has
     room.
 
-    free_memory: bytes that the host tier leaves.
+    free_memory: bytes of host memory that the host tier leaves.
     """
     from engine.runner.caches.private_folder import in_memory
 
@@ -227,7 +227,7 @@ def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
     own = sum(path.stat().st_size for path in folder.glob("kv-*/??/*"))
     room = own + shutil.disk_usage(there).free
     if in_memory(folder):
-        # The folder is in memory (tmpfs), whose pages count as free until they are written.
+        # The folder is in memory (tmpfs), where pages count as free until they are written.
         room = min(room, own + free_memory)
         text += ", which is memory, counted once a machine"
     stat = there.stat()
@@ -259,7 +259,7 @@ def _speculation(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorChe
 def pool_checks(
     config: MantaConfig | None, nodes: "Sequence[RayNode] | None" = None
 ) -> Iterator[DoctorCheck]:
-    """Yield a failed check for each reason why `manta serve` could not place the replicas.
+    """Yield a failed check for each reason why `manta serve` could not place all replicas.
 
     nodes: Ray's nodes; None: this machine only.
     """
@@ -282,7 +282,7 @@ def _start_checks(config: MantaConfig) -> Iterator[DoctorCheck]:
 
 
 def _fault(name: str, error: ConfigError, state: str = "MISSING") -> DoctorCheck:
-    """Return an error as a failed check; the last clause of its message becomes the suggestion.
+    """Convert an error into a failed check; the last clause of its message becomes the suggestion.
 
     state: "MISSING" or "note".
     """
@@ -329,7 +329,7 @@ def _python() -> DoctorCheck:
 
 
 def _packages() -> Iterator[DoctorCheck]:
-    """Yield checks of the installed packages against our package's lower bounds."""
+    """Yield checks of the installed packages' versions against our requirements."""
     wanted = {"ray": "", "torch": "", "transformers": "", "triton": ""}
     try:
         lines = metadata.requires("manta-serve") or []
@@ -363,7 +363,7 @@ def _devices() -> Iterator[DoctorCheck]:
     try:
         torch = importlib.import_module("torch")
     except Exception as error:
-        # An incomplete installation may raise anything.
+        # An incomplete installation may raise any exception.
         yield DoctorCheck("torch", "MISSING", f"cannot be imported: {error}", "install torch again")
         return
     if torch.cuda.is_available():
@@ -387,7 +387,7 @@ def _devices() -> Iterator[DoctorCheck]:
 
 
 def _gpu(name: str, text: str, capability: tuple[int, int]) -> DoctorCheck:
-    """Return a check that says what a GPU can do, by its compute capability.
+    """Return a check that states what a GPU supports, according to its compute capability.
 
     text: description of the GPU.
     """
@@ -466,8 +466,8 @@ def _haproxy() -> DoctorCheck:
 
 
 def _ray() -> Iterator[DoctorCheck]:
-    """Yield checks that Ray clusters which other machines can reach require an authentication
-    token."""
+    """Yield checks that Ray clusters require an authentication token if other machines can reach
+    them."""
     token = auth_token_source()
     yield _token(token)
     for item in listeners():
@@ -488,9 +488,10 @@ def _ray() -> Iterator[DoctorCheck]:
 def _token(source: str | None) -> DoctorCheck:
     """Return a check that other users cannot read Ray's token file.
 
-    Whoever has the token can run code in the cluster, and Ray makes the file readable to all.
+    Anyone with the token can run code in the cluster, and Ray makes the file readable for all
+    users.
 
-    source: "RAY_AUTH_TOKEN" or the file that the token comes from; None: there is no token.
+    source: "RAY_AUTH_TOKEN" or the path of the token's file; None: there is no token.
     """
     name = "ray token"
     if source is None:

@@ -20,7 +20,7 @@ def run(file: Path, name: str, fields: list[str]) -> int:
     key = f"sk-{secrets.token_urlsafe(24)}"
     digest = f"sha256:{key_digest(key)}"
     line = " ".join((digest, f"name={name}", *fields))
-    # With the name last, errors number the fields as they were typed.
+    # The name is put last, so that errors number the fields as typed.
     parse_line(" ".join((digest, *fields, f"name={name}")), name, "key")
     if file.exists():
         known = [entry for entry in read_api_keys(file, str(file)) if entry.rule.name == name]

@@ -32,7 +32,7 @@ from engine.errors import ConfigError
 from engine.images.settings import PREPROCESSOR
 from engine.parallel.nodes import read_nodes, shares
 
-_OFFERS = 8  # maximum of node types in a table
+_OFFERS = 8  # maximum number of node types in a table
 
 
 def run(
@@ -48,7 +48,7 @@ def run(
     """Print the tables of a configuration or model, or how it would serve a trace.
 
     gpu, memory: as in `device_of`. gpus: number of GPUs of a node. prices: file of a price list.
-    trace: file of a recorded load. rates: file with the cost of replicas' steps; see `predict`.
+    trace: file with a recorded load. rates: file with the cost of replicas' steps; see `predict`.
 
     Raises ConfigError if something does not fit.
     """
@@ -147,13 +147,13 @@ def plans(
 
 
 def keys_and_values(result: EnginePlan) -> Iterator[str]:
-    """Yield lines on the KV cache: bytes per token, by kind of layer with the tokens that it keeps.
+    """Yield lines about the KV cache: bytes per token and kept tokens, by kind of layer.
 
     Further lines describe the states of recurrent layers.
     """
     if not result.kv_per_token:
         return
-    # Ranks on a CPU share its memory, so their sum is given.
+    # Ranks on a CPU share its memory, so their sum is shown.
     suffix = " on each GPU" if result.ranks > 1 and result.device.kind == "cuda" else ""
     token_bytes = sum(size for _, _, size in result.kv_per_token)
     yield f"{token_bytes / 1024:,.1f} KiB of keys and values a token{suffix}"
@@ -176,7 +176,7 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
 
 
 def sees_images(model: ModelConfig, engine: EngineConfig, file: Path) -> str:
-    """Return a text that says whether an engine takes images; "" for a text model.
+    """Return a text about whether an engine accepts images; "" for a text model.
 
     file: config.json of the model.
     """
@@ -195,10 +195,10 @@ def parameters(result: EnginePlan) -> str:
 
 
 def as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
-    """Return the configuration of a model as an engine would load it: without quantisation if the
-    engine does not keep a GGUF file's blocks.
+    """Return a model's configuration as an engine would load it: without quantisation if the engine
+    does not keep a GGUF file's quantised blocks.
 
-    model: configuration of the model; of a GGUF file, the one with blocks.
+    model: configuration of the model; for a GGUF file, the one with quantised blocks.
     """
     quantized = model.quantized
     if quantized is None or quantized.method != "gguf" or keeps_blocks(asdict(engine)):
@@ -215,10 +215,10 @@ def engine_of(config: MantaConfig, name: str, pool: PoolConfig) -> EngineConfig:
 def _costs(
     config: MantaConfig, model: ModelConfig, prices: Prices, gpu: str | None
 ) -> Iterator[str]:
-    """Yield the lines of a cost table for each engine pool; without configured pools, for a GPU and
-    a CPU pool.
+    """Yield the lines of a cost table for each engine pool or, without configured pools, for a GPU
+    and a CPU pool.
 
-    gpu: the command's option; only its kind, or the GPU that it names, is listed.
+    gpu: the command's option, which restricts the table to one GPU, or to GPUs or CPUs; None: all.
     """
     yield f"Costs    {prices.currency}, {prices.source}, {prices.date}; --prices takes others"
     wanted = gpu.lower() if gpu is not None else ""
@@ -257,7 +257,7 @@ def _costs(
 
 
 def _span(pool: PoolConfig, offer: NodeOffer, currency: str) -> str:
-    """Return a text on the hourly cost of a pool's replicas on a node type.
+    """Return a text about the hourly cost of a pool's replicas on a node type.
 
     offer: the cheapest node type for the pool.
     """
@@ -362,7 +362,7 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
 
 
 def drafts_memory(result: EnginePlan) -> int:
-    """Return the maximum of host memory, in bytes, that lookup drafting takes; 0 without it."""
+    """Return the maximum host memory, in bytes, for lookup drafting; 0 without lookup drafting."""
     settings = result.speculation
     if settings is None or settings.by_model:
         return 0
@@ -370,14 +370,14 @@ def drafts_memory(result: EnginePlan) -> int:
 
 
 def _drafts(result: EnginePlan) -> Iterator[tuple[str, str]]:
-    """Yield the table row for the host memory of lookup drafting, if the engine drafts so."""
+    """Yield the table row for the host memory of lookup drafting, if the engine uses it."""
     if most := drafts_memory(result):
         where = "" if result.device.kind == "cpu" else " of host memory"
         yield "drafts", f"{most / GIB:9.2f} GiB{where} at most (speculation)"
 
 
 def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, str]]:
-    """Yield the table rows for KV blocks in host memory and on disk, if the engine keeps any."""
+    """Yield the table rows for KV blocks in host memory and on disk, if configured."""
     if not engine.host_kv_bytes:
         return
     memory = result.memory
@@ -385,7 +385,7 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, 
     text = (
         f"{memory.host_kv / GIB:9.2f} GiB{unit}, {memory.host_blocks:,} blocks that leave the cache"
     )
-    if not memory.host_kv:  # a share of the free memory, which is known only when the engine starts
+    if not memory.host_kv:  # a share of the free memory, known only when the engine starts
         text = f"{engine.host_kv_bytes:g} of the free memory, for blocks that leave the cache"
     yield "host memory", text
     if engine.disk_kv_bytes:
@@ -395,7 +395,7 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, 
 
 
 def _encoders(config: MantaConfig, model: ModelConfig, device: Hardware) -> Iterator[str]:
-    """Yield the lines on each encoder pool: the memory of its actor, and its speed if known."""
+    """Yield the lines about each encoder pool: memory of an actor, and its speed if known."""
     for encoder in plan_encoders(config, model, device):
         kind = "GPU" if encoder.kind == "cuda" else "CPU"
         yield f"Pool     {encoder.pool} (encoder: the tower alone, on a {kind})"

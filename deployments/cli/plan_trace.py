@@ -35,9 +35,9 @@ def predict(
     """Yield the lines of a prediction of one model.
 
     file: config.json of the model.
-    device: the GPU of its GPU pools, or this machine.
+    device: the GPU for GPU pools, or this machine.
     memory: free memory of a CPU node in GiB; None: this machine's.
-    rates: file of `read_rates`; None: a GPU's data sheet.
+    rates: file for `read_rates`; None: a GPU's data sheet is used.
 
     Raises ConfigError.
     """
@@ -112,7 +112,7 @@ def _speed(name: str, rates: PoolRates, fits: EnginePlan, block_size: int) -> Sp
 
 
 def _lines(trace: Sequence[TraceRow], outcome: Replay) -> Iterator[str]:
-    """Yield the lines on the trace and on the results of all pools together."""
+    """Yield the lines about the trace and the results of all pools together."""
     lengths = sum(row.input for row in trace), sum(row.output for row in trace)
     yield (
         f"Trace    {len(trace):,} requests in {trace[-1].t:,.1f} s, {lengths[0]:,} prompt and "

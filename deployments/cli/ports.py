@@ -1,4 +1,4 @@
-"""listeners, holder: the listening TCP sockets of this machine and their processes, from /proc.
+"""listeners, holder: find this machine's listening TCP sockets and their processes in /proc.
 
 Without /proc no socket is found.
 """
@@ -37,7 +37,7 @@ def listeners() -> list[ListeningSocket]:
 
 
 def holder(port: int) -> str | None:
-    """Return "pid 123 (name)" of the process that listens on a port; None if it cannot be found."""
+    """Return "pid 123 (name)" for the process that listens on a port; None if it is unknown."""
     sockets = {f"socket:[{item.inode}]" for item in listeners() if item.port == port}
     for process in Path("/proc").glob("[0-9]*") if sockets else ():
         try:
@@ -50,7 +50,8 @@ def holder(port: int) -> str | None:
 
 
 def why_not_bindable(host: str, port: int) -> str | None:
-    """Return why a server cannot listen at an address, with a suggestion; None if it can listen."""
+    """Return the reason why a server cannot listen at an address, with a suggestion; None if it
+    can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -77,7 +78,7 @@ def why_not_bindable(host: str, port: int) -> str | None:
 
 
 def _address(text: str, family: int) -> str:
-    """Return an IP address of /proc/net/tcp in its usual form.
+    """Convert an IP address in /proc/net/tcp to its usual form.
 
     The kernel prints an address as hexadecimal words in the machine's byte order.
     """

@@ -1,4 +1,4 @@
-"""`manta serve`: deploy, wait until requests are answered, stay until Ctrl-C, then clean up."""
+"""`manta serve`: deploys, waits until requests are answered, serves until Ctrl-C, and cleans up."""
 
 import http.client
 import json
@@ -31,7 +31,7 @@ from engine.shards import read_headers
 _POLL = 0.2  # seconds between polls of Serve during the start
 _POLL_SECONDS = 5.0  # seconds between two polls of the cluster's nodes
 _BEAT = 2.0  # seconds between polls of the running application
-_READY_SECONDS = 30.0  # longest seconds from Serve's "RUNNING" to a 200 of /ready
+_READY_SECONDS = 30.0  # maximum seconds from Serve's "RUNNING" to a 200 of /ready
 
 
 def run(
@@ -44,12 +44,12 @@ def run(
 ) -> int:
     """Serve until a signal comes, and return the exit code.
 
-    Ctrl-C stops at once and returns 130. SIGTERM lets running requests end for up to
-    limits.drain_seconds and returns 0.
+    Ctrl-C stops at once and returns 130. SIGTERM waits up to limits.drain_seconds for running
+    requests and returns 0.
 
     address: address of the Ray cluster to join; None: see `Cluster`.
-    once_ready: called with the endpoint's URL and the configuration when the endpoint answers; if
-        it returns False, serving ends with code 0.
+    once_ready: called when the endpoint answers, with its URL and the configuration; if it returns
+        False, serving ends with code 0.
 
     Raises ConfigError before anything is started, MantaError if the start fails, and RayLostError
     if a Ray node was lost and the restart limit is reached.
@@ -75,8 +75,8 @@ def run(
 
 
 def _end_leftovers() -> None:
-    """Kill the processes of an earlier `manta serve` that was killed: they may hold the port, the
-    GPU and memory."""
+    """Kill the remaining processes of an earlier `manta serve` that was killed, as they may occupy
+    the port, the GPU and memory."""
     if processes := leftovers():
         names = ", ".join(f"{process.name} ({pid})" for pid, process in processes.items())
         err.print(f"Ending what a killed manta serve has left: {names}", markup=False)
@@ -89,16 +89,16 @@ def _with_http(config: MantaConfig, host: str | None, port: int | None) -> Manta
 
 
 def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -> None:
-    """Run the driver process: start or join Ray, deploy, and report until it is to stop.
+    """Run the driver process: start or join Ray, deploy, and send reports until told to stop.
 
-    folder: for the sockets and files of HAProxy, if this process starts Ray.
+    folder: folder for the sockets and files of HAProxy, if this process starts Ray.
     Raises MantaError; RayLostError if Ray is gone.
     """
     if cluster.own:
         from deployments.cluster_capacity import check_pools, this_machine
 
         check_pools(config, this_machine())
-        # Models are downloaded here, where progress is shown; replicas then have them in the cache.
+        # Models are downloaded here, where progress is shown; replicas then find them in the cache.
         with model_progress() as progress:
             for part in config.by_model().values():
                 dummy = part.engine.get("load_format") == "dummy"
@@ -106,7 +106,8 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
                     model_folder = resolve_model(
                         part.model, part.revision, progress, weights=not dummy, blocks=blocks
                     )
-                    # Headers are checked now, as a replica would report a fault after a minute.
+                    # Headers are checked now, as a replica would report an error only after a
+                    # minute.
                     if not dummy:
                         read_headers(model_folder)
                     check_encoders(part, ModelConfig.from_folder(model_folder))
@@ -116,7 +117,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
     driver.report(model=True)
     with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
         cluster.start(config, folder)
-    driver.ignore(signal.SIGTERM)  # again, as Ray has installed its own handler
+    driver.ignore(signal.SIGTERM)  # set again, as Ray has installed its own handler
     driver.report(ray=True)
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -151,7 +152,8 @@ def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
 
 
 def _check_room(config: MantaConfig, cluster: Cluster) -> str:
-    """Return a description of the pools that wait for nodes; "" if all replicas fit.
+    """Return a description of the pools whose replicas need nodes that have not started; "" if all
+    replicas fit.
 
     Raises ConfigError if replicas do not fit and nothing can start nodes.
     """
@@ -188,7 +190,7 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
         if app is not None:
             if app.status == "RUNNING":
                 return
-            # A name with a dot is that of the application of one of several models.
+            # A name with a dot belongs to the application of one of several models.
             of = f" of {app_name}" if "." in app_name else ""
             messages = [
                 *(deployment.message for deployment in app.deployments.values()),
@@ -213,8 +215,8 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
 def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
     """Wait until /ready answers with status 200. Raises ServeError.
 
-    Serve reports "RUNNING" a moment before its proxy knows the routers. If a pool may be empty,
-    Serve does so before the pool's first replica has started.
+    Serve reports "RUNNING" a moment before its proxy knows the routers and, if a pool may be empty,
+    before the pool's first replica has started.
     """
     status.update("Waiting for the first good answer")
     deadline = time.monotonic() + _READY_SECONDS
@@ -243,7 +245,7 @@ def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
 def _connection(config: MantaConfig) -> http.client.HTTPConnection:
     """Return a connection to the proxy of this server.
 
-    With TLS, the proxy must have the configured certificate; its host names do not matter.
+    With TLS, the proxy must have the configured certificate; host names are not checked.
     """
     address, certificate = (_reachable(config), config.http.port), config.http.tls.certificate
     if certificate is None:
@@ -302,7 +304,8 @@ def _about(config: MantaConfig) -> list[str]:
 def _key_option(config: MantaConfig) -> str:
     """Return the option --key for the `manta chat` command that is shown to the user.
 
-    It names the keys file if the file begins with a key in plain text, not with a digest.
+    The option names the keys file, if the file begins with a key in plain text rather than a
+    digest.
     """
     file = config.http.api_keys_file
     if file is None:
@@ -312,12 +315,13 @@ def _key_option(config: MantaConfig) -> str:
 
 
 def _logs() -> list[str]:
-    """Return the line that says where Ray's processes write logs, and how much is kept."""
+    """Return the line that states where Ray's processes write logs, and the maximum size of the
+    logs."""
     from ray._private import worker
 
     node: Any = worker._global_node
     if node is None:
-        # A process that is connected by Ray's client has no node.
+        # A process that is connected through Ray's client has no node.
         return []
     most, before = node.max_bytes >> 20, node.backup_count
     return [
@@ -330,8 +334,8 @@ def _stay(driver: Driver, app_name: str) -> None:
     """Report every `_BEAT` seconds that the application runs, until the supervisor ends this
     process.
 
-    The supervisor detects a call that hangs by missing reports. Raises ServeError if the
-    application was deleted.
+    Missing reports tell the supervisor that a call hangs. Raises ServeError if the application was
+    deleted.
     """
     from ray import serve
 

@@ -1,4 +1,4 @@
-"""The options, and the function `ask`, that the commands for a running server share."""
+"""Options shared by the commands for a running server, and `ask`, which sends their requests."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 HERE = "http://127.0.0.1:8000"
-# Commands accept the server's URL as an option and as an argument.
+# Commands accept the server's URL both as an option and as an argument.
 Url = Annotated[str | None, typer.Option(help=f"Server to talk to; default: {HERE}.")]
 UrlArgument = Annotated[str | None, typer.Argument(metavar="URL", help="The same as --url.")]
 AdminKey = Annotated[
@@ -36,7 +36,7 @@ def ask(
 
     key: file with the API key.
     path: path after /v1.
-    seconds: longest wait for the response; None: a few seconds, as for a status request.
+    seconds: maximum wait for the response; None: a few seconds, enough for status requests.
 
     Raises ServerError and ConfigError.
     """

@@ -1,7 +1,7 @@
-"""`manta status`: a page for each running application, live on a terminal, or as JSON.
+"""`manta status`: shows a page about each running application, live on a terminal, or as JSON.
 
-The data come from the routers, which get a report from each replica with every step, and from
-Serve. Rates are differences between two polls.
+The data come from Serve and from the routers, which get a report from each replica with every step.
+Rates are differences between two polls.
 """
 
 import json
@@ -33,16 +33,16 @@ from deployments.scaling.policy import (
 )
 
 _POLL_SECONDS = 1.0  # seconds between the two polls of --once and --json
-_ANSWER = 5.0  # seconds for the routers to answer
-_LOOKS = 9.0  # longest seconds for one poll of an application
-_WIDTH = 110  # columns where there is no terminal
+_ANSWER = 5.0  # maximum seconds for the routers to answer
+_LOOKS = 9.0  # maximum seconds for one poll of an application
+_WIDTH = 110  # columns without a terminal
 
 Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StatusSnapshot:
-    """The answers of one poll of an application.
+    """The data from one poll of an application.
 
     time: Unix time of the poll.
     status: Serve's status of the application.
@@ -69,8 +69,8 @@ def run(app: str | None, address: str | None, *, as_json: bool, once: bool, ever
     app: name of the application; None: all of ours on the cluster.
     every: seconds between polls.
 
-    As JSON, each of several models is an object of its own. Raises ClusterError if there is no
-    cluster or no such application, or for several applications as JSON.
+    As JSON, each of several models is a separate object. Raises ClusterError if there is no cluster
+    or no such application, or for several applications as JSON.
     """
     _join(address)
     before = _looks(app)
@@ -98,8 +98,8 @@ def run(app: str | None, address: str | None, *, as_json: bool, once: bool, ever
 def _join(address: str | None) -> None:
     """Join the Ray cluster to ask.
 
-    address: address of the cluster; None: as for `Cluster`, else the one that a `manta serve` on
-        this machine started.
+    address: address of the cluster; None: as for `Cluster`, else the cluster that a `manta serve`
+        on this machine has started.
 
     Raises ClusterError.
     """
@@ -123,7 +123,8 @@ def _join(address: str | None) -> None:
 
 
 def _looks(app: str | None) -> dict[str, StatusSnapshot]:
-    """Return {"application", or "application model" with several models: snapshot}.
+    """Poll the applications; return {application, or "application model" with several models:
+    snapshot}.
 
     app: the only application to poll; None: all.
     Raises ClusterError, also if Ray no longer answers.
@@ -148,7 +149,8 @@ def applications() -> list[str]:
     ours = sorted(
         name
         for name, application in there.items()
-        # Applications of other programs have no router. One that is being built has no deployment.
+        # Other programs' applications have no router. An application that is being built has no
+        # deployment yet.
         if ROUTER in application.deployments or not application.deployments
     )
     if not ours:
@@ -171,7 +173,7 @@ def poll(app: str) -> StatusSnapshot:
         handle = serve.get_app_handle(app)
         answers = handle.broadcast("state").results(timeout_s=_ANSWER, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):
-        # No router can be called at the moment, and the page shows that.
+        # No router can be called at the moment, which the page shows.
         pass
     routers = [answer for answer in answers if isinstance(answer, Mapping)]
     whole = StatusSnapshot(
@@ -213,7 +215,7 @@ def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, Status
         states = [router["models"][name] for router in whole.routers if name in router["models"]]
         status = "GONE" if application is None else _word(application.status)
         if status == "RUNNING" and all(state.get("status") == "sleeping" for state in states):
-            # Serve reports RUNNING, as the pool's target is to have no replicas
+            # Serve reports RUNNING, because the pool's target is zero replicas
             status = "SLEEPING"
         pages[name] = replace(
             whole,
@@ -226,7 +228,7 @@ def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, Status
 
 
 def _word(state: Any) -> str:
-    """Return the text of a state of Serve, which is an enum or text."""
+    """Return the text of a Serve state, which is an enum or text."""
     return str(state.value if isinstance(state, Enum) else state)
 
 
@@ -236,7 +238,7 @@ def _word(state: Any) -> str:
 def summarise(now: StatusSnapshot, before: StatusSnapshot | None = None) -> dict[str, Any]:
     """Return the data of an application's page, which `--json` prints.
 
-    before: an earlier snapshot, since which rates are computed; None: they are None.
+    before: an earlier snapshot, for computing rates; None: rates are None.
     """
     seconds = now.time - before.time if before is not None else 0.0
     last = _replicas(before.routers) if before is not None else {}
@@ -308,11 +310,11 @@ def summarise(now: StatusSnapshot, before: StatusSnapshot | None = None) -> dict
     }
 
 
-_SHAPES = RouterMetrics()  # for the metrics' names and buckets
+_SHAPES = RouterMetrics()  # used for the metrics' names and buckets
 
 
 def _replicas(routers: Sequence[Report]) -> dict[str, Report]:
-    """Return the stats of each replica by name; of several routers' stats, those of the newest
+    """Return {replica: its stats}, from the router whose stats of the replica have the newest
     step."""
     replicas: dict[str, Report] = {}
     for router in routers:
@@ -323,10 +325,10 @@ def _replicas(routers: Sequence[Report]) -> dict[str, Report]:
 
 
 def _metrics(now: Sequence[Report], before: Sequence[Report]) -> dict[str, Any]:
-    """Return the sums, over all routers, of their metrics since an earlier poll.
+    """Return the changes of the metrics since an earlier poll, summed over all routers.
 
-    now, before: the routers' reports of the two polls. Metrics of a router that is missing in the
-        earlier poll are those since its start.
+    now, before: the routers' reports of the two polls. For a router that is missing in the earlier
+        poll, the changes are since its start.
     """
     last = {router["name"]: router["metrics"] for router in before}
     total = _SHAPES.to_json()
@@ -392,7 +394,7 @@ def _pool(
 
 
 def pages(found: Sequence[Report]) -> RenderableType:
-    """Return the pages of several applications, one below the other.
+    """Return the pages of several applications, one below another.
 
     found: results of `summarise`.
     """

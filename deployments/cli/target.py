@@ -1,4 +1,5 @@
-"""read_target: reads the commands' argument CONFIG|MODEL, a configuration file or a model."""
+"""read_target: reads the commands' argument CONFIG|MODEL, a configuration file or a model's
+name."""
 
 from pathlib import Path
 from typing import Any

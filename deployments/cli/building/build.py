@@ -1,4 +1,5 @@
-"""`manta build`: print Serve's config file of a configuration, or a KubeRay manifest with it."""
+"""`manta build`: print Serve's config file for a configuration, or a KubeRay manifest that contains
+it."""
 
 import io
 import sys
@@ -21,7 +22,7 @@ def run(
 
     memory, cache_claim, image: as in `rayservice`, memory as texts such as "cpu=48Gi".
     """
-    config = read_target(spec)  # before the import of Ray, which takes a second
+    config = read_target(spec)  # before Ray is imported, which takes a second
     from deployments.app import serve_config
     from deployments.cli.building.kubernetes import IMAGE, memory_of, rayservice
 

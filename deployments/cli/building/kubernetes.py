@@ -1,4 +1,4 @@
-"""`manta build --kubernetes`: a configuration's RayService manifest for KubeRay."""
+"""`manta build --kubernetes`: builds a RayService manifest (KubeRay) for a configuration."""
 
 import hashlib
 import json
@@ -22,15 +22,16 @@ from engine.errors import ConfigError
 IMAGE = "REGISTRY/manta:0.1.0"
 MEMORY = {"head": "16Gi", "gpu": "32Gi", "cpu": "48Gi"}  # memory of a pod, by kind of group
 HEAD_CPUS = 4
-CACHE = "/cache"  # models, kernels and the hub client's files, as in deploy/Dockerfile
-_EDGE = "/usr/local/bin/manta-haproxy"  # haproxy launcher that deploy/Dockerfile installs
+CACHE = "/cache"  # folder for models, kernels and the hub client's files, as in deploy/Dockerfile
+_EDGE = "/usr/local/bin/manta-haproxy"  # haproxy launcher, installed by deploy/Dockerfile
 _EDGE_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # Seconds from the end of a drain to the end of the preStop hook, and from there to the pod's end.
 _MARGIN = 20
-# Maximum of letters of a model's name in a group's name; a pod's name has at most 63.
+# Maximum letters of a model's name in a group's name, because pod names have at most 63 letters.
 _NAME = 40
 _WRITTEN = {"tmp": "/tmp", "home": "/home/ray", "cache": CACHE}
-# The token for gated and private hub models. Optional: pods start without the Secret, too.
+# The Secret with the token for gated and private hub models. It is optional: pods also start
+# without it.
 _HUB_TOKEN = {
     "name": "HF_TOKEN",
     "valueFrom": {"secretKeyRef": {"name": "manta-hub", "key": "token", "optional": True}},
@@ -45,8 +46,8 @@ def rayservice(
 ) -> dict[str, Any]:
     """Return the RayService manifest of a configuration.
 
-    A pod is one replica, or one node of a replica that spans several. Each pool is a worker group
-    named after the pool, or MODEL-POOL if there are several models.
+    A pod is one replica, or one node of a multi-node replica. Each pool is a worker group with the
+    pool's name, or MODEL-POOL if there are several models.
 
     image: container image of all pods.
     memory: memory of a pod by group, or by "head", "gpu" and "cpu", in Kubernetes' units.
@@ -105,8 +106,8 @@ def rayservice(
                 },
                 "headGroupSpec": {
                     "labels": {"pool": "head"},
-                    # The operator must reach the dashboard from outside the pod; other clients lack
-                    # the token.
+                    # The operator must be able to reach the dashboard from outside the pod; other
+                    # clients lack the token.
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
                     "template": head,
                 },
@@ -117,8 +118,8 @@ def rayservice(
 
 
 def _labelled(config: MantaConfig) -> MantaConfig:
-    """Return the configuration, in which pools of several models have node labels, so that each
-    pool gets pods of its own.
+    """Return the configuration with node labels added to the pools of several models, so that each
+    pool gets separate pods.
 
     Raises ConfigError if the size of a pod is unknown, or if a GPU pool sleeps.
     """
@@ -158,7 +159,7 @@ def _labelled(config: MantaConfig) -> MantaConfig:
 
 
 def _group_name(config: MantaConfig, model: str, pool: str) -> str:
-    """Return the name of a pool's worker group, in letters that pod names may have.
+    """Return the name of a pool's worker group, with characters that are valid in pod names.
 
     Different models never get the same name.
     """
@@ -173,10 +174,10 @@ def _group_name(config: MantaConfig, model: str, pool: str) -> str:
 def _memory(
     groups: Mapping[str, tuple[str, PoolConfig, int]], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return {group: memory of a pod in Kubernetes' units}, with the head's.
+    """Return {group: memory of a pod in Kubernetes' units}, including the head group.
 
     groups: {group: (kind of pool, pool, number of nodes of a replica)}.
-    given: amounts of the command line, by group or kind.
+    given: amounts from the command line, by group or kind.
 
     Raises ConfigError for an unknown group.
     """
@@ -195,7 +196,7 @@ def _memory(
 def _environment(config: MantaConfig) -> dict[str, str]:
     """Return the environment variables of a pod.
 
-    Variables for a folder or a port of this machine are left out, so that pods use the defaults.
+    Variables with a folder or port of this machine are left out, so that pods use the defaults.
     """
     variables = {}
     folder = str(edge_folder())
@@ -214,7 +215,8 @@ def _environment(config: MantaConfig) -> dict[str, str]:
 
 
 def _kind(name: str, pool: PoolConfig) -> str:
-    """Return the kind of a pool, "gpu" or "cpu", which decides the default memory of its pods."""
+    """Return the kind of a pool, "gpu" or "cpu", which determines the default memory of its
+    pods."""
     if pool.role == "engine":
         return name
     return "gpu" if pool.num_gpus else "cpu"
@@ -224,7 +226,7 @@ def _resources(pool: PoolConfig) -> dict[str, str]:
     """Return a pod's resource requests."""
     # `model_deployments.pools` has set num_cpus.
     assert pool.num_cpus is not None
-    cpus = math.ceil(pool.num_cpus) + 1  # one more for routers, the proxy and Ray's own processes
+    cpus = math.ceil(pool.num_cpus) + 1  # one more core for routers, the proxy and Ray's processes
     resources = {"cpu": str(cpus)}
     if pool.num_gpus:
         resources["nvidia.com/gpu"] = str(math.ceil(pool.num_gpus))
@@ -255,10 +257,10 @@ def _group(
     )
     (container,) = template["spec"]["containers"]
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", hook]}}}
-    # A spot node ends with SIGTERM, after which requests have this long to end or move.
+    # A spot node ends with SIGTERM; then requests have this many seconds to end or move.
     template["spec"]["terminationGracePeriodSeconds"] = drain + 2 * _MARGIN
     params: dict[str, str] = {}
-    if pool.resources:  # JSON as a JSON string, as KubeRay puts the value into a shell command
+    if pool.resources:  # JSON within a JSON string, as KubeRay puts the value into a shell command
         params["resources"] = json.dumps(json.dumps(dict(pool.resources)))
     return {
         "groupName": name,

@@ -63,8 +63,8 @@ def run(
 
 
 def _sizes(folder: Path) -> str:
-    """Return a text on a quantised folder: its size, that of its unquantised matrices, and the
-    largest of these."""
+    """Return a text about a quantised folder: its size, the size of its unquantised matrices, and
+    the largest of these."""
     entries = read_headers(folder).values()
     matrices = [entry for entry in entries if entry.code in _FLOATS and len(entry.shape) > 1]
     values = [

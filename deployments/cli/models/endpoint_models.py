@@ -13,7 +13,7 @@ from deployments.cli.server_requests import AdminKey, Url, UrlArgument, ask, ser
 app = typer.Typer(name="models", help="List, add, change and remove models of a running server.")
 
 _Name = Annotated[str, typer.Argument(help="Name of the model in requests.")]
-# Longest seconds for the server to accept a change; the start of replicas is not included.
+# Maximum seconds for the server to accept a change, which does not include the start of replicas.
 _CHANGE_SECONDS = 120.0
 _POLL = 1.0
 _KNOWN_SECONDS = 30.0  # seconds until all routers know a new model; they poll every second
@@ -80,7 +80,7 @@ def remove(name: _Name, server: UrlArgument = None, url: Url = None, key: AdminK
 def _outcome(name: str, url: str, key: Path | None, seconds: float) -> dict[str, Any]:
     """Return a router's report on a model that was just added: GET /v1/models/NAME.
 
-    The router that answers may not know the model yet, so 404 counts as "starting" at first.
+    The answering router may not know the model yet, so 404 counts as "starting" at first.
 
     seconds: time since the model was added.
 

@@ -34,7 +34,7 @@ def run(
 ) -> int:
     """Evaluate a model, print the results, and return the exit code: 1 if a threshold is missed.
 
-    spec: the model or configuration. The other parameters are the options of `manta eval`.
+    spec: the model or configuration. For the other parameters see the options of `manta eval`.
     """
     if max_kl is not None and against is None:
         raise ConfigError("--max-kl needs --against: what the divergence is from")
@@ -84,7 +84,8 @@ def write_report(file: Path, report: str) -> None:
 
 
 def model_config(spec: str, device: str, dtype: str, quantization: str | None) -> EngineConfig:
-    """Return an engine's configuration with the folder of the model, which is downloaded if needed.
+    """Return an engine's configuration with the folder of the model, after downloading it if
+    needed.
 
     spec: model or configuration file.
     dtype: "auto": as in the configuration. quantization: None: as in the configuration.

@@ -1,4 +1,4 @@
-"""`manta eval --tasks`: tasks of lm-evaluation-harness, answered by a new engine or by a server."""
+"""`manta eval --tasks`: runs tasks of lm-evaluation-harness with a new engine or a server."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from deployments.environment import api_key
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, MantaError
 
-_CONCURRENT = 32  # requests to a server at a time
+_CONCURRENT = 32  # number of concurrent requests to a server
 _RUNS_CODE = "runs what the model writes, on this machine; --run-code allows it"
 
 
@@ -30,8 +30,8 @@ def check_options(
     """Check the combination of options of `manta eval`, and that lm-eval is installed if needed.
 
     harness: whether `--tasks` is given.
-    own: {option: value} of options that exclude `--tasks`; None or []: not given.
-    harness_only: {option: value} of options that need `--tasks`; None: not given.
+    own: {option: value} of the options that exclude `--tasks`; None or []: not set.
+    harness_only: {option: value} of the options that need `--tasks`; None: not set.
     against: value of `--against`.
     Raises ConfigError.
     """
@@ -79,10 +79,10 @@ def run(
 ) -> int:
     """Run tasks of lm-evaluation-harness, print its table of results, and return 0.
 
-    spec: the model that answers, or a model with the tokenizer of the server's model.
+    spec: the model to evaluate or, with a server, a model with the same tokenizer.
     server: URL of the server that answers; None: an engine in this process.
     served_as: the model's name at the server.
-    Raises ConfigError for unknown tasks and data that is missing.
+    Raises ConfigError for unknown tasks and missing data.
     """
     if run_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
@@ -93,7 +93,7 @@ def run(
         raise ConfigError(f"--include {include}: no such folder")
     manager = _task_manager(tasks, include)
     try:
-        loaded = manager.load(tasks)["tasks"]  # before the model is loaded, as data may be missing
+        loaded = manager.load(tasks)["tasks"]  # before the model, as data may be missing
         for name, task in loaded.items():
             if getattr(task, "UNSAFE_CODE", False) and not run_code:
                 raise ConfigError(f"--tasks: {name} {_RUNS_CODE}")
@@ -141,10 +141,10 @@ def _task_manager(tasks: list[str], include: Path | None) -> Any:
 
     folder = None if include is None else str(include.absolute())
     if folder is not None:
-        # First without lm-eval's own thousands of files, which take 15 seconds to read.
+        # First try without lm-eval's own task files, thousands of which take 15 seconds to read.
         alone = TaskManager(include_path=folder, include_defaults=False)
         if set(tasks) <= set(alone.all_subtasks):
-            # `all_subtasks`, as a group of the folder may contain tasks of lm-eval.
+            # `all_subtasks` is checked, as a group in the folder may contain tasks of lm-eval.
             return alone
     manager = TaskManager(include_path=folder)
     for name in tasks:
@@ -180,7 +180,7 @@ def _server_model(url: str, served_as: str | None, folder: str) -> Any:
         """A `local-completions` model that scores a prompt without generating a token.
 
         lm-eval expects one generated token after the prompt, and drops the last log-probability of
-        an answer. Without such a token it would drop the log-probability of the prompt's last one.
+        an answer. Without a generated token it would drop that of the prompt's last token.
         """
 
         def _create_payload(self, *args: Any, generate: bool = False, **options: Any) -> Any:
@@ -192,7 +192,8 @@ def _server_model(url: str, served_as: str | None, folder: str) -> Any:
             for output in outputs if isinstance(outputs, list) else [outputs]:
                 for choice in output["choices"]:
                     for name in ("token_logprobs", "top_logprobs"):
-                        # lm-eval drops this entry instead of the prompt's last log-probability.
+                        # lm-eval drops this additional entry instead of the prompt's last
+                        # log-probability.
                         choice["logprobs"][name].append(None)
             return LocalCompletionsAPI.parse_logprobs(outputs, *args, **options)
 
@@ -212,11 +213,11 @@ def _server_model(url: str, served_as: str | None, folder: str) -> Any:
 
 
 def choose_card(cards: list[dict[str, Any]], served_as: str | None, url: str) -> dict[str, Any]:
-    """Return the entry of /v1/models for the model that is tested.
+    """Return the entry of /v1/models for the model to test.
 
     cards: the entries of /v1/models. served_as: the model's name; None: the only base model.
     url: the server's URL, for the error.
-    Raises ConfigError unless exactly one entry fits.
+    Raises ConfigError unless exactly one entry matches.
     """
     names = [card["id"] for card in cards]
     if served_as is not None:

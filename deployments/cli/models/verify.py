@@ -1,5 +1,5 @@
-"""`manta verify`: compare a checkpoint's outputs with transformers' and with its own in other
-steps."""
+"""`manta verify`: compares a checkpoint's outputs with those of transformers, and with its own for
+other compositions of steps."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from engine.evaluation.verify import Difference, Options, Report, Texts, verify
 from engine.resolve import DTYPES, resolve
 from engine.text.tokenizer import Tokenizer
 
-NOT_COMPARED = 3  # the exit code if nothing differs, but transformers could not compute the model
+NOT_COMPARED = 3  # the exit code if nothing differs but transformers cannot run the model
 SOME = 4  # number of the built-in prompts that are used
 Peer = Literal["float32", "bfloat16", "none"]
 
@@ -38,8 +38,8 @@ def run(
 ) -> int:
     """Verify a checkpoint, print the report, and return the exit code.
 
-    The code is 0 if all outputs agree, 1 if some differ, 3 if they agree but transformers could not
-    compute the model.
+    The code is 0 if all outputs agree, 1 if some differ, 3 if they agree but transformers cannot
+    run the model.
     """
     target = read_target(spec)
     config = engine_config(target, device=device, dtype=dtype, quantization=quantization)
@@ -81,8 +81,8 @@ def run(
 
 
 def lines(report: Report, dump: Path | None = None, *, tower: bool = False) -> Iterator[str]:
-    """Yield the lines of a report. dump: folder of the tensors. tower: whether the model takes
-    images."""
+    """Yield the lines of a report. dump: folder of the tensors. tower: whether the model has a
+    vision encoder."""
     kind = report.quantization or report.dtype
     yield f"Model      {report.model}"
     yield f"           {report.architecture}, {kind} on {report.device}"

@@ -1,4 +1,5 @@
-"""Cluster: the Ray cluster of `manta serve`: one that ends with the command, or a joined one."""
+"""Cluster: the Ray cluster of `manta serve`, which is started and ended by the command, or
+joined."""
 
 import contextlib
 import logging
@@ -27,13 +28,14 @@ from deployments.serve.coexistence import deployed_at
 from deployments.serve.proxy import behind_haproxy
 from engine.private_folder import MAX_PATH, private_folder
 
-_ANSWER = 5.0  # seconds for Serve's controller to answer
-_DRAIN_MARGIN = 5.0  # seconds after a drain for routers to report that they have drained
-# Seconds for replicas and routers to end, of which the proxy's update takes 5.
+_ANSWER = 5.0  # maximum seconds for Serve's controller to answer
+_DRAIN_MARGIN = 5.0  # seconds after a drain in which routers report that they have drained
+# Maximum seconds for replicas and routers to end, of which the proxy's update takes 5.
 _DELETE = 25.0
-# Maximum of seconds that `close` takes in addition to the drain.
+# Maximum seconds that `close` takes in addition to the drain.
 STOP_SECONDS = 3 * _ANSWER + _DRAIN_MARGIN + _DELETE
-# Bytes of Ray's object store, which has only Serve's small messages; tokens take another way.
+# Bytes of Ray's object store, which has only Serve's small messages, as tokens are sent over
+# channels.
 _OBJECT_STORE = 256 << 20
 
 
@@ -62,11 +64,12 @@ def serving_folder(config: MantaConfig) -> str:
 class Cluster:
     """The Ray cluster that a server uses: one of its own, or a running one that it joins.
 
-    A cluster of its own runs on this machine and is ended by `close`; a joined one goes on running.
+    The server's own cluster runs on this machine and is ended by `close`; a joined one continues to
+    run.
 
     own: whether the cluster is the server's own.
-    address: address of the cluster to join, or "local" for an own one; None: RAY_ADDRESS, else a
-        cluster that runs on this machine, else an own one.
+    address: address of the cluster to join, or "local" to start one; None: RAY_ADDRESS, else a
+        cluster that runs on this machine, else start one.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -90,7 +93,7 @@ class Cluster:
         adopt_orphans()
         if folder is None:
             folder = self._folder = serving_folder(config)
-        with contextlib.suppress(OSError):  # Ray then writes a token or reports an error
+        with contextlib.suppress(OSError):  # if this fails, Ray writes a token or reports an error
             make_auth_token()
         import ray
 
@@ -114,14 +117,14 @@ class Cluster:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        # Ray also raises plain exceptions, e.g. on a machine that is too busy
+        # Ray raises many types of exceptions, e.g. on a machine that is too busy
         except Exception as error:
             raise ClusterError(
                 f"cannot start Ray: {reason(error)}; `manta doctor` may tell more"
             ) from error
 
     def note_deployment(self, app_name: str) -> None:
-        """Record when the application was deployed, so that `close` does not delete a later
+        """Record the deployment time of the application, so that `close` does not delete a later
         deployment by another command."""
         # If the time is unknown, `close` deletes the application of this name, whoever deployed it.
         with contextlib.suppress(TimeoutError, OSError):
@@ -134,8 +137,8 @@ class Cluster:
         drain_seconds plus STOP_SECONDS. Serve's shutdown is not called, because with direct ingress
         it waits at least 30 s.
 
-        drain_seconds: time for running requests to end while new ones are refused; None: none, and
-            a cluster of the server's own ends at once.
+        drain_seconds: seconds for running requests to end while new ones are refused; None: no
+            drain, and the server's own cluster ends immediately.
         """
         # If Ctrl-C interrupted `import ray`, there is nothing to stop.
         ray = sys.modules.get("ray")
@@ -150,7 +153,8 @@ class Cluster:
         import ray
         from ray import serve
 
-        # Errors if Serve's controller or Ray is gone, or has never started: no deletion is needed.
+        # These errors mean that Serve's controller or Ray is gone or was never started, so no
+        # deletion is needed.
         gone = (
             ray.exceptions.RayError,
             serve.exceptions.RayServeException,
@@ -189,7 +193,7 @@ def _delete(app_name: str) -> None:
     from ray import serve
 
     models = [name for name in serve.status().applications if is_model_of(app_name, name)]
-    serve.delete(app_name)  # the routers first, so that no new request arrives
+    serve.delete(app_name)  # the routers are deleted first, so that no new request arrives
     for name in models:
         serve.delete(name, _blocking=False)
     for name in (app_name, *models):

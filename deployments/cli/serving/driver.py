@@ -1,9 +1,9 @@
-"""Driver: the child process of `manta serve` that calls Ray, deploys and watches the deployment.
+"""Driver: the child process of `manta serve` that calls Ray, deploys, and monitors the deployment.
 
 The driver is a separate process for two reasons: Ray ends a process that is connected to a lost
 node, and calls to a Ray that is gone may never return. The driver has a session of its own, so that
-signals to the server's process group (from a terminal or `timeout`) do not reach Ray's processes.
-These end when the server says so. The driver writes lines of JSON that `supervisor.py` reads:
+signals to the server's process group (from a terminal or `timeout`) do not reach Ray's processes,
+which end only on the server's order. The driver writes lines of JSON that `supervisor.py` reads:
 
   {"model": true}                   the model is downloaded; later work leaves no partial files
   {"ray": true}                     Ray is started or joined
@@ -32,19 +32,19 @@ from engine.errors import ConfigError, MantaError
 
 
 class RayLostError(MantaError):
-    """An error: Ray is gone, or no longer answers."""
+    """The error raised if Ray is gone, or no longer answers."""
 
     code = "ray_lost"
 
 
 class Driver:
-    """The driver process, with its end of the channel to the server process.
+    """The code of the driver process, with its end of the channel to the server process.
 
     channel: socket to the server process.
-    serve: deploys and watches the deployment; sends messages by `report`, and returns only once
+    serve: deploys, and monitors the deployment; sends messages by `report`, and returns only when
         stopped.
-    close: stops the cluster or the deployment, given the seconds for running requests to end, or
-        None.
+    close: stops the cluster or the deployment; its argument is the seconds for running requests to
+        end, or None.
 
     `serve` and `close` may raise any exception.
     """
@@ -72,10 +72,11 @@ class Driver:
             signal.signal(number, lambda *_: None)
 
     def run(self, server: int, mark: str) -> NoReturn:
-        """Run the driver in a process that was just forked and has one thread. Never returns.
+        """Run the driver in a newly forked process with one thread. Never returns.
 
         server: pid of the server process.
-        mark: the server's mark (`processes.mark`), set in the environment of all child processes.
+        mark: the server's mark (`processes.mark`), to be set in the environment of all child
+            processes.
         """
         code = 1
         try:
@@ -109,7 +110,7 @@ class Driver:
         the main thread hangs in a call."""
         if line := self._channel.makefile("rb").readline():
             self.stopping = True
-            # The server kills the processes that remain.
+            # The server then kills all remaining processes.
             with contextlib.suppress(Exception):
                 self._close(json.loads(line)["stop"])
         os._exit(0)

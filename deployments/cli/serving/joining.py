@@ -1,4 +1,4 @@
-"""join: joins the Ray cluster at an address, which is probed first.
+"""join: probes an address, and joins the Ray cluster there.
 
 Without the probe, Ray's client would try for a minute and a half and log each attempt.
 """
@@ -18,17 +18,17 @@ from deployments.error_text import reason
 from deployments.packages import SOURCE
 from engine.errors import ConfigError, MantaError
 
-# Seconds to connect; TCP sends a lost packet again after 1 and 3 seconds.
+# Maximum seconds to connect; TCP sends a lost packet again after 1 and 3 seconds.
 _CONNECT = 3.0
-_ANSWER = 5.0  # seconds for the first response of the GCS
-# Seconds for Ray's client to join; a busy machine takes several.
+_ANSWER = 5.0  # maximum seconds for the first response of the GCS
+# Maximum seconds for Ray's client to join; a busy machine takes several.
 _JOIN = 60.0
-# Where `ray start` writes the address, whatever TMPDIR is.
+# The file to which `ray start` writes the address, whatever TMPDIR is.
 _CURRENT = "/tmp/ray/ray_current_cluster"
 
 
 class ClusterError(MantaError):
-    """An error: Ray could not be started or joined, or no longer answers."""
+    """The error raised if Ray could not be started or joined, or no longer answers."""
 
     code = "cluster_error"
 
@@ -42,8 +42,8 @@ def _commands(processes: Path = Path("/proc")) -> Iterator[list[bytes]]:
 
 
 def running_here() -> str | None:
-    """Return the address that `ray start` wrote on this machine, or None if that cluster has
-    ended."""
+    """Return the address that `ray start` has written on this machine; None if there is none or
+    that cluster has ended."""
     try:
         address = Path(_CURRENT).read_text().strip()
     except OSError:
@@ -70,11 +70,11 @@ def rays_here(processes: Path = Path("/proc")) -> list[str]:
 
 def join(address: str) -> None:
     """Run `ray.init` with the address of a running cluster. Does nothing if this process has
-    joined.
+    already joined.
 
     address: host:port, ray://host:port, or "auto" for the cluster that runs on this machine.
 
-    Raises ConfigError for a malformed address, and ClusterError if nothing answers within 8 s or
+    Raises ConfigError for a malformed address, and ClusterError if there is no answer within 8 s or
     the cluster refuses the token.
     """
     there = sys.modules.get("ray")
@@ -104,7 +104,7 @@ def join(address: str) -> None:
             ),
         )
     except Exception as error:
-        # Ray also raises plain exceptions.
+        # Ray raises many types of exceptions.
         raise ClusterError(
             f"cannot join Ray at {address}: {reason(error)}; `manta doctor` may tell more"
         ) from error
@@ -113,18 +113,19 @@ def join(address: str) -> None:
 def job_config(folders: list[str]) -> Any:
     """Return the JobConfig of a Ray job whose workers import from the given folders first.
 
-    Workers run in the command's folder, but do not import from there, as it may have a file such as
-    engine.py.
+    Workers run in the command's folder, but must not import from it, as it may contain a file such
+    as engine.py.
     """
     from ray.job_config import JobConfig
 
-    # Jobs of Ray's client add no other folders; up to Ray 2.60 there is no public option for that.
+    # Jobs of Ray's client then add no other folders; up to Ray 2.60 there is no public option for
+    # that.
     return JobConfig(_client_job=True, _py_driver_sys_path=folders)
 
 
 def _installed() -> bool:
-    """Return whether Manta is an installed package rather than a source folder, so that other nodes
-    can have it, too."""
+    """Return whether Manta is an installed package rather than a source folder. Other nodes may
+    then also have it installed."""
     return str(SOURCE) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 

@@ -1,9 +1,10 @@
-"""started_by, leftovers, kill: the processes that a `manta serve` has started, from /proc.
+"""started_by, leftovers, kill: find in /proc, and kill, the processes that a `manta serve` has
+started.
 
-Without /proc no process is found. While the server lives, its processes are known by their parents
-and by the driver's session: the server adopts orphans (`adopt_orphans`), and Ray's processes keep
-the session. After the server's death they are known by an environment variable, MARK, that
-identifies the server.
+Without /proc no process is found. While the server lives, its processes are identified by their
+ancestors and by the driver's session: the server adopts orphans (`adopt_orphans`), and Ray's
+processes keep the session. After the server's death they are identified by an environment variable,
+MARK, which contains the server's mark.
 """
 
 import contextlib
@@ -15,10 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-MARK = "_MANTA_SERVER"  # not with the prefix MANTA_ of settings
+MARK = "_MANTA_SERVER"  # without the prefix MANTA_, which is for settings
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Seconds for the kernel to end killed processes; a large GPU process takes several.
+# Maximum seconds for the kernel to end killed processes; a large GPU process takes several.
 _KILL_SECONDS = 5.0
 
 
@@ -71,7 +72,8 @@ def descendants(root: int, processes: Mapping[int, ProcessInfo] | None = None) -
 
 
 def mark() -> str:
-    """Return the mark of this server process: its pid, start time and pid namespace.
+    """Return the text that identifies this server process (its mark): pid, start time and pid
+    namespace.
 
     The namespace is part of the mark because a host also sees its containers' processes.
     """
@@ -82,7 +84,7 @@ def mark() -> str:
 def variable(server: str) -> dict[str, str]:
     """Return the environment variables for all processes that the driver starts.
 
-    MARK has the server's mark. With SPT_NOENV setproctitle, which Ray uses, does not overwrite the
+    MARK has the server's mark. SPT_NOENV keeps setproctitle, which Ray uses, from overwriting the
     environment.
 
     server: the server's mark.
@@ -100,9 +102,9 @@ def _namespace() -> str:
 def marked(processes: Iterable[int]) -> dict[int, str]:
     """Return {pid: mark of the server that started the process}, from the processes' environments.
 
-    Processes without a mark, or with an environment that cannot be read, are left out.
+    Processes without a mark, and those whose environment cannot be read, are left out.
 
-    processes: the pids to look at.
+    processes: the pids to examine.
     """
     servers = {}
     wanted = f"{MARK}=".encode()
@@ -118,7 +120,7 @@ def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
     """Return the pids of the live processes that this server process has started.
 
     server: this server's mark.
-    sessions: sessions whose processes are included.
+    sessions: ids of sessions whose processes are included.
     """
     processes = table()
     pids = {pid for pid, by in marked(processes).items() if by == server}
@@ -144,7 +146,7 @@ def leftovers() -> dict[int, ProcessInfo]:
 def kill(find: Callable[[], Collection[int]], seconds: float = _KILL_SECONDS) -> bool:
     """Send SIGKILL to the processes that `find` returns, until it returns none.
 
-    Returns False if it still returns some after `seconds`.
+    Returns False if there are still some after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while pids := find():
@@ -158,9 +160,9 @@ def kill(find: Callable[[], Collection[int]], seconds: float = _KILL_SECONDS) ->
 
 
 def reap(but: int = 0) -> bool:
-    """Collect the exit codes of ended child processes, which are zombies until then.
+    """Collect the exit codes of ended child processes, which would remain zombies.
 
-    Returns whether this process has no child any more.
+    Returns whether this process has no children left.
 
     but: pid of a child that is not collected; no child is collected once this one has ended.
     """
@@ -175,12 +177,12 @@ def reap(but: int = 0) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make this process, rather than init, the parent of orphans among its descendants."""
+    """Make this process the parent of orphaned descendants, instead of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; exit at once if the parent has
+    """Make the kernel kill this process when its parent ends; exit immediately if the parent has
     already ended.
 
     parent: pid of the parent.

@@ -1,4 +1,4 @@
-"""ray_folder: the folder for the sockets and logs of the Ray that `manta serve` starts.
+"""ray_folder: chooses the folder for the sockets and logs of the Ray that `manta serve` starts.
 
 Ray's default (TMPDIR/ray) may be too long for a socket's path, or belong to another user.
 """
@@ -21,7 +21,7 @@ def ray_folder(parents: Sequence[Path] | None = None) -> Path:
 
     parents: folders to try; None: temporary_folders().
 
-    Raises ConfigError with the fault of each folder.
+    Raises ConfigError with the problem of each folder.
     """
     faults = []
     default = ray_temporary_folder() / "ray"

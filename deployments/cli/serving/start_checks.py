@@ -1,6 +1,6 @@
 """START_CHECKS: the checks of this machine before a server starts.
 
-`manta serve` stops at the first fault; `manta doctor` reports all.
+`manta serve` stops at the first failed check; `manta doctor` reports all.
 """
 
 import shutil
@@ -21,7 +21,7 @@ class StartCheck(NamedTuple):
 
     check: returns a description of the good state; raises ConfigError with a suggestion.
     state: state of a failed check in `manta doctor`.
-    own: whether the check applies only if Ray is started here, not if a cluster is joined.
+    own: whether the check applies only if Ray is started, not if a cluster is joined.
     """
 
     name: str
@@ -60,5 +60,5 @@ START_CHECKS = (
     StartCheck("packages", _packages, own=False),
     StartCheck("ray folder", _ray_folder),
     StartCheck("edge", _edge),
-    StartCheck("ports", _ports, "note"),  # a note, as a running manta serve probably holds the port
+    StartCheck("ports", _ports, "note"),  # a note: a running manta serve probably uses the port
 )

@@ -1,7 +1,7 @@
 """Supervisor: the parent process of `manta serve`, which starts and supervises the driver and Ray.
 
-The supervisor starts both again when Ray's node is lost, and ends all their processes in the end.
-It never calls Ray, so it cannot hang in a call.
+The supervisor restarts both when Ray's node is lost, and finally ends all their processes. It never
+calls Ray, so it cannot hang in a call.
 
         signal
   start driver -> serving ------> driver stops; remaining processes are killed
@@ -39,12 +39,14 @@ from engine.errors import ConfigError, MantaError
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL = 0.1  # seconds
-# Seconds within which a second signal is not counted: `timeout` signals its child, then the group.
+# Seconds within which a second signal is ignored, because `timeout` signals its child and then the
+# group.
 _SAME = 0.1
-_UNWIND = 2.0  # seconds for a download to remove its partial files
-# Seconds without a report after which Ray is lost; Serve's controller may take long to restart.
+_UNWIND = 2.0  # maximum seconds for a download to remove its partial files
+# Seconds without a report after which Ray counts as lost; Serve's controller may take long to
+# restart.
 _SILENT = 60.0
-# Ray's processes whose end means that the node is lost -> their names in messages.
+# name of a Ray process whose end means that the node is lost -> its name in messages
 _NODE = {"raylet": "the raylet", "gcs_server": "the GCS"}
 _HOUR = 3600.0
 
@@ -54,13 +56,14 @@ OnceReady = Callable[[str, MantaConfig], bool]
 
 
 class ServeError(MantaError):
-    """An error: the application could not be deployed, or has disappeared."""
+    """The error raised if the application could not be deployed, or has disappeared."""
 
     code = "deploy_failed"
 
 
 class Signals:
-    """The signals received so far: the first says how to stop, a later one to stop at once.
+    """The signals received so far: the first determines how to stop, a later one means to stop
+    immediately.
 
     first: number of the first signal; None: none yet.
     hurry: whether a later signal has come.
@@ -74,7 +77,7 @@ class Signals:
 
     @property
     def exit_code(self) -> int:
-        """The exit code: 0 after SIGTERM, by which service managers stop a service, otherwise 128
+        """The exit code: 0 after SIGTERM, by which service managers stop services, otherwise 128
         plus the signal's number."""
         return 0 if self.first == signal.SIGTERM else 128 + (self.first or 0)
 
@@ -90,7 +93,7 @@ class Signals:
     def installed(self) -> Iterator[None]:
         before = {number: signal.getsignal(number) for number in _STOPS}
         for number, handler in before.items():
-            # SIGHUP remains ignored if it was, as under nohup.
+            # SIGHUP remains ignored if it was ignored before, as under nohup.
             if number != signal.SIGHUP or handler != signal.SIG_IGN:
                 signal.signal(number, self.handle)
         try:
@@ -103,9 +106,10 @@ class Signals:
 
 
 class DriverProcess:
-    """A driver process and the processes that it has started: Ray's, unless a cluster was joined.
+    """A driver process and the processes that it has started, such as Ray's unless a cluster was
+    joined.
 
-    serving, has_model, has_ray: whether the driver has sent the message of this name.
+    serving, has_model, has_ray: whether the driver has sent the message "serving", "model", "ray".
     ended: whether the driver has closed its channel.
     """
 
@@ -133,7 +137,7 @@ class DriverProcess:
         theirs.close()
 
     def messages(self, seconds: float) -> list[dict[str, Any]]:
-        """Wait for a message of the driver for at most `seconds`, and return all new messages."""
+        """Wait for messages from the driver for at most `seconds`, and return all new messages."""
         if self.ended:
             return []
         if self._selector.select(seconds):
@@ -159,12 +163,12 @@ class DriverProcess:
                 for process in processes.values()
                 if process.parent == self.pid
             }
-            if processes:  # none without /proc
+            if processes:  # empty without /proc
                 self._node = {name: below.get(name, 0) for name in _NODE}
 
     def check(self) -> None:
-        """Raise RayLostError if the driver or Ray's node has ended, or the driver has not reported
-        for long."""
+        """Raise RayLostError if the driver or Ray's node has ended, or the last report of the
+        driver is too old."""
         if gone := [_NODE[name] for name, pid in self._node.items() if read(pid) is None]:
             raise RayLostError(f"{gone[0]} of Manta's Ray has ended")
         if self.ended:
@@ -191,7 +195,8 @@ class DriverProcess:
             deadline = time.monotonic() + _UNWIND
             while read(self.pid) is not None and time.monotonic() < deadline:
                 time.sleep(_POLL / 10)
-        # The driver's zombie is collected last, so that the session's number is not used again.
+        # The driver's zombie is collected last, so that its pid, which is the session id, is not
+        # reused.
         if not kill(lambda: started_by(self._mark, [self.pid])):
             survivors = ", ".join(f"{pid}" for pid in sorted(started_by(self._mark, [self.pid])))
             err.print(f"these processes do not end: {survivors}", markup=False)
@@ -241,7 +246,8 @@ class Supervisor:
                     self._again(lost)
 
     def _again(self, lost: RayLostError) -> None:
-        """Print that the server starts again after a lost Ray; raise `lost` if it does not."""
+        """Print that the server restarts after losing Ray; raise `lost` if the restart limit is
+        reached."""
         times = self._config.limits.restarts
         if not (self._cluster.own and self._served):
             raise lost
@@ -268,14 +274,14 @@ class Supervisor:
             child.end()
             shutil.rmtree(folder, ignore_errors=True)
             if err.is_terminal:
-                # A spinner that was killed has left the cursor hidden.
+                # A killed spinner may have left the cursor hidden.
                 err.show_cursor(True)
 
     def _check(self, child: DriverProcess) -> None:
         try:
             child.check()
         except RayLostError:
-            # A signal to all processes of a service may have ended Ray before it arrives here.
+            # A signal to all processes of a service may end Ray before it arrives here.
             time.sleep(_POLL)
             for message in child.messages(0):
                 self._hear(child, message)
@@ -289,7 +295,7 @@ class Supervisor:
         """
         if "failed" in message:
             if self._served and not child.serving:
-                # A restart failed; the next one may succeed.
+                # This restart failed, but the next one may succeed.
                 raise RayLostError(message["failed"])
             kind = ConfigError if message["code"] == 2 else ServeError
             raise kind(message["failed"])
@@ -314,7 +320,8 @@ class Supervisor:
             self._signals.interrupts = False
 
     def _stop(self, child: DriverProcess) -> int:
-        """Stop the driver and return the exit code; SIGTERM lets running requests end first."""
+        """Stop the driver and return the exit code. After SIGTERM, running requests may end
+        first."""
         signals, own = self._signals, self._cluster.own
         terminated = signals.first == signal.SIGTERM
         drains = child.serving and (terminated or not own)
@@ -333,6 +340,6 @@ class Supervisor:
         return signals.exit_code
 
     def _say(self, text: str) -> None:
-        # The terminal may be closed.
+        # The terminal may be closed, so output may fail.
         with contextlib.suppress(OSError):
             err.print(text, markup=False)

@@ -1,4 +1,4 @@
-"""within: a time limit for calls that may block for ever.
+"""within: runs calls that may block for ever with a time limit.
 
 Ray's calls wait for a GCS that is gone, and neither a signal nor an exception interrupts them.
 """
@@ -18,7 +18,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     """Run a call in a thread, and return its result or raise its exception.
 
     Raises TimeoutError after `seconds`. The thread of an overdue call continues, so the process
-    must then end by `leave`.
+    must later end by `leave`.
     """
     global _overdue
     result: list[T] = []
@@ -42,8 +42,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process, without exit handlers if a call of `within` hangs, as Ray's handlers would
-    hang, too."""
+    """End the process. If a call of `within` hangs, exit handlers are skipped, as Ray's would hang,
+    too."""
     if not _overdue:
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
