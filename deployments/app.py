@@ -1,4 +1,5 @@
-"""build, serve_config, deploy: the Serve applications, whose parts are wired together here only.
+"""build, serve_config, deploy: create and deploy the Serve applications; only this module connects
+their parts.
 
 From a shell:    serve run deployments.app:build config=manta.yaml
 As Serve's file: MANTA_CONFIG=manta.yaml serve build deployments.app:app
@@ -87,15 +88,15 @@ def build(config: str | dict[str, Any] | MantaConfig) -> Application:
 
 
 def __getattr__(name: str) -> Application:
-    """Return the application of the file in MANTA_CONFIG as the attribute `app`, for tools that
-    pass no arguments."""
+    """Return the application of the configuration file in MANTA_CONFIG as the attribute `app`, for
+    tools that pass no arguments."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return build(default_config())
 
 
 def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConfig:
-    """Return the MantaConfig of a configuration in any form that `build` takes.
+    """Return the MantaConfig for a configuration in any form that `build` accepts.
 
     Raises ConfigError.
     """
@@ -113,7 +114,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
 
     prepare: returns a replica's EngineConfig on the replica's machine; None: `prepare_engine`.
 
-    Raises ConfigError for several models, as each of them is an application of its own.
+    Raises ConfigError for several models, as each of them is a separate application.
     """
     if config.models:
         raise ConfigError(
@@ -137,7 +138,7 @@ def build_routers(config: Any) -> Application:
 
 
 def build_engines(config: Any) -> Application:
-    """Return the application of one model's engines, at an endpoint of several models.
+    """Return the application of one model's engines, for an endpoint of several models.
 
     config: the application's arguments from Serve.
     """
@@ -148,19 +149,20 @@ def build_engines(config: Any) -> Application:
 class ModelApplication:
     """The root deployment of a model's Serve application, to which the model's pools are bound.
 
-    The deployment never runs, as `model_application` gives it no replicas.
+    The deployment never runs, because `model_application` sets its number of replicas to 0.
     """
 
     def __init__(self, *engines: Any) -> None: ...
 
     def reconfigure(self, user_config: Any) -> None:
-        """Do nothing: Serve requires this method of a deployment that has a user_config."""
+        """Do nothing. Serve requires this method in deployments with a user_config."""
 
 
 def _of_arguments(config: Any) -> MantaConfig:
     """Return the configuration in an application's arguments from Serve.
 
-    The consistency of its sections is not checked, as it is a part of a checked configuration.
+    The consistency of its sections is not checked, because it is a part of a configuration that was
+    checked.
     """
     section = config["config"] if isinstance(config, Mapping) and "config" in config else config
     return parse_part(section)
@@ -184,11 +186,12 @@ def _routers(
         name="router",
         num_replicas=config.router.replicas,
         ray_actor_options={"num_cpus": config.router.num_cpus},
-        # The routers refuse earlier, by their own limits, with an error in the client's format.
+        # The routers refuse requests earlier, by their own limits, with an error in the client's
+        # format.
         max_ongoing_requests=2 * config.limits.in_flight,
-        # An open stream cannot move to another router, because its connection ends at this one. In
-        # an update new routers start first, and old ones remain while they have streams. If the
-        # engines are replaced, too, the streams end soon.
+        # An open stream cannot move to another router, because its connection is to this one. In an
+        # update, new routers start first, and old ones remain while they have streams. If the
+        # engines are also replaced, the streams end soon.
         max_surge_percent=model_deployments.SURGE,
         graceful_shutdown_wait_loop_s=model_deployments.DRAIN_POLL,
         graceful_shutdown_timeout_s=config.http.max_stream_seconds + model_deployments.KILL_MARGIN,
@@ -240,15 +243,15 @@ def _changes(base: MantaConfig) -> ChangeModels:
 
 
 def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
-    """Add a model to a running endpoint of several models, or change it. Other models stay.
+    """Add or change a model of a running endpoint of several models. Other models are not changed.
 
-    The models of `base` are ignored, and key files that changed since the deployment are not read.
-    Needs a connection to Ray, and blocks.
+    The models in `base` are ignored, and key files that have changed since the deployment are not
+    read. Needs a connection to Ray, and blocks.
 
     base: the configuration of the endpoint.
     section: the keys of `models.NAME`.
 
-    Raises ConfigError, whose param is a key without the prefix `models.NAME`.
+    Raises ConfigError; its param is a key without the prefix `models.NAME`.
     """
     before = f"models.{name}."
     try:
@@ -279,8 +282,8 @@ def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
 def drop_model(app: str, name: str) -> None:
     """Remove a model from a running endpoint of several models.
 
-    Its replicas end once their running requests have ended, after `limits.drain_seconds` at the
-    latest. Needs a connection to Ray, and blocks.
+    The model's replicas end once their running requests have ended, after at most
+    `limits.drain_seconds`. Needs a connection to Ray, and blocks.
 
     Raises MantaError (model_not_found).
     """
@@ -313,12 +316,13 @@ def serve_config(
 ) -> dict[str, Any]:
     """Return Serve's config schema (ServeDeploySchema) for a configuration.
 
-    Replica counts and limits are outside the application's arguments. Deploying a schema that
-    differs in these alone restarts nothing; any other change of arguments or policy restarts every
+    Replica counts and limits are not in the application's arguments. Deploying a schema that
+    differs only in these restarts nothing; any other change of arguments or policy restarts every
     replica.
 
     one_machine: whether Ray runs on this machine only, with the variables of `cluster_environment`.
-        These say where haproxy listens, and the schema then has loopback for the routers.
+        These variables set where haproxy listens, and the schema then sets loopback for the
+        routers.
     """
     config = as_config(config)
     machine = NodeCapacity.here()
@@ -353,8 +357,8 @@ def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
     resolved = _resolved(config, machine)
     routers = config.router.replicas
     policy = _policy(config, resolved)
-    # The policy scales all pools and needs the routers' reports. Serve collects reports of
-    # autoscaled deployments only, so the routers are autoscaled between equal limits.
+    # The policy scales all pools and needs the routers' reports. Serve collects reports only of
+    # autoscaled deployments, so the routers are autoscaled with equal minimum and maximum.
     counts = (
         {"autoscaling_config": autoscaling.counts(routers, routers)}
         if policy
@@ -393,7 +397,8 @@ def model_application(
     resolved = _resolved(config, machine)
     whole = config.model_copy(update={"replicas": 1, "pools": resolved})
     http, router, limits = config.http, config.router, config.limits
-    # Keys that engines do not need are left out: changing an argument would restart the engines.
+    # Keys that engines do not need are left out, because changing an argument would restart the
+    # engines.
     sleeps = any(map(config.sleeps, resolved.values()))
     idle = {"idle_seconds": config.scaling.idle_seconds} if sleeps else {}
     held = {"wait_seconds": router.wait_seconds} if sleeps else {}
@@ -422,8 +427,8 @@ def model_application(
         "args": {"config": _arguments(engines, resolved)},
         "deployments": [
             *_counts(config, resolved),
-            # Serve refuses a fixed number of 0 replicas. As nothing calls this deployment, no
-            # replica of it starts.
+            # Serve refuses a fixed number of 0 replicas. As nothing calls this deployment,
+            # autoscaling never starts a replica.
             {
                 "name": model_applications.MODEL,
                 "autoscaling_config": autoscaling.counts(0, 1),
@@ -468,16 +473,17 @@ def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[
 
 
 def _uncounted(router: RouterConfig) -> RouterConfig:
-    """Return the routers' section with `replicas` set to 1, so that a change of the number of
-    routers does not change an application's arguments.
+    """Return the routers' configuration with `replicas` set to 1, so that changing the number of
+    routers does not change the application's arguments.
 
-    1 is used as it is valid with every other key, when the arguments are validated again.
+    1 is valid in combination with all other keys when the arguments are validated again.
     """
     return router.model_copy(update={"replicas": 1})
 
 
 def _counts(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:
-    """Yield Serve's schema of each pool's deployment: its name, and its replica count or limits."""
+    """Yield Serve's schema for each pool's deployment: its name, and its number of replicas or
+    limits."""
     for name, pool in resolved.items():
         encodes = pool.role == "encoder"
         options: dict[str, Any] = {"num_replicas": pool.replicas}
@@ -506,8 +512,8 @@ def _policy(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str
 def deploy(schema: Mapping[str, Any]) -> None:
     """Deploy a schema as `serve deploy` does, but without the dashboard that `serve deploy` needs.
 
-    Starts Serve if it is not running. A changed configuration restarts only deployments that have
-    changed. Other applications of the cluster remain as they are. Needs a connection to Ray.
+    Starts Serve if it is not running. Only changed deployments are restarted. Other applications of
+    the cluster are not changed. Needs a connection to Ray.
 
     Raises ConfigError if an application conflicts with a running one; see
     `coexistence.check_beside`.
@@ -516,7 +522,7 @@ def deploy(schema: Mapping[str, Any]) -> None:
 
     serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
     client = _get_global_client()
-    assert client is not None  # started above
+    assert client is not None  # Serve was started above
     coexistence.check_port(schema["http_options"]["port"], client.http_config.port)
     with coexistence.deploying():
         there = model_applications.applications()
@@ -526,9 +532,9 @@ def deploy(schema: Mapping[str, Any]) -> None:
 
 
 def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Deploy a schema's applications in Serve, and keep the other running applications of `there`.
+    """Deploy a schema's applications in Serve, and keep the other running applications in `there`.
 
-    Applications that are in neither are deleted. The caller holds `coexistence.deploying`.
+    Applications that are in neither are deleted. The caller must hold `coexistence.deploying`.
 
     there: Serve's schema of each running application to keep, by name.
     """

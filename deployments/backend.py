@@ -1,7 +1,8 @@
-"""Backend: the interface by which the HTTP API has requests run.
+"""Backend: the interface through which the HTTP API runs requests.
 
-`api/` imports nothing else of the serving layer but the adapter records in `deployments/adapters/`.
-The router implements the interface over channels to engine replicas; tests use a fake backend.
+From the serving layer, `api/` imports only this module and the adapter records in
+`deployments/adapters/`. The router implements the interface with channels to engine replicas; tests
+use a fake backend.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ DRAINING = "the service is about to stop"
 
 
 def draining() -> Overloaded:
-    """Return the error of a request that arrives while the service is shutting down."""
+    """Return the error for a request that arrives while the service is shutting down."""
     return Overloaded(DRAINING, code="draining", retry_after=5)
 
 
@@ -31,51 +32,54 @@ class ModelCard:
     """The description of a model or an adapter under the name `id`, which requests use."""
 
     id: str
-    max_model_len: int  # tokens of prompt and output, less an adapter's virtual tokens
-    vocab_size: int  # width of the logits; token ids are smaller
+    max_model_len: int  # tokens of prompt and output together, minus an adapter's virtual tokens
+    vocab_size: int  # width of the logits; token ids are below it
     eos_token_ids: tuple[int, ...]
     created: int  # Unix seconds
     root: str = ""
     parent: str | None = None  # base model of an adapter
     seed: int | None = None  # EngineConfig.seed of the replicas
     fingerprint: str = ""  # hash of weights and server version; OpenAI's system_fingerprint
-    pooling: Pooling | None = None  # how texts become embeddings; None: the model has no embeddings
-    vector_size: int = 0  # elements of an embedding
-    aliases: tuple[str, ...] = ()  # patterns of other names for the model; not used for adapters
+    pooling: Pooling | None = None  # how embeddings are computed; None: the model has no embeddings
+    vector_size: int = 0  # number of elements of an embedding
+    aliases: tuple[str, ...] = ()  # patterns of alternative names of the model; empty for adapters
     facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
     # How images become pixels and tokens; None: the model takes text only.
     images: ImageProcessor | None = field(default=None, compare=False)
-    images_off: bool = False  # whether a multimodal model takes no images by `engine.images: off`
+    images_off: bool = False  # whether `engine.images: off` is set for a multimodal model
 
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """A validated and tokenised prompt, of which n choices are generated with one seed."""
+    """A validated and tokenised prompt, for which n choices are generated with one seed."""
 
-    # The client's id or a new one; used in logs and headers only, as it need not be unique.
+    # The client's request id, or a new one; used only in logs and headers, as it need not be
+    # unique.
     request_id: str
     model: str
     token_ids: list[int]
     params: SamplingParams
-    seed: int  # the client's, one derived from EngineConfig.seed and the prompt, or a random one
+    seed: int  # the client's, derived from EngineConfig.seed and the prompt, or random
     cache_salt: str = ""
-    # The record has a fixed revision, so that another replica uses the same weights.
+    # The record has a fixed revision, so that all replicas use the same adapter weights.
     adapter: AdapterRecord | None = None
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
-    session: bytes = b""  # digest of the session that the client names; b"": none
-    key: str = ""  # the tenant, by which waiting requests are shared fairly
-    owner: str = ""  # digest of the API key; only its holder may ask for the request's outcome
-    # Id under which replicas keep the output tokens for a while (StreamMemory); "": they do not.
+    session: bytes = b""  # digest of the client's session; b"": none
+    key: str = ""  # the tenant for fair queueing
+    owner: str = ""  # digest of the API key; only this key may query the request's state
+    # Id under which replicas remember the output tokens for a while (StreamMemory); "": not
+    # remembered.
     stream: str = ""
-    # Of a resumed stream: the output tokens that each choice has already; None: it has ended.
+    # For a resumed stream: the output tokens that each choice already has; None: the choice has
+    # ended.
     emitted: list[list[int] | None] = field(default_factory=list)
-    # Weights (ModelIdentity) of the model that generated `emitted`; "" if unknown.
+    # Identity of the weights (ModelIdentity) that generated `emitted`; "": unknown.
     weights: str = ""
-    prediction: list[int] = field(default_factory=list)  # tokens expected in the output
-    speculate: bool = True  # whether the engine may use drafts, which do not change the text
+    prediction: list[int] = field(default_factory=list)  # token ids expected in the output
+    speculate: bool = True  # whether the engine may use speculative decoding
     images: list[Image] = field(default_factory=list)  # the prompt's images, in order
-    verbatim: bool = False  # whether the client sent token ids; see EngineRequest
+    verbatim: bool = False  # whether the client sent the prompt as token ids; see EngineRequest
     trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate headers, unchanged
 
     @property
@@ -86,7 +90,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecalledChoice:
-    """The output of a choice of a stream, as a replica remembers it.
+    """The output of a stream's choice that a replica remembers.
 
     stream: `GenerationRequest.stream`. choice: index of the choice in its request.
     weights: identity of the replica's weights, as in ModelIdentity.
@@ -95,18 +99,18 @@ class RecalledChoice:
     stream: str
     choice: int
     token_ids: list[int]
-    finish: str  # as in a Delta; "" if the choice did not end at that replica
+    finish: str  # as in Delta; "" if the choice did not end at that replica
     stop_token: int | None
     weights: str
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The parts of a request's timing that its client cannot measure.
+    """The timing of a request that its client cannot measure.
 
-    queue_s: seconds from arrival at the router to the first engine step, for the choice that waited
-        longest.
-    migrations: how often a choice moved to another replica after losing its own.
+    queue_s: seconds from arrival at the router to the first engine step, for the choice with the
+        longest wait.
+    migrations: number of moves of choices to another replica after losing theirs.
     replicas: names of the replicas that ran the request, in order.
     """
 
@@ -116,20 +120,21 @@ class Timing:
 
 
 class Generation(Protocol):
-    """The running generation of the n choices of one prompt.
+    """The interface of a running generation: the n choices of one prompt.
 
     A generation continues when its replica changes, and each choice ends exactly once.
     """
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """Wait for a delta, and return (index of the choice, delta) of all since the last call.
+        """Wait until there is a delta, and return (index of the choice, delta) for all deltas since
+        the last call.
 
         Returns [] after the last choice has finished. Raises MantaError if the whole request fails.
         """
         ...
 
     def abort(self, choice: int | None = None) -> None:
-        """Stop one choice, or all if `choice` is None, and free their resources.
+        """Abort one choice, or all choices if `choice` is None, and free their resources.
 
         Idempotent, and allowed after the end. Callers must ignore deltas of an aborted choice.
         """
@@ -149,7 +154,7 @@ class Generation(Protocol):
 
 @dataclass(slots=True)
 class BackendState:
-    """The router's view of its replicas for /ready and /metrics, as of the last engine step."""
+    """The router's view of its replicas, as of their last engine steps, for /ready and /metrics."""
 
     replicas: dict[str, EngineStats] = field(default_factory=dict)
     in_flight: int = 0
@@ -159,7 +164,8 @@ class BackendState:
 
 
 class AdapterDirectory(Protocol):
-    """The adapters of all models; see `deployments.adapters.registry.Adapters`."""
+    """The interface for the adapters of all models; see
+    `deployments.adapters.registry.AdapterRegistry`."""
 
     @property
     def records(self) -> Mapping[str, AdapterRecord]: ...
@@ -184,7 +190,7 @@ class AdapterDirectory(Protocol):
         ...
 
     def by_model(self) -> list[tuple[str, AdapterRecord]]:
-        """Return pairs (base model's name, record) of all adapters."""
+        """Return (base model's name, record) for all adapters."""
         ...
 
 
@@ -200,7 +206,7 @@ class Backend(Protocol):
     def models(self) -> Mapping[str, ModelCard]:
         """Return the cards of models and adapters, by the names that requests use.
 
-        An adapter's name has no revision here.
+        Adapter names have no revision here.
         """
         ...
 
@@ -209,7 +215,7 @@ class Backend(Protocol):
     def admit(self, key: str, model: str) -> None:
         """Check that a new request with this key would be admitted now. Raises Overloaded.
 
-        The API calls this method before it reads and parses the request.
+        The API calls this method before it reads and parses a request's body.
 
         model: name of the model; "" if not yet known.
         """
@@ -228,10 +234,10 @@ class Backend(Protocol):
         streams: Sequence[str],
         enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
-        """Return the choices that the model's replicas remember of the given streams.
+        """Return the choices of the given streams that the model's replicas remember.
 
         streams: values of `GenerationRequest.stream`.
-        enough: whether the choices so far suffice; then no further replica is waited for.
+        enough: returns whether the choices so far suffice; if so, no further replica is waited for.
         """
         ...
 

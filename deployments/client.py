@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 T = TypeVar("T")
-# A text, token ids (also as an array of NumPy, torch or DLPack), or the messages of a chat.
+# A prompt: a text, token ids (also as an array of NumPy, torch or DLPack), or the messages of a
+# chat.
 Prompt = str | Sequence[int] | Messages
 
 
@@ -130,11 +131,11 @@ class _Connected:
         self._handle: DeploymentHandle[Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The handle belongs to this process and cannot be pickled.
+        # The Serve handle belongs to this process and cannot be pickled.
         return type(self), (self._app_name, self.model)
 
     def _method(self, name: str, *, stream: bool = False) -> "DeploymentHandle[Any]":
-        """Return the application's handle for a method of its router.
+        """Return the Serve handle for a method of the application's router.
 
         The first call in a process raises MantaError (code app_not_found) if there is no
         application.
@@ -268,9 +269,9 @@ class AsyncClient(_Connected, AsyncTrainerCalls, AsyncModelCalls):
 
 
 class _RouterRetry:
-    """The retries of a call whose router may be lost.
+    """The retries of one call after its router is lost.
 
-    last: id of the last event of a stream, after which another router resumes the stream.
+    last: id of the last received event of a stream, after which another router resumes the stream.
     """
 
     def __init__(self) -> None:
@@ -278,17 +279,18 @@ class _RouterRetry:
         self._resuming = ResumableStream()
 
     def take_chunk(self, item: dict[str, Any]) -> bool:
-        """Return whether an item of a stream is its end. The event id is removed from the item and
-        remembered."""
+        """Return whether an item of a stream marks its end. The item's event id is removed from the
+        item and stored in `last`."""
         if "error" not in item:
             self._resuming.heard()
         self.last = item.pop("event_id", self.last)
         return bool(item.get("done"))
 
     def pause(self, error: RayError | Overloaded) -> float:
-        """Return the seconds until the next attempt, or raise the call's error if there is none.
+        """Return the seconds until the next attempt, or raise the call's error if there is no
+        further attempt.
 
-        A refusal (Overloaded) is retried only if the stream has begun.
+        Overloaded is retried only if the stream has begun.
         """
         if isinstance(error, Overloaded):
             headers = {"retry-after": str(error.retry_after)}
@@ -302,8 +304,8 @@ class _RouterRetry:
         _lost(error)
 
 
-# Serve's handle of an application -> the handle that all our clients in this process use in its
-# place, until Serve is shut down.
+# Serve's handle of an application -> the handle that all our clients in this process use instead,
+# until Serve is shut down.
 _HANDLES: "WeakKeyDictionary[DeploymentHandle[Any], DeploymentHandle[Any]]" = WeakKeyDictionary()
 
 
@@ -318,9 +320,9 @@ def _find(app_name: str) -> "DeploymentHandle[Any]":
     handle = _HANDLES.get(app_handle)
     if handle is None:
         handle = DeploymentHandle(app_handle.deployment_name, app_handle.app_name)
-        # Ray gives tasks and actors the cluster's environment (app.py: cluster_environment). With
-        # it a handle would run on the caller's event loop, which may be missing or end with the
-        # next asyncio.run. Up to Ray 2.60 there is no public way to set this.
+        # Ray passes the cluster's environment (`cluster_environment` in serve/proxy.py) to tasks
+        # and actors. With it a handle would run on the caller's event loop, which may be missing or
+        # end with the next asyncio.run. Up to Ray 2.60 there is no public way to change this.
         handle._init(_run_router_in_separate_loop=True)
         _HANDLES[app_handle] = handle
     return handle
@@ -330,7 +332,7 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the body of a request.
 
     fields: further fields of the HTTP API.
-    Raises InvalidRequest, also for unknown fields: a handle call has no header to name them in.
+    Raises InvalidRequest, also for unknown fields, as handle calls have no header x-ignored-fields.
     """
     body = {**({"model": model} if model else {}), **prompt_field(prompt, "prompt"), **fields}
     return checked(body, (CHAT if "messages" in body else COMPLETION).known)
@@ -340,7 +342,8 @@ def _completion(answer: dict[str, Any]) -> Completion:
     _check(answer)
     usage = answer["usage"]
     details = usage.get("prompt_tokens_details") or {}
-    # A text completion may have several prompts, so its choices have the fields of the prompt.
+    # In text completions, which may have several prompts, the choices have the fields about the
+    # prompt.
     prompt = answer if "prompt_token_ids" in answer else answer["choices"][0]
     return Completion(
         id=answer["id"],
@@ -383,7 +386,7 @@ def _routed(shown: dict[str, Any] | None) -> "NDArray[np.integer] | None":
 
 
 def _tuple(of: dict[str, Any], name: str) -> tuple[Any, ...] | None:
-    """Return the list that a mapping has under a name, as a tuple; None if there is none."""
+    """Return the list under a key of a mapping as a tuple; None if there is none."""
     return None if (values := of.get(name)) is None else tuple(values)
 
 
@@ -402,7 +405,7 @@ def _chunks(item: dict[str, Any]) -> Iterator[Chunk]:
 
 
 def _result(call: RouteCall[T], answer: dict[str, Any]) -> T:
-    """Return the result of a call, or raise the exception for its answer."""
+    """Return the result of a call from its answer, or raise the exception for an error answer."""
     try:
         _check(answer)
     except InvalidRequest as error:
@@ -413,7 +416,7 @@ def _result(call: RouteCall[T], answer: dict[str, Any]) -> T:
 
 
 def _check(answer: dict[str, Any]) -> None:
-    """Raise the exception for an answer that is an error object."""
+    """Raise the exception for an answer if it is an error object."""
     error = answer.get("error")
     if error is None:
         return
@@ -430,7 +433,8 @@ def _check(answer: dict[str, Any]) -> None:
 
 
 def _lost(error: RayError) -> NoReturn:
-    """Raise EngineDead (code router_lost) for a call that failed with the router or its node."""
+    """Raise EngineDead (code router_lost) for a call that failed because its router or node was
+    lost."""
     raise EngineDead(
         f"the router did not answer: {type(error).__name__}", code="router_lost"
     ) from error

@@ -1,6 +1,6 @@
-"""check_pools: checks that a cluster's nodes have room for the replicas of a configuration's start.
+"""check_pools: checks that a cluster's nodes have room for the initial replicas of a configuration.
 
-`manta serve` refuses to start without room, and `manta doctor` reports it beforehand.
+Without room `manta serve` refuses to start, which `manta doctor` reports beforehand.
 """
 
 import math
@@ -18,14 +18,14 @@ from deployments.serve.model_deployments import NodeCapacity, check_gpus, pools,
 from engine.errors import ConfigError
 
 _WORDS = {"CPU": "core", "GPU": "GPU"}
-_ALL = "models"  # the name for faults that concern several models together
+_ALL = "models"  # name used for faults that concern several models together
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
     """A node of a Ray cluster: the resources that replicas may reserve on it, and its labels.
 
-    here: whether the node is this machine, the only one, as Ray is not started yet.
+    here: whether the node is this machine as the only node, because Ray is not started yet.
     """
 
     resources: Mapping[str, float]
@@ -38,12 +38,12 @@ class _Demand:
     """The resources that the replicas of a pool need.
 
     pool: configuration key of the pool.
-    least: number of replicas at the start.
+    least: initial number of replicas.
     count: number of replicas that must fit.
     nodes: number of nodes that each replica spans.
     per_node: {resource: amount that a replica reserves on each of its nodes}.
     labels: labels that the nodes must have.
-    counted: configuration key of the number of replicas.
+    counted: configuration key that sets the number of replicas.
     """
 
     pool: str
@@ -55,8 +55,8 @@ class _Demand:
     counted: str
 
     def places(self, node: RayNode, names: Sequence[str]) -> float:
-        """Return the number of replicas for which a node has enough of the named resources; inf
-        without names."""
+        """Return the number of replicas for which a node has enough of the named resources; inf if
+        `names` is empty."""
         if any(node.labels.get(key) != value for key, value in self.labels.items()):
             return 0
         wanted = [(node.resources.get(name, 0), self.per_node[name]) for name in names]
@@ -81,8 +81,8 @@ def cluster_nodes() -> list[RayNode]:
 def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple[str, ConfigError]]:
     """Yield (name, error) for replicas that can never fit on the nodes.
 
-    The name is the model's, or "models" for several models together. Replicas that might fit are no
-    fault.
+    The name is the model's, or "models" for several models together. Replicas that might fit cause
+    no fault.
     """
     most = {name: max(node.resources.get(name, 0) for node in nodes) for name in _WORDS}
     machine = NodeCapacity(
@@ -108,7 +108,7 @@ def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple
 
 
 def check_pools(config: MantaConfig, nodes: Sequence[RayNode]) -> None:
-    """Check that the replicas fit on the nodes. Raises ConfigError, the first of `pool_faults`."""
+    """Check that the replicas fit on the nodes. Raises the first error of `pool_faults`."""
     for name, error in pool_faults(config, nodes):
         before = f"models.{name}: " if config.models and name != _ALL else ""
         raise ConfigError(f"{before}{error.message}", param=error.param)
@@ -120,7 +120,7 @@ def _demand(
     named = kind in config.pools
     counted = f"pools.{kind}.{'min_replicas' if scales(pool) else 'replicas'}"
     least = pool.min_replicas if scales(pool) else pool.replicas
-    # A model's only pool needs one replica for the first request.
+    # If a model has only one pool, the pool needs at least one replica for the first request.
     engines = [pool for pool in resolved.values() if pool.role == "engine"]
     count = max(least, 1) if engines == [pool] else least
     resources = {"CPU": pool.num_cpus or 0.0, "GPU": pool.num_gpus or 0.0, **pool.resources}
@@ -130,14 +130,15 @@ def _demand(
         count=count,
         nodes=config.divisions(pool)[-1],
         per_node={name: amount for name, amount in resources.items() if amount > 0},
-        # Only Ray can match label operators such as !value and in(a, b).
+        # Label operators such as !value and in(a, b) are ignored, as only Ray can match them.
         labels={k: v for k, v in pool.labels.items() if not set(v) & set("!(,")},
         counted=counted if named else "replicas",
     )
 
 
 def _check(demand: _Demand, nodes: Sequence[RayNode]) -> None:
-    """Check that one pool's replicas fit on nodes without other replicas. Raises ConfigError."""
+    """Check that one pool's replicas fit on the nodes if there are no other replicas. Raises
+    ConfigError."""
     if not demand.count:
         return
     names = list(demand.per_node)
@@ -178,7 +179,7 @@ def _check(demand: _Demand, nodes: Sequence[RayNode]) -> None:
 def _fault_of_all(
     config: MantaConfig, demands: Sequence[_Demand], nodes: Sequence[RayNode]
 ) -> ConfigError | None:
-    """Return the error of pools that fit one by one but not together; None if all fit."""
+    """Return the error for pools that fit separately but not together; None if all fit."""
     for name in dict.fromkeys(name for demand in demands for name in demand.per_node):
         routers = config.router.replicas * config.router.num_cpus if name == "CPU" else 0.0
         engines = sum(

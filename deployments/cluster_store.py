@@ -1,4 +1,4 @@
-"""store: Ray's own key-value store (GCS), which the routers of an application share.
+"""store: accesses Ray's own key-value store (GCS), which the routers of an application share.
 
 The store lives as long as the cluster, while routers, replicas and Serve's controller come and go.
 All functions here block, and raise OSError if the store is unavailable.
@@ -36,7 +36,7 @@ def first_served(app: str, model: str, now: int) -> int:
     """Return the Unix time at which this application first served this model, equal for all
     routers.
 
-    now: the present Unix time, which is stored if no router has asked before.
+    now: the present Unix time, which is stored if no router has stored one before.
     """
     return int(_first(f"{prefix(app)}created/{model}", b"%d" % now))
 
@@ -44,14 +44,14 @@ def first_served(app: str, model: str, now: int) -> int:
 def event_secret(app: str) -> bytes:
     """Return the secret that signs event ids, equal for all routers of an application.
 
-    The first router generates the secret. The configuration does not have it, because a changed
+    The first router generates the secret. It is not in the configuration, because a changed
     argument would restart all routers.
     """
     return _first(f"{prefix(app)}event-secret", secrets.token_bytes(32))
 
 
 def _first(key: str, value: bytes) -> bytes:
-    """Store a value unless the key has one already, and return the stored value."""
+    """Store a value unless the key already has one, and return the stored value."""
     store("put", key, value, overwrite=False)
     stored: bytes = store("get", key) or value
     return stored

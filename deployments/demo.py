@@ -14,7 +14,8 @@ QUESTION = "Write two sentences about the sea."
 
 
 def main() -> int:
-    """Serve the default model and print an answer. With --once, stop afterwards."""
+    """Serve the default model, print an answer, and return the exit code. With --once, stop after
+    the answer."""
     started = time.monotonic()
 
     def ask(url: str, config: MantaConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The environment variables that Manta reads, and those that it sets for its child processes."""
+"""The environment variables that Manta reads, and those that it sets for child processes."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def modelscope_endpoint() -> str:
 
 @cache
 def installed_version() -> str:
-    """Return the installed version of Manta; "unknown" if it runs from a source folder."""
+    """Return the installed version of Manta; "unknown" if Manta runs from a source folder."""
     try:
         return version("manta-serve")
     except PackageNotFoundError:
@@ -52,8 +52,8 @@ def worker_rank() -> int:
 
 
 def auth_token_source() -> str | None:
-    """Return the source of Ray's authentication token: "RAY_AUTH_TOKEN" or the path of a file; None
-    without a token."""
+    """Return where Ray's authentication token comes from: "RAY_AUTH_TOKEN" or the path of a file;
+    None without a token."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -65,8 +65,8 @@ def auth_token_source() -> str | None:
 def make_auth_token() -> None:
     """Write a new authentication token to Ray's default file, readable by its owner only.
 
-    Whoever reads the token can run code in the cluster, and Ray itself would let all users read it.
-    Does nothing if there is a token, or if authentication is off. Raises OSError.
+    Anyone who can read the token can run code in the cluster, and Ray itself would let all users
+    read it. Does nothing if there already is a token, or if authentication is off. Raises OSError.
     """
     if auth_token_source() is not None or os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return
@@ -80,7 +80,8 @@ def make_auth_token() -> None:
 
 
 def send_auth_token() -> None:
-    """Set RAY_AUTH_MODE, unless it is set, so that Ray's client sends this machine's token, if any.
+    """Set RAY_AUTH_MODE, unless it is already set, so that Ray's client sends this machine's token,
+    if any.
 
     A Ray cluster that `manta serve` started requires the token.
     """
@@ -124,10 +125,10 @@ def set_for_children(variables: dict[str, str]) -> None:
 
 
 def no_ray_metrics() -> dict[str, str]:
-    """Return environment variables that keep Ray from serving its metrics on all interfaces.
+    """Return environment variables that prevent Ray from serving its metrics on all interfaces.
 
-    Variables that the user has set are left out. Only an invalid port number turns a metrics port
-    off.
+    Variables that the user has set are left out. A metrics port can be turned off only by an
+    invalid port number.
     """
     wanted = {
         "RAY_enable_metrics_collection": "0",

@@ -1,16 +1,17 @@
-"""reason, error_line: one-line texts of exceptions and tracebacks, for users."""
+"""reason, error_line: reduce exceptions and tracebacks to one-line texts for users."""
 
 import re
 from collections.abc import Sequence
 
-# Escape sequences, including colours, and control characters.
+# Matches escape sequences, including colours, and control characters.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
-_LONGEST = 400  # characters
-# A line of a traceback that names an error with its message; not one whose message is a traceback.
+_LONGEST = 400  # maximum characters of a text
+# Matches a line of a traceback with an error's name and message, unless the message is itself a
+# traceback.
 _ERROR = re.compile(
     r"(?:\S+: )*[\w.]*(?:Error|Exception|Died|Lost)(?:: (?!Traceback \(most recent)|$)"
 )
-# Lines of a traceback that say where an error was raised, rather than its cause.
+# Matches lines of a traceback that state where an error was raised, rather than its cause.
 _WHERE = re.compile(
     r"Traceback \(most recent|traceback:|File \"|[\^~]+$|ray::|During handling|The above exception"
 )
@@ -22,8 +23,8 @@ def plain(text: str) -> str:
 
 
 def error_line(text: str) -> str:
-    """Return the last line of a traceback that names an error, the deepest cause; "" if none
-    does."""
+    """Return the last line of a text with an error's name and message, which is the deepest cause
+    in a traceback; "" if there is none."""
     lines = [line.strip() for line in plain(text).splitlines()]
     errors = [line for line in lines if _ERROR.match(line)]
     return _bounded(errors[-1:])
@@ -31,7 +32,7 @@ def error_line(text: str) -> str:
 
 def reason(error: BaseException) -> str:
     """Return an exception's message in one line: the text before an embedded traceback, and the
-    traceback's cause.
+    deepest cause in the traceback.
 
     Returns the exception's class name if it has no message.
     """

@@ -1,9 +1,10 @@
-"""entries: the models of an endpoint of several models, which are Serve applications.
+"""entries: lists the models of an endpoint of several models, which are Serve applications.
 
-Each model is an application of its own without a route, besides that of the routers. Killing,
-updating or removing one model restarts nothing of another. Serve's list of applications is the only
-record of the models. Fields that routers need but engines do not are kept as `user_config` of a
-deployment without replicas, because a changed argument would restart every engine.
+Each model is a separate application without a route, besides the application of the routers. So
+killing, updating or removing one model restarts nothing of another. Serve's list of applications is
+the only record of the models. Fields that routers need but engines do not are stored as
+`user_config` of a deployment without replicas, because a changed argument would restart every
+engine.
 """
 
 import hashlib
@@ -31,8 +32,10 @@ class CatalogEntry:
     """One model of an endpoint that serves several.
 
     app: name of the model's Serve application.
-    config: the model's configuration as if it were served alone, with all values of its pools.
-    added: whether the model was added to a running endpoint, so that no configuration file has it.
+    config: the model's configuration as if it were served alone, with all values of its pools
+        filled in.
+    added: whether the model was added to a running endpoint, so that it is in no configuration
+        file.
     """
 
     app: str
@@ -47,18 +50,18 @@ def model_app(app: str, model: str) -> str:
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "-", model)
     if safe != model:
-        # With the hash, different models have different application names.
+        # The hash makes the application names of different models different.
         safe += "-" + hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
     return f"{app}.{safe}"
 
 
 def is_model_of(app: str, name: str) -> bool:
-    """Return whether `name` is that of an application of a model at the endpoint `app`."""
+    """Return whether `name` is the name of a model's application at the endpoint `app`."""
     return name.startswith(f"{app}.")
 
 
 def as_dict(application: Any) -> Mapping[str, Any]:
-    """Return an application in Serve's schema (pydantic model or mapping) as a mapping."""
+    """Convert an application in Serve's schema (pydantic model or mapping) to a mapping."""
     if isinstance(application, Mapping):
         return application
     dumped: Mapping[str, Any] = application.model_dump(exclude_unset=True)
@@ -68,8 +71,8 @@ def as_dict(application: Any) -> Mapping[str, Any]:
 def entry(application: Any) -> CatalogEntry | None:
     """Return the catalog entry of an application in Serve's schema.
 
-    Returns None if the application is not that of a model, or if a release with other keys has
-    deployed it.
+    Returns None if the application is not a model's, or if it was deployed by a release with other
+    keys.
     """
     application = as_dict(application)
     if application.get("import_path") != ENGINES:
@@ -89,7 +92,7 @@ def entry(application: Any) -> CatalogEntry | None:
 def _config(text: str) -> MantaConfig:
     """Return the configuration in a JSON text.
 
-    Cached, as routers poll all models every few seconds and few of them change.
+    Cached, because routers poll all models every few seconds and few of them change.
     """
     return parse_part(json.loads(text))
 
@@ -124,8 +127,9 @@ class ApplicationStatus:
 def statuses() -> dict[str, ApplicationStatus]:
     """Return the status of each Serve application, by name.
 
-    Needs a connection to Ray, and blocks; raises Ray's exceptions. `serve.status()` would pickle a
-    class for each deployment: tens of milliseconds per call, during which a router's streams stall.
+    Needs a connection to Ray, and blocks; raises Ray's exceptions. `serve.status()` is not used,
+    because it pickles a class for each deployment: that takes tens of milliseconds, during which a
+    router's streams stall.
     """
     from ray.serve.context import _get_global_client
 
@@ -150,7 +154,7 @@ def applications() -> dict[str, Any]:
 
     client: Any = _get_global_client()
     there = statuses()
-    # Serve also returns configurations of deleted applications.
+    # Serve also returns configurations of deleted applications, which are left out.
     return {
         name: app
         for name, app in ray.get(client._controller.get_app_configs.remote()).items()
@@ -159,7 +163,7 @@ def applications() -> dict[str, Any]:
 
 
 def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
-    """Check that no other model has one of a model's names, aliases or adapter names.
+    """Check that a model's name, aliases and adapter names are not used by another model.
 
     known: the models by name; the model itself may be among them.
 
@@ -180,8 +184,9 @@ def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
 def trouble(app: str, name: str) -> dict[str, str]:
     """Return why a model does not start, as Serve reports it; {} if no reason is known.
 
-    The key "message" has the reason. "status" is "failed", or missing if the model only waits for
-    resources. Serve may still be retrying. Needs a connection to Ray, and blocks.
+    The key "message" has the reason. The key "status" is "failed", or missing if the model only
+    waits for resources. After a failure Serve may still be retrying. Needs a connection to Ray, and
+    blocks.
     """
     application = statuses().get(model_app(app, name))
     if application is None:
@@ -198,15 +203,15 @@ _NO_ROOM = re.compile(r"to be scheduled\. .*Resources required for each replica:
 
 
 def why_waiting(messages: Sequence[str]) -> str:
-    """Return a sentence on the resources that a waiting replica needs and no node has free; "" if
-    no replica waits.
+    """Return a sentence about the resources that a waiting replica needs and no node has free; ""
+    if no replica waits.
 
     messages: `ApplicationStatus.messages`.
     """
     for message in messages:
         if match := _NO_ROOM.search(message):
             needs = re.findall(r"[\"'](\w+)[\"']: ([0-9.]+)", match[1])
-            if not needs:  # it has room, and a busy node is slow to start it
+            if not needs:  # the replica has room, but a busy node is slow to start it
                 continue
             named = ", ".join(f"{float(count):g} {name}" for name, count in needs)
             on_gpus = any(name == "GPU" for name, _ in needs)
@@ -220,7 +225,7 @@ def why_waiting(messages: Sequence[str]) -> str:
 
 
 def why_failed(messages: Sequence[str]) -> str:
-    """Return the line in an application's messages that names the deepest cause of its failure.
+    """Return the line of an application's messages with the deepest cause of its failure.
 
     messages: `ApplicationStatus.messages`.
     """
@@ -235,7 +240,7 @@ def why_failed(messages: Sequence[str]) -> str:
 
 
 def mark(app: str) -> bytes:
-    """Return the change mark of an endpoint's models: bytes that differ after each change.
+    """Return the change mark of an endpoint's models: bytes that are different after each change.
 
     Blocks; raises OSError.
     """

@@ -1,9 +1,9 @@
-"""ModelCalls and AsyncModelCalls: vectors, rankings, tokens and adapters, as methods of `Client`
-and `AsyncClient`.
+"""ModelCalls and AsyncModelCalls: the methods of `Client` and `AsyncClient` for embeddings,
+rankings, tokens and adapters.
 
 Each method calls a route of docs/http.md or docs/lora.md. Further keyword arguments are fields of
-its body, of which unknown ones are refused. If the router is lost, another one answers; only
-changes of adapters are sent once.
+its body; unknown fields are refused. If the router is lost, the call is repeated at another one,
+unless it changes adapters.
 """
 
 import operator
@@ -27,7 +27,7 @@ from engine.library.prompts import as_list, is_token_id
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
-Ids = Sequence[int]  # also an array of NumPy, torch or DLPack
+Ids = Sequence[int]  # token ids, also as an array of NumPy, torch or DLPack
 Texts = str | Ids | Sequence[str] | Sequence[Ids] | Messages
 
 _ADAPTERS = "/v1/adapters"
@@ -38,7 +38,7 @@ _ENCODING = ("encoding_format", "embed_dtype", "endianness")
 class Embeddings:
     """The vectors of texts.
 
-    vectors: of each text, in order, a float32 array.
+    vectors: one float32 array per text, in order.
     prompt_tokens: number of tokens of all texts.
     raw: the HTTP API's response object, which has the vectors in base64.
     """
@@ -65,7 +65,7 @@ class RankedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Documents by relevance to a query, the best first.
+    """Documents sorted by relevance to a query, the best first.
 
     prompt_tokens: number of computed tokens.
     raw: the HTTP API's response object.
@@ -92,10 +92,11 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter of a model. Fields of its files are None until a request has named it.
+    """An adapter of a model. Fields that come from its files are None until a request has used the
+    adapter.
 
     model: name of its base model.
-    source: what has added it: the configuration, the watched folder, or the API.
+    source: where it was added: "config", "folder" (the watched folder) or "api".
     raw: the HTTP API's object.
     """
 
@@ -111,7 +112,8 @@ class Adapter:
 
 
 def prompt_field(prompt: Any, name: str) -> dict[str, Any]:
-    """Return the field of a body that has a prompt: `messages` for a chat, else `name`.
+    """Return the field of a request's body for a prompt: {"messages": ...} for a chat, else {name:
+    ...}.
 
     prompt: a text, token ids, a list of either, or messages.
     Raises InvalidRequest.
@@ -127,9 +129,9 @@ def prompt_field(prompt: Any, name: str) -> dict[str, Any]:
 
 
 def checked(body: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Return a body whose fields are all known.
+    """Check that all fields of a body are known, and return the body.
 
-    Raises InvalidRequest for others: a handle call has no header to name them in.
+    Raises InvalidRequest for unknown fields, as handle calls have no header x-ignored-fields.
     """
     try:
         check_names(body, known, strict=True)
@@ -147,9 +149,9 @@ def _plain(item: Any) -> Any:
 def _asked(
     path: str, read: Any, form: StructBody[Any], model: str, *parts: Mapping[str, Any]
 ) -> RouteCall[Any]:
-    """Return a call that only asks, so that it may be repeated.
+    """Return a RouteCall that changes nothing, so that it may be repeated.
 
-    parts: fields of its body, checked against those that `form` knows.
+    parts: fields of the body, checked against the fields in `form`.
     """
     body = {"model": model} if model else {}
     for part in parts:
@@ -267,7 +269,8 @@ def _read_adapters(answer: Answer) -> tuple[Adapter, ...]:
 
 
 class ModelCalls:
-    """Vectors, rankings, tokens and adapters of a model. All methods raise MantaError.
+    """The methods for embeddings, rankings, tokens and adapters of a model. All methods raise
+    MantaError.
 
     model: name of the only model; "": there are several, and each call must name one
         (`model="..."`).
@@ -290,9 +293,9 @@ class ModelCalls:
         """Return the vectors of texts by an embedding model.
 
         texts: a text, token ids, a list of either, or the messages of a chat, which is one text.
-        prompt_name: name of the checkpoint's prompt that is put before each text.
-        dimensions: number of elements to which vectors are cut; None: the model's.
-        truncate: whether texts that are too long are cut, rather than refused.
+        prompt_name: name of the checkpoint's prompt, which is put before each text.
+        dimensions: number of elements to which vectors are truncated; None: the model's.
+        truncate: whether texts that are too long are truncated rather than refused.
         """
         return self._carry_out(_embed(self.model, texts, prompt_name, dimensions, truncate, fields))
 
@@ -304,7 +307,8 @@ class ModelCalls:
         top_n: int | None = None,
         **fields: Any,
     ) -> Ranking:
-        """Return documents by relevance to a query, by a reranker or an embedding model.
+        """Return documents sorted by relevance to a query, computed by a reranker or an embedding
+        model.
 
         top_n: number of documents to return; None: all.
         """

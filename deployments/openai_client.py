@@ -1,4 +1,5 @@
-"""http_client: an HTTP client for OpenAI's Python client whose streams survive broken connections.
+"""http_client: creates an HTTP client for OpenAI's Python client, whose streams survive broken
+connections.
 
   client = OpenAI(base_url="http://127.0.0.1:8000/v1", http_client=http_client())
 
@@ -19,7 +20,7 @@ from typing import Any
 from deployments.resumable_stream import PATIENCE, ResumableStream
 
 _STREAMS = ("/completions", "/responses", "/messages")
-# In the body of a 404 for an unknown path; a 404 for an unknown model has another code.
+# Text in the body of a 404 for an unknown path; a 404 for an unknown model has another code.
 _NOWHERE = b'"code":"not_found"'
 
 
@@ -48,12 +49,12 @@ def async_http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
 
 
 def _limits(httpx: Any) -> Any:
-    # The limits of OpenAI's client, which a transport of our own would lose otherwise.
+    # The limits of OpenAI's client, which would be lost with a custom transport.
     return httpx.Limits(max_connections=1000, max_keepalive_connections=100)
 
 
 class _Threads:
-    """A synchronous httpx transport with the interface of _Asyncio.
+    """A synchronous httpx transport with the coroutine interface of _Asyncio.
 
     The coroutines block instead of suspending, so `_now` can run them without an event loop.
     """
@@ -79,7 +80,7 @@ class _Threads:
 
 
 class _InTurn:
-    """An asynchronous iterator over a synchronous one, whose coroutines never suspend."""
+    """An asynchronous iterator over a synchronous iterator, whose coroutines never suspend."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self._parts = parts
@@ -117,7 +118,7 @@ class _Asyncio:
 
 
 def _now(work: Any) -> Any:
-    """Run a coroutine that never suspends, as it only awaits methods of _Threads; return its
+    """Run a coroutine that never suspends, because it only awaits methods of _Threads; return its
     result."""
     try:
         work.send(None)
@@ -127,7 +128,7 @@ def _now(work: Any) -> Any:
 
 
 class _Completion:
-    """A completion's request, and its response, which may come over several connections.
+    """A completion's request and its response, which may arrive over several connections.
 
     body: the request's body. patience: as in `http_client`.
     """
@@ -141,9 +142,9 @@ class _Completion:
         self._httpx = _library(type(request))
 
     async def answer(self, served: bool) -> Any:
-        """Send the request and return the response; if it is a stream, its body is this object.
+        """Send the request and return the response. The body of a streamed response is this object.
 
-        served: whether the server has answered before, so that the request is sent again while the
+        served: whether the server has answered before; if so, the request is retried while the
             server is unreachable.
         """
         httpx, transport = self._httpx, self._transport
@@ -157,7 +158,7 @@ class _Completion:
                     return self._around(response) if _is_stream(response) else response
                 await transport.close(response)
             except (httpx.NetworkError, httpx.RemoteProtocolError):
-                # No server has received the request, so it may be sent again.
+                # The request was not processed, so it may be sent again.
                 pause = self._resuming.pause() if served else None
                 if pause is None:
                     raise
@@ -191,9 +192,9 @@ class _Completion:
                     break
                 pause = resuming.pause(response.status_code, dict(response.headers))
                 kind = response.headers.get("content-type", "")
-                # A final refusal has a body that says why, which is yielded as an event.
+                # The body of a final refusal has the error, which is yielded as an event.
                 if pause is None and kind.startswith("application/json"):
-                    # Callers expect events.
+                    # Callers expect events, not JSON.
                     yield b"data: %b\n\n" % await transport.read(response)
                     return
 
@@ -213,10 +214,10 @@ class _Completion:
         )
 
     def _refused(self, response: Any) -> float | None:
-        """Return the seconds until the request is sent again; None if the response is final.
+        """Return the seconds until the request should be sent again; None if the response is final.
 
-        The request is sent again if no router took it. A proxy that does not know its routers yet
-        answers 404 for a valid path.
+        The request is sent again if no router has accepted it. A proxy that does not know its
+        routers yet answers 404 for a valid path.
         """
         status = response.status_code
         if status in (502, 504) or (status == 404 and _NOWHERE in response.content):
@@ -261,7 +262,7 @@ class _AsyncResumingStream(_Completion):
 class ResumingTransport:
     """A transport for httpx or httpx2 whose streamed completions survive broken connections.
 
-    transport: a transport of the library, which sends the requests.
+    transport: a transport of the library, by which requests are sent.
     """
 
     def __init__(self, transport: Any, patience: float = PATIENCE) -> None:
@@ -324,9 +325,10 @@ def _library(cls: type) -> Any:
 
 @cache
 def _stream_class(httpx: Any, base: str, of: type) -> Any:
-    """Return a subclass of a stream class and of the library's, whose streams it accepts as bodies.
+    """Return a subclass of both a stream class and the library's stream class, as which the library
+    accepts it as a body.
 
-    httpx: the library. base: name of its stream class. of: the stream class.
+    httpx: the library. base: name of its stream class. of: our stream class.
     """
     return type(of.__name__, (of, getattr(httpx, base)), {})
 

@@ -1,6 +1,6 @@
-"""prefer_own, why_mixed: checks that Python imports Manta's own packages.
+"""prefer_own, why_mixed: ensure that Python imports Manta's own packages.
 
-Their names are plain words, which other distributions may use, too.
+Their names are plain words, which other distributions may also use.
 """
 
 import contextlib
@@ -18,9 +18,10 @@ _NAME = "manta-serve"
 
 
 def prefer_own() -> None:
-    """Put Manta's folder first in sys.path if Python would import another package of the same name.
+    """Put Manta's folder first in sys.path, if Python would import other packages with the same
+    names.
 
-    Such a package may be in a folder of PYTHONPATH.
+    Such packages may be in a folder of PYTHONPATH.
     """
     if any(_folder(name) != SOURCE / name for name in PACKAGES):
         sys.path.insert(0, str(SOURCE))
@@ -35,7 +36,7 @@ def _folder(name: str) -> Path | None:
 
 
 def version() -> str:
-    """Return Manta's version, which in a source folder comes from pyproject.toml."""
+    """Return Manta's version; in a source folder it is read from pyproject.toml."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(_NAME)
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text("utf-8"))["project"]
@@ -43,11 +44,12 @@ def version() -> str:
 
 
 def why_mixed(path: list[str] | None = None) -> str:
-    """Return which distribution has overwritten Manta's files, with a suggestion; "" if none has.
+    """Return a text about the distribution that has overwritten Manta's files, with a suggestion;
+    "" if none has.
 
-    Installers do not report that two distributions have a file of the same name.
+    Installers do not report it if two distributions have a file of the same name.
 
-    path: folders where distributions are looked for; None: sys.path.
+    path: folders in which distributions are searched; None: sys.path.
     """
     where = sys.path if path is None else path
     ours = next(iter(metadata.distributions(name=_NAME, path=where)), None)
@@ -85,8 +87,7 @@ def _brings(distribution: metadata.Distribution, file: Path) -> bool:
 
 
 def _overwritten(ours: metadata.Distribution, file: Path) -> bool:
-    """Return whether a file of Manta differs from the file that was installed; False in a source
-    folder.
+    """Return whether a file of Manta differs from the installed one; False in a source folder.
 
     ours: Manta's distribution.
     """

@@ -1,9 +1,10 @@
-"""MantaEngineProcessorConfig: engines in the actors of a Ray Data pipeline, for `build_processor`.
+"""MantaEngineProcessorConfig: configures `build_processor` for a Ray Data pipeline with an engine
+in each actor.
 
   config = MantaEngineProcessorConfig(model_source="default", concurrency=1)
   processor = build_processor(config, preprocess=..., postprocess=...)   # of ray.data.llm
 
-Importing this module registers the configuration; it needs `ray[data]`.
+Importing this module registers the configuration class; it needs `ray[data]`.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ logger = logging.getLogger("manta.ray_data")
 Row = dict[str, Any]
 
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
-_ERROR = "__inference_error__"  # the column for a row's error, as in Ray Data's own stages
+_ERROR = "__inference_error__"  # the column with a row's error, as in Ray Data's own stages
 
 
 class MantaEngineProcessorConfig(ProcessorConfig):
@@ -72,9 +73,10 @@ class MantaEngineProcessorConfig(ProcessorConfig):
 
 
 class EngineStageUDF(StatefulStageUDF):
-    """The function of an EngineStage in one actor, with an engine that the first batch starts.
+    """The function that an EngineStage runs in one actor, with an engine that is started by the
+    first batch.
 
-    The engine runs the rows of all batches of the actor at the same time.
+    The engine runs the rows of all batches of the actor concurrently.
     """
 
     def __init__(
@@ -91,14 +93,14 @@ class EngineStageUDF(StatefulStageUDF):
         self._continue = should_continue_on_error
         self._engine: AsyncEngine | None = None
         self._starting = asyncio.Lock()
-        self._alone = asyncio.Lock()  # held by a row that is tried again after a death
+        self._alone = asyncio.Lock()  # held while a row is tried again after the engine has died
 
-    # The base class has no yield, so its type is that of a coroutine.
+    # The base class's method has no yield, so it is typed as a coroutine.
     async def udf(  # type: ignore[override]
         self, batch: list[Row]
     ) -> AsyncIterator[Row]:
-        """Yield the new columns of each row of a batch, in the order of their ends. Raises
-        MantaError."""
+        """Yield the new columns of each row of a batch, in the order in which rows are finished.
+        Raises MantaError."""
         name = uuid.uuid4().hex
         tasks = [asyncio.create_task(self._columns(row, name)) for row in batch]
         try:
@@ -124,7 +126,7 @@ class EngineStageUDF(StatefulStageUDF):
         try:
             output = await self._ask(prompt, params)
         except EngineDead:
-            # One of the rows may have killed the engine, so all are tried again one by one.
+            # One of the rows may have killed the engine, so all of them are tried again one by one.
             async with self._alone:
                 output = await self._ask(prompt, params)
         choice = output.outputs[0]
@@ -155,7 +157,7 @@ class EngineStageUDF(StatefulStageUDF):
             raise
 
     async def _running(self) -> AsyncEngine:
-        """Return the engine, which is started if there is none. Raises ConfigError, EngineDead."""
+        """Return the engine, after starting it if there is none. Raises ConfigError, EngineDead."""
         async with self._starting:
             if self._engine is None:
                 weights = self._fields.get("load_format") != "dummy"
@@ -171,7 +173,7 @@ class EngineStage(StatefulStage):
     fn: type[StatefulStageUDF] = EngineStageUDF
 
     def get_optional_input_keys(self) -> dict[str, str]:
-        """Return {column that a row may have: description}; one of the first three is needed."""
+        """Return {column that a row may have: description}; one of the first three is required."""
         return {
             "messages": "The messages of a chat.",
             "prompt": "The prompt, a text.",
@@ -190,7 +192,7 @@ def _prompt_of(row: Row) -> Any:
 def _params_of(row: Row) -> SamplingParams | None:
     """Return a row's sampling parameters; None: the model's defaults. Raises InvalidRequest.
 
-    Arrow gives all rows the same fields, with None where a row has no value.
+    In Arrow all rows have the same fields, with None for missing values.
     """
     fields = {
         name: value

@@ -1,6 +1,6 @@
-"""ResumableStream: the client's side of a stream that survives a broken connection.
+"""ResumableStream: the client side of a stream that survives broken connections.
 
-The class uses the standard library only, and opens no connections. Its owner passes received data
+The class uses only the standard library, and opens no connections. Its owner passes received data
 to `feed`, and reconnects with `headers` after `pause`.
 """
 
@@ -12,11 +12,11 @@ WANTED = "x-event-ids"  # request header; "1" asks the server for event ids
 LAST = "Last-Event-ID"
 
 PATIENCE = 60.0  # seconds without data after which a stream is given up
-_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts: the first, which doubles up to
-_LONGEST_TOLD = 5.0  # maximum of seconds that are waited for a Retry-After
-# Statuses that a recovering service may send; 404 comes from Serve's proxy for a moment.
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts, doubled each time
+_LONGEST_TOLD = 5.0  # maximum seconds of a Retry-After that are waited
+# Statuses that a recovering service may send; 404 comes from Serve's proxy while it starts.
 _AGAIN = frozenset({404, 408, 425, 429, 500, 502, 503, 504})
-# Beginnings of the last event of a response or a message; chats end with [DONE].
+# Beginnings of the last event in streams of /v1/responses and /v1/messages; chats end with [DONE].
 _ENDS = tuple(
     b'{"type":"%b"' % kind
     for kind in (
@@ -27,7 +27,7 @@ _ENDS = tuple(
 
 
 class ResumableStream:
-    """A streamed answer across its connections.
+    """The state of a streamed answer across several connections.
 
     patience: seconds without data after which the stream is given up.
     finished: whether the stream has ended: by [DONE], its dialect's last event or an error event.
@@ -37,7 +37,8 @@ class ResumableStream:
         self.finished = False
         self._patience = patience
         self._last = ""
-        # Whether an event without an id was passed on, so that the stream cannot be resumed.
+        # Whether an event without an id was passed to the reader, so that the stream cannot be
+        # resumed.
         self._shown = False
         self._buffer = b""
         self._news = time.monotonic()
@@ -45,11 +46,11 @@ class ResumableStream:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers for the first request, and for the present attempt to resume."""
+        """The headers for the first request, or for the next attempt to resume."""
         return {WANTED: "1", **({LAST: self._last} if self._last else {})}
 
     def feed(self, data: bytes) -> bytes:
-        """Take received data, and return the events that are complete now, for the reader.
+        """Process received data, and return the events that are complete now, for the reader.
 
         An incomplete event is dropped when the stream breaks, because the server sends it again.
         """
@@ -64,8 +65,8 @@ class ResumableStream:
         return whole
 
     def heard(self) -> None:
-        """Record that data has arrived: restart the time of `patience`, and reset the wait before
-        the next attempt.
+        """Record that data has arrived: restart the time limit `patience`, and reset the wait
+        before the next attempt.
         """
         self._news = time.monotonic()
         self._wait = _FIRST_WAIT

@@ -1,4 +1,4 @@
-"""RouteCall: a call of an HTTP route by a typed client, over a Serve handle."""
+"""RouteCall: a typed client's call of an HTTP route over a Serve handle."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,21 +12,23 @@ Answer = dict[str, Any]
 
 
 class UpdateRefused(UpdateFailed, InvalidRequest):
-    """The error of an update that the router or a replica refused; the old weights serve on."""
+    """The error for an update that the router or a replica refused; the old weights remain in
+    use."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteCall(Generic[T]):
-    """A call of an HTTP route, and how its answer is read.
+    """A call of an HTTP route, with the function that parses its answer.
 
     path: the route.
-    read: returns the call's result, given the JSON of the route's answer.
+    read: returns the call's result; its argument is the JSON of the route's answer.
     body: the JSON body; None: the call has no body.
-    query: (name, value) of the query's fields, besides the model.
-    names_model: whether the query names the client's model, as the body does not.
+    query: (name, value) for each query field, besides the model.
+    names_model: whether the client's model is named in the query, because the body does not name
+        it.
     method: the HTTP method; "": POST, or GET without a body.
-    repeats: whether the call is repeated at another router when its router is lost.
-    updates: whether the call is part of an update of weights, whose refusal is an UpdateRefused.
+    repeats: whether the call is repeated at another router if its router is lost.
+    updates: whether the call is part of a weight update, so that a refusal raises UpdateRefused.
     """
 
     path: str

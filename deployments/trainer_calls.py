@@ -1,7 +1,9 @@
-"""TrainerCalls and AsyncTrainerCalls: a trainer's orders, as methods of `Client` and `AsyncClient`.
+"""TrainerCalls and AsyncTrainerCalls: the methods of `Client` and `AsyncClient` for a trainer's
+orders.
 
-Each method calls a route of docs/rl.md, with its fields and errors. An order is sent once: if the
-router is lost meanwhile, EngineDead (code router_lost) is raised, and `weights` returns the state.
+Each method calls a route of docs/rl.md, with its fields and errors. An order is sent only once: if
+the router is lost meanwhile, EngineDead (code router_lost) is raised, and `weights` can be called
+for the state.
 """
 
 import os
@@ -20,7 +22,7 @@ class ReplicaWeights:
     """The weights of a replica, and whether it is paused or asleep.
 
     version: name of the weights.
-    weights_dropped: whether a sleep of level 2 has dropped the weights, and no update came since.
+    weights_dropped: whether a sleep of level 2 has dropped the weights, with no update since.
     """
 
     version: str
@@ -34,7 +36,7 @@ class FleetWeights:
     """The weights that all replicas of a model should have, and those that each replica has.
 
     version: name of the weights.
-    paused, asleep: whether a trainer has ordered a pause, and a sleep.
+    paused, asleep: whether a trainer has ordered a pause, and whether a sleep.
     replicas: the state of each replica, by name.
     weights_dropped: whether no replica has weights, and all wait for an update.
     """
@@ -47,7 +49,7 @@ class FleetWeights:
 
 
 def _nothing(answer: Answer) -> None:
-    """Return None, as `RouteCall.read` of an order without a result."""
+    """Return None; used as `RouteCall.read` for orders without a result."""
 
 
 def _version(answer: Answer) -> str:
@@ -133,7 +135,7 @@ _WORLD_SIZE = RouteCall("/get_world_size", _read_world_size, None)
 class TrainerCalls:
     """The orders of a trainer to all replicas of a model. All methods raise MantaError.
 
-    Those of an update raise UpdateFailed where it is refused; the old weights then serve on.
+    Methods of an update raise UpdateFailed if it is refused; the old weights then remain in use.
     """
 
     def _carry_out(self, call: RouteCall[T]) -> T:
@@ -142,7 +144,7 @@ class TrainerCalls:
     def update_weights(self, source: WeightsSource, version: str = "") -> str:
         """Replace the weights, and return the version of the new ones.
 
-        source: the folder of a checkpoint that all nodes can read, or the argument of
+        source: the folder of a checkpoint that all nodes can read, or an argument of
             `take_weights`.
         """
         return self._carry_out(_update_weights(source, version))
@@ -155,13 +157,14 @@ class TrainerCalls:
         self._carry_out(_init(init_info))
 
     def start_weight_update(self) -> None:
-        """Begin an update in several calls of `take_weights`, ended by `finish_weight_update`."""
+        """Begin an update with several calls of `take_weights`, which `finish_weight_update`
+        ends."""
         self._carry_out(_START)
 
     def take_weights(self, update_info: Mapping[str, Any], version: str = "") -> str:
         """Have the replicas receive tensors from the trainer.
 
-        Returns the version of the new weights if the tensors are a whole update; "" after
+        Returns the version of the new weights if the tensors are a whole update, or "" after
         `start_weight_update`.
 
         update_info: as for vLLM.
@@ -181,7 +184,7 @@ class TrainerCalls:
         self._carry_out(_RESUME)
 
     def abort_requests(self) -> None:
-        """End all running requests, which return the outputs so far."""
+        """Abort all running requests, which return the outputs so far."""
         self._carry_out(_ABORT)
 
     def sleep(self, level: int = 1, tags: Sequence[str] = (), *, mode: str = "abort") -> None:
@@ -189,9 +192,10 @@ class TrainerCalls:
         self._carry_out(_sleep(level, tags, mode))
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        """Allocate memory that a sleep freed; once all is allocated, the pause of the sleep ends.
+        """Allocate memory that a sleep has freed. When all of it is allocated, the sleep's pause
+        ends.
 
-        tags: names of parts of the memory; none: all parts.
+        tags: names of the memory parts; none: all parts.
         """
         self._carry_out(_wake(tags))
 
@@ -200,11 +204,11 @@ class TrainerCalls:
         self._carry_out(_RESET)
 
     def weights(self) -> FleetWeights:
-        """Return the version of the weights, pause and sleep, of the model and of each replica."""
+        """Return the weights version, pause and sleep of the model and of each replica."""
         return self._carry_out(_WEIGHTS)
 
     def world_size(self) -> int:
-        """Return the number of replicas, each of which is one receiver of weights."""
+        """Return the number of replicas, each of which receives weights once."""
         return self._carry_out(_WORLD_SIZE)
 
 
