@@ -1,4 +1,4 @@
-"""Questions to the server before the load starts, such as which model it serves."""
+"""Requests to the server before the load starts, such as for the served models."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from loadtest.scenario.schema import Target, read_key
 
 
 class _WholeResponse:
-    """A handler that receives a whole answer, for questions before the load starts."""
+    """A ResponseHandler that collects a whole answer, for requests before the load starts."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -36,8 +36,8 @@ class _WholeResponse:
 
 
 async def get(target: Target, path: str) -> tuple[int, bytes]:
-    """Send GET to the first URL and return (status, body). Raises RunError with the address
-    tried.
+    """Send a GET request to the first URL and return (status, body). Raises RunError with the
+    address tried.
     """
     url = target.urls[0]
     address = Address.of(url)

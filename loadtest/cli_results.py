@@ -166,7 +166,8 @@ def _load_keys(scenario: "Scenario") -> tuple[list[str], str]:
 
 
 def _limits(scenario: "Scenario") -> "list[Any]":
-    """Return the scenario's own SLO for 99 % of requests, by which a sweep judges its loads."""
+    """Return the scenario's own SLO as limits for 99 % of requests, by which a sweep judges its
+    loads."""
     from loadtest.search import parse_slo
 
     texts = [f"p99_{name}<{seconds:g}s" for name, seconds in scenario.slo.limits().items()]
@@ -265,7 +266,7 @@ def _show(found: "Comparison") -> None:
         "95 % interval",
         "p",
         "",
-    )  # fits into 80 columns
+    )  # to fit into 80 columns
     for index, head in enumerate(heads):
         table.add_column(escape(head), justify="left" if index in (0, 6) else "right", no_wrap=True)
     colours = {"better": "green", "worse": "red", "no difference shown": "dim"}

@@ -23,7 +23,7 @@ def read(
     settings: list[str] | None,
     dataset: Path | None = None,
 ) -> "tuple[Task, Scenario, list[PhasePlan]]":
-    """Read and check a scenario, with the command line's values in it. Raises ScenarioError."""
+    """Read a scenario, apply the command line's values, and check it. Raises ScenarioError."""
     from loadtest.errors import ScenarioError
     from loadtest.runner import Task
     from loadtest.scenario import yaml_text
@@ -82,7 +82,7 @@ def execute(task: "Task", options: "RunOptions", plans: "list[PhasePlan]") -> "R
 
 @contextlib.contextmanager
 def failing() -> Iterator[None]:
-    """Turn expected failures within the context into lines on stderr and an exit code."""
+    """A context manager that turns expected failures into lines on stderr and an exit code."""
     from loadtest.errors import RunError, ScenarioError
 
     try:

@@ -19,7 +19,8 @@ class RunError(Exception):
 
 
 def hint(word: str, known: list[str]) -> str:
-    """Return an addition to a message about an unknown word: the nearest known word, or all."""
+    """Return a text to append to an error about an unknown word: the most similar known word, or
+    all known words."""
     near = difflib.get_close_matches(word, known, 1, 0.6)
     if near:
         return f"; did you mean {near[0]!r}?"

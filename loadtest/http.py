@@ -17,15 +17,16 @@ clock = time.monotonic
 
 _MAX_HEAD = 2**16
 _MAX_LINE = 2**12
-# Some servers close a connection right after an answer without announcing it in the headers. A
-# connection is not reused for so many seconds, in which such a close is noticed.
+# Some servers close a connection right after an answer without announcing it in the headers. To
+# notice this, a connection is not reused for this many seconds.
 _REST_S = 0.01
 # Connections that are idle for longer are not reused, since servers close them after 5 s or more.
 IDLE_S = 2.0
 
 
 class ResponseHandler(Protocol):
-    """The receiver of an answer. Each method gets the time at which the bytes arrived."""
+    """The interface for receiving an answer. Each method gets the time at which the bytes
+    arrived."""
 
     def on_head(self, status: int, headers: dict[bytes, bytes], now: float) -> None: ...
 
@@ -35,7 +36,7 @@ class ResponseHandler(Protocol):
         """Handle the end of a complete answer."""
 
     def on_lost(self, error: str, now: float) -> None:
-        """Handle an answer that ended too early or is not HTTP. Not called after on_end."""
+        """Handle an answer that ended early or is not HTTP. Not called after on_end."""
 
 
 class Address(NamedTuple):
@@ -96,7 +97,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.transport.write(request)
 
     def abandon(self) -> None:
-        """Close the connection. The handler gets no more calls."""
+        """Close the connection. The handler's methods are not called any more."""
         self._handler = None
         if self.transport is not None:
             self.transport.abort()
@@ -250,7 +251,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 class ConnectionPool:
-    """A pool of idle connections to one address, used newest first."""
+    """A pool of idle connections to one address; the newest is reused first."""
 
     def __init__(self, address: Address) -> None:
         self.address = address

@@ -1,5 +1,5 @@
-"""A run from start to summary: asks the server for its model, starts the client processes, and
-collects their records. The command line, searches and tests use it.
+"""Runs a load test from start to summary: asks the server for its model, starts the client
+processes, and collects their records. The command line, searches and tests use this module.
 """
 
 import asyncio
@@ -30,13 +30,14 @@ from loadtest.scenario.parse import parse
 from loadtest.scenario.schedule import PhasePlan, lay_out
 from loadtest.scenario.schema import AtOnce, Scenario
 
-_START_S = 0.3  # seconds from the start signal to time 0, so that every process starts in time
+_START_S = 0.3  # seconds from the start signal to time 0, within which every process is ready
 _MEET_S = 0.05
-_FAR_S = 0.7  # seconds that starts and barriers take longer over a network
+_FAR_S = 0.7  # additional seconds for starts and barriers over a network
 
 
 class RunClock:
-    """The clock of a run, for faults during the load. mark() records a fault for the summary."""
+    """The clock of a run, used by faults during the load. mark() records a fault for the
+    summary."""
 
     def __init__(self, origin: float, proxies: Sequence[NetworkProxy] = ()) -> None:
         """Set up the clock. origin: the run's start by the monotonic clock.
@@ -45,7 +46,7 @@ class RunClock:
         """
         self.origin, self.proxies = origin, proxies
         self.marks: list[FaultMark] = []
-        self.spoilt: list[str] = []  # reasons why the run differs from the request
+        self.spoilt: list[str] = []  # reasons why the run is not as requested
 
     def now(self) -> float:
         """Return the seconds since the run's start."""
@@ -60,9 +61,9 @@ class RunOptions:
     """The options of a run.
 
     procs: number of client processes.
-    ray: start the client processes on the nodes of this Ray cluster, an address or "auto".
+    ray: address of a Ray cluster, or "auto", on whose nodes the client processes are started.
     verify: a reference file to compare with. keep: a reference file to write instead.
-    proxied: clients reach the servers through NetworkProxy, for network faults.
+    proxied: whether clients reach the servers through NetworkProxy, for network faults.
     beside: a coroutine that runs during the load and is cancelled at its end, e.g. to kill
     replicas.
     on_progress: called with the ClientProgress of all processes, four times a second.
@@ -249,7 +250,7 @@ async def _until_done(
                 worker.connection.stop()
         await everyone
         if beside is not None and beside.done():
-            await beside  # its failure is the run's failure
+            await beside  # its error becomes the run's error
     finally:
         stopped.cancel()
         if beside is not None and not beside.done():

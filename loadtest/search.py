@@ -1,10 +1,10 @@
-"""The highest load that keeps an SLO, and sweeps over loads.
+"""Searches for the highest load that keeps an SLO, and sweeps over loads.
 
 A limit such as p99_ttft<500ms requires that 99 % of requests be faster; a failure counts as slower.
 After a trial the Wilson interval of this share is above 99 % (kept), below it (broken), or contains
 it (unclear). An unclear load is repeated with another seed and counts are added, up to `repeats`
-times. Then the share itself decides, and the trial stays marked as unclear. So one lucky or unlucky
-trial does not change the result.
+times. Then the share itself decides, and the trial remains marked as unclear. So one lucky or
+unlucky trial does not change the result.
 
     start ─ x2 ─ x2 ─ x2 broken        then bisection of the logarithm, until the kept and the
             kept  kept                 broken load are within `tolerance`
@@ -54,7 +54,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """The requests that kept a limit, and all to which it applies."""
+    """The number of requests that kept a limit, and of those to which it applies."""
 
     good: float = 0.0
     total: int = 0
@@ -64,7 +64,8 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A load with all its repeats. counts: requests that kept each limit, by the limit's text."""
+    """The result for one load, over all its repeats. counts: requests that kept each limit, by the
+    limit's text."""
 
     load: float
     repeats: int = 0
@@ -83,7 +84,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 class Search(msgspec.Struct, kw_only=True):
     """A search for the highest load that keeps an SLO, or a sweep over loads.
 
-    key: settings that stored trials must share to be resumed.
+    key: text of the settings that must be equal for resuming a stored search.
     ended: why the search stopped, "" if it has not.
     best: highest load that kept the SLO. first_broken: lowest load that did not.
     knee: see `knee`.
@@ -138,9 +139,10 @@ def count(records: Sequence[RequestRecord], limit: Limit) -> Count:
 
 
 def _kept(record: RequestRecord, limit: Limit) -> float | None:
-    """Return 1.0 or 0.0 for whether a request kept a limit; None if the limit does not apply.
+    """Return 1.0 if a request kept a limit, 0.0 if not, and None if the limit does not apply.
 
-    For itl it is the share of the request's tokens, since these are no independent samples.
+    For itl the result is the share of the request's tokens, since these are not independent
+    samples.
     """
     if limit.metric == "errors":
         return 1.0
@@ -219,8 +221,8 @@ class Trials:
         self._on_trial = on_trial
 
     def at(self, load: float) -> Trial:
-        """Return the trial at a load, stored or run now. Raises RunError if the client was too
-        slow.
+        """Return the trial at a load, from the stored ones or by running it. Raises RunError if the
+        client was too slow.
         """
         trial = next((t for t in self.search.trials if t.load == load), Trial(load=load))
         refused = 0
@@ -364,7 +366,8 @@ def knee(trials: Sequence[Trial]) -> float | None:
 def resume(folder: Path, fresh: Search) -> Search:
     """Return the folder's search if its key is that of `fresh`, or `fresh` if there is none.
 
-    Raises ScenarioError if the folder's search has another key: its trials must not be lost.
+    Raises ScenarioError if the folder's search has another key, because its trials must not be
+    overwritten.
     """
     path = folder / STATE
     if not path.exists():
@@ -414,5 +417,6 @@ def _between(first: float, last: float, step: str | None) -> Iterator[float]:
 
 
 def _round(load: float, whole: bool) -> float:
-    """Return a load in few digits, for readers and as a key of trials. whole: as an integer."""
+    """Return a load rounded to few digits, for readability and as a key of trials. whole: round to
+    an integer."""
     return float(max(1, round(load))) if whole else float(f"{load:.4g}")

@@ -1,5 +1,5 @@
 """Faults during a run: processes of the tested instance are killed or paused, or the network
-between the clients and the server is slowed, held or cut.
+between clients and server is delayed, paused or cut.
 
     kill-replica@30s                      once, 30 s after the run's start
     kill-engine every 20s                 at 20 s, 40 s, ... until the run ends
@@ -10,8 +10,8 @@ between the clients and the server is slowed, held or cut.
     pause-network@10s for 3s              no byte passes, in either direction
     kill-network@10s                      every connection is reset
 
-Each fault with its victim, and the moment when a replacement process runs, become FaultMarks of the
-run. The victim is chosen at random, by the seed, among the live processes sorted by age.
+Each fault with its victim, and the start of a replacement process, is recorded as a FaultMark of
+the run. The victim is chosen at random, by the seed, among the live processes sorted by age.
 """
 
 import asyncio
@@ -165,8 +165,7 @@ def needs_proxies(texts: Sequence[str]) -> bool:
 def beside(
     texts: Sequence[str], url: str, seed: int
 ) -> Callable[[FaultClock], Awaitable[None]] | None:
-    """Return a coroutine function that carries out a run's faults during its load, None without
-    faults.
+    """Return a coroutine function that causes a run's faults during its load; None without faults.
 
     Raises ScenarioError if no process at the URL can be a victim.
     """
@@ -199,7 +198,7 @@ def beside(
 
 
 async def _disturb(fault: Fault, clock: FaultClock) -> None:
-    """Carry out one network fault, each time it is due."""
+    """Cause one network fault, each time it is due."""
     for t, _ in _times(fault):
         await asyncio.sleep(max(0.0, clock.origin + t - time.monotonic()))
         if fault.action == "kill":
@@ -223,10 +222,10 @@ async def _disturb(fault: Fault, clock: FaultClock) -> None:
 
 
 class Chaos:
-    """A thread that carries out the faults. Use: `start(zero)`, then `stop()`.
+    """A thread that causes the faults. Use: `start(zero)`, then `stop()`.
 
-    finder: finds the victims; None uses the instance that listens at `url`. Raises ScenarioError
-    before any harm if a fault has no possible victim.
+    finder: finds the victims; None: the instance that listens at `url`. Raises ScenarioError before
+    any fault is caused if a fault has no possible victim.
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class Chaos:
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
         self._marks: list[FaultMark] = []
         self._paused: list[tuple[float, ServerProcess, str]] = []
-        # per killed target: time, target, pids, count
+        # (time, target, pids, count) for each killed target
         self._lost: list[tuple[float, str, set[int], int]] = []
         self._error: Exception | None = None
 
@@ -275,7 +274,7 @@ class Chaos:
 
     @property
     def running(self) -> bool:
-        """Whether more faults or marks may follow."""
+        """Whether the thread may cause more faults or record more marks."""
         return self._thread.is_alive()
 
     @property
@@ -302,7 +301,7 @@ class Chaos:
                 if not waits:
                     return
                 self._stop.wait(max(0.0, min(waits) - self._now()))
-        # raised again by stop(), as a thread cannot raise it to a caller
+        # raised again by stop(), as a thread cannot raise it in the caller
         except Exception as error:
             self._error = error
 

@@ -1,8 +1,8 @@
-"""NetworkProxy: a proxy between clients and server that can delay, hold or cut the traffic.
+"""NetworkProxy: a proxy between clients and server that can delay, pause or cut the traffic.
 
-Clients connect to the proxy instead of the server. It forwards bytes without interpreting them. In
-a run with network faults all traffic passes through the proxy for the whole run; other runs have no
-proxy.
+Clients connect to the proxy instead of the server. The proxy forwards bytes without interpreting
+them. In a run with network faults all traffic passes through the proxy for the whole run; other
+runs have no proxy.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from loadtest.http import Address, clock
 
 _PIECE_BYTES = 2**16
-_QUEUE = 1024  # chunks buffered in one direction; a longer delay slows the sender down
+_QUEUE = 1024  # maximum chunks buffered in one direction; longer delays slow the sender down
 
 
 class NetworkProxy:
@@ -31,7 +31,7 @@ class NetworkProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> int:
-        """Listen on a free loopback port, and return it."""
+        """Listen on a free loopback port, and return the port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, backlog=2048)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -77,8 +77,8 @@ class NetworkProxy:
             self._tasks -= set(both)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one direction's bytes until its end. A broken connection ends the other
-        direction, too.
+        """Forward the bytes of one direction until its end. A broken connection also ends the other
+        direction.
         """
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE)
 

@@ -1,8 +1,8 @@
 """The processes of one Serve instance on this machine, found from the address under test.
 
-The search starts at the process that listens at this address and goes up to its raylet. From there
-it includes every raylet and GCS of the same Ray session; their children are the possible victims.
-Only these processes are matched by name, so another cluster on the machine is never touched.
+The search starts at the process that listens at this address and goes up to its raylet. It includes
+every raylet and GCS of the same Ray session, whose children are the possible victims. Only these
+processes are matched by name, so other clusters on the machine are never affected.
 
     raylet --session_name=S --node_id=...
     ├── ray::ServeController
@@ -34,7 +34,7 @@ _LOOKS, _LOOK_S = 10, 0.05
 class ServerProcess:
     """A process of the server.
 
-    started: clock ticks since boot. With the pid it identifies a process uniquely.
+    started: start time in clock ticks since boot; together with the pid it is unique.
     """
 
     pid: int
@@ -61,7 +61,7 @@ class ServerProcess:
         return False
 
 
-# Target -> whether a process of the instance belongs to it.
+# target -> function that returns whether a process of the instance belongs to the target
 TARGETS: dict[str, Callable[[ServerProcess], bool]] = {
     "engine": lambda p: " -m engine.process.main" in p.title,
     "replica": lambda p: re.match(r"ray::ServeReplica:[^:]*:engine", p.title) is not None,
@@ -82,8 +82,8 @@ class ServerInstance:
     """The processes of one server instance on this machine.
 
     session: part of the command lines of the instance's raylets; None for a server without Ray.
-    root: the listening process. Without Ray the instance is its descendants.
-    port: where root and any successor listen.
+    root: the listening process. Without Ray the instance consists of its descendants.
+    port: the port on which root, or its successor, listens.
     """
 
     session: str | None
@@ -119,7 +119,8 @@ class ServerInstance:
         return [p for p in self.processes() if TARGETS[target](p)]
 
     def _servers(self, table: dict[int, ServerProcess]) -> list[ServerProcess]:
-        """Return the process that listens at the port: the first one, or its successor."""
+        """Return the process that listens on the port, in a list: `root` or its successor; [] if
+        there is none."""
         first = table.get(self.root.pid)
         if first is not None and first.started == self.root.started:
             return [first]
@@ -189,7 +190,7 @@ def _listeners(port: int) -> list[int]:
                 inodes.add(f"socket:[{fields[9]}]")
     processes = []
     for folder in Path("/proc").glob("[0-9]*/fd"):
-        with contextlib.suppress(OSError):  # the process is another user's, or has ended meanwhile
+        with contextlib.suppress(OSError):  # another user's process, or it has ended
             for link in folder.iterdir():
                 with contextlib.suppress(OSError):
                     if os.readlink(link) in inodes:

@@ -13,7 +13,7 @@ from loadtest.scenario.schedule import PhasePlan
 
 
 class _Timing(msgspec.Struct):
-    """The timing in Manta's usage, for requests that send x-return-timing."""
+    """The timing in Manta's `usage`, returned for requests with the header x-return-timing."""
 
     queue_ms: float | None = None
     migrations: int | None = None
@@ -21,7 +21,8 @@ class _Timing(msgspec.Struct):
 
     @classmethod
     def of(cls, value: Any) -> "_Timing":
-        """Parse a usage's field `timing`; an empty _Timing if it has another server's format."""
+        """Parse the field `timing` of `usage`; the result is empty if the field has another
+        server's format."""
         try:
             return cls() if value is None else msgspec.convert(value, cls)
         except msgspec.ValidationError:
@@ -66,7 +67,7 @@ _decode = msgspec.json.Decoder(_ResponsePart).decode
 
 
 class RequestAttempt:
-    """The receiver of one answer, as a ResponseHandler.
+    """The ResponseHandler of one request, which creates its RequestRecord.
 
     on_done(attempt, record, answer or None) is called exactly once.
     """
@@ -176,7 +177,7 @@ class RequestAttempt:
         self._finished(now)
 
     def on_lost(self, error: str, now: float) -> None:
-        whole = self._sse and self._done and self._finish  # a client stops reading at [DONE]
+        whole = self._sse and self._done and self._finish  # clients stop reading at [DONE]
         if self._error is None and not whole:
             if error.startswith("not HTTP"):
                 kind = "bad_answer"
@@ -303,7 +304,7 @@ class RequestAttempt:
         details = (usage.prompt_tokens_details or {}) if usage else {}
         cached = details.get("cached_tokens")
         timing = _Timing.of(usage.timing if usage else None)
-        # the second is TGI's header
+        # the second header is TGI's
         queue_s = _milliseconds(timing.queue_ms or self._headers.get(b"x-queue-time"))
         return RequestRecord(
             index=self.index,
@@ -341,7 +342,7 @@ class RequestAttempt:
 
 
 def _other(message: _Message) -> bool:
-    """Whether a message has tokens other than content: reasoning or tool calls."""
+    """Whether a message has reasoning or tool calls, whose tokens are not content."""
     return bool(message.reasoning_content or message.reasoning or message.tool_calls)
 
 

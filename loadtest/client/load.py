@@ -52,9 +52,9 @@ class ClientProgress(msgspec.Struct):
 
 
 class LoadClient:
-    """A client that sends a plan's requests and records each.
+    """A client that sends a plan's requests and records each request.
 
-    sink: called with every request's record once, in the order of the requests' ends.
+    sink: called once with each request's record, in the order in which requests end.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LoadClient:
 
         references: key of a question -> answer to compare with.
         keep: called with each answer.
-        barrier: awaited at the end of a phase that ends with its answers; returns the time at which
+        barrier: awaited at the end of a phase that waits for its answers; returns the time at which
             all processes of the run begin the next phase.
         proxies: ports on this machine to connect to instead of the servers.
         """
@@ -152,7 +152,7 @@ class LoadClient:
             pool.close()
 
     async def _phase(self, plan: PhasePlan, begin: float) -> float:
-        """Run a phase that starts at `begin`; return when the next one starts."""
+        """Run a phase that starts at `begin`; return the start time of the next phase."""
         if plan.concurrency is not None:
             await self._wait(begin)
             await self._closed(plan, begin)
@@ -177,8 +177,8 @@ class LoadClient:
         return end
 
     async def _together(self, least: float) -> float:
-        """Agree with the other processes when the next phase starts, at `least` or later, after a
-        phase that ended with its answers.
+        """Return the common start time of the next phase, agreed on with the other processes; at
+        least `least`.
         """
         if self._barrier is None or self._stop.is_set():
             return max(least, clock())
@@ -229,8 +229,8 @@ class LoadClient:
             self._visit(plan, visit, turn, due)
 
     async def _closed(self, plan: PhasePlan, begin: float) -> None:
-        """Keep `concurrency` requests in flight, until the phase's duration or requests are used
-        up.
+        """Keep `concurrency` requests in flight until the phase's duration is over or its requests
+        are used up.
         """
         assert plan.concurrency is not None
         numbers = iter(range(plan.requests)) if plan.requests is not None else count()

@@ -33,7 +33,7 @@ _FLUSH_BYTES = 2**20
 
 
 class ClientAssignment(msgspec.Struct, kw_only=True):
-    """The order to a client process: its scenario, and the folder of its results.
+    """The order to a client process: its scenario, and the folder for its results.
 
     scenario: the scenario's text. folder: base of its relative paths.
     results: folder to write to; its file `records` has a RequestRecord per line.
@@ -181,7 +181,7 @@ async def _listen(
 def main() -> None:
     """Read the assignment from stdin and run it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:  # a connection for each request in flight
+    if soft < hard:  # one connection per request in flight
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     assignment = msgspec.json.decode(_first_line(), type=ClientAssignment)

@@ -1,5 +1,5 @@
-"""The client processes of a run, as their parent process controls them: on this machine, or on
-the nodes of a Ray cluster.
+"""The parent process's connections to the client processes of a run, on this machine or on the
+nodes of a Ray cluster.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class ProcessConnection(Protocol):
     """The connection to a client process (process.py).
 
     offset: seconds by which the client's clock is ahead of this process's clock.
-    where: name of the client's machine, and its clock's error; "" for this machine.
+    where: name of the client's machine, and the error of its clock offset; "" for this machine.
     """
 
     offset: float
@@ -48,7 +48,7 @@ class ProcessConnection(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ask the client process to hang up and write its records."""
+        """Ask the client process to close its connections and write its records."""
         ...
 
     async def end(self) -> None:
@@ -56,7 +56,8 @@ class ProcessConnection(Protocol):
         ...
 
     async def file(self, name: str) -> Path | None:
-        """Return the client process's file `records` or `kept`, or None if it wrote none.
+        """Return the path of the client process's file `records` or `kept`; None if it has written
+        none.
 
         Call it only after the last line was read.
         """
@@ -136,7 +137,8 @@ class Worker:
         self._decode = msgspec.json.Decoder(Message).decode
 
     async def start(self) -> None:
-        """Start the process; wait until it has planned its share of the load. Raises RunError."""
+        """Start the process, and wait until it has planned its share of the load. Raises
+        RunError."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             await self.connection.start(self._assignment)
             if not isinstance(await self._message(), ClientReady):

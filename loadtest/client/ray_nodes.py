@@ -1,13 +1,12 @@
 """Client processes on the nodes of a Ray cluster, for loads that one machine cannot generate.
 
-Each client is a Ray actor with the same client process as on one machine. It gets its share of the
-plan, and all its records are collected, so percentiles are over all requests and not averages.
-Records have times of their node's clock. The offset of this clock from this machine's clock is
+Each client is a Ray actor that starts the same client process as on one machine. The process gets
+its share of the plan, and all records are collected, so percentiles are over all requests rather
+than averages. Records have times of their node's clock, whose offset from this machine's clock is
 measured at the start, from the fastest of several round trips, and subtracted. Each latency is
 measured with a single clock; only comparisons between requests of different nodes have the offset's
-error.
-Ray ships the package and the scenario's files. Nodes need msgspec, pydantic, numpy and ruamel.yaml.
-This is the only module of loadtest/ that imports ray.
+error. Ray ships the package and the scenario's files. Nodes need msgspec, pydantic, numpy and
+ruamel.yaml. This is the only module of loadtest/ that imports ray.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ _PIECE_BYTES = 2**23
 
 
 class Host:
-    """A Ray actor: a LocalProcess on its node, and that node's clock."""
+    """A Ray actor with a LocalProcess on its node, which also reads that node's clock."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="manta-loadtest-")
@@ -149,7 +148,7 @@ class RayProcess:
                 while piece := await self._host.read.remote(name, file.tell()):
                     file.write(piece)
         except ray.exceptions.RayActorError:
-            return None  # the node is lost, and with it its records
+            return None  # the node and its records are lost
         return path if piece is not None else None
 
 

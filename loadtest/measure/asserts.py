@@ -1,8 +1,8 @@
 """Conditions for a run to pass, as in --assert "failed==0, p99_ttft<500ms, goodput>=99%".
 
 Durations are compared in seconds and may have a unit (us, ms, s, m); fractions may be in per cent.
-An assertion fails if the run does not have its metric (p99_ttft without streams, different without
-compared answers).
+An assertion fails if the run does not have its metric (p99_ttft without streams, `different`
+without compared answers).
 """
 
 import difflib
@@ -31,7 +31,7 @@ NAMES = (*_PLAIN, *_FRACTIONS, *sorted(TIMES))
 
 _ERRORS = tuple(f"errors.{name}" for name in ERROR_CLASSES)
 
-_PARTS = {"us": 1e6, "ms": 1e3, "s": 1.0, "m": 1 / 60, "%": 100.0}  # units in a second; % in 1
+_PARTS = {"us": 1e6, "ms": 1e3, "s": 1.0, "m": 1 / 60, "%": 100.0}  # units per second; % per 1
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,

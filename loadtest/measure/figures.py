@@ -21,7 +21,7 @@ from loadtest.measure.records import (
     Verdict,
 )
 
-MAX_LATENESS_S = 0.005  # highest p99 of a client that sends in time
+MAX_LATENESS_S = 0.005  # highest p99 lateness of a client that sends in time
 MAX_CPU_SHARE = 0.8
 _Z = 1.959963984540054  # normal quantile of a two-sided 95 % interval
 
@@ -51,7 +51,8 @@ def _percentiles(array: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> Perce
 
 
 def sample_at(values: Iterable[float], share: float) -> float:
-    """Return the value at a share of the sorted values, not interpolated; 0.0 of none."""
+    """Return the value at a share (quantile) of the sorted values, not interpolated; 0.0 without
+    values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
@@ -61,7 +62,7 @@ def _figure(value: float) -> float:
 
 
 def wilson(good: int, total: int) -> tuple[float, float]:
-    """Return Wilson's interval, which holds the true fraction with 95 % confidence; (0, 1)
+    """Return Wilson's interval, which contains the true fraction with 95 % confidence; (0, 1)
     without data.
     """
     if not total:
@@ -102,7 +103,7 @@ def token_gaps(record: RequestRecord) -> tuple[list[float], list[float], list[in
 
 
 def is_good(record: RequestRecord, slo: dict[str, float]) -> bool:
-    """Whether the request kept every limit that applies to it; ttft does not apply to unary
+    """Whether a request kept every limit of `slo` that applies to it; ttft does not apply to unary
     answers.
     """
     if not record.ok or record.verified == "different":
@@ -122,7 +123,8 @@ def service_gaps(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
     """Return (start, end) of intervals in which a request waited and no chunk arrived, in order.
 
     An interval starts with the last chunk, or with the first request after a time without waiting
-    requests. Failed requests do not end it: a server that refuses immediately gives no service.
+    requests. Failed requests do not end an interval: a server that refuses immediately gives no
+    service.
     """
     start, chunk, end = 0, 1, 2
     events: list[tuple[float, int, bool]] = []
@@ -170,7 +172,7 @@ def summarise(
     sending_s: seconds in which requests were to be sent; None: from the first to the last request.
     at_once: phases whose requests are all due at one moment, so that the client is necessarily
     late.
-    reasons: other reasons why the client invalidated the run.
+    reasons: further reasons why the client invalidates the run.
     """
     slo = slo or {}
     measured = [record for record in records if not record.warmup]
@@ -182,7 +184,7 @@ def summarise(
     duration = max((record.end_s for record in measured), default=0.0) - begin
     last = max((record.intended_s for record in measured), default=0.0)
     sending = sending_s or (last - begin)
-    # The last answer may precede the phase's end, which must not raise the rate.
+    # The last answer may come before the phase's end, which must not raise the rate.
     span = max(duration, sending)
     # Tokens of failed requests count as lost: no client could use them.
     tokens = sum(r.output_tokens for r in measured if not r.failed)
@@ -270,7 +272,8 @@ def summarise(
 
 
 def judge(lateness: Percentiles, cpu_share: float) -> tuple[Verdict, list[str]]:
-    """Return whether the client was fast enough to measure the server, and reasons if not."""
+    """Return whether the client was fast enough to measure the server, and the reasons if it was
+    not."""
     reasons = []
     if lateness.p99 > MAX_LATENESS_S:
         reasons.append(

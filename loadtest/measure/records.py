@@ -31,18 +31,20 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     first_byte_s: time of the first byte of the answer's head.
     chunks: (time, tokens) of each part of the answer with tokens; a unary answer is one chunk.
     chunks_exact: False if the server does not report tokens per chunk; each chunk then counts 1.
-    end_s: the answer's last byte, the failure, or the client's own cancellation.
+    end_s: time of the answer's last byte, of the failure, or of the client's own cancellation.
 
     output_tokens_expected: the requested number, None where the model may stop by itself.
     output_tokens: from the server's usage, otherwise counted.
-    missing_tokens: expected by usage, request or reference, but not received.
-    doubled_tokens: received twice.
+    missing_tokens: number of tokens that were expected by usage, request or reference but not
+        received.
+    doubled_tokens: number of tokens that were received twice.
 
     status: the HTTP status, 0 without an answer.
     error_class: one of ERROR_CLASSES, None for success.
     error_code: the server's own code, as in {"error": {"code": ...}}.
-    cancelled: the client hung up on purpose; neither success nor failure. Received tokens count.
-    slow_reader: the client read slowly on purpose; the latencies are in no percentile.
+    cancelled: whether the client disconnected on purpose; neither success nor failure. Received
+        tokens count.
+    slow_reader: whether the client read slowly on purpose; the latencies are in no percentile.
     queue_s: the server's own queueing time, if it reports one.
     """
 
@@ -81,7 +83,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def ok(self) -> bool:
-        """Whether the request succeeded. A different text (`verified`) counts separately."""
+        """Whether the request succeeded. A wrong text (`verified`) is counted separately."""
         return self.error_class is None and not self.cancelled
 
     @property
@@ -90,7 +92,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def lateness_s(self) -> float | None:
-        """The seconds by which the client sent late, which is never the server's fault."""
+        """The seconds by which the client sent the request late, which is never the server's
+        fault."""
         return None if self.sent_s is None else max(0.0, self.sent_s - self.intended_s)
 
     @property
@@ -132,7 +135,7 @@ ERROR_CLASSES: dict[str, str] = {
 
 
 class FaultMark(msgspec.Struct, frozen=True):
-    """An event of the cluster at t seconds, such as a fault that was caused."""
+    """An event at t seconds of the run, such as a caused fault."""
 
     t: float
     what: str
@@ -231,9 +234,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     queue: the server's own queueing time, empty if it reports none.
     itl: gap between two chunks divided by the second chunk's tokens, counted once per token.
     itl_chunk: the undivided gaps.
-    longest_gap_s: longest time in which a request waited and no chunk arrived. Failed requests do
-    not end such a gap.
-    no_service_s: sum of these gaps longer than `no_service_after_s`.
+    longest_gap_s: longest time in which a request waited and no chunk of any request arrived.
+    Failed requests do not end such a gap.
+    no_service_s: sum of such gaps that are longer than `no_service_after_s`.
     lost_tokens: tokens received for requests that then failed.
     fairness_*: Jain's index (1 = all equal) of output tokens per second of waiting, by tenant and
     by adapter; None with fewer than two.

@@ -1,11 +1,11 @@
 """Verification: the comparison of a scenario's answers with a reference file. `loadtest reference`
-writes the file, by one request at a time to a quiet server. Other programs can write it, too; it
-has such lines:
+writes the file, by one request at a time to an otherwise idle server. Other programs can also write
+the file, with such lines:
 
     {"key": "...", "text": "...", "token_ids": [...], "finish_reason": "length"}
 
-`key` identifies the question (RequestSpec.key). Token ids are compared where both sides have them,
-else text. A truncated or cancelled answer is right if it is a prefix of the reference.
+`key` identifies the question (RequestSpec.key). Token ids are compared if both sides have them,
+otherwise texts. A truncated or cancelled answer is correct if it is a prefix of the reference.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from loadtest.measure.records import RequestRecord, Verified
 
 
 class ReceivedAnswer:
-    """A received answer: pieces of text, and token ids if every piece came with ids."""
+    """A received answer: pieces of text, and token ids if all pieces came with ids."""
 
     __slots__ = ("ids", "texts")
 
@@ -57,7 +57,7 @@ def reference_of(key: str, record: RequestRecord, answer: ReceivedAnswer) -> Ref
 
 
 def read_references(path: Path) -> dict[str, Reference]:
-    """Read a reference file into a dict by key. Raises ScenarioError with the line."""
+    """Read a reference file into {key: Reference}. Raises ScenarioError with the line."""
     decode = msgspec.json.Decoder(Reference).decode
     references: dict[str, Reference] = {}
     try:
@@ -101,7 +101,7 @@ def count_slips(
 ) -> RequestRecord:
     """Return the record of a complete but different answer with missing and doubled tokens counted.
 
-    It is slow, and therefore to be called after the run.
+    The function is slow, so it should be called after the run.
     """
     got, want = _comparable(answer, reference)
     if isinstance(got, str):
@@ -129,7 +129,7 @@ def _comparable(
 def slips(got: Sequence[Any], want: Sequence[Any]) -> tuple[int, int]:
     """Return (tokens of `want` missing in `got`, tokens that `got` has twice).
 
-    Both are 0 if the texts differ otherwise: a diverging answer has not lost tokens.
+    Both are 0 if the texts differ in another way, because a diverging answer has not lost tokens.
     """
     matcher = SequenceMatcher(None, want, got, autojunk=False)
     missing = doubled = 0

@@ -175,7 +175,7 @@ def _timeline(run: SavedRun) -> str:
     t = timeline_of(run.records)
 
     def of(label: str, rates: list[float], colour: int, kind: Kind = "area") -> Series:
-        # repeat the last rate up to the last bin's end
+        # repeat the last rate until the last bin's end
         return Series(label, t.edges, [*rates, rates[-1]], colour, kind)
 
     panels = [
@@ -190,7 +190,7 @@ def _timeline(run: SavedRun) -> str:
         ChartPanel("In flight", [of("", t.in_flight, 3, "step")]),
     ]
     if t.ttft:
-        gap = 10 * (t.edges[1] - t.edges[0])  # a gap longer than this had no successful request
+        gap = 10 * (t.edges[1] - t.edges[0])  # longer gaps had no successful request
         lines = [Series(f"p{q}", *t.ttft[q], 0 if q == 50 else 1, gap=gap) for q in t.ttft]
         panels.append(ChartPanel("Time to first token", lines, Axis(form=duration)))
     if t.errors:
@@ -222,7 +222,7 @@ def _timeline(run: SavedRun) -> str:
 
 
 def latency_section(runs: Sequence[tuple[str, SavedRun]]) -> str:
-    """Return CDF charts of all metrics, with several runs in the same charts."""
+    """Return CDF charts of all metrics; several runs are drawn in the same charts."""
     charts = []
     for metric in METRICS:
         series = []

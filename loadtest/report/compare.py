@@ -25,7 +25,7 @@ from loadtest.report.series import Floats, SavedRun, read_run
 
 RESAMPLES = 1000
 _STRETCHES = 20
-_MANY = 3  # runs on each side from which runs themselves are resampled
+_MANY = 3  # minimum number of runs on each side for which runs are resampled
 _POINTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _LATENCIES = ("ttft", "tpot", "itl", "e2e")
 _RATES = ("tokens_per_s", "served_per_s")
@@ -155,7 +155,7 @@ class _Sample:
         self._count = count
 
     def at(self, rng: np.random.Generator | None) -> list[float]:
-        """Return the percentiles; of a bootstrap sample if a generator is given."""
+        """Return the percentiles: of the values or, with a generator, of a bootstrap sample."""
         if rng is None:
             return [float(v) for v in np.quantile(self.values, list(_POINTS.values()))]
         weights = self._draw(rng)[self._unit]
@@ -175,7 +175,7 @@ class _Sample:
             for run in picked
             if self._requests[run]
         ]
-        if not drawn:  # the sample has only runs without values
+        if not drawn:  # the sampled runs have no values
             return np.ones(self._count, dtype=np.int64)
         return np.bincount(np.concatenate(drawn), minlength=self._count)
 
@@ -193,7 +193,7 @@ def _values(record: RequestRecord, metric: str) -> Floats:
 def _rate_row(
     metric: str, a: Side, b: Side, rng: np.random.Generator, resamples: int
 ) -> ComparisonRow:
-    """Compare throughput, with one value per run, or values of parts of each run."""
+    """Return the comparison of throughput, with one value per run, or one per part of each run."""
     points, draws = [], []
     for side in (a, b):
         totals = [_per_second(run, metric) for run in side.runs]
@@ -216,7 +216,7 @@ def _per_second(run: SavedRun, metric: str) -> float:
 
 
 def _stretches(run: SavedRun, metric: str) -> Floats:
-    """Return the rate in each of equal parts of the run's time."""
+    """Return the rate in each of several equal parts of the run's time."""
     if not run.records:
         return np.zeros(1)
     start = min(r.intended_s for r in run.records)
@@ -233,7 +233,7 @@ def _stretches(run: SavedRun, metric: str) -> Floats:
 
 
 def _share_row(metric: str, a: Side, b: Side) -> ComparisonRow | None:
-    """Compare a share by the difference b - a with Newcombe's interval.
+    """Return the comparison of a share: the difference b - a with Newcombe's interval.
 
     Returns None if a side has no requests, and for goodput without an SLO.
     """
@@ -258,7 +258,7 @@ def _share_row(metric: str, a: Side, b: Side) -> ComparisonRow | None:
 def mann_whitney(a: Floats, b: Floats) -> float:
     """Return the two-sided p of the Mann-Whitney test, 1.0 if all values are equal.
 
-    It uses the normal approximation with ties and continuity correction.
+    The normal approximation is used, with correction for ties and continuity.
     """
     both = np.concatenate([a, b])
     _, inverse, counts = np.unique(both, return_inverse=True, return_counts=True)

@@ -1,6 +1,4 @@
-"""The building blocks of HTML pages. `escape` is applied here, and only here, to all outside
-text.
-"""
+"""The building blocks of HTML pages. Only here is `escape` applied, to all text from outside."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from loadtest.report.style import CSS
 
 Tone = Literal["", "good", "bad", "warn", "dim", "wrap"]
 
-# Content security policy: markup that got into the page could neither load nor run anything.
+# Content security policy: injected markup could neither load nor run anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -30,7 +28,7 @@ class SummaryTile:
 
 
 def document(title: str, header: str, body: str, footer: str) -> str:
-    """Return the whole page. header, body, footer: HTML made by the functions below."""
+    """Return the whole page. header, body, footer: HTML from the functions below."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'

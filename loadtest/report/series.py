@@ -66,7 +66,8 @@ def _per_token(record: RequestRecord) -> Floats:
 def cdf(sample: Floats) -> tuple[list[float], list[float]]:
     """Return (values, share of the sample up to each value), with more points at the tail.
 
-    Points begin at 0.4 %, since gaps near 0 of tokens that arrive together would stretch the axis.
+    Points begin at 0.4 %, because near-zero gaps of tokens that arrive together would stretch the
+    axis.
     """
     if not len(sample):
         return [], []
@@ -100,7 +101,7 @@ class Timeline:
 
 
 def timeline_of(records: Sequence[RequestRecord], bins: int = 150) -> Timeline:
-    """Count the run's events in at most `bins` time bins of a round length."""
+    """Return the run's events counted in at most `bins` time bins of a round length."""
     end = max((r.end_s for r in records), default=1.0)
     width = next(
         (w for w in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600) if end / w <= bins), 3600.0
@@ -149,7 +150,7 @@ def _in_flight(records: Sequence[RequestRecord], edges: Floats) -> list[float]:
     sent = np.sort([r.sent_s for r in records if r.sent_s is not None])
     ended = np.sort([r.end_s for r in records if r.sent_s is not None])
 
-    def passed(times: Floats) -> Floats:  # integral over time of the number of events so far
+    def passed(times: Floats) -> Floats:  # integral of the number of events so far
         sums = np.concatenate([[0.0], np.cumsum(times)])
         before = np.searchsorted(times, edges, side="right")
         return before * edges - sums[before]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from loadtest.errors import ScenarioError
 
-Segment = tuple[float, float, float]  # seconds, requests/s at its start, requests/s at its end
+Segment = tuple[float, float, float]  # (seconds, requests/s at its start, requests/s at its end)
 
 
 def rng_of(seed: int, *what: object) -> random.Random:
@@ -54,7 +54,7 @@ def unit_gaps(cv: float, rng: random.Random) -> Iterator[float]:
 
 
 def through(segments: Iterable[Segment], gaps: Iterable[float]) -> Iterator[float]:
-    """Yield the times at which the cumulated rate of `segments` reaches the sums of `gaps`."""
+    """Yield the times at which the cumulated rate of `segments` reaches the cumulated `gaps`."""
     parts = iter(segments)
     start, mass = 0.0, 0.0  # where the current segment begins, in seconds and in requests
     seconds, low, high = next(parts)
@@ -75,7 +75,8 @@ def _mass(seconds: float, low: float, high: float) -> float:
 
 
 def _invert(mass: float, seconds: float, low: float, high: float) -> float:
-    """Return when the integral of a rate that goes from low to high in `seconds` reaches `mass`."""
+    """Return the time at which the integral of a rate that goes from low to high in `seconds`
+    reaches `mass`."""
     if mass <= 0:
         return 0.0
     slope = 0.0 if math.isinf(seconds) else (high - low) / seconds
@@ -95,7 +96,7 @@ def ramp(first: float, last: float, seconds: float) -> Iterator[Segment]:
 
 
 def steps(rates: Iterable[float], seconds: float) -> Iterator[Segment]:
-    """Return segments with each rate for `seconds`, then end."""
+    """Return segments with each of the rates for `seconds`."""
     return iter([(seconds, rate, rate) for rate in rates])
 
 
@@ -112,7 +113,8 @@ def schedule(
     duration: float | None,
     requests: int | None,
 ) -> list[float]:
-    """Return send times, ascending from 0 s, until the duration, the count or the segments end."""
+    """Return send times, ascending from 0 s, until the duration, the number of requests or the
+    segments end."""
     times = through(segments, unit_gaps(cv, rng))
     if duration is not None:
         times = takewhile(lambda t: t < duration, times)

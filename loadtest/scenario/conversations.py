@@ -18,7 +18,7 @@ MOST_TOKENS = 4096  # maximum tokens of an answer
 
 
 class Exchange(NamedTuple):
-    """A question, and the answer that the file has for it."""
+    """A question, and its answer in the file."""
 
     asked: str
     answered: str
@@ -34,7 +34,7 @@ Conversation = tuple[Exchange, ...]
 
 @lru_cache(maxsize=4)
 def read_conversations(path: Path) -> tuple[Conversation, ...]:
-    """Read the conversations that have a question and its answer; other ones are left out.
+    """Read the conversations in a file that have a question and an answer; others are left out.
 
     Raises ScenarioError.
     """

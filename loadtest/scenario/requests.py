@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from loadtest.scenario.schema import AdapterMix, Prefix, Tenant, Workload
 
 # Quantiles at 0, 5, ... 100 % from samples_1024.json of OpenPPL's ppl.llm.serving, in Llama 2
-# tokens. Means are those that its authors report.
+# tokens. The means are those that its authors report.
 SHAREGPT_INPUT = {
     "cdf": [4, 7, 9, 11, 13, 15, 17, 20, 22, 25, 29, 35, 44, 55, 74, 101, 143, 207, 348, 596, 1007],
     "mean": 114,
@@ -44,7 +44,7 @@ SHAREGPT_OUTPUT = {
 class NamedWorkload:
     """The lengths, prefixes and sampling of a workload that scenarios use by name.
 
-    ids: token ids are sent instead of a chat. prefix: (groups, tokens) of shared prefixes.
+    ids: whether token ids are sent instead of a chat. prefix: (groups, tokens) of shared prefixes.
     """
 
     about: str
@@ -114,8 +114,8 @@ class RequestSpec(NamedTuple):
 
     fields: the request body, without the fields for streaming.
     expected: output tokens if the server respects ignore_eos, else None.
-    cancel_chunks, cancel_after: hang up after so many chunks, or seconds.
-    key: identifies the question in a reference file.
+    cancel_chunks, cancel_after: number of chunks, or seconds, after which the client disconnects.
+    key: see the property `key`.
     """
 
     path: str
@@ -141,7 +141,8 @@ class RequestSpec(NamedTuple):
         return msgspec.json.encode(fields)
 
     def key(self) -> str:
-        """A key of the question, equal for all tenants and with or without streaming."""
+        """The key of the question in a reference file, equal for all tenants and with or without
+        streaming."""
         data = msgspec.json.encode([self.path, self.fields])
         return blake2b(data, digest_size=12).hexdigest()
 
@@ -154,7 +155,7 @@ class RequestSpec(NamedTuple):
 class RequestGenerator:
     """The generator of one phase's requests.
 
-    first: whether the phase begins with the lists of workloads.py unchanged.
+    first: whether the phase begins with the unchanged lists of workloads.py.
     """
 
     def __init__(
@@ -191,9 +192,7 @@ class RequestGenerator:
         return not self._named.ids
 
     def spec(self, index: int, first: int | None = None) -> RequestSpec:
-        """Return request `index`. first: index of the first turn of the conversation that it
-        continues.
-        """
+        """Return request `index`. first: index of the first turn of the request's conversation."""
         work = self._work
         tenant = self._tenant(index if first is None else first)
         output = self._output(index, tenant, first)
@@ -356,7 +355,7 @@ class RequestGenerator:
             filler = length.draw(rng) - len(asked.split())
             text = f"{filler_text.filler(rng, filler)}\n\n{asked}" if filler > 0 else asked
             messages.append({"role": "user", "content": text})
-            # an earlier answer of the right length, synthetic so that it is the same for any server
+            # a synthetic earlier answer of the right length, so that it is the same for any server
             if turn < index:
                 reply = filler_text.filler(rng, self._output(turn, None))
                 messages.append({"role": "assistant", "content": reply})
@@ -372,7 +371,7 @@ def _pick(sums: list[float], rng: random.Random) -> int:
 
 
 def _picker(adapters: "AdapterMix | None") -> Callable[[int, random.Random], str]:
-    """Return a function (index, rng) -> adapter's name, "" for the base model."""
+    """Return a function (index, rng) -> adapter name, "" for the base model."""
     if adapters is None:
         return lambda index, rng: ""
     names, base, kind = adapters.all_names(), adapters.base, adapters.choice
@@ -389,7 +388,7 @@ def _picker(adapters: "AdapterMix | None") -> Callable[[int, random.Random], str
 def _prefixes(
     prefix: "Prefix | None", named: NamedWorkload
 ) -> tuple[Callable[[random.Random], int] | None, int]:
-    """Return (function rng -> group or None, tokens of a prefix)."""
+    """Return (function rng -> index of the prefix group, or None; number of tokens of a prefix)."""
     if prefix is None and named.prefix is None:
         return None, 0
     if prefix is None:

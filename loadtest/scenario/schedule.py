@@ -1,4 +1,4 @@
-"""A scenario's schedule: when each request of a phase is sent. It is identical in every process
+"""A scenario's schedule: the times at which requests are sent, which are identical in every process
 of a run.
 """
 
@@ -53,7 +53,7 @@ class PhasePlan:
     concurrency: int | None
     requests: int | None
     drain: bool
-    first: int = 0  # in a closed loop the number of the first request, and the distance to the next
+    first: int = 0  # in a closed loop: index of the first request, and step to the next
     step: int = 1
 
     def share(self, worker: int, procs: int) -> "PhasePlan":

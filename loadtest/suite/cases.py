@@ -34,8 +34,8 @@ from loadtest.suite.poison import PoisonOutcome, send_all
 
 CASES = ("overload", "slow", "poison", "long", "kill")
 OVERLOADS = (1.5, 3.0, 10.0)  # times the measured capacity
-_MAX_CPU_SHARE = 0.8  # of a core: beyond it the client may be the bottleneck
-_SLOW_PAUSE_S = 0.2  # pause of a slow client after each kilobyte
+_MAX_CPU_SHARE = 0.8  # share of a core above which the client may be the bottleneck
+_SLOW_PAUSE_S = 0.2  # seconds for which a slow client pauses after each kilobyte
 _START_S = 0.05  # seconds from planning to the first request
 
 
@@ -51,8 +51,8 @@ class SuiteOptions:
     prompt_tokens, output_tokens: rough numbers of a question. long_tokens: of a long prompt.
     first_limit_s: maximum seconds to a good answer's first token.
     patience_s: seconds without a byte after which a stream counts as lost.
-    kill_pids: processes that get SIGKILL. kill_commands: shell commands that harm the server.
-        Each is carried out once, evenly spread over the case "kill".
+    kill_pids: processes that get SIGKILL. kill_commands: shell commands that harm the server. Each
+        one is executed once, evenly spread over the case "kill".
     allow_remote: whether the server may be on another machine.
     """
 
@@ -93,7 +93,7 @@ class _RepeatedQuestions(RequestGenerator):
 
 @dataclass
 class _Suite:
-    """The state of a run of the suite.
+    """The state during a run of the suite.
 
     references: the undisturbed answers, by question. capacity: answers/s of the undisturbed server.
     """
@@ -256,7 +256,7 @@ def _client(
 
 
 async def _ask_alone(suite: _Suite) -> None:
-    """Ask each question alone, for the undisturbed texts. Raises RunError without an answer."""
+    """Ask each question alone, to get the undisturbed texts. Raises RunError without an answer."""
     errors: list[str] = []
 
     def keep(spec: RequestSpec, record: RequestRecord, answer: ReceivedAnswer) -> None:
@@ -292,7 +292,7 @@ async def _case(
     beside = None if harm is None else asyncio.create_task(_delayed(harm, marks))
     records = await _send(suite, name, plan)
     if beside is not None:
-        # Poison that gets no answer takes longer than the case.
+        # Poison requests without an answer take longer than the case.
         await beside
     _add(suite, name, records, marks)
 
@@ -332,7 +332,8 @@ def _add(
 
 
 async def _long_beside_short(suite: _Suite, users: int) -> None:
-    """Send short questions while two more clients send long prompts; each of the two is a case."""
+    """Send short questions while two more clients send long prompts; short and long requests are a
+    case each."""
     options = suite.options
     short = _plan(suite, *_closed(options, users))
     long = _plan(suite, *_closed(options, 2), prompt_tokens=options.long_tokens)
@@ -344,7 +345,7 @@ async def _long_beside_short(suite: _Suite, users: int) -> None:
 
 
 async def _kill(options: SuiteOptions, marks: list[str]) -> None:
-    """Kill each victim once, evenly spread over the case."""
+    """Kill each process and run each command once, evenly spread over the case."""
     harms = len(options.kill_pids) + len(options.kill_commands)
     pause = options.seconds / (harms + 1)
     began = clock()

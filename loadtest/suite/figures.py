@@ -21,7 +21,7 @@ class CaseFigures(msgspec.Struct, kw_only=True):
 
     offered_per_s: requests sent a second.
     answered: requests with a whole answer. refused: with 429, 503 or another 4xx.
-    begun: streams that got a token. lost: those of them that broke or never ended.
+    begun: streams that got a token. lost: begun streams that broke or never ended.
     failed: requests that were neither answered, refused nor lost.
     first_p99_s: seconds to the first token. pause_p99_s: between two chunks of a stream.
     longest_pause_s: the longest of these pauses.
@@ -29,7 +29,7 @@ class CaseFigures(msgspec.Struct, kw_only=True):
     good: answers whose first token came within the limit.
     goodput: good answers a second, as a share of the measured capacity.
     identical: answers with the text of the undisturbed server, among `compared` answers.
-    marks: the harm that was done to the server, with its second.
+    marks: the actions that harmed the server, each with its second.
     """
 
     case: str
@@ -55,7 +55,8 @@ class CaseFigures(msgspec.Struct, kw_only=True):
 
 
 class SuiteResult(msgspec.Struct, kw_only=True):
-    """The result of the suite against one server. config: the options. client: its host."""
+    """The result of the suite against one server. config: the options. client: the client's
+    host."""
 
     schema: str = SCHEMA
     url: str
@@ -78,7 +79,7 @@ def figures_of(
     first_limit_s: float,
     marks: Sequence[str] = (),
 ) -> CaseFigures:
-    """Return the figures of a case from its requests. Slow readers count for losses only.
+    """Return the figures of a case from its requests' records. Slow readers count only for losses.
 
     seconds: duration of sending.
     capacity: answers/s of the undisturbed server; 0: unknown.

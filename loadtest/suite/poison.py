@@ -1,4 +1,5 @@
-"""Poison: requests that a server must refuse or drop without harm to its other clients."""
+"""Poison: malformed or huge requests that a server must refuse without harm to its other
+clients."""
 
 import asyncio
 import contextlib
@@ -11,7 +12,7 @@ import msgspec
 from loadtest.http import Address, request_head
 
 _PATIENCE_S = 5.0  # maximum wait for an answer to poison
-_PIECE = 2**16  # bytes of a huge body that are sent at once
+_PIECE = 2**16  # bytes of a huge body per write
 _HUGE = 64 * 2**20  # bytes of a huge body
 _DEEP = 100_000  # depth of nested arrays
 
