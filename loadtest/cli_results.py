@@ -248,7 +248,7 @@ def _save(path: Path, text: str) -> None:
         raise ScenarioError(f"{path}: {error.strerror or error}") from None
 
 
-def _show(found: "Comparison") -> None:
+def _show(comparison: "Comparison") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
@@ -260,8 +260,8 @@ def _show(found: "Comparison") -> None:
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     heads = (
         "",
-        found.a.name,
-        found.b.name,
+        comparison.a.name,
+        comparison.b.name,
         "change",
         "95 % interval",
         "p",
@@ -270,11 +270,11 @@ def _show(found: "Comparison") -> None:
     for index, head in enumerate(heads):
         table.add_column(escape(head), justify="left" if index in (0, 6) else "right", no_wrap=True)
     colours = {"better": "green", "worse": "red", "no difference shown": "dim"}
-    for row in tidy(found.rows):
+    for row in tidy(comparison.rows):
         word = row[-1] if row[-1] in ("better", "worse") else "–"
         table.add_row(*row[:-1], f"[{colours[row[-1]]}]{word}[/]")
     console.print(table)
-    console.print(found.method, markup=False)
+    console.print(comparison.method, markup=False)
     console.print("p: Mann-Whitney's test, two-sided, on the values of requests", markup=False)
-    for warning in found.warnings:
+    for warning in comparison.warnings:
         console.print(f"note: {warning}", style="yellow", markup=False)

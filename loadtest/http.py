@@ -214,13 +214,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._rest:
             data, self._rest = self._rest + data, b""
         body: list[bytes] = []
-        position, size, left = 0, len(data), self._left
+        position, size, remaining = 0, len(data), self._left
         while position < size:
-            if left > 0:
-                piece = data[position : position + left]
+            if remaining > 0:
+                piece = data[position : position + remaining]
                 body.append(piece)
                 position += len(piece)
-                left -= len(piece)
+                remaining -= len(piece)
                 continue
             end = data.find(b"\r\n", position)
             if end < 0:
@@ -229,22 +229,22 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._rest = data[position:]
                 break
             line, position = data[position:end], end + 2
-            if left == 0:
+            if remaining == 0:
                 if line:
                     raise ValueError("a chunk longer than its size")
-                left = -1
-            elif left == -1:
-                left = int(line.split(b";", 1)[0], 16)
-                if left < 0:
+                remaining = -1
+            elif remaining == -1:
+                remaining = int(line.split(b";", 1)[0], 16)
+                if remaining < 0:
                     raise ValueError("a chunk of negative size")
-                left = left or -2
+                remaining = remaining or -2
             elif not line:
-                left = -3
+                remaining = -3
                 break
-        self._left = left
+        self._left = remaining
         if body and self._handler is not None:
             self._handler.on_body(b"".join(body) if len(body) > 1 else body[0], now)
-        if left == -3 and self._handler is not None:
+        if remaining == -3 and self._handler is not None:
             if position < size:
                 raise ValueError("bytes after the last chunk")
             self._end(now)

@@ -66,37 +66,37 @@ def read_facts(folder: Path, config: ModelConfig) -> ModelFacts:
     )
 
 
-def _precision(kept: Quantized) -> str:
+def _precision(quantized: Quantized) -> str:
     """Return the name of the type or quantisation in which most matrices are stored."""
-    if kept.method == "gguf":
-        types = Counter(kept.types.values())
+    if quantized.method == "gguf":
+        types = Counter(quantized.types.values())
         return types.most_common(1)[0][0] if types else "F16"
-    names = [scheme.name for _, scheme in kept.rules if scheme is not None]
-    return names[0] if names else kept.method.upper()
+    names = [scheme.name for _, scheme in quantized.rules if scheme is not None]
+    return names[0] if names else quantized.method.upper()
 
 
-def _count(folder: Path, kept: Quantized | None) -> int:
+def _count(folder: Path, quantized: Quantized | None) -> int:
     """Return the number of weights, without scales, according to the files' headers; 0 if a file is
     missing or damaged.
 
-    kept: the checkpoint's quantisation; None: none.
+    quantized: the checkpoint's quantisation; None: none.
     """
     try:
         entries = read_headers(folder)
     except ConfigError:
         return 0
-    return sum(_weights(entry, kept) for entry in entries.values())
+    return sum(_weights(entry, quantized) for entry in entries.values())
 
 
-def _weights(entry: Entry, kept: Quantized | None) -> int:
+def _weights(entry: Entry, quantized: Quantized | None) -> int:
     plain = math.prod(entry.shape)
-    if kept is None:
+    if quantized is None:
         return plain
     matrix, _, own = entry.name.rpartition(".")
-    if kept.method == "gguf":
-        weights, size = GGUF_BLOCKS.get(kept.types.get(matrix, ""), (0, 0))
+    if quantized.method == "gguf":
+        weights, size = GGUF_BLOCKS.get(quantized.types.get(matrix, ""), (0, 0))
         return entry.num_bytes // size * weights if weights else plain
-    scheme = kept.scheme(matrix)
+    scheme = quantized.scheme(matrix)
     if scheme is None:
         return plain
     if own.endswith(_SCALES):

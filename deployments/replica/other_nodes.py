@@ -132,12 +132,12 @@ def _end(actors: list[Any]) -> None:
 
 
 def _check_weights(
-    config: EngineConfig, identity: ModelIdentity, node: int, found: HostedRanks
+    config: EngineConfig, identity: ModelIdentity, node: int, ranks: HostedRanks
 ) -> None:
-    if identity.weights != found.weights:
+    if identity.weights != ranks.weights:
         raise ConfigError(
-            f"model: {config.model} has other weights than {found.model} on node {node} of the "
-            f"replica, {found.address}; put the same files on all nodes, or give a hub name with "
+            f"model: {config.model} has other weights than {ranks.model} on node {node} of the "
+            f"replica, {ranks.address}; put the same files on all nodes, or give a hub name with "
             "its revision",
             param="model",
         )

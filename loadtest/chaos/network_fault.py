@@ -96,8 +96,8 @@ class NetworkProxy:
         try:
             while True:
                 due, data = await pieces.get()
-                if (left := due - clock()) > 0:
-                    await asyncio.sleep(left)
+                if (seconds := due - clock()) > 0:
+                    await asyncio.sleep(seconds)
                 await self._open.wait()
                 if not data:
                     break

@@ -196,13 +196,13 @@ class LoadClient:
 
     async def _wait(self, until: float) -> None:
         """Wait until a time of the clock, or until stop()."""
-        if (left := until - clock()) <= 0:
+        if (seconds := until - clock()) <= 0:
             await asyncio.sleep(0)
-        elif left < 0.2:
-            await asyncio.sleep(left)
+        elif seconds < 0.2:
+            await asyncio.sleep(seconds)
         else:
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(seconds):
                     await self._stop.wait()
             except TimeoutError:
                 return

@@ -77,9 +77,9 @@ def filler(rng: random.Random, tokens: int) -> str:
     """Return sentences of about `tokens` tokens. Common words are one token each, a full stop is
     another.
     """
-    sentences, left = [], tokens
-    while left > 0:
-        count = min(left, rng.randint(7, 15))
+    sentences, remaining = [], tokens
+    while remaining > 0:
+        count = min(remaining, rng.randint(7, 15))
         sentences.append(" ".join(rng.choices(_WORDS, k=max(1, count - 1))).capitalize() + ".")
-        left -= count
+        remaining -= count
     return " ".join(sentences)

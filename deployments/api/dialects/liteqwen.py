@@ -247,11 +247,11 @@ async def stop(context: ApiContext, exchange: HttpExchange) -> object:
     return {"request_id": id, "stopped": count}
 
 
-def _checked_id(given: str) -> str:
+def _checked_id(id: str) -> str:
     """Check the request id that a client has set, and return it. Raises ApiError 400."""
-    if request_id([given.encode()]) != given:
+    if request_id([id.encode()]) != id:
         raise invalid("request_id takes letters, digits and . _ : - alone", "request_id")
-    return given
+    return id
 
 
 def _add_history(builder: ChatBuilder, value: Any) -> None:

@@ -153,12 +153,12 @@ def _calls(
         before, between = f'{{"{keys[0]}": "', f'", "{keys[1]}": '
         call: list[list[_Part]] = [[name], [between], [arguments]]
         if per_call:
-            lead, rest = [*head, _Space(), "[", _Space()], [_Space(), "]", _Space(), *closed]
-            opening, *_, closing = _shown(examples, lead, [before], *call, ["}"], rest)
+            lead, trailing = [*head, _Space(), "[", _Space()], [_Space(), "]", _Space(), *closed]
+            opening, *_, closing = _shown(examples, lead, [before], *call, ["}"], trailing)
             marks = {"opening": opening, "separator": ", ", "closing": closing}
             return _made(begin=before, middle=between, end="}", **marks, **more)
-        lead, rest = [*head, _Space(), before], ["}", _Space(), *closed]
-        first, *_, last = _shown(examples, lead, *call, rest)
+        lead, trailing = [*head, _Space(), before], ["}", _Space(), *closed]
+        first, *_, last = _shown(examples, lead, *call, trailing)
         return _made(begin=first, middle=between, end=last, **more)
     if not named:
         raise _Unusable(f".content: {kind} where the name is not in `open_pattern`")
@@ -166,8 +166,8 @@ def _calls(
         dialect = _dialect(inner)
         written = arguments if dialect is None else dialect.write({key: value})
         brackets = ([], []) if dialect is None else (["{"], ["}"])
-        lead, rest = [*tail, _Space(), *brackets[0]], [*brackets[1], _Space(), *closed]
-        first, _, then, _, last = _shown(examples, head, [name], lead, [written], rest)
+        lead, trailing = [*tail, _Space(), *brackets[0]], [*brackets[1], _Space(), *closed]
+        first, _, then, _, last = _shown(examples, head, [name], lead, [written], trailing)
         return _made(begin=first, middle=then, end=last, dialect=dialect, **more)
     if kind == "xml-inline":
         return _tagged(inner, head, tail, closed, probe, examples, more)

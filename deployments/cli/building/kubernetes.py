@@ -172,24 +172,24 @@ def _group_name(config: MantaConfig, model: str, pool: str) -> str:
 
 
 def _memory(
-    groups: Mapping[str, tuple[str, PoolConfig, int]], given: Mapping[str, str]
+    groups: Mapping[str, tuple[str, PoolConfig, int]], amounts: Mapping[str, str]
 ) -> dict[str, str]:
     """Return {group: memory of a pod in Kubernetes' units}, including the head group.
 
     groups: {group: (kind of pool, pool, number of nodes of a replica)}.
-    given: amounts from the command line, by group or kind.
+    amounts: amounts from the command line, by group or kind.
 
     Raises ConfigError for an unknown group.
     """
-    for name in given:
+    for name in amounts:
         if name not in MEMORY and name not in groups:
             known = ", ".join(dict.fromkeys((*MEMORY, *groups)))
             raise ConfigError(
-                f"--memory {name}={given[name]}: there is no group of this name; groups: {known}",
+                f"--memory {name}={amounts[name]}: there is no group of this name; groups: {known}",
                 param="--memory",
             )
-    kinds = {**MEMORY, **given}
-    of_groups = {name: given.get(name, kinds[kind]) for name, (kind, _, _) in groups.items()}
+    kinds = {**MEMORY, **amounts}
+    of_groups = {name: amounts.get(name, kinds[kind]) for name, (kind, _, _) in groups.items()}
     return {**of_groups, "head": kinds["head"]}
 
 
