@@ -327,8 +327,8 @@ class ModelCalls:
     ) -> Adapter:
         """Add an adapter at all routers, or read its files again.
 
-        path: a folder that all nodes can read inside `adapters.roots`, or a URL there; "": where
-            the adapter was.
+        path: a folder that all nodes can read inside `adapters.roots`, or a URL there; "": the
+            path that the adapter has.
         """
         return self._carry_out(_load_adapter(model or self.model, name, path))
 

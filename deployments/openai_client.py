@@ -325,8 +325,8 @@ def _library(cls: type) -> Any:
 
 @cache
 def _stream_class(httpx: Any, base: str, of: type) -> Any:
-    """Return a subclass of both a stream class and the library's stream class, as which the library
-    accepts it as a body.
+    """Return a subclass of our stream class that the library accepts as a body, as it also derives
+    from the library's stream class.
 
     httpx: the library. base: name of its stream class. of: our stream class.
     """

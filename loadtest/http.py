@@ -20,7 +20,8 @@ _MAX_LINE = 2**12
 # Some servers close a connection right after an answer without announcing it in the headers. To
 # notice this, a connection is not reused for this many seconds.
 _REST_S = 0.01
-# Connections that are idle for longer are not reused, since servers close them after 5 s or more.
+# Connections that have been idle for more than this many seconds are not reused, since servers
+# close them after 5 s or more.
 IDLE_S = 2.0
 
 

@@ -92,7 +92,7 @@ class ChatServer:
         """Send a request and return the JSON of its response.
 
         path: path after /v1.
-        timeout: longest seconds without a byte of the response.
+        timeout: maximum seconds without a byte of the response.
 
         Raises ServerError.
         """
@@ -166,7 +166,7 @@ class ChatServer:
         """Send a request and return the response.
 
         path: path after /v1.
-        timeout: longest seconds without a byte of the response.
+        timeout: maximum seconds without a byte of the response.
 
         Raises ServerError if the server cannot be reached, or for a status other than 200.
         """

@@ -90,7 +90,7 @@ class RequestTrace:
         # token.
         self.engine_us = -1
         self.adapter_us = -1  # the part of engine_us until the adapter was on the device
-        self.started = 0.0  # time at which that first step began
+        self.started = 0.0  # start of the request's first engine step
         self.first = 0.0
         self.cached = 0
         self.output_tokens = 0

@@ -29,7 +29,7 @@ _KEPT = 8  # batch work leaves 1 / _KEPT of rows and blocks free
 _AHEAD_SECONDS = 0.5
 _AHEAD_STEPS = 2.5
 _AHEAD_LEAST = 1 / 8  # lower bound of these tokens, as a share of a step's token budget
-_AHEAD_UNKNOWN = 1 / 2  # their share of the budget until the replica's prompt rate is measured
+_AHEAD_UNKNOWN = 1 / 2  # the same share until the replica's prompt rate is measured
 # The weight of a frame's hit rate is (prompt tokens looked up since the last frame) / this, at most
 # 0.5.
 _MISSED_TOKENS = 20_000

@@ -215,7 +215,7 @@ def _closed(options: SuiteOptions, users: int) -> tuple[str, str]:
 
 
 def _text(options: SuiteOptions, arrivals: str, length: str, prompt_tokens: int = 0) -> str:
-    """Return a scenario with one phase."""
+    """Return the YAML text of a scenario with one phase."""
     model = f", model: {_quoted(options.model)}" if options.model else ""
     key = f", key_file: {_quoted(str(options.key_file))}" if options.key_file else ""
     tokens = prompt_tokens or options.prompt_tokens

@@ -31,7 +31,7 @@ class DispatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as a router serves it.
+    """The settings with which a router serves a model.
 
     name: name that requests use.
     aliases: patterns of other names.
