@@ -70,7 +70,7 @@ def _xielu_kernel(x, parameters, out, count, BLOCK: tl.constexpr, PDL: tl.conste
         gdc_launch_dependents()
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     low = tl.minimum(value, eps)
-    # expm1: near zero exp(x) - 1 loses what the series has.
+    # expm1(low): near zero exp(low) - 1 cancels, so use the first terms of its Taylor series.
     series = low * (1.0 + low * (0.5 + low * (1.0 / 6.0)))
     expm1 = tl.where(low > -0.01, series, tl.exp(low) - 1.0)
     y = tl.where(value > 0, positive * value * value, (expm1 - value) * negative) + beta * value
@@ -90,7 +90,7 @@ def _add_opened_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute `add_opened`: a program computes a token's gate, and then the token's columns."""
+    """Compute `add_opened`; a program computes one token's gate, and multiplies the token's row."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -115,7 +115,7 @@ def _add_opened_kernel(
 @triton.jit
 def _sigmoid_mul_kernel(
     x,  # [tokens, WIDTH]
-    gate,  # heads of SIZE, EACH apart, in rows that are ROW apart
+    gate,  # [tokens, heads, SIZE] with strides ROW, EACH and 1
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     EACH: tl.constexpr,

@@ -80,9 +80,10 @@ def _slot(peers, rank, odd, REGION: tl.constexpr, dtype):
 
 @triton.jit
 def _meet(peers, wanted, patience, missing_rank, REGION: tl.constexpr):
-    """Wait until this program of all ranks is here; return how many ranks have not come.
+    """Signal to this program of all other ranks, and wait for their signals of this call.
 
-    A wait ends after `patience` polls. After a wait that was given up, no later call waits.
+    Returns the number of ranks whose signal is missing after `patience` polls. After a timeout
+    later calls do not wait.
     """
     RANK: tl.constexpr = REGION.rank
     SIZE: tl.constexpr = REGION.size
@@ -97,7 +98,7 @@ def _meet(peers, wanted, patience, missing_rank, REGION: tl.constexpr):
     patience = tl.where(tl.load(gave_up) > 0, 0, patience)
     signal = tl.zeros([RANKS], tl.int64) + wanted
     nothing = tl.zeros([RANKS], tl.int64)
-    tl.debug_barrier()  # a few threads signal for all, whose writes must be done
+    tl.debug_barrier()  # a few threads send the signals; all threads' writes must precede them
     tl.atomic_xchg(theirs + place + RANK, signal, mask=others, sem="release", scope="sys")
     seen = tl.atomic_add(ours, nothing, mask=others, sem="acquire", scope="sys")
     missing = tl.sum((others & (seen < wanted)).to(tl.int32), axis=0)
@@ -257,7 +258,7 @@ def _gather_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gather what the first FROM ranks bring into out [FROM, total]."""
+    """Copy the inputs x of the first FROM ranks to out [FROM, total]."""
     dtype: tl.constexpr = x.dtype.element_ty
     units = tl.cdiv(total, BLOCK)
     cols = tl.arange(0, BLOCK)

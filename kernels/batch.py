@@ -1,4 +1,4 @@
-"""Batch assembly on the device: updates of the requests' rows, then the layout of a step's tokens.
+"""Batch assembly on the device: update the requests' rows, then lay out the step's tokens.
 
 An entry is a sequence of the step. The two kernels need no host synchronisation, so that both can
 run before or inside a CUDA graph:
@@ -6,7 +6,7 @@ run before or inside a CUDA graph:
     apply_updates   tokens of new rows, drafts, and block ids that extend a row's table
     assemble        per token: id, position, KV slots; per entry: kv_len and its block tables
 
-One upload a step feeds both: a packed int32 buffer, laid out as engine/runner/inputs.py says.
+Both read one packed int32 buffer, uploaded once per step; engine/runner/inputs.py has its layout.
 """
 
 import triton
@@ -140,9 +140,8 @@ def assemble(
     out_table: Tensor,
     block_size: int,
     pad_row: int,
-    # [num_rows] int32, and out [num_tokens] int32: position + delta of the token's row
-    deltas: Tensor | None = None,
-    rotary_rows: Tensor | None = None,
+    deltas: Tensor | None = None,  # [num_rows] int32: rotary position minus position
+    rotary_rows: Tensor | None = None,  # out [num_tokens] int32: position + delta of the row
 ) -> None:
     """Fill the `out` tensors with a step's layout (see AttentionMeta).
 

@@ -1,8 +1,8 @@
 """copy_rows: copies of equally spaced rows between pinned host memory and a CUDA device.
 
 A KV block is one row in each layer's keys and values. These rows are far apart on the device, and
-contiguous on the host. One call of CUDA's driver hands such a block to the device's copy engine, so
-a copy occupies no multiprocessor and needs no intermediate buffer. The driver is called through
+contiguous on the host. One call of CUDA's driver lets the device's copy engine copy such a block,
+which occupies no multiprocessor and needs no intermediate buffer. The driver is called through
 ctypes, so no extension module is compiled.
 """
 
@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 MAX_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs so far
-_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is the host's
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver infers from an address whether it is the host's
 
 
 class _Copy2D(ctypes.Structure):

@@ -102,7 +102,7 @@ CHUNK_ATTENTION: tuple[Candidate[AttentionForm], ...] = (
     _kernel("prefill:attention_prefill", _takes_plain, _any_tokens),
 )  # fmt: skip
 
-# For the deterministic mode: the sum over a request's keys has a fixed order.
+# Attention kernels of the deterministic mode, which sum over a request's keys in a fixed order.
 FIXED_ATTENTION: tuple[Candidate[AttentionForm], ...] = (
     _kernel("quantized_prefill:quantized_prefill_fixed", _takes_codes, _any_tokens, _has_codes),
     _kernel("prefill:attention_prefill_fixed", _takes_plain, _any_tokens),

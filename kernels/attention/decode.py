@@ -1,19 +1,21 @@
 """Paged attention for sequences (entries) with one query token: split over keys, grouped heads.
 
-Once per step `plan` cuts the entries' keys into splits and lists them on the device, the longest
-entry's first. In each layer one persistent grid walks (split, kv head) pairs. Its size depends only
-on the device and the number of entries; so one CUDA graph serves all lengths. A program that has
-computed its pair takes the next from a counter, so that all programs end at about the same time
-however the lengths are mixed. Where an entry has several splits,
-each writes its partial output and log-sum-exp; the last to arrive merges them, or a second small
-grid does, always in the order of the keys, so results do not depend on which split came last.
+Once per step `plan` cuts the entries' keys into splits and lists these on the device, those of the
+longest entry first. In each layer one persistent grid processes (split, kv head) pairs. The size of
+the grid depends only on the device and the number of entries, so one CUDA graph serves all lengths.
+A program takes its next pair from a counter, so all programs end at about the same time.
 
-A run of entries (`decode_plan.py`) is planned as its first entry: a tile has a row for each of its
-queries and heads. The run's own keys, which only its later queries see, follow in the last split.
+If an entry has several splits, each writes its partial output and log-sum-exp. The split that
+finishes last merges them, or a second small grid does. Both merge in the order of the keys, so
+results do not depend on which split finishes last.
 
-What decides the time, in this order: enough bytes in flight from the start (few programs take long
-tiles); one wave of equal shares rather than two; as few splits as that allows, because each costs
-a few dependent memory accesses.
+A run (decodes of one request at consecutive positions, see `decode_plan.py`) is planned as its
+first entry. A tile then has a row for each pair of a query and a head. The last split also covers
+the keys of the run's own tokens, which only the run's later queries see.
+
+Three things determine the time, the most important first. Enough bytes must be in flight from the
+start, so few programs need long tiles. One wave of equal shares is better than two. Splits should
+be few, as each costs a few dependent memory accesses.
 """
 
 from typing import NamedTuple
@@ -33,7 +35,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def capped(score, cap_log2):
-    """Return cap_log2 * tanh(score), without overflow."""
+    """Return the soft-capped score, cap_log2 * tanh(score), without overflow."""
     return cap_log2 - 2.0 * cap_log2 / (tl.exp2(score * (2.0 * LOG2E)) + 1.0)
 
 
@@ -43,10 +45,10 @@ def merge_into(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr, QUERIES: tl.constexpr = 1,
 ):  # fmt: skip
-    """Write the outputs of a key head's queries, of `queries` entries from `entry` on.
+    """Merge the `splits` partial outputs of each query head of one kv head, and write the results.
 
-    They are the means of `splits` partial ones, each QUERIES-th from `first` on, weighed by their
-    shares of the softmax.
+    Computes `queries` consecutive entries from `entry` on. Each split has QUERIES rows in `partial`
+    and `partial_lse`, from row `first` on.
     """
     rows = tl.arange(0, MERGE_ROWS)
     dims = tl.arange(0, DIMS)
@@ -90,8 +92,8 @@ def _merge_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, MERGE: tl.constexpr,
     QUERIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one (entry, query head, piece of its DIMS elements), where there are
-    several."""
+    """Merge the splits of DIMS elements of one query head of one entry, if the entry has several
+    splits."""
     entry = tl.program_id(0).to(tl.int64)
     first = tl.load(entries + entry * 3).to(tl.int64) * QUERIES
     splits = tl.load(entries + entry * 3 + 1)
@@ -111,14 +113,17 @@ def _merge_kernel(
 
 @triton.jit
 def run_of(items, item, exists):
-    """Return the position of the first query of an item's run, and the run's number of queries."""
+    """Load the position of the first query of a split's run, and the run's number of queries.
+
+    item: index of the split in items (`DecodePlan.items`).
+    """
     last = tl.load(items + item * 8 + 5, mask=exists, other=0)
     return last, tl.load(items + item * 8 + 6, mask=exists, other=1)
 
 
 @triton.jit
 def item_of(items, item, exists):
-    """Return the entry, the first key and the end key of a split."""
+    """Load a split's entry, its first key and its end key. item: index of the split in items."""
     entry = tl.load(items + item * 8, mask=exists, other=0).to(tl.int64)
     begin = tl.load(items + item * 8 + 1, mask=exists, other=0)
     end = tl.load(items + item * 8 + 2, mask=exists, other=0)
@@ -131,8 +136,11 @@ def _attend_own_keys(
     begin, count, head, scale_log2, cap_log2,
     HEADS: tl.constexpr, DIMS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the `count` keys of a run's own tokens, from position `begin` on, in the queries
-    that see them. Returns the top scores, denominators and outputs."""
+    """Attend a run's queries causally to the keys of the run's later tokens.
+
+    These are the `count` keys from position `begin` on. Returns the updated (top, denominator,
+    acc).
+    """
     PAGE: tl.constexpr = HEADS.num_kv_heads * HEADS.block_size * HEADS.head_dim
     offsets = tl.arange(0, 16)
     dims = tl.arange(0, DIMS)
@@ -168,8 +176,8 @@ class DecodeTile(NamedTuple):
     keys: int  # keys of a tile
     merge: int  # splits merged at a time
     merge_rows: int  # GROUP padded to a power of two
-    last_merges: bool  # whether the split that ends last merges, and not `_merge_kernel`
-    queries: int = 1  # the maximum number of entries of a run that are planned as one
+    last_merges: bool  # whether the split that finishes last merges; else `_merge_kernel` does
+    queries: int = 1  # maximum number of entries of a run that are planned as one
 
 
 @triton.jit(
@@ -235,7 +243,7 @@ def _decode_kernel(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIMS], tl.float32)
-        if SCORES.sinks:  # a sink counts in the first split, as a key without a value
+        if SCORES.sinks:  # the first split includes the sink, like a key with a value of zero
             sink = tl.load(sinks + head * HEADS.group + head_of, mask=row_mask, other=0.0) * LOG2E
             top = tl.where(item == first, sink, top)
             denominator += tl.where(item == first, 1.0, 0.0)
@@ -244,11 +252,11 @@ def _decode_kernel(
             slope = tl.load(slopes + head * HEADS.group + head_of, mask=row_mask, other=0.0) * LOG2E
             if TILE.queries == 1:
                 last = tl.load(items + item * 8 + 5)
-        # Block ids are read a tile ahead of the keys, which the compiler reads ahead in turn.
+        # Load block ids one tile ahead of the keys, which the compiler's pipeline prefetches.
         position = begin + keys
         page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
-        # Draw the next pair while the first loads are on their way. A layer draws exactly `pairs`
-        # numbers (each program's last is one too many), so the remainder starts again at zero.
+        # Take the next pair from the counter while the first loads are in flight. A layer adds
+        # exactly `pairs` to the counter, so modulo `pairs` each layer begins at zero.
         next_work = pairs
         if programs < pairs:
             next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
@@ -299,7 +307,7 @@ def _decode_kernel(
             tl.store(partial + at[:, None] * HEADS.head_dim + dims[None, :], acc, mask=tile_mask)
             tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
             if TILE.last_merges:
-                tl.debug_barrier()  # every thread's stores come before the arrival
+                tl.debug_barrier()  # all threads' stores must precede the arrival
                 arrivals = arrived + entry * HEADS.num_kv_heads + head
                 before = tl.atomic_add(arrivals, 1, sem="release")
                 if before == splits - 1:
@@ -325,9 +333,7 @@ def _decode_kernel(
 
 
 def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute attention of a step's decodes, which meta.plan lists.
-
-    The result is softmax(scale q k^T) v, as `kernels.reference.Kernels.attention` has it.
+    """Compute attention (`Kernels.attention`) of the decodes in meta.plan into out.
 
     out: like q; rows of other tokens are not written.
     """
@@ -336,7 +342,7 @@ def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) 
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    dims = max(16, triton.next_power_of_2(head_dim))  # at least what a matmul takes
+    dims = max(16, triton.next_power_of_2(head_dim))  # 16: the minimum of a matmul
     merge_rows = triton.next_power_of_2(group)
     shape = plan.shape
     programs = num_sms(q.device) * shape.per_sm
@@ -378,10 +384,11 @@ def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) 
 
 
 def merge(out: Tensor, plan: DecodePlan, pieces: int = 1) -> None:
-    """Merge the partial results of an entry's splits into out [num_entries, num_heads, size].
+    """Merge the partial results of entries with several splits into out.
 
-    plan: after the kernel that wrote the partial results.
-    pieces: programs that share a head's elements, a power of two elements each if several.
+    out: [num_entries, num_heads, size].
+    plan: the plan in which a kernel has written the partial results.
+    pieces: programs that share a head's elements; with several, `size` is a power of two.
     """
     _, num_heads, size = plan.partial.shape
     dims = triton.next_power_of_2(triton.cdiv(size, pieces))

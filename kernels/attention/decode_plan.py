@@ -1,4 +1,4 @@
-"""The plan of a step's decode attention: the split of requests over keys, and the launch.
+"""The plan of a step's decode attention: how keys are split over programs, and launch parameters.
 
 An entry is a sequence of the step. Adjacent entries of the same row (request) at consecutive
 positions, which verify drafts, form a run. Up to `queries` entries of a run are planned as one:
@@ -19,13 +19,13 @@ from kernels.launch.pdl import num_sms
 
 TILE = 64  # split sizes are multiples of this
 MIN_SPLIT = 64  # keys
-CUTS = 8  # maximum mean number of splits per program; 3 where there are many entries
+CUTS = 8  # maximum mean number of splits per program; `cut` takes 3 for many entries
 
-# Estimated costs, in units of keys: of each split that a program walks, of each split to be merged,
-# and once if anything is merged. Measured on an H200; they need not be exact.
+# Estimated costs in units of keys: per split of a program, per split to be merged, and once if
+# anything is merged. Measured on an H200; they need not be exact.
 WALK_COST, MERGE_COST, MERGE_ONCE = 96, 64, 192
 MIN_ROWS = 16  # queries of a tile, the minimum for tensor cores
-TAIL = 4  # the split taken last ends 1 / TAIL of a split after the average program
+TAIL = 4  # estimate: the last program ends 1 / TAIL of a split later than the average program
 
 
 class DecodeLaunch(NamedTuple):
@@ -37,13 +37,13 @@ class DecodeLaunch(NamedTuple):
 
 
 def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> DecodeLaunch:
-    """Return the launch for an unquantised cache, chosen from measurements with mixed lengths.
+    """Return launch parameters for an unquantised cache, from measurements with mixed lengths.
 
     pairs: entries * kv heads.
     dims: the padded head size.
 
-    With at most one pair for each multiprocessor, long tiles in flight make up for few programs.
-    With up to two pairs, small programs even out entries of different lengths.
+    With at most one pair per multiprocessor, programs are few, and long tiles keep enough bytes in
+    flight. With up to two pairs, many small programs balance entries of different lengths.
     """
     if dims > 256:  # tiles of more keys do not fit
         return DecodeLaunch(16, 4, 2, 1)
@@ -59,12 +59,12 @@ def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> Decode
 
 
 def _quantized_launch(pairs: int, sms: int, dims: int) -> DecodeLaunch:
-    """Return the launch for a quantised cache, chosen by a sweep on an H200.
+    """Return launch parameters for a quantised cache, from a sweep on an H200.
 
     pairs: entries * kv heads; the sweep had 32 to 512 entries of 8 heads.
     dims: the padded head size.
 
-    Small programs start on the next keys sooner, and share out the cost of dequantising.
+    Small programs start on the next keys sooner, and divide the work of dequantising.
     """
     if dims > 256:
         return DecodeLaunch(32, 4, 2, 1)
@@ -79,23 +79,24 @@ def _quantized_launch(pairs: int, sms: int, dims: int) -> DecodeLaunch:
 
 @dataclass(slots=True)
 class DecodePlan:
-    """The splits of one step, and scratch memory that the step's layers use in turn."""
+    """The splits of one step, and scratch memory that the step's layers use one after the other."""
 
-    # [2] int32: number of splits; (split, kv head) pairs that programs have taken since
+    # [2] int32: number of splits; counter from which programs take (split, kv head) pairs
     count: Tensor
-    # A row for each split, [max splits, 8] int32: first entry of a run, first key, end key, splits
-    # of the run, row of the run's first split, position of its first query, number of its queries.
-    # No split has keys after that position.
+    # A row for each split, [max splits, 8] int32: first entry of the split's run, first key, end
+    # key, number of the run's splits, row of the run's first split, position of the run's first
+    # query, number of the run's queries. No split has keys after that position.
     items: Tensor
-    # [num_entries, 3] int32: first item and splits of the entry's run, the entry's index in the run
+    # [num_entries, 3] int32: row of the first split of the entry's run, number of the run's splits,
+    # index of the entry in the run
     entries: Tensor
-    arrived: Tensor  # [num_entries, num_kv_heads] int32: splits done; zero between layers
+    arrived: Tensor  # [num_entries, num_kv_heads] int32: finished splits; zero between layers
     # [max splits * queries, num_heads, head_dim] float32: outputs before the merge
     partial: Tensor
     # [max splits * queries, num_heads] float32: log2 of the sum of exponentials
     partial_lse: Tensor
-    # Many entries leave few splits to merge: the split that ends last merges. Few entries have many
-    # splits: `_merge_kernel` merges, in a launch of its own.
+    # Whether the split that finishes last merges its entry's splits. Otherwise `_merge_kernel` does
+    # in another launch, which is faster for few entries, as these have many splits.
     last_merges: bool
     shape: DecodeLaunch
     queries: int = 1  # maximum of consecutive entries of one request that share splits
@@ -108,9 +109,11 @@ def _later(a, b):
 
 @triton.jit
 def _runs(kv_len, rows, index, num_entries, length, QUERIES: tl.constexpr):
-    """Find runs: consecutive entries of one request, such as a token and the drafts after it.
-    Returns each entry's place in its run, and how many entries the run has from it on, up to
-    QUERIES."""
+    """Find runs: consecutive entries of one request, such as a token and its draft tokens.
+
+    Returns each entry's index in its run, and the number of entries from there to the run's end.
+    Longer runs are cut after QUERIES entries.
+    """
     real = index < num_entries
     row = tl.load(rows + index, mask=real, other=-1)
     before = real & (index > 0)
@@ -126,8 +129,9 @@ def _runs(kv_len, rows, index, num_entries, length, QUERIES: tl.constexpr):
     return place % QUERIES, count
 
 
-# Values that depend on the number of entries are not constants, as a step may have a number that no
-# graph has. 22 parameters: the 13 constants are one cost model's, and a struct would have one user.
+# Values that depend on the number of entries are not specialised: a step may have a number of
+# entries for which no kernel was compiled at the start. 20 parameters or more: a struct for the 13
+# constants would have only one user.
 @triton.jit(
     do_not_specialize=["fill", "merge_once"],
     do_not_specialize_on_alignment=["kv_len", "rows", "arrived", "counted", "decodes"],
@@ -160,7 +164,7 @@ def _plan_kernel(
     index = tl.arange(0, ENTRIES)
     num_entries = tl.load(decodes)
     length = tl.load(kv_len + index, mask=index < num_entries, other=0)
-    real = index < num_entries  # a real entry that is the first of its run
+    real = index < num_entries  # not padding; below also: the first entry of its run
     runs = num_entries
     leader, place, queries = entry, 0, 1
     if QUERIES > 1:
@@ -178,8 +182,9 @@ def _plan_kernel(
     if CHUNK:
         start_key = tl.maximum(tl.load(kv_len + entry) - 1, 0) // CHUNK * CHUNK
         length = length - tl.maximum(length - 1, 0) // CHUNK * CHUNK
-    # Try sizes from "one split for each program" down (and "no split"), and take the one that
-    # should end first: programs walk equal shares of the keys, then wait for the longest split.
+    # Try several split sizes: that of unsplit entries, and those that give each program 1 .. CUTS
+    # splits. Choose the size with the shortest estimated time: programs process equal shares of
+    # the keys, and the last program ends later by a part of a split.
     total = tl.sum(length, axis=0)
     longest = tl.max(length, axis=0)
     size = tl.maximum(tl.cdiv(longest, TILE) * TILE, MIN_SPLIT)
@@ -196,18 +201,18 @@ def _plan_kernel(
         end += tl.cdiv(count, fill) * WALK_COST
         merges = merge_once + tl.cdiv(count, fill) * MERGE_COST
         end += tl.where(count > runs, merges, 0)
-        # Only what fits into the workspace.
+        # The workspace has room for this many splits.
         better = (end < best) & (count <= fill * CUTS + num_entries)
         size = tl.where(better, tried, size)
         best = tl.where(better, end, best)
     splits = tl.where(real, tl.maximum(tl.cdiv(length, size), 1), 0)
-    mine = tl.sum(tl.where(index == leader, splits, 0), axis=0)  # 0 beyond num_entries
+    mine = tl.sum(tl.where(index == leader, splits, 0), axis=0)  # 0 for padding entries
     own_length = tl.sum(tl.where(index == leader, length, 0), axis=0)
     before = (length > own_length) | ((length == own_length) & (index < leader))
     first = tl.sum(tl.where(before, splits, 0), axis=0)
     even = (
         tl.cdiv(tl.cdiv(own_length, tl.maximum(mine, 1)), TILE) * TILE
-    )  # the split's size, evened out so that no split is empty
+    )  # the size of this entry's splits, reduced to equal sizes so that no split is empty
     listed = tl.where(entry == leader, mine, 0)
     for start in range(0, listed, WRITE):
         split = start + tl.arange(0, WRITE)
@@ -246,7 +251,7 @@ def plan(
     Keys outside a decode's sliding window (`window`) or chunk (`chunk`) are left out.
 
     A run is planned as one entry if a tile has room for several queries, the cache is not
-    quantised, and window and chunk are 0.
+    quantised, and `window` and `chunk` are 0.
     """
     sms = num_sms(kv_len.device)
     _, num_kv_heads, _, head_dim = k_cache.shape
@@ -259,7 +264,7 @@ def plan(
         element_size = k_cache.element_size()
         shape = _decode_launch(pairs, sms, dims, element_size)
     stage = 2 * shape.keys * dims * element_size
-    room = shared_memory(kv_len.device) - 8 * KIB  # 8: queries, exchange of threads
+    room = shared_memory(kv_len.device) - 8 * KIB  # 8 KiB for queries and layout conversions
     shape = shape._replace(num_stages=stages_within(room, shape.num_stages, stage))
     if window or chunk or 2 * num_heads > MIN_ROWS * num_kv_heads:
         rows = None
@@ -280,10 +285,10 @@ def cut(
 ) -> DecodePlan:
     """Return the plan that splits the keys of a step's decodes over the programs of a launch.
 
-    sizes: number of query heads, number of groups of heads (a program walks an entry's keys for one
-        group), elements of a head's result.
+    sizes: number of query heads, number of groups of heads (a program computes one group), elements
+        of a head's result.
     last_merges: see DecodePlan.
-    rows: the entries' rows, [num_entries] int32, if the kernel can compute a run at once.
+    rows: the requests' rows, [num_entries] int32; None: runs are not planned as one entry.
     """
     num_heads, num_kv_heads, head_dim = sizes
     queries = 1 if rows is None else MIN_ROWS * num_kv_heads // num_heads
@@ -315,7 +320,7 @@ def cut(
         result.arrived,
         decodes,
         fill,
-        # `_merge_kernel` is launched even if nothing is to be merged.
+        # `_merge_kernel` is launched in any case, so its launch is no reason to avoid splits.
         MERGE_ONCE if result.last_merges else 0,
         NUM_KV_HEADS=num_kv_heads,
         TILE=TILE,

@@ -11,7 +11,7 @@ from kernels.kv.quantized import Cache, QuantizedKV
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs of a layer's attention over paged keys and values, as `Kernels.attention` says.
+    """The inputs of a layer's attention over paged keys and values (`Kernels.attention`).
 
     q: [num_tokens, num_heads, head_dim].
     k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim].
@@ -66,7 +66,7 @@ def attention_form(inputs: AttentionInputs) -> AttentionForm:
 
 
 class LatentInputs(NamedTuple):
-    """The inputs of a layer's attention over paged latents, as `Kernels.latent_attention` says.
+    """The inputs of a layer's attention over paged latents (`Kernels.latent_attention`).
 
     q: [num_tokens, num_heads, nope + rope], the last `rope` elements rotated.
     cache: [num_blocks, 1, block_size, rank + rope].

@@ -1,9 +1,9 @@
 """Paged causal attention for sequences (entries) with several query tokens after a cached prefix.
 
-A program has one kv head, consecutive queries of one entry, and the query heads that share the kv
-head: its rows are queries times heads. Tiles of keys that all rows see are computed without a mask,
-the last ones, on the diagonal, with a mask. The grid is an upper bound that the host knows; a
-program finds its entry by binary search, and most surplus programs end at once.
+A program computes one kv head, consecutive queries of one entry, and the query heads that share the
+kv head. A row is one query of one head. Tiles of keys that all rows see are computed without a
+mask, tiles on the diagonal with a mask. The grid is an upper bound that the host knows. A program
+finds its entry by binary search, and most surplus programs end at once.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from kernels.metadata import AttentionMeta
 
 @triton.jit
 def _in_block(position, dims, head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the offsets of keys in their blocks."""
+    """Return the offsets of keys' elements from the beginning of their blocks, [keys, dims]."""
     return ((head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
 
 
@@ -60,14 +60,15 @@ def _walk(
 
     begin: a multiple of KEYS.
     """
-    # Of a tile's first keys no query may see any, and their block may be another request's.
+    # With a window, it is possible that no query sees a tile's first keys. Their block may then
+    # belong to another request.
     KEYS: tl.constexpr = TILE.keys
     PART: tl.constexpr = MASKED and (SCORES.window > 0 or SCORES.chunk > 0)
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, TILE.dims)
     PAGE: tl.constexpr = HEADS.num_kv_heads * HEADS.block_size * HEADS.head_dim
-    # The loop waits for its own instructions more than for the tensor cores: loop
-    # invariants are computed before it. Where tiles start with a block, only block ids vary.
+    # The loop is limited by its own instructions, not by the tensor cores. So loop invariants are
+    # computed before it. If a tile consists of whole blocks, only block ids change in the loop.
     WHOLE: tl.constexpr = KEYS % HEADS.block_size == 0
     if WHOLE:
         in_block = _in_block(keys, dims, head, HEADS.head_dim, HEADS.block_size)
@@ -75,7 +76,7 @@ def _walk(
     else:
         in_block = _in_block(begin + keys, dims, head, HEADS.head_dim, HEADS.block_size)
         ids = table + (begin + keys) // HEADS.block_size
-    # They are read a tile ahead of the keys, which the compiler reads ahead in turn.
+    # Load block ids one tile ahead of the keys, which the compiler's pipeline prefetches.
     own = begin + keys < end
     if PART:
         own = own & (begin + keys >= lowest)
@@ -117,11 +118,11 @@ def _walk(
         factor = 1.0 if scaled else scale_log2
         new_top = tl.maximum(top, tl.max(score, axis=1) * factor)
         base = new_top
-        if PART:  # rows that have seen no key yet: a finite stand-in keeps inf - inf out
+        if PART:  # rows that have seen no key yet: a finite base avoids inf - inf
             base = tl.where(new_top > float("-inf"), new_top, 0.0)
         weight = tl.exp2(score * factor - base[:, None])
         shrink = tl.exp2(top - base)
-        # In parts that no two threads share: they are added up once, after the loop.
+        # Keep partial sums per thread; they are added up once, after the loop.
         part = tl.sum(tl.reshape(weight, [weight.shape[0], KEYS // 8, 8]), axis=1)
         denominator = denominator * shrink[:, None] + part
         acc = acc * shrink[:, None]
@@ -144,14 +145,13 @@ def borders(
     CHUNK: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
 ):
-    """Return the range of keys that some rows see, and the range, in whole tiles, that all rows
-    see.
+    """Return the range of keys that any row sees, and the whole tiles of keys that all rows see.
 
-    The ranges are lowest .. end - 1 and begin_full .. full - 1.
+    Returns (lowest, end, begin_full, full): ranges lowest .. end - 1 and begin_full .. full - 1.
     """
     full = (first_position + 1) // KEYS * KEYS
     if DETERMINISTIC:
-        full = full * 0  # one loop, hence the same machine code for a key, whichever queries see it
+        full = full * 0  # use only the masked loop, so that each key has the same machine code
     end = tl.minimum(first_position + QUERIES, length)
     lowest = 0
     if WINDOW:
@@ -199,7 +199,7 @@ def _prefill_kernel(
     QUERIES: tl.constexpr = ROWS // HEADS.group
     NUM_HEADS: tl.constexpr = HEADS.num_kv_heads * HEADS.group
     head = tl.program_id(0)
-    # The last queries of a request see the most keys: start them first.
+    # Start the last queries of the step first: within a request these see the most keys.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
     first_entry = tl.load(counts)
     if DETERMINISTIC:
@@ -228,7 +228,7 @@ def _prefill_kernel(
     length = tl.load(kv_len + entry)
     table = block_table + entry.to(tl.int64) * table_stride
     first_position = length - query_len + first
-    # Rows past the last query look at what the last one sees.
+    # Rows after the last query see the same keys as the last query.
     row_position = tl.minimum(first_position + rows // HEADS.group, length - 1)
     lowest, begin_full, full, end = borders(
         first_position, length, QUERIES, TILE.keys, SCORES.window, SCORES.chunk, DETERMINISTIC
@@ -242,7 +242,7 @@ def _prefill_kernel(
     denominator = tl.zeros([ROWS, 8], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     query_head = head * HEADS.group + rows % HEADS.group
-    if SCORES.sinks:  # a sink counts as a key without a value
+    if SCORES.sinks:  # a sink is like a key with a value of zero
         top = tl.load(sinks + query_head) * LOG2E
         denominator += tl.where(tl.arange(0, 8) == 0, 1.0, 0.0)[None, :]
     slope = top
@@ -276,7 +276,7 @@ class PrefillLaunch(NamedTuple):
 def prefill_launch(dims: int, element_size: int, deterministic: bool) -> PrefillLaunch:
     """Return the launch that was fastest in measurements on an H200. dims: the padded head size.
 
-    A deterministic launch serves decodes, too; with their few rows a smaller tile wastes less.
+    A deterministic launch computes decodes, too. As these have few rows, its tile is smaller.
     """
     if dims > 256:  # larger tiles do not fit
         return PrefillLaunch(32, 16, 8, 2)
@@ -288,11 +288,13 @@ def prefill_launch(dims: int, element_size: int, deterministic: bool) -> Prefill
 def attention_prefill(
     inputs: AttentionInputs, meta: AttentionMeta, out: Tensor, deterministic: bool = False
 ) -> None:
-    """Compute attention of the step's entries that are not decodes: counts[0] .. counts[1] - 1.
+    """Compute attention of the step's entries that are not decodes.
+
+    Their indices are meta.counts[0] .. meta.counts[1] - 1.
 
     out: like q; tokens after the last entry get zeros.
-    deterministic: compute the decodes, too: entries 0 .. counts[1] - 1. Results are then
-        batch-invariant, and do not depend on how a prompt is cut into chunks.
+    deterministic: compute the decodes, too, that is entries 0 .. meta.counts[1] - 1. Results are
+        then batch-invariant, and do not depend on how a prompt is cut into chunks.
     """
     q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
     num_tokens, num_heads, head_dim = q.shape

@@ -1,16 +1,16 @@
 """Decode attention over keys and values in 8 and 4 bits, with the plan, splits and merge of
 `decode.py`.
 
-A tile is read as quantised codes, and the codes are multiplied. A key's scale multiplies its score,
-a value's scale its softmax weight. The softmax subtracts the maximum of (score + exponent of the
-value's scale). So the largest product of a weight and a scale is near 1, and all products fit into
-float16; the weights are summed in float32. A tile's scales and offsets are loaded while the
-previous tile is multiplied, block ids a tile earlier.
+Matmuls use the quantised codes. A key's scale multiplies its score, a value's scale its softmax
+weight. The softmax subtracts the maximum of (score + exponent of the value's scale). So the largest
+product of a weight and a scale is near 1, and all products fit into float16. The weights are summed
+in float32. A tile's scales and offsets are loaded while the previous tile is multiplied, its block
+ids one tile earlier.
 
-Where a byte or a pair of bytes has several elements, each of their positions has a matmul of its
-own: int4 keys one of even and one of odd elements, values one of every second or fourth element.
-int4's offset (`least`) adds (sum of a query's elements) * offset to a score, and the weighted sum
-of the values' offsets to the result.
+If a byte or a pair of bytes has several elements, there is one matmul for each position in it. int4
+keys have one matmul for even elements and one for odd elements. Values have one for every second or
+fourth element. int4's offset (`least`) adds (sum of a query's elements) * offset to a score, and
+the weighted sum of the values' offsets to the result.
 """
 
 import triton
@@ -64,7 +64,7 @@ def _quantized_decode_kernel(
     table_stride,
     HEADS: tl.constexpr,  # `Heads`
     TILE: tl.constexpr,  # `DecodeTile`
-    SHARES: tl.constexpr,  # keys that the warps take in one product
+    SHARES: tl.constexpr,  # keys that all warps together process in one MMA
     SCORES: tl.constexpr,  # `Scores`
     CODES: tl.constexpr,  # `CodePages`
     DTYPE: tl.constexpr,  # dtype of products
@@ -102,7 +102,7 @@ def _quantized_decode_kernel(
         head_rows = (entry * NUM_HEADS + head * HEADS.group + rows) * HEADS.head_dim
         splits = tl.load(items + item * 8 + 3)
         first = tl.load(items + item * 8 + 4).to(tl.int64)
-        # Block ids and scales are read a tile ahead; the compiler reads codes more tiles ahead.
+        # Load block ids and scales one tile ahead. The compiler prefetches codes by several tiles.
         position = begin + keys
         page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
         where_query = q + head_rows[:, None] + dims[None, :]
@@ -124,7 +124,7 @@ def _quantized_decode_kernel(
         acc1 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
         acc2 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
         acc3 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
-        if SCORES.sinks:  # a sink counts once, as a key with no value and a scale of 2^-24
+        if SCORES.sinks:  # a sink is like a key with a value of zero and a value scale of 2^-24
             sink = tl.load(sinks + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
             top = tl.where(item == first, sink - 24.0, top)
             is_first = (item == first) & (tl.arange(0, SHARES) == 0)
@@ -136,8 +136,8 @@ def _quantized_decode_kernel(
         seen = position < end
         k_word = words_at(k_words, page, in_page, seen, CODES.number_page)
         v_word = words_at(v_words, page, in_page, seen, CODES.number_page)
-        # Draw the next pair while the first loads are on their way. A layer draws exactly `pairs`
-        # numbers (each program's last is one too many), so the remainder starts again at zero.
+        # Take the next pair from the counter while the first loads are in flight. A layer adds
+        # exactly `pairs` to the counter, so modulo `pairs` each layer begins at zero.
         next_work = pairs
         if programs < pairs:
             next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
@@ -180,7 +180,7 @@ def _quantized_decode_kernel(
             new_top = tl.maximum(top, tl.max(scaled, axis=1))
             own = tl.exp2(score - new_top[:, None])
             shrink = tl.exp2(top - new_top)
-            # In parts that no two threads share: they are added up once, after the loop.
+            # Keep partial sums per thread; they are added up once, after the loop.
             part = tl.sum(tl.reshape(own, [ROWS, KEYS // SHARES, SHARES]), axis=1)
             denominator = denominator * shrink[:, None] + part
             if HEADS.head_dim < DIMS:
@@ -224,7 +224,7 @@ def _quantized_decode_kernel(
                 tl.store(where_part + 3, acc3, mask=out_mask)
             tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
             if TILE.last_merges:
-                tl.debug_barrier()  # every thread's stores come before the arrival
+                tl.debug_barrier()  # all threads' stores must precede the arrival
                 arrivals = arrived + entry * HEADS.num_kv_heads + head
                 before = tl.atomic_add(arrivals, 1, sem="release")
                 if before == splits - 1:
@@ -239,9 +239,9 @@ def _quantized_decode_kernel(
 
 
 def quantized_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute attention of the step's decodes over quantised keys and values into out.
+    """Compute attention of the decodes in meta.plan over quantised keys and values into out.
 
-    The decodes are the entries of meta.plan. out: like q; rows of other tokens are not written.
+    out: like q; rows of other tokens are not written.
     """
     q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
     assert isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV)

@@ -35,13 +35,13 @@ def _seen(position, end, lowest, PART: tl.constexpr):
 
 @triton.jit
 def _words(k_words, v_words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIND: tl.constexpr):
-    """Load the number words of keys and values as two arrays [keys, 2].
+    """Load the words (scales and offsets) of keys and of values as two arrays [keys, 2].
 
-    A key's word is in the first column, its value's in the second; the other column is zero.
+    The keys' words are in the first column of the first array, the values' words in the second
+    column of the second array. The other columns are zero.
 
-    Each thread of a tile of scores would read and unpack a quarter of all numbers. No layout of
-    scores fits these columns, so a thread reads one number or two, and scores get them by way of
-    shared memory.
+    In the layout of scores, each thread would read and unpack a quarter of all words. In this
+    layout a thread reads one word or two, and Triton converts the layout through shared memory.
     """
     parity = tl.arange(0, 2)[None, :]
     at = (page.to(tl.int64) * NUMBER_PAGE + in_page)[:, None] + parity
@@ -53,7 +53,7 @@ def _words(k_words, v_words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIN
 
 @triton.jit
 def _numbers(k_word, v_word, KIND: tl.constexpr):
-    """Return the scales and least elements of keys and of values (see `numbers_in`)."""
+    """Unpack the words of keys and values to their scales and least elements (`numbers_in`)."""
     if KIND == 3:
         key_scale, key_least = numbers_in(tl.sum(k_word, axis=1), KIND)
         value_scale, value_least = numbers_in(tl.sum(v_word, axis=1), KIND)
@@ -100,7 +100,8 @@ def _walk(
 
     begin: a multiple of KEYS.
     """
-    # Of a tile's first keys no query may see any, and their block may be another request's.
+    # With a window, it is possible that no query sees a tile's first keys. Their block may then
+    # belong to another request.
     KEYS: tl.constexpr = TILE.keys
     PART: tl.constexpr = MASKED and (SCORES.window > 0 or SCORES.chunk > 0)
     PACKED: tl.constexpr = 2 if CODES.kind == 3 else 1  # elements a byte
@@ -164,15 +165,15 @@ def _walk(
             if SCORES.chunk:
                 first_key = row_position // SCORES.chunk * SCORES.chunk
             score = tl.where(position[None, :] >= first_key[:, None], score, float("-inf"))
-        # The factor twice, because it is part of an addition.
+        # Each multiplication by `row_factor` is fused with the following addition (FMA).
         scaled = score * row_factor + exponent_of(value_scale)[None, :]
         new_top = tl.maximum(top, tl.max(scaled, axis=1))
         base = new_top
-        if PART:  # rows that have seen no key yet: a finite stand-in keeps inf - inf out
+        if PART:  # rows that have seen no key yet: a finite base avoids inf - inf
             base = tl.where(new_top > float("-inf"), new_top, 0.0)
         own = tl.exp2(score * row_factor - base[:, None])
         shrink = tl.exp2(top - base)
-        # In parts that no two threads share: they are added up once, after the loop.
+        # Keep partial sums per thread; they are added up once, after the loop.
         part = tl.sum(tl.reshape(own, [ROWS, KEYS // 8, 8]), axis=1)
         denominator = denominator * shrink[:, None] + part
         acc = acc * shrink[:, None]
@@ -227,7 +228,7 @@ def _quantized_prefill_kernel(
     QUERIES: tl.constexpr = ROWS // HEADS.group
     NUM_HEADS: tl.constexpr = HEADS.num_kv_heads * HEADS.group
     head = tl.program_id(0)
-    # The last queries of a request see the most keys: start them first.
+    # Start the last queries of the step first: within a request these see the most keys.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
     first_entry = tl.load(counts)
     if DETERMINISTIC:
@@ -262,7 +263,7 @@ def _quantized_prefill_kernel(
     length = tl.load(kv_len + entry)
     table = block_table + entry.to(tl.int64) * table_stride
     first_position = length - query_len + first
-    # Rows past the last query look at what the last one sees.
+    # Rows after the last query see the same keys as the last query.
     row_position = tl.minimum(first_position + rows // HEADS.group, length - 1)
     lowest, begin_full, full, end = borders(
         first_position, length, QUERIES, TILE.keys, SCORES.window, SCORES.chunk, DETERMINISTIC
@@ -276,7 +277,7 @@ def _quantized_prefill_kernel(
     denominator = tl.zeros([ROWS, 8], tl.float32)
     middle = tl.zeros([ROWS, 8], tl.float32)
     query_head = head * HEADS.group + rows % HEADS.group
-    if SCORES.sinks:  # a sink counts as a key without a value, whose scale would be 2^-24
+    if SCORES.sinks:  # a sink is like a key with a value of zero and a value scale of 2^-24
         top = tl.load(sinks + query_head) * LOG2E - 24.0
         denominator += tl.where(tl.arange(0, 8) == 0, 16777216.0, 0.0)[None, :]
     slope = top
@@ -307,9 +308,11 @@ def _quantized_prefill_kernel(
 
 
 def _launch(dims: int, element_size: int) -> PrefillLaunch:
-    """Return the launch for a quantised cache, as `prefill.prefill_launch` does for plain caches.
+    """Return the launch for a quantised cache; see `prefill.prefill_launch` for plain caches.
 
-    dims: the padded head size. A tile is in shared memory twice: as codes, and as float16.
+    dims: the padded head size.
+
+    Shared memory holds each tile twice, as codes and as float16.
     """
     if dims > 256:  # larger tiles do not fit
         return PrefillLaunch(32, 32, 8, 2)

@@ -4,8 +4,8 @@ generated kernels.
 `kernels.reference.Kernels.attention` defines the operation.
 
 The KV blocks of a sequence (an entry of the step) are gathered into contiguous keys for SDPA.
-Decodes are batched: entries of similar length are padded to one length, so a long request does not
-make the short ones long.
+Decodes of similar length are padded to one length and computed as one batch. So short requests are
+not padded to the length of a long one.
 """
 
 from dataclasses import dataclass, field, replace
@@ -155,7 +155,8 @@ class DecodeBatch:
     # have left a NaN there, and weight 0 times NaN is NaN.
     unused: Tensor
     mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the cache's dtype
-    ahead: Tensor  # [n, 1, 1, blocks * block_size] int64: the key's position minus the query's
+    # [n, 1, 1, blocks * block_size] int64: the key's position minus the query's
+    ahead: Tensor
 
 
 @dataclass(slots=True)
@@ -177,11 +178,11 @@ class ReferencePlan:
     whole: DecodeBatch | None = None  # the only batch, if the step is one batch of decodes in order
     decodes: list[DecodeBatch] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
-    # By the address of the table: (cos, sin), each [num_tokens, 1, rotary_dim] float32.
+    # Address of a rotary table -> (cos, sin) of the step's tokens, see `rotation_of`.
     _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def rotation(self, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `rotation_of` a table and the step's rows in it, which its layers share."""
+        """Return the rotary factors of the step's tokens (`rotation_of`), cached for each table."""
         rotation = self._rotations.get(cos_sin.data_ptr())
         if rotation is None:
             rotation = self._rotations[cos_sin.data_ptr()] = rotation_of(cos_sin, positions)
@@ -245,8 +246,8 @@ def _plan_decodes(
 ) -> DecodeBatch:
     """Return the plan of the decodes `entries`, all padded to the longest of them.
 
-    entries: the decodes' indices in the step. seen: by entry of the step, its number of keys from
-    the block of the first visible key on.
+    entries: the decodes' indices in the step.
+    seen: for each entry of the step, its number of keys from the block of the first visible key on.
     """
     _, num_kv_heads, block_size, head_dim = cache.shape
     device = cache.device

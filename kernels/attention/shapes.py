@@ -40,7 +40,7 @@ class LatentHeads(NamedTuple):
 
 
 def head_parts(num_heads: int, most: int = MOST_HEADS) -> int:
-    """Return the number of equal groups that heads over latents form, each of at most `most`."""
+    """Return the smallest number of equal groups of heads, each of at most `most` heads."""
     parts = -(-num_heads // most)
     while num_heads % parts:
         parts += 1

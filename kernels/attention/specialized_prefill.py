@@ -1,17 +1,19 @@
-"""Warp-specialised attention of chunks over paged keys and values on Hopper: prefill.py's result.
+"""Warp-specialised prefill attention over paged keys and values on Hopper.
+
+The results are those of prefill.py.
 
 A work item is 128 rows: queries of one sequence (an entry of the step), times the query heads that
 share a key head. Two warpgroups compute 64 rows each. One warp, the producer, only lets the tensor
-memory accelerator copy keys, values and queries to shared memory, page by page. A warpgroup issues
-the GEMM of the next tile's scores, then the GEMM of this tile's values, and computes exponentials
-while the second GEMM runs. So the tensor cores wait for neither memory nor exponentials
-(FlashAttention 3, arXiv:2407.08608, section 3). Tiles of keys are processed from the diagonal
-towards the first key.
+memory accelerator (TMA) copy keys, values and queries to shared memory, page by page. A warpgroup
+issues the GEMM of the next tile's scores, then the GEMM of this tile's values, and computes
+exponentials while the second GEMM runs. So the tensor cores wait for neither memory nor
+exponentials (FlashAttention 3, arXiv:2407.08608, section 3). Tiles of keys are processed from the
+diagonal towards the first key.
 
 One program per multiprocessor takes work items from a shared queue, longest first. The producer is
 one item ahead: it finds the item's entry, writes its parameters to shared memory for the
-warpgroups, and has the queries copied while they compute. Triton's own compiler gives all warps the
-same work; this is Gluon, which no interpreter runs.
+warpgroups, and copies the queries while the warpgroups compute. The kernel is in Gluon, as Triton's
+own language gives all warps the same work. No interpreter runs Gluon.
 
 TFLOP/s on an H100 with Triton 3.6, random normal data, timed in turns (bench/notes/engine-gpu.md):
 
@@ -54,11 +56,11 @@ class PrefillTile(NamedTuple):
     """A program's shared memory and registers, as one `tl.constexpr`.
 
     keys: keys of a tile.
-    places: tiles of keys, and of values, in shared memory.
-    slots: tiles of queries in shared memory.
-    box: keys that the tensor memory accelerator copies at once.
-    registers: registers of a thread of the two computing warpgroups.
-    producer_registers: registers of a thread of the producer.
+    places: buffers for tiles of keys in shared memory, and as many for tiles of values.
+    slots: buffers for tiles of queries in shared memory.
+    box: keys that the TMA copies at once.
+    registers: registers per thread of the two computing warpgroups.
+    producer_registers: registers per thread of the producer.
     """
 
     keys: int
@@ -97,7 +99,7 @@ def _entry_of(query_start, first_entry, num_entries, index, QUERIES: gl.constexp
 
 @gluon.jit
 def _first_key(position, WINDOW: gl.constexpr, CHUNK: gl.constexpr):
-    """The first key that the query at a position sees; may be below zero."""
+    """Return the position of the first key that the query at `position` sees; may be negative."""
     if CHUNK:
         return position // CHUNK * CHUNK
     return position - (WINDOW - 1)
@@ -109,7 +111,10 @@ def _produce(
     blocks, boxes, handed, barriers,
     LAYER: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Assign work to the warpgroups, and copy its queries, keys and values to free buffers."""
+    """Run the producer: take work items, and copy their queries, keys and values to free buffers.
+
+    The items' parameters are written to `handed` for the warpgroups.
+    """
     HEADS: gl.constexpr = LAYER.num_kv_heads
     GROUP: gl.constexpr = LAYER.group
     DIM: gl.constexpr = LAYER.head_dim
@@ -131,7 +136,7 @@ def _produce(
     first_entry = gl.load(counts)
     num_entries = gl.load(counts + 1)
     total = blocks * HEADS
-    step = 0  # tiles
+    step = 0  # processed tiles
     work = 0
     at = gl.atomic_add(queue, 1)
     while at < total:
@@ -234,8 +239,8 @@ def _masked(
 
 @gluon.jit
 def _weigh(score, top, denominator, scale_log2):
-    """Return the weights of a tile, the rows' new maxima and sums, and the factor for older
-    sums."""
+    """Return a tile's softmax weights, the rows' new maxima and denominators, and the factor by
+    which earlier sums must be scaled."""
     new_top = gl.maximum(top, gl.max(score, axis=1) * scale_log2)
     weight = gl.exp2(score * scale_log2 - new_top[:, None])
     shrink = gl.exp2(top - new_top)
@@ -247,8 +252,10 @@ def _attend(
     out, sinks, scale_log2, queries, tiles, handed, barriers,
     HALF: gl.constexpr, LAYER: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Compute one half of the rows of each work: row r is query r % (QUERIES / 2) of the half, and
-    head r // (QUERIES / 2) of the group."""
+    """Run a computing warpgroup: attention of one half of each work item's rows.
+
+    Row r is query r % (QUERIES / 2) of this half, and head r // (QUERIES / 2) of the group.
+    """
     HEADS: gl.constexpr = LAYER.num_kv_heads
     GROUP: gl.constexpr = LAYER.group
     DIM: gl.constexpr = LAYER.head_dim
@@ -272,7 +279,7 @@ def _attend(
     out_row = gl.arange(0, 64, layout=gl.SliceLayout(1, WHOLE))
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, WHOLE))
     zero = gl.zeros([64, KEYS], gl.float32, layout=PRODUCT)
-    step = 0  # tiles
+    step = 0  # processed tiles
     work = 0
     count = 0
     while count >= 0:
@@ -288,14 +295,14 @@ def _attend(
             num_queries = _field(fields, 5)
             head = _field(fields, 6)
             query = queries.index(slot * 2 + HALF)
-            # Rows after the last query look at what the last one sees.
+            # Rows after the last query see the same keys as the last query.
             own = gl.minimum(HALF * OWN + score_row % OWN, num_queries - 1)
             row_position = first_position + own
             lowest_position = first_position + HALF * OWN
             acc = gl.zeros([64, DIM], gl.float32, layout=OUT)
             top = gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, PRODUCT))
             denominator = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, PRODUCT))
-            if SCORES.sinks:  # a sink counts as a key without a value
+            if SCORES.sinks:  # a sink is like a key with a value of zero
                 top = gl.load(sinks + head * GROUP + score_row // OWN) * LOG2E
                 denominator += 1.0
             if count > 0:
@@ -304,7 +311,7 @@ def _attend(
                 mbarrier.wait(full_k.index(place), step // PLACES & 1)
                 key = keys.index(place).permute((1, 0))
                 score = warpgroup_mma(query, key, zero, use_acc=False, is_async=True)
-                if start + KEYS > end:  # the last block's places after the entry's last key
+                if start + KEYS > end:  # zero the values after the entry's last key
                     mbarrier.wait(full_v.index(place), step // PLACES & 1)
                     for piece in gl.static_range(PIECES):
                         clear_rows_from(
@@ -351,7 +358,8 @@ def _attend(
                 step += 1
             denominator = gl.where(denominator > 0.0, denominator, 1.0)  # padding rows become 0 / 1
             acc = acc / gl.convert_layout(denominator, gl.SliceLayout(1, OUT))[:, None]
-            # By way of the queries' place, which nobody reads any more: stores of 16 bytes.
+            # Convert the layout through the queries' buffer, which is no longer read, so that each
+            # thread stores 16 bytes at once.
             query.store(acc.to(dtype))
             barrier()
             result = query.load(WHOLE)
@@ -378,12 +386,12 @@ def _prefill_specialized_kernel(
     query_start,
     kv_len,
     counts,
-    queue,  # two counters, zero between launches: work that was taken, programs that are done
+    queue,  # two counters, zero between launches: work items taken, programs finished
     sinks,  # [num_heads] float32, if SINKS
     scale_log2,
     table_stride,
     num_tokens,
-    blocks,  # an upper bound of the blocks of QUERIES queries
+    blocks,  # upper bound of the number of blocks of QUERIES queries
     LAYER: gl.constexpr,  # `Heads`
     TILE: gl.constexpr,  # `PrefillTile`
     SCORES: gl.constexpr,  # `Scores`
@@ -420,7 +428,7 @@ def _prefill_specialized_kernel(
         mbarrier.init(free_v.index(place), count=2)
     fence_async_shared()
     barrier()
-    # A tile's elements lie 64 by 64: 64 elements of all its rows, then the next 64.
+    # A tile in shared memory consists of panels: 64 elements of all rows, then the next 64.
     boxes = (
         reinterpret(queries, dtype, [SLOTS * 2 * PIECES * GROUP, 64 // GROUP, 64], SWIZZLED),
         reinterpret(keys, dtype, [PLACES * PIECES * BOXES, BOX, 64], SWIZZLED),
@@ -477,8 +485,8 @@ def _queue(device: torch.device) -> Tensor:
 def specialized_prefill(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
     """Compute attention of the step's chunks into their rows of out.
 
-    Arguments and result are those of `prefill.attention_prefill`. Only for inputs that
-    `specialized_prefill_fits` accepts.
+    Arguments and result are those of `prefill.attention_prefill`; `specialized_prefill_fits` must
+    be true.
     """
     q, k_cache, v_cache, scale, _, sinks, _ = inputs
     assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)

@@ -1,8 +1,8 @@
 """Bidirectional attention over whole texts or pictures without a cache, as Triton kernels.
 
-A program has one head and consecutive queries of one text, and processes the text's keys from the
-first to the last, so results are batch-invariant. A head whose size is no power of two is computed
-in two parts: 72 elements as 64 and 16, not as 128.
+A program computes one head of consecutive queries of one text. It processes the text's keys from
+the first to the last, so results are batch-invariant. A head whose size is not a power of two is
+computed in two parts: 72 elements as 64 and 16, not as 128.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,10 @@ def _walk(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Attend to keys [begin, end) of one text; k and v point to its first token's head."""
+    """Update a running softmax with keys [begin, end) of one text.
+
+    k, v: pointers to the head of the text's first token.
+    """
     KEYS: tl.constexpr = TILE.keys
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, TILE.dims)
@@ -176,7 +179,7 @@ def _rotate_kernel(
     row = table + tl.load(rows + token).to(tl.int64) * (2 * HALF) + dims
     cos = tl.load(row, mask=valid, other=0.0)[None, :]
     sin = tl.load(row + HALF, mask=valid, other=0.0)[None, :]
-    # Heads of queries and of keys stand one behind the other.
+    # A token's query heads are followed by its key heads, so one index covers both.
     where = qkv + token * (3 * NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
     mask = (heads < 2 * NUM_HEADS)[:, None] & valid[None, :]
     first = tl.load(where, mask=mask, other=0.0).to(tl.float32)

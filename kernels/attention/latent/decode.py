@@ -2,10 +2,10 @@
 
 Keys are split over programs as in attention/decode.py, with the same plan and merge.
 
-A latent is read once for all heads, as their key and as their value. Its tile stays in place
-between the two matmuls, so a program has the largest number of heads whose results fit into
-registers. Tensor cores multiply 64 rows at once. With 64 heads the rows are heads; with fewer they
-are latents, so that no row is wasted. With up to 16 heads they multiply 16 rows at a time instead.
+A latent is read once for all heads, as their key and as their value. Its tile stays in shared
+memory between the two matmuls, so a program computes as many heads as fit into registers. Hopper's
+wgmma multiplies 64 rows at once. With 64 heads the rows are heads. With 17 to 32 heads the rows are
+latents, so that no row is wasted. With up to 16 heads, instructions with 16 rows are used.
 On Hopper, specialized_decode.py computes groups of 33 to 64 heads.
 """
 
@@ -36,11 +36,11 @@ def parts_within(num_heads: int, cache: Tensor) -> int:
 def scores_once(query, rotated, latent, shared, known):
     """Compute the scores [rows, keys] such that no two warps compute the same score.
 
-    known: True, as a value that the compiler does not know before the loop runs.
+    known: always True, but passed as a run-time value so that the compiler keeps the branch.
 
-    Where Triton 3.6 sees that a matmul is an operand of another, it gives all warps to the rows of
-    the first: of 64 rows eight warps would compute each score twice. Triton does not see through
-    the end of a branch. The other branch is never taken; it has a result of the same layout.
+    If Triton 3.6 sees that the result of one matmul is an operand of another, it divides only the
+    rows of the first among warps: with 64 rows, eight warps would compute each score twice. The
+    branch hides the dependency from Triton. The else branch never runs.
     """
     if known:
         score = tl.dot(query, tl.trans(latent), input_precision="ieee")
@@ -157,7 +157,7 @@ def _latent_decode_kernel(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([RANKS, ROWS] if FEW else [ROWS, RANKS], tl.float32)
-        # Block ids are read a tile ahead, as in decode.py; so is the next pair drawn.
+        # As in decode.py, load block ids one tile ahead, and take the next pair early.
         position = begin + keys
         page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
         next_work = pairs
@@ -203,22 +203,28 @@ def _latent_decode_kernel(
 
 
 def few_heads(group: int, element_size: int) -> bool:
-    """Whether a group has so few heads that programs lay them out as columns, not rows. That is for
-    16-bit elements alone. On an H200 64 entries of 4,096 latents took 220 microseconds with 20
-    heads as columns, 321 as rows; with 16 heads 114.1 as columns, 107.7 as rows, with the
-    surrounding matmuls."""
+    """Whether heads are the columns of a program's matmuls, not the rows.
+
+    Only for 16-bit elements. On an H200, 64 entries of 4,096 latents with 20 heads took 220
+    microseconds with heads as columns, 321 as rows. With 16 heads, and the surrounding matmuls,
+    they took 114.1 as columns, 107.7 as rows.
+    """
     return 16 < group <= 32 and element_size == 2
 
 
 def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> DecodeLaunch:
     """Return the decode launch that was fastest in measurements on an H200.
 
-    A program has rows x rank results in registers and its tiles in shared memory. rows: padded
-    heads of a program. Microseconds for (64 entries of 4,096 latents, one entry of 32,768): with 16
-    heads (95, 31) in two small programs per multiprocessor, which hide each other's memory latency,
-    and (115, 24) in one program with more tiles in flight. With 20 heads (220, 48) in tiles of 64
-    keys, (231, 39) in tiles of 16. With 128 heads (319, 60) in tiles of 64, (337, 58) in tiles of
-    32.
+    rows: padded heads of a program, which has rows x rank results in registers.
+
+    Microseconds for 64 entries of 4,096 latents, and for one entry of 32,768:
+
+        16 heads, two small programs per multiprocessor   95   31
+        16 heads, one program with more tiles in flight  115   24
+        20 heads, tiles of 64 keys                       220   48
+        20 heads, tiles of 16 keys                       231   39
+        128 heads, tiles of 64 keys                      319   60
+        128 heads, tiles of 32 keys                      337   58
     """
     if element_size > 2:
         return DecodeLaunch(16, 8, 2, 1)
@@ -245,10 +251,10 @@ def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
 
 
 def merge_pieces(out: Tensor) -> int:
-    """Return the number of programs that share a head's elements in a merge.
+    """Return the number of programs that share a head's elements in a merge (`decode.merge`).
 
-    There are several where heads are too few for all multiprocessors. That needs a power of 2 of
-    elements, so that the programs' shares cover a head exactly.
+    Several programs share a head if heads are too few to occupy all multiprocessors, and if rank is
+    a power of two, so that equal shares cover a head exactly.
     """
     tokens, num_heads, rank = out.shape
     return 4 if tokens * num_heads <= 512 and rank & (rank - 1) == 0 else 1

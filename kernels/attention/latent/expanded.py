@@ -1,7 +1,7 @@
 """Attention over paged latents for sequences (entries) with many query tokens, with expanded keys.
 
-Each head's key and value are computed from each latent. They are shorter than latents, so this pays
-for many queries.
+Each head's key and value are computed from each latent. Keys and values are shorter than latents,
+so with many queries this takes fewer operations than absorbed queries.
 
 The keys of all entries are concatenated, and expanded a piece at a time, so that long contexts take
 no more memory than a step's own tokens. Each piece continues the queries' online softmax. The
@@ -23,8 +23,8 @@ from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
 LEAST_PIECE = 2048  # minimum number of keys that are expanded at once
-# Maximum prompt tokens of a step with absorbed queries: queries and results then have the length
-# of latents.
+# Maximum prompt tokens of a step with absorbed queries. More would take too much memory, as
+# absorbed queries and their results are as long as latents.
 MOST_ABSORBED = 2048
 _GATHER = 16  # latents per program of the gather kernel
 
@@ -32,8 +32,8 @@ _GATHER = 16  # latents per program of the gather kernel
 def worth_expanding(inputs: LatentInputs, meta: AttentionMeta) -> bool:
     """Whether expanded keys and values take fewer operations than absorbed queries for a step.
 
-    Absorbed queries need no expansion, but have more elements. False where the host does not know
-    the lengths; true above MOST_ABSORBED tokens.
+    Absorbed queries need no expansion of keys, but are longer. Returns False if the host does not
+    know the lengths, else True above MOST_ABSORBED prompt tokens.
     """
     num_tokens = len(inputs.q)
     _, elements, rank = inputs.up.shape  # elements of a head's key and value
@@ -64,7 +64,7 @@ def _latent_gather_kernel(
     cache,
     gathered,  # [size, KEPT]
     block_table,
-    key_ends,  # [entries]: the sum of kv_len up to each, itself included
+    key_ends,  # [entries]: inclusive prefix sums of kv_len
     kv_len,
     counts,
     table_stride,
@@ -102,7 +102,8 @@ def _walk(
 ):  # fmt: skip
     """Attend a program's queries to the keys [begin, end) (int64) of an entry.
 
-    made, shared: pointers to the entry's key 0, which may be outside of the memory.
+    made, shared: pointers to the entry's key 0: expanded keys and values, and rotary keys. Key 0
+    itself may be outside of the piece in memory.
     """
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, SIZES.nopes)
@@ -145,7 +146,7 @@ def _walk(
 
 
 class ExpandedSizes(NamedTuple):
-    """The sizes of a layer whose keys and values are made from latents, as one `tl.constexpr`.
+    """The sizes of a layer whose keys and values are expanded from latents, as one `tl.constexpr`.
 
     nope: elements of a head's key without rotary embeddings.
     rope: elements of a key with rotary embeddings, which all heads share.
@@ -174,9 +175,9 @@ def _latent_expanded_kernel(
     gathered,  # [size, RANK + ROPE]
     out,  # [tokens, heads, VALUE]
     carried,  # [tokens, heads, VALUE] float32: the accumulator after earlier pieces
-    carried_top,  # [2, tokens, heads] float32: their largest scores, and denominators
+    carried_top,  # [2, tokens, heads] float32: largest scores and denominators so far
     query_start,
-    key_ends,  # [entries]: the sum of kv_len up to each, itself included
+    key_ends,  # [entries]: inclusive prefix sums of kv_len
     kv_len,
     counts,
     scale_log2,
@@ -193,7 +194,7 @@ def _latent_expanded_kernel(
     WIDTH: tl.constexpr = SIZES.heads * EACH
     KEPT: tl.constexpr = SIZES.rank + SIZES.rope
     head = tl.program_id(0)
-    # The last queries of a request see the most keys: start them first.
+    # Start the last queries of the step first: within a request these see the most keys.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
     first_entry = tl.load(counts)
     num_entries = tl.load(counts + 1)
@@ -236,7 +237,7 @@ def _latent_expanded_kernel(
         sums = carried_top + num_tokens.to(tl.int64) * SIZES.heads
         denominator = tl.load(sums + at, mask=row_mask, other=1.0)
         acc = tl.load(carried + where, mask=tile_mask, other=0.0)
-    # Rows past the last query look at what the last one sees.
+    # Rows after the last query see the same keys as the last query.
     row_position = tl.minimum(first_position + rows, length - 1)
     full = tl.maximum(tl.minimum(first_position + 1, highest) - lowest, 0) // KEYS * KEYS + lowest
     origin = (start - piece).to(tl.int64)
@@ -286,8 +287,9 @@ def expanded_launch(sizes: "ExpandedSizes", element_size: int, room: int) -> Exp
 
 
 def latent_expanded(inputs: LatentInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute latent attention of the step's entries after the decodes; the host knows lengths.
+    """Compute latent attention of the step's entries after the decodes, with expanded keys.
 
+    meta: must have its lengths on the host.
     out: [num_tokens, num_heads, value]; tokens after the last entry get zeros.
     """
     q, cache, up, scale = inputs

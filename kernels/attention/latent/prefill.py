@@ -45,7 +45,7 @@ def _latent_prefill_kernel(
     QUERIES: tl.constexpr = ROWS // HEADS.group
     NUM_HEADS: tl.constexpr = HEADS.parts * HEADS.group
     KEPT: tl.constexpr = HEADS.rank + HEADS.rope
-    # The last queries of a request see the most keys: start them first.
+    # Start the last queries of the step first: within a request these see the most keys.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
     num_entries = tl.load(counts + 1)
     entry, begin, first = entry_of(query_start, tl.load(counts), num_entries, index, QUERIES)
@@ -83,7 +83,7 @@ def _latent_prefill_kernel(
     length = tl.load(kv_len + entry)
     table = block_table + entry.to(tl.int64) * table_stride
     first_position = length - query_len + first
-    # Rows past the last query look at what the last one sees.
+    # Rows after the last query see the same keys as the last query.
     row_position = tl.minimum(first_position + rows // HEADS.group, length - 1)
     end = tl.minimum(first_position + QUERIES, length)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -114,7 +114,7 @@ def _latent_prefill_kernel(
 
 
 class _Launch(NamedTuple):
-    rows: int  # queries times heads of a part in a program
+    rows: int  # queries times heads of a group, in one program
     keys: int  # keys of a tile
     num_warps: int
     num_stages: int
@@ -139,7 +139,7 @@ def _launch(group: int, cache: Tensor) -> _Launch:
 def latent_prefill(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
     """Compute attention over latents of the step's entries that are not decodes.
 
-    These are the entries counts[0] .. counts[1] - 1 of meta.
+    Their indices are meta.counts[0] .. meta.counts[1] - 1.
     out: [tokens, num_heads, rank]; tokens after the last entry get zeros.
     """
     absorbed, q, cache, scale = inputs

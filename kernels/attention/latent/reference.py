@@ -3,11 +3,11 @@
 `kernels.reference.Kernels.latent_attention` defines the operation.
 
 Decodes use absorbed queries. A query is multiplied by the up projection of keys, and attends to the
-latents as to a single key head. The result is multiplied by the up projection of values. That reads
-a latent once for all heads.
+latents as to a single key head. The result is multiplied by the up projection of values. So a
+latent is read once for all heads.
 
-Prefill does not: latents are expanded to keys and values, which are shorter than latents. The many
-queries of a sequence share them.
+Prefill expands latents to keys and values instead, which are shorter than latents. All queries of a
+sequence share the expanded keys and values.
 """
 
 import torch

@@ -4,12 +4,12 @@ The results are those of latent/decode.py.
 
 With 64 heads per program the matmuls take longer than the memory reads, so the tensor cores must
 wait neither for exponentials nor for memory. One warp, the producer, lets the tensor memory
-accelerator copy latents into one of two buffers. A first warpgroup (four warps) multiplies them by
-the queries, which gives 64 x 64 scores that are computed once. It multiplies the softmax weights by
-the first half of the latents' elements. A second warpgroup multiplies them by the other half; it
-reads the weights from shared memory. So one warpgroup's matmul runs while the other computes
-exponentials. Triton's own compiler gives all warps the same work; this is Gluon, which no
-interpreter runs.
+accelerator (TMA) copy latents into one of two buffers. A first warpgroup (four warps) multiplies
+the latents by the queries, which gives 64 x 64 scores. Then it multiplies the softmax weights by
+the first half of the latents' elements. A second warpgroup reads the weights from shared memory,
+and multiplies them by the other half. So one warpgroup's matmul runs while the other computes
+exponentials. The kernel is in Gluon, as Triton's own language gives all warps the same work. No
+interpreter runs Gluon.
 
 Checked against float64. Timed on an H200 with Triton 3.6 beside the kernel of latent/decode.py, in
 microseconds per call with its merge:
@@ -61,10 +61,10 @@ from kernels.metadata import AttentionMeta
 ROWS, KEYS = LATENT_ROWS, LATENT_KEYS
 RANK, ROPE = LATENT_SIZES
 HALF = RANK // 2
-WIDE = PIECE  # elements of a row that the tensor memory accelerator copies at once
-PLACES = 2  # tiles in shared memory
-REGISTERS = 208  # a thread's registers in `_half`
-COPIES = 56  # registers of a thread of the warps that copy
+WIDE = PIECE  # elements of a row that the TMA copies at once
+PLACES = 2  # buffers for tiles in shared memory
+REGISTERS = 208  # registers per thread of the warpgroup that runs `_half`
+COPIES = 56  # registers per thread of the producer
 
 
 @gluon.jit
@@ -132,8 +132,10 @@ def _store(
 
 @gluon.jit
 def _listed(at):
-    """Return an item of the plan: its entry, its first key and its end key, and the entry's number
-    of splits."""
+    """Load a split of the plan: its entry, first key, end key, and the entry's number of splits.
+
+    at: pointer to the split's row in `DecodePlan.items`.
+    """
     entry = gl.load(at).to(gl.int64)
     return entry, gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
 
@@ -144,7 +146,10 @@ def _half(
     PARTS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the weights of `_scores` by the latents' elements from RANK / 2 on."""
+    """Run the second warpgroup: multiply softmax weights by the second half of latents' elements.
+
+    The weights come from the first warpgroup (`_scores`) through shared memory.
+    """
     counted, items = listed
     weights, shrinks = handed
     full, free, weighed, taken = barriers
@@ -153,8 +158,8 @@ def _half(
     NUM_HEADS: gl.constexpr = PARTS * GROUP
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     pairs = gl.load(counted) * PARTS
-    step = 0  # tiles that were processed so far
-    gone = 0  # entries, each of which ends with a denominator in the place of what shrinks
+    step = 0  # processed tiles
+    gone = 0  # processed splits; after each one more exchange passes on the denominators
     for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
         item = work // PARTS
         entry, begin, end, splits = _listed(items + item * 8)
@@ -164,7 +169,8 @@ def _half(
             mbarrier.wait(weighed, step + gone & 1)
             shrink = shrinks.load(gl.SliceLayout(1, OUT))
             acc = acc * shrink[:, None]
-            # The weights were made of this tile's scores, but it is the copy that this group sees.
+            # The other warpgroup has waited for this copy, but only a wait of this warpgroup makes
+            # the copied data visible here.
             mbarrier.wait(full.index(place), step // PLACES & 1)
             acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -199,7 +205,7 @@ def _read(
 def _score_first(
     query, tile, ROWS: gl.constexpr, KEYS: gl.constexpr, SCORES: gl.constexpr
 ):  # fmt: skip
-    """Return the scores [heads, latents] from the first half of the elements."""
+    """Start the matmul of scores [heads, latents] over the first half of the elements."""
     zero = gl.zeros([ROWS, KEYS], gl.float32, layout=SCORES)
     return warpgroup_mma(query, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -212,7 +218,7 @@ def _score_rest(score, q_second, q_shared, second, shared):
 
 @gluon.jit
 def _cut(pieces_first, pieces_second, shared, place, count, KEYS: gl.constexpr):
-    """Clear the part of an entry's last tile that lies after its `count` latents."""
+    """Write zeros after the first `count` latents of a split's last tile."""
     PIECES: gl.constexpr = 4
     for piece in range(PIECES):
         clear_rows_from(pieces_first.index(place * PIECES + piece), count, KEYS)
@@ -225,12 +231,12 @@ def _cut(pieces_first, pieces_second, shared, place, count, KEYS: gl.constexpr):
 class SpecializedTile(NamedTuple):
     """The tile of a program, as one `gl.constexpr`."""
 
-    box: int  # rows that the tensor memory accelerator copies at once
+    box: int  # rows that the TMA copies at once
     rows: int  # heads, padded
     keys: int  # tokens of a tile
-    places: int  # tiles in shared memory
-    registers: int  # registers of a thread in `_half`
-    copies: int  # registers of a thread of the warps that copy
+    places: int  # buffers for tiles in shared memory
+    registers: int  # registers per thread of the warpgroup that runs `_half`
+    copies: int  # registers per thread of the producer
 
 
 @gluon.jit
@@ -239,9 +245,9 @@ def _scores(
     listed, queries, tiles, pieces, handed, barriers,
     HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Compute scores and weights, and multiply the elements below RANK / 2.
+    """Run the first warpgroup: scores, softmax weights, and the first half of the results.
 
-    The next tile's scores are started before this tile's product with the values has ended.
+    The matmul for the next tile's scores starts before this tile's matmul with values has ended.
     """
     counted, items = listed
     q_first, q_second, q_shared = queries
@@ -258,15 +264,15 @@ def _scores(
     score_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WHOLE))
     pairs = gl.load(counted) * HEADS.parts
-    step = 0  # tiles that were processed so far
-    gone = 0  # entries, each of which ends with a denominator in the place of what shrinks
+    step = 0  # processed tiles
+    gone = 0  # processed splits; after each one more exchange passes on the denominators
     for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
         item = work // HEADS.parts
         entry, begin, end, splits = _listed(items + item * 8)
         head = work % HEADS.parts * HEADS.group
         row_mask = q_rows < HEADS.group
         from_absorbed = absorbed + entry * HEADS.rank
-        barrier()  # the queries before were read
+        barrier()  # all threads have finished with the previous queries
         _read(q_first, from_absorbed, head_stride, head + q_rows, row_mask, 0, HALF, WHOLE)
         _read(q_second, from_absorbed, head_stride, head + q_rows, row_mask, HALF, HALF, WHOLE)
         from_q = q + entry * NUM_HEADS * HEADS.head_dim + (HEADS.head_dim - HEADS.rope)
@@ -313,11 +319,12 @@ def _scores(
                 _cut(pieces_first, pieces_second, shared, other, end - after, KEYS)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
             acc = warpgroup_mma(weights, first.index(place), acc, is_async=True)
-            # Scores of the next tile. After the last tile they are of stale keys, and unused.
+            # Compute scores of the next tile. After the last tile these are unused scores of stale
+            # keys.
             mbarrier.wait(full_first.index(other), other_turn, pred=after < end)
             score = _score_first(q_first, first.index(other), ROWS, KEYS, SCORES)
-            # `taking` is here for ptxas alone, which else allocates registers for 64 heads in a
-            # way that was not timed.
+            # `taking` is a dependency only because of ptxas: without it ptxas allocates registers
+            # differently for 64 heads, which was not timed.
             acc = warpgroup_mma_wait(1, deps=[acc, taking])[0]
             barrier()
             mbarrier.arrive(free_first.index(place), count=1)
@@ -408,7 +415,7 @@ def _latent_specialized_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # A tile is stored as panels of 64 columns, each with all rows, one panel after the other.
+    # A tile in shared memory consists of panels of 64 columns and all rows.
     listed = (counted, items)
     queries = (q_first, q_second, q_shared)
     tiles = (first, second, shared)
@@ -465,8 +472,7 @@ def specialized_decode_fits(inputs: AbsorbedInputs, meta: AttentionMeta) -> bool
 def specialized_decode(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
     """Compute attention over latents of the step's decodes into their rows of out.
 
-    Arguments and result are those of `latent_decode`. Only for inputs that
-    `specialized_decode_fits` accepts.
+    Arguments and result are those of `latent_decode`; `specialized_decode_fits` must be true.
     """
     absorbed, q, cache, scale = inputs
     plan: DecodePlan = meta.plan
