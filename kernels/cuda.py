@@ -97,7 +97,7 @@ class Cuda(Kernels):
 
     def activation(self, x: Tensor, name: str) -> Tensor:
         if name == "sigmoid":
-            return torch.sigmoid(x)  # in float32 inside
+            return torch.sigmoid(x)  # torch computes it in float32
         if name not in activation.CODES:
             return super().activation(x, name)
         return activation.activation(x, name)
@@ -338,7 +338,7 @@ class Cuda(Kernels):
         return super().route(logits, routing, correction)
 
     def router_logits(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dtype == torch.float32 or not x.is_cuda:  # in the interpreter
+        if x.dtype == torch.float32 or not x.is_cuda:  # not CUDA: Triton's interpreter
             return super().router_logits(x, router, bias)
         logits = torch.mm(x, router.t(), out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias)

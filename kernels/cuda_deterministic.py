@@ -1,10 +1,11 @@
-"""The CUDA back end of deterministic mode (`EngineConfig.deterministic`), where a token's numbers
-depend on its request alone: not on the step's other requests, nor on how its own prompt was cut
-into chunks, found in the prefix cache, or computed again after a preemption.
+"""The CUDA back end of deterministic mode (`EngineConfig.deterministic`).
 
-So each operation has one algorithm: matmuls have one order of summation for any number of rows, and
-one attention kernel serves decodes and chunks; it processes keys from the first to the last, and
-never splits them. All other operations compute each row independently in any case.
+A token's results depend on its request alone. They depend neither on the step's other requests nor
+on how the prompt was chunked, cached, or recomputed after a preemption.
+
+So each operation has one algorithm. Matmuls add in the same order for any number of rows. One
+attention kernel computes decodes and chunks. It processes keys from the first to the last, and
+never splits them over programs. The other operations compute each row independently in any case.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ class CudaDeterministic(Cuda):
     PACKED_EXPERTS = FIXED_PACKED_EXPERTS
     CHUNK_ATTENTION = FIXED_ATTENTION
 
-    # The reference's versions, which call this class's matmuls; those of Cuda are fused.
+    # Use the reference's methods, which call this class's matmuls. Cuda's methods are fused.
     norm_linear = Kernels.norm_linear
     norm_gated_linear = Kernels.norm_gated_linear
     norm_route = Kernels.norm_route
@@ -45,7 +46,7 @@ class CudaDeterministic(Cuda):
         return linear_fixed(x, weight, bias, residual)
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
-        """Do nothing: a choice by timing would change results from start to start."""
+        """Do nothing: a kernel chosen by timing could change results after a restart."""
 
     def prepare(
         self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0

@@ -1,8 +1,8 @@
-"""AddressRange and Region: CUDA device memory whose addresses stay while its pages come and go.
+"""AddressRange and Region: CUDA device memory at fixed addresses, whose pages can be unmapped.
 
-Tensors over a range are valid again once its pages are mapped again, and so is everything that
-holds their addresses (CUDA graphs, copy descriptors). The driver's virtual memory functions are
-called through ctypes, so no extension module is compiled.
+Once the pages are mapped again, tensors over a range are valid again. So are CUDA graphs and copy
+descriptors that hold its addresses. The driver's virtual memory functions are called through
+ctypes, so no extension module is compiled.
 """
 
 import ctypes
@@ -77,12 +77,12 @@ def reaches(device: int, peer: int) -> bool:
 
 
 class AddressRange:
-    """A range of CUDA device addresses, parts of which have pages.
+    """A reserved range of CUDA device addresses, parts of which have mapped pages.
 
-    At first none has. Pages are mapped in chunks, each of which is unmapped as a whole.
+    A new range has no pages. Pages are mapped in chunks; a chunk can only be unmapped as a whole.
 
     size: number of bytes, rounded up to a multiple of the granule.
-    granule: the number of bytes of which each chunk must be a multiple.
+    granule: granularity of mappings; the bytes of a chunk are a multiple of it.
     Raises RuntimeError, which names the driver's function and its CUresult.
     """
 
@@ -106,7 +106,7 @@ class AddressRange:
 
     @cached_property
     def bytes(self) -> Tensor:
-        """All bytes of the range, uint8 [size]. The first page must be mapped at the first use."""
+        """The whole range as a tensor, uint8 [size]. Its first page must be mapped at first use."""
         return torch.as_tensor(self, device=self._device)
 
     @property
@@ -119,8 +119,9 @@ class AddressRange:
         }
 
     def map(self, offset: int, chunk: int, count: int = 1) -> None:
-        """Map pages to `count` chunks of `chunk` bytes from an offset on; their content is
-        undefined.
+        """Map pages to `count` chunks of `chunk` bytes, from byte `offset` of the range on.
+
+        The pages' content is undefined.
 
         Raises torch.OutOfMemoryError; then none of these chunks has pages.
         """
@@ -160,7 +161,7 @@ class AddressRange:
             _call("cuMemUnmap", at, ctypes.c_size_t(chunk))
 
     def close(self) -> None:
-        """Free the range of addresses, which must have no pages. No tensor may use it any more."""
+        """Free the range of addresses, which must have no pages and no users."""
         self.__dict__.pop("bytes", None)
         _call("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
 
@@ -183,8 +184,9 @@ class Region:
 
     The constructor maps its pages, whose content is undefined.
 
-    bytes: all bytes of the region, uint8 [size]. No tensor over them may be used while `held` is
-    False. Raises torch.OutOfMemoryError.
+    bytes: all bytes of the region, uint8 [size]; unusable while `held` is False.
+    held: whether the region has pages.
+    Raises torch.OutOfMemoryError.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -217,7 +219,7 @@ class Region:
             self.held = False
 
     def close(self) -> None:
-        """Free the pages and the addresses. No tensor over them but `bytes` may exist any more."""
+        """Free the pages and the addresses; no tensor except `bytes` may use them."""
         self.give_pages()
         del self.bytes
         self._range.close()

@@ -1,8 +1,8 @@
 """ExportedMemory and OpenedMemory: device memory that another process reads (CUDA IPC).
 
-One process allocates the memory and hands on its handle, 64 bytes. Another process of the same
-machine opens the handle, and copies from the memory as from its own, over NVLink if it is on
-another GPU. The driver keeps the pages until all processes have closed them or have ended. Its
+One process allocates the memory and sends its handle of 64 bytes. Another process of the same
+machine opens the handle, and copies from the memory as from its own, over NVLink from another GPU.
+The driver frees the pages once all processes have closed the memory or have ended. The driver's
 functions are called through ctypes, so no extension module is compiled.
 """
 
@@ -23,10 +23,10 @@ class _Handle(ctypes.Structure):
 
 
 class ExportedMemory:
-    """Device memory of this process that others may open.
+    """Device memory of this process that other processes can open.
 
-    address: of the first byte. handle: what `OpenedMemory` takes.
-    Raises RuntimeError where the device has no room, or no such memory (as some virtual ones).
+    address: address of the first byte. handle: the bytes from which `OpenedMemory` opens it.
+    Raises RuntimeError if the device is out of memory, or does not support CUDA IPC.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class ExportedMemory:
         self.handle = bytes(handle)
 
     def close(self) -> None:
-        """Free the memory, which no copy of this process uses."""
+        """Free the memory; no copy of this process may be using it."""
         with torch.cuda.device(self._device):
             _bind()
             call("cuMemFree_v2", ctypes.c_uint64(self.address))
@@ -53,8 +53,8 @@ class ExportedMemory:
 class OpenedMemory:
     """The device memory of another process, mapped by its handle.
 
-    address: of the first byte, for this process's device.
-    Raises RuntimeError where this device cannot read it, and for a handle that is none.
+    address: address of the first byte on this process's device.
+    Raises RuntimeError if this device cannot read the memory, or the handle is invalid.
     """
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
@@ -73,12 +73,12 @@ class OpenedMemory:
         self.address = address.value
 
     def close(self) -> None:
-        """Unmap the memory, which no copy of this process uses."""
+        """Unmap the memory; no copy of this process may be using it."""
         with torch.cuda.device(self._device):
             _bind()
             call("cuIpcCloseMemHandle", ctypes.c_uint64(self.address))
 
 
 def _bind() -> None:
-    """Make the device's primary context current in this thread, as the driver's calls expect."""
+    """Make the device's primary context current in this thread; the driver's calls need it."""
     torch.cuda.mem_get_info()

@@ -1,12 +1,12 @@
-"""Fragments: an order of 4-bit floats (e2m1) in which one load by a thread is its operand of an MMA
-instruction.
+"""Fragments: an order of 4-bit floats (e2m1) in which each thread loads its MMA operand directly.
 
-A tile is 16 outputs by 64 inputs. It has four words of 32 bits for each lane 4 * g + c: of outputs
-g and 8 + g the inputs 8 * c to 8 * c + 7 of the tile's first group of 32 inputs, and of its second
+A tile is 16 outputs by 64 inputs, in two groups of 32 inputs. It has four words of 32 bits for each
+lane 4 * g + c. Words 0 and 1 have the codes of output g, words 2 and 3 those of output 8 + g. Of
+the two, the first has inputs 8 * c to 8 * c + 7 of the first group, the other those of the second
 group. The scales of a tile have the same order: for each g those of output g, then of output 8 + g.
 
-The bits of a word are permuted such that at most one shift and one logical operation move a pair of
-codes to the fields of two bfloat16 numbers, for the last of the four pairs two of each.
+The bits of a word are permuted. At most one shift and one logical operation move a pair of codes
+to the fields of two bfloat16 numbers; the last of the four pairs takes two of each.
 """
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor
 ROWS, INPUTS, GROUP = 16, 64, 32  # rows and inputs of a tile, inputs per scale
 LANES, WORDS = 32, 4  # lanes of a warp, words per lane (16 bytes)
 
-# For each pair of codes, the bits of a word that hold the even code's mantissa, the two bits of its
-# exponent, and its sign. Those of the odd code are 16 higher, modulo 32.
+# For each pair of codes: the bit positions in a word of the even code's mantissa, the two bits of
+# its exponent, and its sign. The positions of the odd code are 16 higher, modulo 32.
 _PLACES = ((6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 9, 10, 17))
 
 
 def arranged(codes: Tensor) -> Tensor:
-    """Return codes as fragments: uint8 [rows, width] -> int32 [rows / 16, width / 64, 32, 4]."""
+    """Reorder codes to fragments: uint8 [rows, width] -> int32 [rows / 16, width / 64, 32, 4]."""
     rows, width = codes.shape
     eights = codes.view(rows, width // 8, 8)
     words = torch.zeros(rows, width // 8, dtype=torch.int64, device=codes.device)
@@ -45,7 +45,7 @@ def _lanes(words: Tensor) -> Tensor:
 
 
 def restored(words: Tensor) -> Tensor:
-    """Return the codes of fragments in row-major order, uint8 [rows, width]: inverts `arranged`."""
+    """Reorder fragments to row-major codes, uint8 [rows, width]; the inverse of `arranged`."""
     tiles, steps, _, _ = words.shape
     rows, width = tiles * ROWS, steps * INPUTS
     ordered = words.view(tiles, steps, 8, 4, 2, 2).permute(0, 4, 2, 1, 5, 3)
@@ -59,14 +59,14 @@ def restored(words: Tensor) -> Tensor:
 
 
 def arranged_scales(scale: Tensor) -> Tensor:
-    """Return scales [rows, width / 32] in fragments' order, [rows / 16, width / 64, 8, 4]."""
+    """Reorder scales [rows, width / 32] like fragments: [rows / 16, width / 64, 8, 4]."""
     rows, groups = scale.shape
     parts = scale.view(rows // ROWS, 2, 8, groups // 2, 2).permute(0, 3, 2, 1, 4)
     return parts.reshape(rows // ROWS, groups // 2, 8, WORDS).contiguous()
 
 
 def restored_scales(scale: Tensor) -> Tensor:
-    """Return the scales of fragments in row-major order: inverts `arranged_scales`."""
+    """Reorder fragments' scales to row-major order; the inverse of `arranged_scales`."""
     tiles, steps, _, _ = scale.shape
     parts = scale.view(tiles, steps, 8, 2, 2).permute(0, 3, 2, 1, 4)
     return parts.reshape(tiles * ROWS, 2 * steps)

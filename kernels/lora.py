@@ -4,12 +4,12 @@
     expand   y[token] += B (sum over k of partial)               fused with an MLP's gate
 
 A part is one of the linear layers that are fused into a layer. Tokens are sorted by adapter slot,
-in tiles of one slot each (`kernels.metadata.LoraStep`), so a program reads one adapter's matrices
+in tiles of one slot each (`kernels.metadata.LoraStep`). So a program reads one adapter's matrices
 once for all its rows. Programs end at once for tiles without an adapter, for parts that the adapter
-does not change, and beyond its rank. A table has each matrix's address and rank, so adapters are
-not padded to the largest rank. Launch shapes depend only on the number of tokens, and all other
-values are read from fixed addresses, so CUDA graphs can capture both kernels. Sums are added in a
-fixed order.
+does not change, and beyond the adapter's rank. A table has each matrix's address and rank, so
+adapters are not padded to the largest rank. Launch shapes depend only on the number of tokens, and
+all other values are read from fixed addresses, so CUDA graphs can capture both kernels. Splits are
+added in a fixed order.
 """
 
 import triton
@@ -19,13 +19,13 @@ from torch import Tensor
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.metadata import LoraLinear, LoraStep
 
-# Unit of ranks, and of offsets into a slab. Kernels declare it to the compiler with multiple_of: it
-# would otherwise read the matrices two bytes at a time.
+# Ranks, and offsets into a slab, are multiples of this. Kernels declare so with multiple_of;
+# otherwise the compiler would load the matrices two bytes at a time.
 UNIT = 16
 MAX_PARTS = 3  # maximum number of parts of a layer, such as q, k and v
 
-# In memory LoraStep.tiles follows one int32 per token, so its alignment varies. Kernels do not
-# specialise on it, so that no warm-up for both cases is needed.
+# LoraStep.tiles follows one int32 per token in memory, so its alignment varies. Kernels do not
+# specialise on this alignment; otherwise warm-up would have to compile both cases.
 
 
 @triton.jit(
@@ -66,7 +66,7 @@ def _shrink_kernel(
     valid = row < count
     token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
     if PDL:
-        gdc_wait()  # all programs wait, or a kernel could end before its predecessor
+        gdc_wait()  # all programs wait; otherwise the kernel could end before its predecessor
         gdc_launch_dependents()
     if slot < 0:
         return
@@ -89,7 +89,7 @@ def _shrink_kernel(
 
 @triton.jit
 def _columns_of(b, column, inside, start, rank, BLOCK_R: tl.constexpr):
-    """Load B [out, rank] transposed, as [BLOCK_R, columns], from rank `start` on."""
+    """Load a block of B [out, rank], transposed: [BLOCK_R, columns], from rank `start` on."""
     r = start + tl.arange(0, BLOCK_R)
     mask = inside[None, :] & (r < rank)[:, None]
     return tl.load(b + column[None, :] * rank + r[:, None], mask=mask, other=0.0)
@@ -103,8 +103,8 @@ def _pieces(
     """Load the results of shrink, [SPLITS, BLOCK_M, BLOCK_R], from rank `start` on.
 
     stride: elements between splits.
-    It is one load: added split by split, each load would be waited for and go through shared
-    memory.
+
+    All splits are loaded at once. With one load per split, each addition would wait for its load.
     """
     r = start + tl.arange(0, BLOCK_R)
     there = valid[:, None] & (r < rank)[None, :]
@@ -118,9 +118,10 @@ def _delta(
     pieces, weights, partial, b, position, valid, column, inside, rank, stride,
     SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Return B times the sum over splits, [BLOCK_M, BLOCK_N].
+    """Return the adapter's contribution to y: (sum over splits of partial) @ B^T.
 
-    pieces, weights: the values of the first BLOCK_R ranks.
+    pieces, weights: results of shrink and B for the first BLOCK_R ranks, already loaded.
+    Returns [BLOCK_M, BLOCK_N].
     """
     s = tl.sum(pieces, 0).to(weights.dtype)
     acc = tl.dot(s, weights, input_precision="ieee")
@@ -134,7 +135,7 @@ def _delta(
     return acc
 
 
-# 20 parameters: ten are tensors and numbers of the launch, and constants do not group into structs.
+# 20 parameters: ten are tensors and numbers of the launch; the constants have no natural groups.
 @triton.jit(
     do_not_specialize=["first_part", "num_tokens"],
     do_not_specialize_on_alignment=["tiles"],
@@ -284,14 +285,14 @@ def _expand_gated_kernel(
 
 
 # Classes of step sizes: (maximum tokens, rows of a tile, splits for layers with one part, splits
-# for others). Small tiles waste little on adapters with few tokens; large tiles read matrices less
-# often. Splits occupy the device if there are few tiles. There are few classes, as each needs its
-# own kernels.
+# for other layers). Small tiles waste little on adapters with few tokens; large tiles read matrices
+# less often. Splits occupy the device if there are few tiles. There are only four classes, because
+# kernels are compiled for each class.
 CLASSES = ((128, 16, 8, 8), (512, 32, 8, 4), (2048, 64, 4, 2), (1 << 30, 64, 1, 1))
 
 
-# Small tiles are used below MEAN_ROWS rows per slot on average, in steps of up to MOST_SMALL
-# tokens: most requests tend to use few adapters, so the other slots have a row or two.
+# Tiles are small below MEAN_ROWS rows per slot on average, in steps of up to MOST_SMALL tokens.
+# Most requests tend to use a few of the adapters, so the other slots have a row or two.
 MEAN_ROWS, MOST_SMALL = 64, 1024
 
 BLOCK_N = 128  # columns per program of expand
@@ -299,7 +300,7 @@ WIDE_N = 256  # columns per program without a gate, for steps of the second clas
 
 
 def _most_small(slots: int) -> int:
-    """Return the largest number of tokens for which tiles are always small."""
+    """Return the largest number of tokens of a step for which tiles have CLASSES[0]'s size."""
     return min(MEAN_ROWS * slots, MOST_SMALL)
 
 
@@ -352,7 +353,7 @@ def _rank_block(max_rank: int, most: int = 64) -> int:
 def _expand_rank_block(step: LoraStep) -> int:
     """Return the number of ranks per iteration of the expand kernel.
 
-    Small tiles come with many splits, which are all in registers.
+    It is smaller for small tiles, as these have many splits, all of which are held in registers.
     """
     return _rank_block(step.max_rank, 32 if step.block_m <= 32 else 64)
 
@@ -422,7 +423,7 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         BLOCK_N=columns,
         BLOCK_R=_expand_rank_block(step),
         num_warps=4 if step.block_m <= 32 else 8,
-        num_stages=1,  # usually there is one pass over the ranks
+        num_stages=1,  # the loop over ranks usually has one iteration
         **pdl(x.device),
     )
     return y
@@ -454,7 +455,7 @@ def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, ga
         BLOCK_N=BLOCK_N,
         BLOCK_R=_expand_rank_block(step),
         num_warps=4 if step.block_m <= 32 else 8,
-        num_stages=1,  # usually there is one pass over the ranks
+        num_stages=1,  # the loop over ranks usually has one iteration
         **pdl(x.device),
     )
     return out

@@ -1,6 +1,8 @@
-"""The metadata of a step, built once and passed to all layers. AttentionMeta: the keys of each
-query token. StateRuns: runs of drafts in recurrent layers. RotaryPlaces: rotary positions.
-OwnTokens: this rank's tokens with data-parallel attention. LoraStep: the adapter of each token.
+"""The metadata of a step, built once and passed to all layers.
+
+AttentionMeta: the layout of tokens and their keys. StateRuns: runs of draft tokens in recurrent
+layers. RotaryPlaces: rotary positions. OwnTokens: this rank's tokens with data-parallel attention.
+LoraStep: tokens sorted by adapter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,33 +29,36 @@ class AttentionMeta:
     query_start: Tensor  # [num_entries + 1] int32: first token of each entry, then the last's end
     kv_len: Tensor  # [num_entries] int32: keys of the entry, including those of this step
     block_table: Tensor  # [num_entries, max_blocks] int32
-    # number of leading entries with one query token; in a CUDA graph of a mixed step its maximum
+    # number of leading entries with one query token; in a CUDA graph of a mixed step an upper bound
     num_decodes: int
     max_kv_len: int
-    # query_start and kv_len on the host, for the CPU back end; None in steps that graphs replay
+    # query_start and kv_len on the host, for the CPU back end; None in steps of CUDA graphs
     query_start_host: list[int] | None = None
     kv_len_host: list[int] | None = None
     # data that a back end computes once per step for all layers (e.g. the splits of decodes' keys)
     plan: Any = None
-    # [2] int32 on the device: the numbers of decodes and of entries; later entries are padding.
-    # None: num_decodes, and all entries.
+    # [2] int32 on the device: the number of decodes, and the number of entries without padding
+    # entries, which come last. None: num_decodes, and all entries.
     counts: Tensor | None = None
     lora: "LoraStep | None" = None  # None: no token of the step has an adapter
-    # If > 0: the token at position t sees only keys after t - window; only keys of its own chunk of
-    # `chunk` tokens. Blocks whose keys no token of the step sees may belong to another request.
+    # window > 0: the token at position t sees only keys after t - window. chunk > 0: a token sees
+    # only keys of its own chunk of `chunk` tokens. Blocks whose keys no token of the step sees may
+    # belong to another request.
     window: int = 0
     chunk: int = 0
     own: "OwnTokens | None" = None  # with data-parallel attention: this rank's tokens
-    # [num_entries] int64: the row of each entry's state, in recurrent layers. If an entry's first
-    # token is its request's first, the state begins as zeros, whatever the row has.
+    # [num_entries] int64: the row of each entry's state, in recurrent layers. If an entry begins
+    # its request, the state before it is zero, and the row's content is ignored.
     rows: Tensor | None = None
     # the tokens' rotary positions; None: `positions`
     rotary: "RotaryPlaces | None" = None
-    # [num_tokens] int32: the last key that each token of a chunk sees, where tokens of an image see
-    # each other. Non-decreasing in an entry, whose tokens include these keys. None: its own key.
+    # [num_tokens] int32: the position of the last key that each token of a chunk sees, for images
+    # whose tokens see each other. Non-decreasing within an entry; the entry includes these keys.
+    # None: a token's last key is its own.
     last_keys: Tensor | None = None
-    # [num_entries] int32: the entries' request rows, in a step that verifies drafts. The keys of
-    # adjacent decodes of a row at consecutive positions (a run) are then read once. None: no runs.
+    # [num_entries] int32: the entries' request rows, in a step that verifies draft tokens. Kernels
+    # then read the keys of a run once: adjacent decodes of one row at consecutive positions.
+    # None: there are no runs.
     runs: Tensor | None = None
     # whether entries are so short that recurrent layers process their tokens one by one
     by_token: bool = False
@@ -73,11 +78,11 @@ class AttentionMeta:
         return max(0, first) if isinstance(first, int) else first.clamp(min=0)
 
     def most_blocks(self, num_tokens: int, queries: int, *, decodes: bool) -> int:
-        """Return an upper bound of the step's blocks of queries (`launch.entries.entry_of`).
+        """Return an upper bound of the number of query blocks (`launch.entries.entry_of`).
 
-        It holds for any lengths of entries, so for all steps that a CUDA graph replays.
+        The bound holds for any lengths of entries, so for all steps that a CUDA graph replays.
 
-        queries: the queries of a block.
+        queries: the number of queries in a block.
         decodes: whether decodes have blocks, too.
         """
         known = self.query_start_host is not None and not decodes
@@ -95,17 +100,17 @@ class AttentionMeta:
         return cos_sin if self.rotary.table is None else self.rotary.table, self.rotary.rows
 
     def elsewhere(self, slots: Tensor, block_table: Tensor) -> "AttentionMeta":
-        """Return a copy, without a plan, for layers whose keys are in other blocks."""
+        """Return a copy without a plan, for layers whose keys are in other blocks and slots."""
         return replace(self, slots=slots, block_table=block_table, plan=None)
 
 
 @dataclass(slots=True)
 class StateRuns:
-    """The runs of a step that verifies drafts: each is a request's decode and its drafts, in order.
+    """The runs of a step that verifies draft tokens; a run is a request's decode and its drafts.
 
     A recurrent layer computes runs on copies of its states, because rejected tokens cannot be
-    removed from a state. Once the accepted tokens are known, `replays` compute them again on the
-    states themselves.
+    removed from a state. Once the accepted tokens are known, `replays` compute these tokens again
+    on the original states.
 
     others: int64 [n], indices of the step's tokens outside runs, ascending.
     others_meta: the layout of `others`, as a step of their own.
@@ -114,9 +119,9 @@ class StateRuns:
     rows: int64 [runs], the rows of the runs' states.
     back: int64 [num_tokens], each token's index in the concatenation of `others` and `tokens`.
     in_place: whether `others_meta` is the layout of the whole step, in which the entries of runs
-        have no tokens (`kv_len` 0): kernels that write no state of a run then need no copies.
-    replays: for each layer that has been computed, a function that computes `tokens` again, with a
-        given layout (of the accepted tokens).
+        have no tokens (`kv_len` 0). Kernels that write no state of a run then need no copies.
+    replays: for each layer computed so far, a function that computes `tokens` again. It takes the
+        layout of the accepted tokens.
     """
 
     others: Tensor
@@ -134,8 +139,8 @@ class RotaryPlaces:
     """The rotary positions of a step's tokens, if they differ from the indices of tokens.
 
     rows: [num_tokens] int32: each token's row in the rotary table.
-    table: [num_tokens, rotary_dim] float32, used instead of the layers' tables, in a step with
-        tokens that have different positions on several axes; None = the layers' own.
+    table: [num_tokens, rotary_dim] float32, used instead of the layers' tables if tokens have
+        positions on several axes (M-RoPE); None = the layers' own.
     """
 
     rows: Tensor
@@ -150,9 +155,9 @@ class RotaryPlaces:
 class OwnTokens:
     """The tokens of a step whose keys this rank has, with data-parallel attention.
 
-    tokens: int64 [num_own], the tokens' indices in the step, ascending; None: see `others`.
-    meta: the layout of these tokens as a step of their own, with their adapters; None: this rank
-        has no tokens. With `others` it has all tokens of the step.
+    tokens: int64 [num_own], the tokens' indices in the step, ascending; None if `others` is set.
+    meta: the layout of these tokens as a step of their own, with their adapters. With `others`, the
+        layout of all tokens of the step. None: this rank has no tokens.
     others: bool [num_tokens, 1], true for tokens of other ranks, which are padding in meta; None if
         `tokens` is set.
     """
@@ -166,7 +171,7 @@ class OwnTokens:
 class LoraLinear:
     """A layer that fuses one or several linear layers (parts) of the same input.
 
-    The parts' outputs are concatenated. Part i has the number first_part + i in LoraStep's tables.
+    The parts' outputs are concatenated. Part i has index first_part + i in LoraStep's tables.
     """
 
     first_part: int

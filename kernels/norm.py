@@ -1,4 +1,4 @@
-"""RMS norm, gated norm and layer norm as Triton kernels, in float32, a program per row or group."""
+"""RMS norm, gated norm and layer norm as Triton kernels: float32, one program per row or group."""
 
 import torch
 import triton
@@ -97,7 +97,7 @@ def gated_norm(
     eps: float,
     gate_last: bool = False,
 ) -> Tensor:
-    """Return the RMS norm of each group of a row, with a gate, in gate's dtype.
+    """Return the gated RMS norm of each of `groups` equal parts of a row, in gate's dtype.
 
     Arguments are those of `Kernels.gated_norm`.
     """

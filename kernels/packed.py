@@ -1,9 +1,8 @@
-"""Format: a format of 4- or 8-bit weights with a scale for each group of inputs. PackedWeight: such
-a weight in the layout of GPU kernels.
+"""Format: a format of 4- or 8-bit weights with a scale for each group of inputs. PackedWeight: a
+weight of such a format in the layout of GPU kernels.
 
-Readers of checkpoints create such weights, and kernels are chosen by the format.
-
-The kernels of the CPU have another layout (`kernels.cpu.gemm.blocks`) of the same formats.
+Checkpoint loaders create packed weights, and kernels are chosen by the format. CPU kernels have
+another layout (`kernels.cpu.gemm.blocks`) for the same formats.
 """
 
 from collections.abc import Iterable
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from kernels import fragments
 
-# inputs of a block of 4-bit codes in `Decoded`; on the CPU, inputs of x that share a scale
+# Inputs in a block of 4-bit codes of `Decoded`. On the CPU also: inputs of x that share a scale.
 BLOCK = 32
 
-# The e2m1 number of each code, times 2 and plus 12, so that numbers are non-negative integers.
+# The e2m1 value of each code, times 2 plus 12, which makes all of them non-negative integers.
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 
 # Compute capabilities of CUDA: the lowest with an instruction that converts e4m3, the lowest for
@@ -51,13 +50,13 @@ class Format:
     group: inputs that share a scale and an offset: 16, or a multiple of 32.
     scale: dtype of scales and offsets.
     zero: the zero point, an integer.
-    offset: "add" as above, "shift" for scale * (code + offset), or "none". Not with a zero.
+    offset: "add" as above, "shift" for scale * (code + offset), or "none". Only if zero is 0.
     table: the 16 values of 4-bit codes; the CPU's kernels support integers from 0 to 255.
     code: "int", or "e4m3" if 8-bit codes are floats of torch.float8_e4m3fn.
     rows: outputs that share a scale.
-    activations: bits of x in matmuls of several tokens: 8 if the format quantises rows of x, too,
-        each with its own scale, where the device has such matmuls; 16 if x is not quantised. The
-        CPU's kernels quantise x to 8 bits in any case.
+    activations: bits of x in matmuls of several tokens. 8: rows of x are quantised, too, each with
+        its own scale, if the device has such matmuls. 16: x is not quantised. CPU kernels quantise
+        x to 8 bits in any case.
     """
 
     bits: Literal[4, 8]
@@ -77,7 +76,7 @@ class Format:
         assert self.code == "int" or (self.bits == 8 and not self.zero and self.offset == "none")
 
     def rounds(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability multiplies codes by rows of x in 8 bits."""
+        """Whether matmuls quantise rows of x to 8 bits on a GPU of this compute capability."""
         if self.activations != 8 or self.bits != 8 or self.offset != "none":
             return False
         if self.rows != 1 and not (self.code == "e4m3" and self.rows == self.group == _SQUARE):
@@ -90,9 +89,9 @@ class Format:
         return 32 if self.rows == 1 else 2
 
     def rounds_experts(self, capability: tuple[int, int]) -> bool:
-        """Whether experts quantise rows of x to 8 bits on such a GPU, for any batch size.
+        """Whether MoE experts quantise rows of x to 8 bits on such a GPU, for any batch size.
 
-        Otherwise their codes are decoded to 16 bits.
+        Otherwise the experts' codes are decoded to 16 bits.
         """
         return self.code == "e4m3" and self.rows == 1 and self.rounds(capability)
 
@@ -155,7 +154,7 @@ def unpacked(form: Format, decoded: Decoded) -> Tensor:
 
 
 def _unpaired(codes: Tensor) -> Tensor:
-    """Return the 4-bit codes of `Decoded`, a byte each, by input: [n, in / 2] -> [n, in]."""
+    """Unpack the 4-bit codes of `Decoded` to one byte per input: [n, in / 2] -> [n, in]."""
     both = codes.reshape(codes.shape[0], -1, 16)
     return torch.stack((both & 15, both >> 4), 2).view(codes.shape[0], -1)
 
@@ -164,8 +163,8 @@ class PackedWeight:
     """A quantised weight [out, in] of a Format on a GPU, whose rows `fill` writes.
 
     codes: 4 bits: int16 [out, in / 4], in the order of `Format.span`. 8 bits: [out, in], uint8 for
-        e4m3 numbers, or int8, which store a code minus 128. After `to_fragments` codes and scales
-        have the layout of `kernels.fragments`.
+        e4m3 numbers, or int8 for integers, which are stored minus 128. After `to_fragments`, codes
+        and scales have the layout of `kernels.fragments`.
     scale: [ceil(out / form.rows), in / group].
     offset: of scale's shape, or None.
     bias: [out], or None.
@@ -185,7 +184,7 @@ class PackedWeight:
         groups = (-(-outputs // form.rows), width // form.group)
         self.scale = torch.empty(groups, dtype=form.scale, device=device)
         self.offset = None if form.offset == "none" else torch.empty_like(self.scale)
-        # [16] values of 4-bit codes of a format with a table, such as NF4; None for E2M1
+        # [16]: the values of 4-bit codes, for a format with a table such as NF4; None for E2M1
         self.table: Tensor | None = None
         if form.table and form.table != E2M1:
             self.table = torch.tensor(form.table, dtype=torch.float32, device=device) - form.zero
@@ -250,7 +249,7 @@ class PackedWeight:
         self.in_fragments = True
 
     def _nibbles(self, words: Tensor) -> Tensor:
-        """Return the codes of words in the order of `Format.span`, by input: uint8 [n, in]."""
+        """Unpack words, which have the order of `Format.span`, to codes by input: uint8 [n, in]."""
         spans = words.view(len(words), -1, 1, self.form.span // 4)
         shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)
         return ((spans >> shifts.view(4, 1)) & 15).to(torch.uint8).view(len(words), -1)

@@ -102,7 +102,7 @@ def _function(
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float, gate_last: bool
 ) -> Tensor | None:
-    """Return the RMS norm of each group of a row, with a gate; arguments: `Kernels.gated_norm`.
+    """Return the gated RMS norm of each of `groups` equal parts of a row (`Kernels.gated_norm`).
 
     Returns None where no kernel can be generated.
     """

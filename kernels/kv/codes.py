@@ -2,8 +2,8 @@
 `kernels.kv.quantized`).
 
 Attention never multiplies an element by its scale. A key's scale multiplies its score, a value's
-scale its softmax weight; matmuls are of the codes alone. They are converted to float16, which
-represents every code exactly, and which takes fewer instructions than bfloat16.
+scale its softmax weight. Matmuls use the codes alone. Codes are converted to float16, which
+represents every code exactly and takes fewer instructions than a conversion to bfloat16.
 """
 
 from typing import Any, NamedTuple
@@ -62,21 +62,24 @@ def pairs(cache: QuantizedKV) -> Tensor:
 
 @triton.jit
 def shift_of(query, odd):
-    """Return log2 of the power of two that brings a row's elements between -1 and 1: [rows].
-    Divided by it, bfloat16 numbers keep their digits in float16."""
+    """Return log2 of a power of two, at least the largest magnitude in each row: [rows].
+
+    query, odd: two halves of a row's elements. Divided by the power of two, bfloat16 numbers fit
+    into float16 without overflow.
+    """
     most = tl.maximum(tl.max(tl.abs(query), axis=1), tl.max(tl.abs(odd), axis=1))
     return tl.ceil(tl.log2(tl.maximum(most, 1e-30)))
 
 
 @triton.jit
 def words_at(words, page, in_page, mask, NUMBER_PAGE: tl.constexpr):
-    """Load the words of the rows in_page [n] of the blocks page [n]."""
+    """Load the words (scale and offset) of n tokens. page, in_page: block and row in the block."""
     return tl.load(words + page.to(tl.int64) * NUMBER_PAGE + in_page, mask=mask, other=0)
 
 
 @triton.jit
 def numbers_in(word, KIND: tl.constexpr):
-    """Return the scale and the least element as float32; without a least element the scale twice.
+    """Unpack words to (scale, least element) in float32; int8 and fp8 return the scale twice.
 
     A bfloat16 is read as bits, because Triton's interpreter reads it wrongly.
     """
@@ -93,9 +96,10 @@ def numbers_in(word, KIND: tl.constexpr):
 
 @triton.jit
 def middle_of(scale, least):
-    """Return the element of int4's code 8.
+    """Return the element that int4's code 8 stands for.
 
-    Codes less 8 are multiplied, and this is added. Codes near to zero lose less to rounded weights.
+    Matmuls use code - 8, and this element is added to the result. Numbers near zero lose less
+    precision when softmax weights are rounded.
     """
     return least + 8.0 * scale
 
@@ -104,8 +108,8 @@ def middle_of(scale, least):
 def exponent_of(scale):
     """Estimate the binary logarithms of scales [n], in float32.
 
-    The estimate is the float's exponent with its mantissa as a straight line. It is at most 0.09
-    too small, and at least -60.
+    The estimate is the float's exponent, linearly interpolated by its mantissa. It is at most 0.09
+    too small, and never below -60.
     """
     bits = scale.to(tl.int32, bitcast=True).to(tl.float32)
     return tl.maximum(bits * (2.0**-23) - 127.0, -60.0)
@@ -113,9 +117,9 @@ def exponent_of(scale):
 
 @triton.jit
 def parts_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Convert codes [keys, bytes] to floats, without their scales, in two tensors.
+    """Convert codes [keys, bytes] to floats in two tensors, without applying scales.
 
-    int4: the even elements and the odd elements, less 8. 8 bits: all elements, twice.
+    int4: the even elements and the odd elements, minus 8. 8 bits: all elements, twice.
     """
     if KIND == 3:
         if ASM:
@@ -171,7 +175,7 @@ def parts_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def elements_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Return codes [keys, bytes] as numbers [keys, elements], in order; int4's less 8."""
+    """Convert codes [keys, bytes] to floats [keys, elements] in order; int4 codes minus 8."""
     if KIND == 3:
         KEYS: tl.constexpr = codes.shape[0]
         WIDTH: tl.constexpr = 2 * codes.shape[1]
@@ -207,12 +211,13 @@ def elements_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def pair_parts(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Convert codes of values to floats, without their scales, in four tensors.
+    """Convert codes of values to floats in four tensors, without applying scales.
 
-    codes: int16 [keys, pairs of bytes].
+    codes: int16 [keys, pairs of bytes]. Loads for tensor cores can transpose pairs of bytes, but
+        not bytes.
 
-    int4: every fourth element from the first, the second, the third and the fourth, less 8. 8 bits:
-    every second element, twice. A pair of bytes is what loads of the matrix units can transpose.
+    int4: tensor i has every fourth element from element i on, minus 8. 8 bits: the even and the odd
+    elements, twice.
     """
     if KIND == 3:
         if ASM:
@@ -291,21 +296,24 @@ def pair_parts(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
 
 @triton.jit
 def up(x):
-    """Round x >= 0 up to a number that a bfloat16 holds."""
+    """Round x >= 0 up to the next number that bfloat16 represents; x and result are float32."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rounded(x):
-    """Round x to the nearest number that a bfloat16 holds."""
+    """Round x to the nearest number that bfloat16 represents; x and result are float32."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def numbers_of(low, high, KIND: tl.constexpr):
-    """Compute scale and least element of heads whose elements lie between low and high."""
+    """Return (scale, least element) for quantising heads whose elements are within [low, high].
+
+    The least element is 0 for int8 and fp8.
+    """
     if KIND == 3:
         least = rounded(low)
         scale = up(tl.maximum(high - least, 0.0) / 15.0)
@@ -331,9 +339,10 @@ def store_numbers(words, at, scale, least, mask, KIND: tl.constexpr):
 
 @triton.jit
 def store_codes(target, x, scale, least, exists, count, KIND: tl.constexpr):
-    """Store the codes of x [heads, n] at target [heads, 1].
+    """Quantise x [heads, n] and store its codes at the pointers target [heads, 1].
 
-    Only heads that exist and the first `count` elements are stored; `count` is even for int4.
+    exists: [heads], mask of the heads to store.
+    count: the number of elements to store, even for int4.
     """
     size: tl.constexpr = x.shape[1]
     inverse = tl.where(scale > 0.0, 1.0 / scale, 0.0)[:, None]
@@ -357,18 +366,19 @@ def store_codes(target, x, scale, least, exists, count, KIND: tl.constexpr):
 
 @triton.jit
 def nearest(x):
-    """Round to int32, halves to the even number: at 1.5 * 2^23 a float32 has no fraction."""
+    """Round float32 x to int32, ties to even, by adding 1.5 * 2^23, where floats are integers."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
 def by_hadamard(x, STAGES: tl.constexpr):
-    """Rotate each 2^STAGES elements of x [heads, n] by Hadamard's matrix (see
-    `quantized.by_hadamard`).
+    """Multiply each block of 2^STAGES elements of x [heads, n] by a Hadamard matrix.
+
+    See `kernels.kv.quantized.by_hadamard`.
     """
     heads: tl.constexpr = x.shape[0]
     size: tl.constexpr = x.shape[1]
-    # Sum over pairs by moving values between threads: exchanging halves would take shared memory.
+    # Sums over pairs take warp shuffles. Exchanging the halves would go through shared memory.
     second = (tl.arange(0, 2) == 1)[None, None, :, None]
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(x, [heads, size // (2 << stage), 2, 1 << stage])

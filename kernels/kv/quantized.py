@@ -57,7 +57,7 @@ class QuantizedKV:
     def empty(
         cls, form: KVFormat, shape: tuple[int, int, int, int], device: torch.device | str = "cpu"
     ) -> "QuantizedKV":
-        """Return a cache of zeros. shape: as the property `shape`."""
+        """Allocate a cache of zeros. shape: the value of the property `shape`."""
         count, heads, size, dim = shape
         raw = torch.zeros(
             count, form.token_bytes(heads, dim) * size, dtype=torch.uint8, device=device

@@ -1,17 +1,23 @@
-"""Rotary embeddings in plain torch: rows of a table, and the rotation of heads by them."""
+"""Rotary embeddings in plain torch: look-up of rotary factors, and the rotation of heads."""
 
 import torch
 from torch import Tensor
 
 
 def rotation_of(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the table's rows as factors (cos, cos), (-sin, sin): [num_tokens, 1, rotary_dim]."""
+    """Return the rotary factors (cos, cos) and (-sin, sin) of tokens at `positions`.
+
+    cos_sin: the rotary table, see `RopeInputs`. Results: [num_tokens, 1, rotary_dim] each.
+    """
     cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [num_tokens, heads, head_dim] float32 with rotated first elements of each head."""
+    """Return x [num_tokens, heads, head_dim] float32 with each head's first elements rotated.
+
+    cos, sin: the factors of `rotation_of`; their rotary_dim is the number of rotated elements.
+    """
     rotary_dim = cos.shape[-1]
     part = x[..., :rotary_dim]
     swapped = part.roll(rotary_dim // 2, -1)

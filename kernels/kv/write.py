@@ -1,4 +1,4 @@
-"""The launch between the matmul of q, k, v and attention: split, head norm, rotation, KV write.
+"""Fused kernel between the qkv projection and attention: split, head norm, rotary, KV write.
 
 A program takes one token and a block of heads of one kind (queries, keys or values). The rotation
 pairs element i with i + rotary_dim / 2, so a head is read as two halves and, where only a part of
@@ -97,7 +97,7 @@ def _store(
 
 @triton.jit
 def _bounds(x, count):
-    """Return the least and the greatest of the first `count` elements of each head."""
+    """Return the minimum and the maximum of the first `count` elements of each head."""
     real = (tl.arange(0, x.shape[1]) < count)[None, :]
     low = tl.min(tl.where(real, x, float("inf")), axis=1)
     return low, tl.max(tl.where(real, x, float("-inf")), axis=1)
@@ -120,7 +120,11 @@ def _store_key(
     ROTARY_DIM: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Quantise one token's keys and store them. in_block [heads]: rows of the block."""
+    """Quantise one token's keys and store codes and scales.
+
+    first, second, rest: the keys' two rotated parts and their other elements, [heads, n] each.
+    in_block: [heads], rows of the block.
+    """
     half: tl.constexpr = ROTARY_DIM // 2
     low, high = _bounds(first, half)
     more_low, more_high = _bounds(second, half)
@@ -338,7 +342,7 @@ def rope_kv_write(inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
         K_NORM=k_norm is not None,
         CODES=codes,
         HADAMARD=hadamard,
-        # With thousands of programs the early start costs more than it hides.
+        # With thousands of programs, programmatic dependent launch costs more than it saves.
         **(pdl(q.device) if num_tokens <= 256 else {"PDL": False}),
         num_warps=4,
     )
