@@ -1,15 +1,14 @@
-"""Matmuls by the fastest of cuBLASLt's algorithms, which is found by timing them.
+"""Matmuls by the fastest of cuBLASLt's algorithms, chosen by timing.
 
-For one shape cuBLASLt offers several algorithms, ranked by its heuristic, and torch takes the
-first. On an H200 another one is up to 17 % faster at the sizes of a decode batch, and one with a
-tile that the heuristic does not offer, but that fills the multiprocessors evenly, up to 20 % faster
-still (docs/performance.md). So cublaslt_tune.py times algorithms on the model's own weights, and
-`linear` and `linear_add_` use the fastest one for a number of rows; for other shapes they use
-torch.
+For one shape cuBLASLt's heuristic ranks several algorithms, and torch takes the first. On an H200
+another one is up to 17 % faster at the sizes of a decode batch. A tile that the heuristic does not
+offer, but that fills the multiprocessors evenly, is up to 20 % faster still (docs/performance.md).
+So cublaslt_tune.py times algorithms on the model's own weights. `linear` and `linear_add_` use the
+fastest algorithm for the number of rows, and torch for shapes that were not tuned.
 
 The library is the one that torch has loaded, called through ctypes, so no extension module is
-compiled. If it cannot be loaded, nothing is tuned, and a warning is logged. A choice depends on
-timing, so results of two machines may differ in the last bits; in deterministic mode
+compiled. If it cannot be loaded, nothing is tuned, and a warning is logged. Choices depend on
+timing, so results on two machines may differ in the last bits. In deterministic mode
 (`EngineConfig.deterministic`) nothing is tuned.
 """
 
@@ -27,7 +26,7 @@ logger = logging.getLogger("manta.kernels")
 _WORKSPACE = 32 << 20  # bytes; NVIDIA's recommendation for Hopper
 _CANDIDATES = 16  # algorithms to request; current libraries return at most eight
 
-# cublasLt.h; the numbers are part of its interface.
+# Constants of cublasLt.h, which are part of its ABI.
 _COMPUTE_32F = 68
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
 _DESC_TRANSA = 3
@@ -66,7 +65,7 @@ class CublasLt:
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self.one, self.zero = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self.matmul = lib.cublasLtMatmul
-        # With declared types plain integers are valid pointers, which saves most of a call's cost.
+        # With declared types ctypes accepts plain integers as pointers, which makes calls cheap.
         self.matmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
 
     def call(self, name: str, *args: object) -> None:
@@ -77,7 +76,7 @@ class CublasLt:
 
 @lru_cache
 def library(device: torch.device) -> CublasLt | None:
-    """Return a device's cuBLASLt handle; None, with a warning, if torch's cuBLASLt is unusable."""
+    """Return a device's cuBLASLt handle; log a warning and return None if it is unusable."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         return CublasLt(ctypes.CDLL(f"libcublasLt.so.{major}"), device)
@@ -135,8 +134,10 @@ class Matmul:
         return [algorithms[i] for i in range(count.value) if algorithms[i].state == 0]
 
     def fitted(self, algorithm: Algorithm) -> Algorithm | None:
-        """Return a copy, for this matmul, of an algorithm for another matmul; None if cuBLASLt
-        cannot use it for this one."""
+        """Return an algorithm of another matmul, adapted to this matmul's shape.
+
+        Returns None if cuBLASLt does not support the algorithm for this shape.
+        """
         checked = Algorithm()
         if self._lib.lib.cublasLtMatmulAlgoCheck(
             *(self._lib.handle, self._desc, self._weight, self._x, self._y, self._y),
@@ -152,8 +153,10 @@ class Matmul:
     def variant(self, base: Algorithm, tile: int, split_k: int, cluster: int) -> Algorithm | None:
         """Return the algorithm `base` with another tile, split of k and cluster.
 
-        tile, cluster: values of cublasLt.h's enumerations. Returns None if cuBLASLt does not
-        support it, or if its last wave would leave a fifth of the multiprocessors idle.
+        tile, cluster: values of cublasLt.h's enumerations.
+
+        Returns None if cuBLASLt does not support the algorithm, or if the last wave would leave a
+        fifth of the multiprocessors idle.
         """
         algorithm = Algorithm.from_buffer_copy(base)
         for name, value, kind in (
@@ -190,7 +193,7 @@ class Matmul:
         lib = self._lib
         at = y.data_ptr()
         workspace = None
-        if algorithm.workspace:  # few algorithms need a workspace; its memory may be reused at once
+        if algorithm.workspace:  # rare; the stream orders a later reuse of this memory
             workspace = torch.empty(algorithm.workspace, dtype=torch.uint8, device=lib.device)
         status = lib.matmul(
             lib.handle,
@@ -205,7 +208,7 @@ class Matmul:
             self._y,
             at,
             self._y,
-            ctypes.addressof(algorithm),  # `algo` comes first
+            ctypes.addressof(algorithm),  # the struct's first field, `algo`, has this address
             None if workspace is None else workspace.data_ptr(),
             algorithm.workspace,
             torch.cuda.current_stream().cuda_stream,
@@ -222,7 +225,7 @@ class TunedMatmul:
 
 Key = tuple[int, int, int, torch.dtype, bool, torch.device]  # rows, n, k, ..., add
 
-# The tuner's choices, global in the process, as are Triton's compiled kernels.
+# The tuner's choices, shared by the whole process like Triton's compiled kernels.
 tuned_matmuls: dict[Key, TunedMatmul] = {}
 
 

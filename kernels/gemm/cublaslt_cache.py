@@ -1,11 +1,11 @@
 """The file that stores the fastest matmul algorithms for later processes.
 
-With it a start takes seconds less, and on one machine gives the same results bit by bit as the
-previous start.
+The file saves seconds of a start. With the same algorithms, results on one machine stay bitwise
+equal after a restart.
 
-There is one file for a device and a version of cuBLASLt, beside Triton's compiled kernels
+There is one file per device name and version of cuBLASLt, beside Triton's compiled kernels
 (TRITON_CACHE_DIR, by default ~/.triton/cache). NVIDIA's documentation allows an algorithm to be
-stored and used again with the same version of cuBLAS. To search again, remove the file. If it
+stored and used again with the same version of cuBLAS. To search again, remove the file. If the file
 cannot be read or written, each start searches.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path
 
 logger = logging.getLogger("manta.kernels")
 
-# Name of a matmul -> the fastest algorithm's bytes in hex, None: cuBLASLt's own choice.
+# Name of a matmul -> the fastest algorithm's bytes in hex; None: cuBLASLt's own choice.
 Found = dict[str, str | None]
 
 
 def file_for(device: str, version: int, search: str) -> Path:
     """Return the file's path for a device name and a version of cuBLASLt.
 
-    search: an identifier of the search, as other candidates give other choices.
+    search: an identifier of the search's candidates.
     """
     import triton
 
@@ -35,7 +35,7 @@ def file_for(device: str, version: int, search: str) -> Path:
 
 
 def read(path: Path) -> Found:
-    """Return the file's algorithms by the matmul's name; {} if there is no valid file."""
+    """Read the file: name of a matmul -> algorithm. Returns {} if there is no valid file."""
     try:
         entries = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """The search for the fastest of cuBLASLt's algorithms, for the matmuls of kernels/gemm/cublaslt.py.
 
-At some numbers of rows, the landmarks, a list of tiles is timed besides the algorithms that
-cuBLASLt's heuristic offers. At other numbers only the fastest algorithms of the two nearest
-landmarks are timed: the search is a part of an engine's start, and must take seconds.
+At some numbers of rows, the landmarks, the algorithms of cuBLASLt's heuristic and a list of other
+tiles are timed. At other numbers of rows, only the fastest algorithms of the two nearest landmarks
+are timed, because the search is a part of an engine's start and must take only seconds.
 """
 
 import ctypes
@@ -27,25 +27,26 @@ from kernels.gemm.cublaslt import (
     tuned_matmuls,
 )
 
-_FEWEST = 16  # rows; below, all algorithms take the time of reading the weights
+_FEWEST = 16  # minimum rows; with fewer, reading the weights takes most of any algorithm's time
 _LANDMARKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _COLD = 96 << 20  # bytes of weights per timing, so that none is in the L2 cache
-# Device clocks per timed launch for which the device first waits while the host queues launches,
-# and the maximum for slow hosts.
+# Device clock cycles per timed launch that the device sleeps first, while the host queues launches;
+# and the maximum, for slow hosts.
 _QUEUE_CYCLES = 20_000.0
 _LONGEST_QUEUE = 100_000.0
-_CLEARLY = 0.98  # an algorithm is chosen if its time is below this share of the library's choice
+_CLEARLY = 0.98  # an algorithm is used if it takes less than this share of cuBLASLt's choice
 _BEST = 4  # candidates that are timed again after the first round
-_LED = 2  # fastest algorithms of a landmark that are timed at numbers of rows next to it
-_LOAD_STEPS = ((2048, 8), (1 << 62, 128))  # (rows below which it applies, step to the next rows)
-_LARGE = 512 << 20  # bytes of a weight (a vocabulary's) for which tiles make no difference
+_LED = 2  # number of a landmark's fastest algorithms that are timed at other numbers of rows
+# `_load` launches matmuls of increasing numbers of rows: (rows below this, increment)
+_LOAD_STEPS = ((2048, 8), (1 << 62, 128))
+_LARGE = 512 << 20  # bytes of a weight (an LM head) from which other tiles make no difference
 _CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.h
 
 Variant = tuple[int, int, int]  # tile, number of splits of k, cluster; see Matmul.variant
 
-# The set of variants that comes nearest to the best of all tiles, splits and clusters that cuBLASLt
-# supports, timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. Comments
-# give a tile's outputs x rows; a cluster is multiprocessors along these two.
+# A small set of variants that is nearly as fast as the best of all tiles, splits and clusters of
+# cuBLASLt. Timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. Comments
+# give a tile's outputs x rows; a cluster has multiprocessors along these two dimensions.
 _VARIANTS: tuple[Variant, ...] = (
     (59, 1, _CLUSTER_4X1),  # 24x64
     (134, 1, _CLUSTER_1X2),  # 80x64
@@ -64,7 +65,7 @@ _VARIANTS: tuple[Variant, ...] = (
     (166, 1, _CLUSTER_2X1),  # 112x192
 )
 
-# A part of the cache file's name, as another list of candidates gives other choices.
+# A part of the cache file's name, so that another list of candidates is searched anew.
 _SEARCH = hashlib.sha256(repr((_VARIANTS, _LANDMARKS, _FEWEST)).encode()).hexdigest()[:8]
 
 _Found = dict[int, TunedMatmul | None]  # rows -> None: the library's own choice
@@ -88,23 +89,23 @@ class _AlgorithmSearch:
         assert lib is not None
         self.weights = weights
         self.add = add
-        # Random numbers, not zeros: operands affect the device's power, hence its clock.
+        # Use random numbers instead of zeros, as operands affect the device's power and clock.
         self.x = torch.randn((rows, k), dtype=weight.dtype, device=weight.device)
         self.y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
         self.matmul = Matmul(lib, rows, weight, add)
         self.timed: list[tuple[float, Algorithm]] = []  # best first
 
     def _run(self, algorithm: Algorithm | None, weight: Tensor) -> None:
-        """Launch the matmul by an algorithm; None: by cuBLASLt's own choice, through torch."""
+        """Launch the matmul with this algorithm; None: through torch, with cuBLASLt's choice."""
         if algorithm is not None:
             self.matmul.run(algorithm, self.x, weight, self.y)
         else:
             _by_library(self.x, weight, self.y, self.add)
 
     def runs(self, algorithm: Algorithm | None) -> bool:
-        """Whether cuBLASLt runs this algorithm. Launches it once.
+        """Whether cuBLASLt can run this algorithm; launches the matmul once.
 
-        That loads its machine code, which takes much longer than the launches that are timed.
+        The launch also loads the machine code, which takes much longer than a timed launch.
         """
         try:
             self._run(algorithm, self.weights[0])
@@ -113,9 +114,9 @@ class _AlgorithmSearch:
         return True
 
     def milliseconds(self, algorithm: Algorithm | None) -> float:
-        """Return the milliseconds of one matmul with each of the weights.
+        """Return the total milliseconds of one matmul with each of the weights.
 
-        All launches are queued before the device begins: otherwise the host's speed is measured.
+        The device sleeps until all launches are queued; otherwise the host's speed is measured.
         """
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -128,7 +129,7 @@ class _AlgorithmSearch:
             end.synchronize()
             if not too_early:
                 return begin.elapsed_time(end)
-            _AlgorithmSearch.queue_cycles *= 1.5  # in all later searches, too: the host is slow
+            _AlgorithmSearch.queue_cycles *= 1.5  # the host is slow: keep this for later searches
 
     def try_offered(self) -> None:
         for algorithm in filter(self.runs, self.matmul.offered()):
@@ -136,7 +137,7 @@ class _AlgorithmSearch:
         self.timed.sort(key=lambda item: item[0])
 
     def try_variants(self) -> None:
-        """Time those variants of the fastest algorithm so far that cuBLASLt supports."""
+        """Time the variants (`_VARIANTS`) of the fastest algorithm so far."""
         if not self.timed:
             return
         base = self.timed[0][1]
@@ -155,9 +156,9 @@ class _AlgorithmSearch:
         return [algorithm for _, algorithm in self.timed[:count]]
 
     def winner(self, among: Sequence[Algorithm]) -> Algorithm | None:
-        """Return the fastest of some algorithms, timed in turns with cuBLASLt's own choice.
+        """Return the fastest of the algorithms `among`, or None if cuBLASLt's choice is as fast.
 
-        Returns None if cuBLASLt's choice is about as fast.
+        All are timed in turns.
         """
         among = [algorithm for algorithm in among if self.runs(algorithm)]
         if not among or not self.runs(None):
@@ -174,10 +175,11 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
 
     The choices are used by `cublaslt.linear`, or with `add` by `cublaslt.linear_add_`.
 
-    weights: different weights of one shape, so that none is in a cache when it is timed.
+    weights: several weights of one shape, so that none is in the L2 cache when it is timed.
     sizes: numbers of rows of x.
-    A landmark takes about 15 ms on an H200, another size 5 ms; none, if the cache file has the
-    algorithms of all sizes (kernels/gemm/cublaslt_cache.py).
+
+    A landmark takes about 15 ms on an H200, another size 5 ms. Nothing is timed if the cache file
+    (kernels/gemm/cublaslt_cache.py) has the algorithms of all sizes.
     """
     weight = weights[0]
     lib = library(weight.device)
@@ -203,9 +205,9 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
 def _load(weight: Tensor, most: int, add: bool) -> None:
     """Load the kernels that cuBLASLt itself chooses for up to `most` rows, once per process.
 
-    For sizes that are not tuned it chooses by the number of rows, and the first launch of a kernel
-    loads its machine code, for which CUDA waits until the device is idle. A step with such a number
-    of rows took 40 ms longer, in which all streams waited.
+    For untuned sizes cuBLASLt chooses a kernel by the number of rows. A kernel's first launch loads
+    its machine code, for which CUDA waits until the device is idle. The first step with such a
+    number of rows would take 40 ms longer and delay all requests.
     """
     key = key_of(most, weight, add)
     if key in _loaded:
@@ -242,9 +244,9 @@ def _text(tuned: TunedMatmul | None) -> str | None:
 def _kept(
     path: Path, lib: CublasLt, weight: Tensor, sizes: Sequence[int], add: bool
 ) -> _Found | None:
-    """Return the cached algorithms of all `sizes`, or None if one is missing.
+    """Return the cached algorithms of all `sizes`, or None if any is missing.
 
-    If one is missing, all are searched again, as a search needs its landmarks.
+    Then all sizes are searched again, because other sizes need the landmarks' results.
     """
     texts = cublaslt_cache.read(path)
     algorithms: _Found = {}

@@ -1,10 +1,10 @@
 """Matmuls of the deterministic mode: a row of x @ weight.T does not depend on the number of rows.
 
-A library takes another algorithm for another number of rows, and with it another order of
-summation. In these kernels every output is one chain of multiply-adds along the columns, from the
-first to the last, never split; the tile only decides which outputs a program computes. Tensor cores
-compute the same chain for other tiles, but no document guarantees it. So it is tested: a tile is
-used for a weight's shape only after it gave the bits of the first tile on that weight (`agreeing`).
+cuBLAS changes its algorithm, and with it the order of summation, with the number of rows. Here
+every output is one chain of multiply-adds from the first column to the last, without split-K. The
+tile only decides which outputs a program computes. Tensor cores compute the same chain for all
+tiles, but no document guarantees this. So a tile is used for a weight's shape only if its results
+on that weight equal those of the first tile bit by bit (`agreeing`).
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class FixedTile(NamedTuple):
     num_stages: int
 
 
-# Bytes of an element -> tiles, the smallest first, which is usable for any number of rows.
+# Bytes of an element -> tiles, ordered by size. The first can be used for any number of rows.
 TILES = {
     2: (
         FixedTile(64, 32, 128, 4, 4),
@@ -36,7 +36,7 @@ TILES = {
     ),
     4: (FixedTile(64, 32, 32, 4, 3),),
 }
-_PROBE = 200  # rows of x with which tiles are compared; no multiple of any tile's rows
+_PROBE = 200  # rows of x with which tiles are compared; not a multiple of any tile's rows
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -54,7 +54,7 @@ def _fixed_kernel(
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,  # blocks of rows that walk the weight together, to find it in the L2 cache
+    GROUP: tl.constexpr,  # blocks of rows that read the weight at the same time, through L2
 ):
     row_blocks = tl.cdiv(num_rows, ROWS)
     group = tl.program_id(0) // (GROUP * tl.cdiv(OUT, OUTS))
@@ -83,7 +83,7 @@ def _fixed_kernel(
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: FixedTile
 ) -> Tensor:
-    """Return x @ weight.T + bias + residual as `linear_fixed` does, with a given tile."""
+    """Return x @ weight.T + bias + residual with a given tile; arguments of `linear_fixed`."""
     num_rows = x.shape[0]
     outs, width = weight.shape
     out = x.new_empty((num_rows, outs)) if residual is None else residual
@@ -156,7 +156,7 @@ def linear_fixed(
     rows, outs = x.shape[0], weight.shape[0]
     tiles = agreeing(weight, bias, add=residual is not None)
     enough = num_sms(x.device) * 3 // 4
-    # The largest tile with which most multiprocessors have work and tiles are not mostly empty.
+    # Choose the largest tile that gives most multiprocessors work and is not mostly empty.
     fitting = (
         tile
         for tile in reversed(tiles)

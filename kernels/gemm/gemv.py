@@ -1,13 +1,13 @@
 """Matmuls of a single token (GEMV), fused with norm, gate or residual: weights are read once.
 
     y = W x                      plain
-    y = W (x / rms(x) * w)       NORM: 1 / rms(x) is applied to the sum; squares are added meanwhile
+    y = W (x / rms(x) * w)       NORM: 1 / rms(x) multiplies the finished sum
     y = act(Wg x) * (Wu x)       GATED: W has the gate's rows, then the up projection's
     y = W x + r                  ADD
 
-A program computes a few outputs over all columns, so no second kernel has to merge results. Under
-programmatic dependent launch a program loads its first weights before the previous kernel has
-ended; only loads of x wait for its end.
+A program computes a few outputs over all columns, so no second kernel has to merge results. With
+programmatic dependent launch, a program loads its first weights before the previous kernel has
+ended; only loads of x wait for the previous kernel.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Fused(NamedTuple):
 def fused(
     norm: Tensor | None, gate: str | None, residual: Tensor | None, bias: Tensor | None
 ) -> Fused:
-    """Return the operations that a launch fuses: those whose operand is not None.
+    """Return the operations that a launch fuses: those whose argument is not None.
 
     gate: a value of GATES, or None.
     """
@@ -48,7 +48,7 @@ def fused(
 
 @triton.jit
 def gated(y, ROWS: tl.constexpr, GELU: tl.constexpr):
-    """Return act(gate) * up of y [ROWS], where gates and ups alternate."""
+    """Return act(gate) * up, [ROWS / 2], for y [ROWS] in which gates and ups alternate."""
     gate, up = tl.split(tl.reshape(y, (ROWS // 2, 2)))
     if GELU:
         # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)
@@ -62,9 +62,10 @@ def gated(y, ROWS: tl.constexpr, GELU: tl.constexpr):
 def _elements(words, TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the elements of int32 words as float32 [ROWS, COLUMNS].
 
-    words: [ROWS, COLUMNS / 2] of a 16-bit TYPE, or [ROWS, COLUMNS] of float32. Weights wait for
-    their turn in this form: as elements, Triton 3.8 keeps each in a register of its own, 167 in all
-    where 128 do, and a product of 6,144 rows took 1.19 of the time.
+    words: [ROWS, COLUMNS / 2] of a 16-bit TYPE, or [ROWS, COLUMNS] of float32.
+
+    Prefetched weights are held as words. Triton 3.8 would keep each 16-bit element in a register of
+    its own: 167 registers instead of 128, and 1.19 times the time for 6,144 rows.
     """
     if TYPE.primitive_bitwidth == 32:
         return words.to(TYPE, bitcast=True)
@@ -88,7 +89,7 @@ def _gemv_kernel(
     GELU: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
-    ROWS: tl.constexpr,  # rows of W a program owns; GATED: gate and up rows alternate
+    ROWS: tl.constexpr,  # rows of W per program; GATED: gate and up rows alternate
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,  # whether tiles divide the rows and the columns
     PDL: tl.constexpr,
@@ -112,7 +113,7 @@ def _gemv_kernel(
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
 
-    # The first tile of weights depends on no earlier kernel: load it before waiting.
+    # The first tile of weights depends on no earlier kernel, so load it before gdc_wait.
     if EVEN:
         w = tl.load(at, eviction_policy="evict_first")
     else:
@@ -159,8 +160,8 @@ def _gemv_kernel(
     tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
 
 
-# (rows of W, columns) -> (ROWS, COLUMNS, warps), the best of a sweep on one H200, timed in a whole
-# step where that makes a difference. Where 1,024 does not divide the columns, COLUMNS is smaller.
+# (rows of W, columns) -> (ROWS, COLUMNS, warps), the fastest in a sweep on one H200. Some were
+# timed in a whole step. COLUMNS is smaller where 1,024 does not divide the columns.
 TILES = {
     (6144, 4096): (16, 512, 4),
     (4096, 4096): (2, 1024, 1),
@@ -210,8 +211,10 @@ def gemv(
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """Multiply one token by the weight, with norm, gate or residual fused. Returns [1, out] in x's
-    dtype, accumulated in float32."""
+    """Return x @ weight.T + bias for a single token, with a fused norm, gate or residual.
+
+    Returns [1, out] in x's dtype, accumulated in float32.
+    """
     rows, columns = weight.shape
     num_rows, num_columns, warps = config or tile(rows, columns)
     outs = rows // 2 if gate else rows
@@ -242,5 +245,5 @@ def gemv(
 
 
 def fits(x: Tensor) -> bool:
-    """Whether x is one token of a 16-bit type, for which `gemv` beats the library."""
+    """Whether x is one token of a 16-bit type, for which `gemv` is faster than cuBLAS."""
     return x.shape[0] == 1 and x.dtype in (torch.bfloat16, torch.float16)

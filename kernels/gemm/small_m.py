@@ -1,10 +1,9 @@
 """Matmuls x @ weight.T of two to four rows of x, which read the weights once.
 
-A program has a few rows of the weight, and multiplies without tensor cores. That is as fast as
-memory for two rows of x, and for four rows where weights are small, so that latency decides. The
-next tile's weights are loaded while the current tile is multiplied, and the first tile's before the
-kernel that computes x has ended. For one row `gemv.py` fuses more; from eight rows on, cuBLAS is
-equally fast.
+A program computes a few outputs, without tensor cores. For two rows of x this is limited only by
+memory bandwidth, as it is for four rows of small weights. The next tile's weights are loaded while
+the current tile is multiplied, and the first tile's before the kernel that computes x has ended.
+For one row `gemv.py` fuses more operations; from eight rows on, cuBLAS is equally fast.
 """
 
 import triton
@@ -14,8 +13,8 @@ from torch import Tensor
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 MAX_ROWS = 4
-SMALL = 2**23  # maximum elements of a weight with which three or four rows are faster than cuBLAS
-MEDIUM = 2**26  # the same for two rows
+SMALL = 2**23  # maximum elements of a weight for which three or four rows are faster than cuBLAS
+MEDIUM = 2**26  # maximum elements of a weight for which two rows are faster than cuBLAS
 
 
 @triton.jit
@@ -51,7 +50,7 @@ def _few_rows_kernel(
     cols = tl.arange(0, COLS)
     at = weight + rows.to(tl.int64)[:, None] * IN + cols[None, :]
     exists = (rows < OUT)[:, None] & (cols < IN)[None, :]
-    # Each weight is used once: leave the caches to the activations.
+    # Each weight is used once, so it need not stay in the cache.
     ahead = tl.load(at, mask=exists, other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
@@ -103,7 +102,7 @@ def few_rows(
     tokens = x.shape[0]
     size, width = weight.shape
     out = x.new_empty((tokens, size)) if residual is None else residual
-    rows, cols, num_warps = 2, 1024, 2  # the best of a sweep over whole llama-8b and 0.6b layers
+    rows, cols, num_warps = 2, 1024, 2  # fastest in a sweep over whole llama-8b and 0.6b layers
     _few_rows_kernel[(triton.cdiv(size, rows),)](
         x,
         weight,

@@ -1,7 +1,7 @@
 """Matmuls of 8-bit floats with a scale for each block of the weight and each group of a row of x.
 
-Each group is one matmul on tensor cores. Scales multiply the group's sums in float32, so tensor
-cores do not add up scaled numbers in their own lower precision.
+Each group of inputs is one matmul on tensor cores. The group's sums are scaled and added in
+float32, because tensor cores accumulate in lower precision.
 
 The weight is the left operand, so that a few tokens fill the short side of the MMA tile. With few
 tiles the columns are divided among programs (split-K), and a second kernel adds the sums.
@@ -35,12 +35,12 @@ def _block_dot_kernel(
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     GROUP: tl.constexpr,  # outputs and inputs of a block, inputs of a group
-    ROWS: tl.constexpr,  # a part of a block
+    ROWS: tl.constexpr,  # outputs per program; divides GROUP
     TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,  # there are several shares of the columns
+    PARTS: tl.constexpr,  # whether the columns are split (split-K), so out has partial sums
     PDL: tl.constexpr,
 ):
-    # Tiles of tokens that share a weight are neighbours, so that the weight is read once.
+    # Consecutive programs compute different tokens with the same weights, so that L2 is hit.
     down = tl.cdiv(tokens, TOKENS)
     first = (tl.program_id(0) // down) * ROWS
     row = first + tl.arange(0, ROWS)
@@ -60,7 +60,7 @@ def _block_dot_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # Load scales a group ahead: a matmul takes less time than the load of a scale.
+    # Load scales one group ahead, because loading a scale takes longer than a matmul.
     at_most = groups - 1
     ahead = tl.minimum(begin, at_most)
     s = tl.load(x_scales + ahead.to(tl.int64) * pitch, mask=token_mask, other=0.0)
@@ -99,10 +99,10 @@ def fits(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def tile(tokens: int, outputs: int, sms: int) -> tuple[int, int, int, int]:
-    """Return (ROWS, TOKENS, warps, stages), the best of a sweep over llama-8b's matrices on one
-    H200.
+    """Return (ROWS, TOKENS, warps, stages), the fastest in a sweep over llama-8b's matrices.
 
-    With 64 tokens a tile has 128 outputs where such tiles keep most multiprocessors busy.
+    The sweep was on one H200. With 64 tokens a tile has 128 outputs if such tiles are enough to
+    occupy most multiprocessors.
     """
     width = min(64, max(16, triton.next_power_of_2(tokens)))
     many = 4 * triton.cdiv(outputs, 128) * triton.cdiv(tokens, width) >= 3 * sms
@@ -112,10 +112,11 @@ def tile(tokens: int, outputs: int, sms: int) -> tuple[int, int, int, int]:
 
 
 def splits(size: int, programs: int, groups: int, sms: int) -> int:
-    """Return the number of programs among which a row's groups are divided, the best of a sweep.
+    """Return the number of splits (split-K) of a row's groups, the fastest in a sweep.
 
-    size: elements of a tile; it limits a multiprocessor to two, three or four programs. programs:
-    their number without splits. groups: groups of a row; each program has at least eight.
+    size: elements of a tile; it limits a multiprocessor to two, three or four programs.
+    programs: the number of programs without splits.
+    groups: groups of a row; each program computes at least eight.
     """
     most = 2 if size > 4096 else 3 if size > 1024 else 4
     count = 1

@@ -1,5 +1,5 @@
-"""The functions of `kernels.gemm.packed.candidates`: NAME launches a kernel for packed weights, and
-NAME_fits says whether it supports a call.
+"""The functions of `kernels.gemm.packed.candidates`: for each kernel, NAME launches it, and
+NAME_fits returns whether it supports a call.
 
 Each function takes x [tokens, in], the weight [out, in] and the operations around the GEMM. A back
 end passes only the operations that the candidate fuses.
@@ -111,7 +111,7 @@ def gemv(x: Tensor, weight: PackedWeight, call: LinearCall) -> Tensor:
 
 
 def _around(call: LinearCall) -> dict[str, Any]:
-    """Return the keyword arguments of a GEMV that fuses a norm, a gate and a residual."""
+    """Return a call's norm, eps, gate and residual as keyword arguments of a GEMV."""
     return {"norm": call.norm, "eps": call.eps, "gate": call.gate, "residual": call.residual}
 
 

@@ -1,6 +1,6 @@
-"""The kernels that multiply by packed weights, in order of preference (`kernels.candidates`).
+"""The matmul kernels for packed weights, in order of preference (`kernels.candidates`).
 
-Functions that choose or run a kernel are in `kernels.gemm.packed.calls`, which needs Triton.
+The functions that choose or run a kernel are in `kernels.gemm.packed.calls`, which needs Triton.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor
 from kernels.candidates import Candidate, Capability, Fusion, Lazy, Operands
 from kernels.packed import FLOAT8, Format
 
-# Maximum tokens of a step for which the GEMM decodes codes. At 256 tokens, with 4 bits and offsets,
-# the four matrices of llama-8b's layer took 305 microseconds in this way on one H200, and 342
-# microseconds when dequantised for cuBLAS.
+# Maximum tokens of a step for which the GEMM kernel itself decodes the codes. At 256 tokens, with 4
+# bits and offsets, the four matrices of a layer of llama-8b took 305 microseconds on one H200, and
+# 342 microseconds when dequantised for cuBLAS.
 DECODED_TOKENS = 256
 _FEW = 8  # tokens of one MMA tile
 _ANY = float("inf")
@@ -116,9 +116,9 @@ _GEMV = frozenset[Fusion](("norm", "gate", "residual"))
 _RESIDUAL = frozenset[Fusion](("residual",))
 _GATE = frozenset[Fusion](("gate",))
 
-# Kernels that fuse an x_gate come first: the back end computes x_gate before it tries the others. A
-# GEMV for one kind of codes comes before the GEMV for all kinds. The GEMM of decoded codes serves
-# steps of up to DECODED_TOKENS; above, dequantised weights and cuBLAS take less time.
+# Kernels that fuse an x_gate come first, because the back end computes x_gate before it tries the
+# others. A GEMV for one kind of code comes before the GEMV for all kinds. The GEMM that decodes
+# codes computes steps of up to DECODED_TOKENS; above, dequantising for cuBLAS takes less time.
 PACKED_LINEAR: tuple[Candidate[Format], ...] = (
     _kernel("fp8", "8-bit floats", _rounds_floats, _from_rounded_rows, _IN),
     _kernel("fp8_blocks", "8-bit floats", _takes_blocks, _from_rounded_rows, _IN | _RESIDUAL),

@@ -1,9 +1,9 @@
 """The decoding of packed weights to numbers inside Triton kernels (`kernels.packed.PackedWeight`).
 
-A nibble becomes a float32 by its bits' position: as the fourth to seventh bit of the mantissa of
-128 the number is 128 + nibble. That takes a shift and a logical operation, where a conversion would
-take two slower instructions. The excess of 128 (`CodeFormat.base`) is subtracted once from the sum
-over a group. For bfloat16, PTX decodes two numbers at a time.
+A nibble becomes a float32 when its bits are moved into the mantissa of 128, which gives 128 +
+nibble. That takes a shift and a logical operation; a conversion would take two slower instructions.
+The excess of 128 (`CodeFormat.base`) is subtracted once from the sum over a group. For bfloat16,
+PTX decodes two numbers at a time.
 """
 
 import struct
@@ -16,25 +16,25 @@ import triton.language as tl
 from kernels.launch.device import compute_capability
 from kernels.packed import E2M1, FLOAT8, PackedWeight
 
-# Kinds of codes: 4- or 8-bit integers, e2m1, a table's index, and e4m3, on devices with and without
-# an instruction that converts it.
+# Kinds of codes: 4- or 8-bit integers; e2m1; index in a table; e4m3, on devices with an instruction
+# that converts e4m3, and without it.
 INT, E2M1_CODE, TABLE, E4M3_CODE, E4M3_BITS = 0, 1, 2, 3, 4
 OFFSETS = {"none": 0, "add": 1, "shift": 2}
 
 
 @triton.jit
 def nibble(words, table, AT: tl.constexpr, CODE: tl.constexpr):
-    """Return the nibble at 4 * AT of int16 words as a float32.
+    """Decode the nibble at bit 4 * AT of int16 words to float32.
 
-    The float is code + 128, or the number that the code stands for (e2m1 times 2).
+    Returns code + 128 for integers, twice the number for e2m1, or the table's entry.
     """
     words = words.to(tl.int32)
     if CODE == 0:
         bits = words << (16 - 4 * AT)
         value = ((bits & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
     elif CODE == 1:
-        # Exponent and mantissa at the low end of float32's exponent: e2m1 times 2^-126, subnormals
-        # included.
+        # Move exponent and mantissa to the low end of float32's exponent. This gives e2m1 times
+        # 2^-126, also for subnormal numbers.
         sign = (words << (28 - 4 * AT)) & -0x80000000
         bits = words << (22 - 4 * AT)
         value = (sign | (bits & 0x01C00000)).to(tl.float32, bitcast=True)
@@ -50,7 +50,8 @@ def eight_bits(codes, CODE: tl.constexpr):
     if CODE == 3:
         value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif CODE == 4:
-        # e4m3's fields at float32's place, whose exponent is 120 larger; subnormals included.
+        # Move e4m3's fields to float32's, whose exponent bias is 120 larger. This gives e4m3 times
+        # 2^-120, also for subnormal numbers.
         bits = codes.to(tl.int32)
         bits = ((bits << 24) & -0x80000000) | ((bits & 0x7F) << 20)
         value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
@@ -121,10 +122,10 @@ def _bfloat16(value: float) -> int:
 
 
 def nibbles(at: int, less: int) -> str:
-    """Return PTX that converts two nibbles to bfloat16 numbers minus `less`, in $0.
+    """Return PTX that decodes two nibbles to bfloat16 numbers 128 + nibble - less, in $0.
 
-    They are the nibbles at bit 4 * at of both 16-bit halves of $1. In the low bits of the mantissa
-    of 128 a nibble gives 128 + nibble.
+    The nibbles are at bit 4 * at of both 16-bit halves of $1. They are moved into the low bits of
+    the mantissa of 128.
     """
     shift = f"shr.b32 t, $1, {4 * at};" if at else "mov.b32 t, $1;"
     decode = f"lop3.b32 t, t, 0x000f000f, {_twice(_MAGIC)}, 0xea;"
@@ -137,9 +138,9 @@ def nibbles(at: int, less: int) -> str:
 
 
 def four_nibbles(weight: PackedWeight) -> list[str]:
-    """Return PTX for each of a word's four nibbles, which decodes it to an integer minus the zero.
+    """Return PTX for each of a word's four nibbles, which decodes it to code minus zero point.
 
-    For formats with an offset the results are 128 larger.
+    For formats with an offset it decodes to code + 128.
     """
     form = weight.form
     return [nibbles(at, 0 if form.offset != "none" else 128 + form.zero) for at in range(4)]
@@ -153,11 +154,11 @@ LIFT = (
 
 
 def scaled_floats(at: int) -> str:
-    """Return PTX that converts two e2m1 nibbles to bfloat16 numbers times their scales, in $0.
+    """Return PTX that decodes two e2m1 nibbles and multiplies them by their scales, in $0.
 
-    They are the nibbles at bit 4 * at of both 16-bit halves of $1; $2 has the scales. The results
-    are 2^-126 times the product: the nibbles' bits become the low end of bfloat16's exponent and
-    the mantissa, subnormal numbers included.
+    The nibbles are at bit 4 * at of both 16-bit halves of $1; $2 has the scales. The bfloat16
+    results are 2^-126 times nibble times scale, because the nibbles' bits become the low end of
+    bfloat16's exponent and the high end of its mantissa.
     """
     by = 6 - 4 * at
     bring = f"shl.b32 t, $1, {by};" if by > 0 else f"shr.b32 t, $1, {-by};"
@@ -187,10 +188,7 @@ def bytes_fit(weight: PackedWeight) -> bool:
 
 
 def floats(high: bool) -> str:
-    """Return PTX that converts the low or the high bytes of $1's halves from e4m3 to bfloat16.
-
-    The results are in $0. Bits are moved without conversion, so exponents are too small by 120.
-    """
+    """Return PTX that converts the low or high bytes of $1's halves from e4m3 to bfloat16 in $0."""
     bring = "mov.b32 t, $1;" if high else "shl.b32 t, $1, 8;"
     return f"{{ .reg .b32 t, u; {bring} {_float_in('t', '$0')} }}"
 
@@ -198,8 +196,8 @@ def floats(high: bool) -> str:
 def integers(high: bool) -> str:
     """Return PTX that converts the low or the high signed bytes of $1's halves to bfloat16 in $0.
 
-    Seven bits go into the mantissa of 128; then 128 is subtracted, or 256 where the eighth bit is
-    set.
+    The low seven bits go into the mantissa of 128; then 128 is subtracted, or 256 if the sign bit
+    is set.
     """
     bring = "shr.b32 t, $1, 8;" if high else "mov.b32 t, $1;"
     return f"{{ .reg .b32 t, u; {bring} {_integer_in('t', '$0')} }}"
@@ -219,7 +217,7 @@ def four_bytes(code: int) -> str:
 
 
 def _float_in(source: str, to: str) -> str:
-    """Return PTX that converts the e4m3 numbers in the high bytes of two halves to bfloat16."""
+    """Return PTX that converts the e4m3 bytes in the high bytes of two halves to bfloat16."""
     return (
         f"shr.b32 u, {source}, 4; and.b32 u, u, 0x07f007f0; "
         f"lop3.b32 u, {source}, 0x80008000, u, 0xea; "
@@ -229,7 +227,7 @@ def _float_in(source: str, to: str) -> str:
 
 
 def _integer_in(source: str, to: str) -> str:
-    """Return PTX that converts the signed numbers in the low bytes of two halves to bfloat16."""
+    """Return PTX that converts the signed bytes in the low bytes of two halves to bfloat16."""
     return (
         f"lop3.b32 u, {source}, 0x007f007f, {_twice(_MAGIC)}, 0xea; "
         f"lop3.b32 {source}, {source}, 0x00800080, 0xc300c300, 0xea; "

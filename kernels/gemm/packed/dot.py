@@ -1,7 +1,8 @@
 """Matmuls of several tokens with packed weights, decoded to 16-bit numbers for tensor cores.
 
-The weight is the left operand, so that few tokens fill the short side of the MMA tile. With few
-tiles the input columns are divided among programs (split-K), and a second kernel adds the sums.
+The weight is the left operand, so that few tokens fill the short side of the MMA tile. If there are
+few tiles, the input columns are divided among programs (split-K), and a second kernel adds the
+partial sums.
 """
 
 from typing import NamedTuple
@@ -28,15 +29,18 @@ from kernels.packed import PackedWeight
 
 _FLOAT = torch.float32
 _WORDS = 32  # words of 4-bit codes of a row per step of a program
-# An e2m1 number from `scaled_floats` is 2^-127 times the one from `nibble`. With a scale times 2^87
-# the result is 2^-40 times the weight, which is well within bfloat16's range.
+# `scaled_floats` returns 2^-127 times the e2m1 number of `nibble`. With scales times 2^87 (LIFT)
+# the result is 2^-40 times the weight, well within bfloat16's range. LOWERED makes up for 2^-40.
 LIFT = tl.constexpr(codes.LIFT)
 LOWERED = tl.constexpr(2.0**40)
 
 
 @triton.jit
 def _scales(scale, offset, group, exists, FORMAT: tl.constexpr):
-    """Return the factor of a decoded code, and the offset that is added to the product."""
+    """Load the scale and offset of groups: a weight is decoded code * scale + offset, in float32.
+
+    group: indices into `scale` and `offset`.
+    """
     s = tl.load(scale + group, mask=exists, other=0.0).to(tl.float32)
     if FORMAT.offset == 0:
         o = -FORMAT.base * s
@@ -48,7 +52,7 @@ def _scales(scale, offset, group, exists, FORMAT: tl.constexpr):
 
 @triton.jit
 def _pairs(words, DECODE: tl.constexpr, AT: tl.constexpr):
-    """Decode code AT of each word, by pairs of words."""
+    """Decode field AT of each word to bfloat16, two words at a time by inline PTX."""
     return tl.inline_asm_elementwise(
         DECODE.ptx[AT], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
     )
@@ -56,7 +60,7 @@ def _pairs(words, DECODE: tl.constexpr, AT: tl.constexpr):
 
 @triton.jit
 def _scaled(words, s, DECODE: tl.constexpr, AT: tl.constexpr):
-    """Decode code AT of each word, times its scale."""
+    """Decode field AT of each word and multiply it by its scale `s`, two words at a time by PTX."""
     return tl.inline_asm_elementwise(
         DECODE.ptx[AT], "=r,r,r", [words, s], dtype=tl.bfloat16, is_pure=True, pack=2
     )
@@ -65,10 +69,11 @@ def _scaled(words, s, DECODE: tl.constexpr, AT: tl.constexpr):
 class Decoding(NamedTuple):
     """The rule by which packed codes become operands of tensor cores, as one `tl.constexpr`.
 
-    by_ptx: inline PTX decodes pairs of codes, and a group's sum is multiplied by its scale.
-    scale_codes: decoded codes, not sums, are multiplied by their scales, and a step is one matmul.
-    scale_outputs: there is one scale for each output. Sums of 8-bit codes decoded by PTX are scaled
-        after the last step.
+    by_ptx: whether inline PTX decodes pairs of codes. A group's sum is then scaled.
+    scale_codes: whether decoded codes, not sums, are multiplied by scales. A step is then one
+        matmul, not one per nibble.
+    scale_outputs: whether there is one scale per output. Sums of 8-bit codes decoded by PTX are
+        then scaled after the last step.
     ptx: PTX for each of the four codes of a word; "" where there is none.
     precision: the input precision of `tl.dot` for float32.
     """
@@ -94,12 +99,12 @@ class DotTile(NamedTuple):
 def add_step(
     acc,  # [ROWS, TOKENS] float32
     start,  # the first column
-    at,  # [ROWS, WIDTH]: where the codes of column 0 are
-    x_at,  # [WIDTH, TOKENS]: the same of x; scale_codes: [4 * WIDTH, TOKENS], in order
+    at,  # [ROWS, WIDTH]: pointers to the codes of column 0
+    x_at,  # [WIDTH, TOKENS], or with scale_codes [4 * WIDTH, TOKENS]: pointers into x for column 0
     columns,
     row_mask,
     token_mask,
-    groups,  # [ROWS]: the first scale of each row
+    groups,  # [ROWS]: index of each row's first scale
     scale,
     offset,
     table,
@@ -108,9 +113,9 @@ def add_step(
     WHOLE_STEPS: tl.constexpr,  # whether every step's columns exist, so that no mask is needed
     DECODE: tl.constexpr,  # `Decoding`
 ):
-    """Add the matmul of WIDTH words, or codes, of each row with x to acc.
+    """Return acc plus the matmul of WIDTH words (4 bits) or codes (8 bits) of each row with x.
 
-    Codes of 8 bits come without their scale where DECODE says `by_ptx` and `scale_outputs`.
+    8-bit codes are not scaled if DECODE has `by_ptx` and `scale_outputs`.
     """
     BY_PTX: tl.constexpr = DECODE.by_ptx
     FIELDS: tl.constexpr = 4 if FORMAT.bits == 4 else 1
@@ -141,12 +146,13 @@ def add_step(
         value = tl.reshape(tl.join(even, odd), (w.shape[0], WIDTH, 4))
         value = tl.reshape(tl.permute(value, (0, 2, 1)), (w.shape[0], STEP)).to(tl.float32)
         value *= s
-        if FORMAT.offset != 0 or not BY_PTX:  # else the decoded codes are less their zero point
+        if FORMAT.offset != 0 or not BY_PTX:  # otherwise PTX has subtracted the zero point
             value += added
         other = tl.load(x_at + start, mask=token_mask[None, :], other=0.0)
         acc = tl.dot(value.to(other.dtype), other, acc)
     elif BY_PTX and FORMAT.bits == 4 and FORMAT.code == 1:
-        # Products of decoded e2m1 numbers would underflow bfloat16, so sums are scaled at the end.
+        # Scale by 2^87 before decoding, so that products do not underflow. The caller multiplies
+        # the sums by LOWERED.
         s = tl.load(scale + group, mask=has, other=0.0)
         s = tl.inline_asm_elementwise(LIFT, "=r,r", [s], dtype=tl.bfloat16, is_pure=True, pack=2)
         for field in tl.static_range(4):
@@ -160,7 +166,7 @@ def add_step(
         for field in tl.static_range(4):
             other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
             part = tl.dot(_pairs(w, DECODE, field), other, part)
-            if FORMAT.offset != 0:  # the sum of x, in every row
+            if FORMAT.offset != 0:  # sum x with a matrix of ones
                 total = tl.dot(ones, other, total)
         acc += part * s
         if FORMAT.offset != 0:
@@ -202,7 +208,7 @@ def _packed_dot_kernel(
     tokens,
     rows,
     columns,
-    pitch,  # columns of codes; Triton specialises the kernel on what divides it
+    pitch,  # columns of codes; Triton specialises the kernel on its divisibility by 16
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
@@ -224,7 +230,7 @@ def _packed_dot_kernel(
         column = tl.arange(0, STEP)
     elif FORMAT.bits == 4:
         column = element // RUN * FORMAT.span + element % RUN
-        column = tl.multiple_of(tl.max_contiguous(column, RUN), RUN)  # else x is read by twos
+        column = tl.multiple_of(tl.max_contiguous(column, RUN), RUN)  # for wide loads of x
     else:
         column = element
     row_mask, token_mask = row < rows, token < tokens
@@ -298,7 +304,7 @@ def _packed_expand_kernel(
     pitch,
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,  # 8 bits: codes of a row; 4 bits: spans of it
+    WIDTH: tl.constexpr,  # 8 bits: codes of a row per program; 4 bits: spans of a row
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -322,7 +328,7 @@ def _packed_expand_kernel(
         exists = (row < rows)[:, None] & (part < columns)[None, :]
         w = tl.load(codes + wide * pitch + part[None, :], mask=exists, other=0)
         has = exists
-        if FORMAT.group % WIDTH == 0:  # one scale of a row: half of the reads of scales are saved
+        if FORMAT.group % WIDTH == 0:  # a program's codes of a row share one scale
             group += tl.program_id(1) * WIDTH // FORMAT.group
             has = (row < rows)[:, None]
         else:
@@ -334,10 +340,10 @@ def _packed_expand_kernel(
 
 
 def pair_ptx(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
-    """Return PTX that decodes pairs of the weight's codes, see `Decoding.ptx`; [] if there is none.
+    """Return PTX that decodes pairs of the weight's codes (`Decoding.ptx`), or [] if there is none.
 
     With bfloat16 x there is PTX for 4-bit integers, and for 8-bit codes without offsets. A step of
-    `width` words or codes must have one scale, or 8-bit codes one scale per output.
+    `width` words or codes must share one scale; with 8-bit codes, one scale per output is enough.
     """
     if not (x.is_cuda and x.dtype == torch.bfloat16):
         return []
@@ -379,9 +385,9 @@ def tile(
     scale_codes: bool = False,  # see `packed_dot`
     sums: bool = False,  # the result of `scales_sums`
 ) -> tuple[int, int, int, int, int]:
-    """Return (ROWS, TOKENS, words or codes of a row per step, warps, stages).
+    """Return (ROWS, TOKENS, words or codes of a row per step, warps, stages), fastest in sweeps.
 
-    They are the best of sweeps over llama-8b's matrices on one H200. shape: outputs and inputs.
+    The sweeps were over llama-8b's matrices on one H200. shape: outputs and inputs.
     """
     rows, columns = shape
     if tokens <= 16:
@@ -401,20 +407,23 @@ def tile(
 
 
 def scale_codes_pays(weight: PackedWeight, tokens: int, sms: int) -> bool:
-    """Whether `Decoding.scale_codes` is faster: one matmul of scaled numbers per step, instead of
-    one per nibble whose sums are scaled. With offsets each matmul per nibble needs another one
-    with ones. Without offsets it is faster where tiles of all tokens and 128 outputs give all
-    multiprocessors work."""
+    """Whether scaling decoded codes (`Decoding.scale_codes`) is faster than scaling sums.
+
+    Scaled codes take one matmul per step. Scaled sums take one matmul per nibble, and with offsets
+    another one with ones. Without offsets, scaled codes are faster if tiles of all tokens and 128
+    outputs occupy all multiprocessors.
+    """
     if weight.form.offset != "none":
         return tokens > 32
     return tokens > 128 and triton.cdiv(weight.shape[0], 128) >= sms
 
 
 def splits(size: int, programs: int, steps: int, sms: int) -> int:
-    """Return the number of programs among which a row's steps are divided, the best of a sweep.
+    """Return the number of splits (split-K) of a row's steps, the fastest in a sweep.
 
-    size: elements of a tile; it limits a multiprocessor to one, two or three programs. programs:
-    their number without splits. steps: steps of a row; each program has at least two.
+    size: elements of a tile; it limits a multiprocessor to one, two or three programs.
+    programs: the number of programs without splits.
+    steps: steps of a row; each program computes at least two.
     """
     most = 1 if size > 8192 else 2 if size > 4096 else 3
     count = 1
@@ -429,7 +438,7 @@ def packed_dot(
     residual: Tensor | None = None,  # like the result, and overwritten by it
     config: tuple[int, int, int, int, int] | None = None,
     split: int = 0,  # parts of the columns; 0: chosen by the sizes
-    # whether codes are scaled instead of groups' sums; None: where that is faster
+    # whether to scale codes instead of groups' sums; None: chosen by `scale_codes_pays`
     scale_codes: bool | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias + residual: [tokens, out] in x's dtype."""
@@ -494,7 +503,7 @@ def add_parts(
     residual: Tensor | None,  # [tokens, out]
     out: Tensor,  # [tokens, out]
 ) -> None:
-    """Write to out the sum of parts (products over shares of the columns), bias and residual.
+    """Write to out the sum of split-K's partial results, bias and residual.
 
     Parts are added in order.
     """
@@ -519,7 +528,7 @@ def expand(weight: PackedWeight, like: Tensor) -> Tensor:
     """Return the dequantised weights [out, in] in the dtype of `like`."""
     form, (rows, columns) = weight.form, weight.shape
     out = like.new_empty((rows, columns))
-    # The launch of a program, the best of a sweep over llama-8b's matrices on one H200.
+    # Rows and columns per program, the fastest in a sweep over llama-8b's matrices on one H200.
     num_rows, num_columns = (8, 512) if form.bits == 4 else (16, 256)
     _packed_expand_kernel[(triton.cdiv(rows, num_rows), triton.cdiv(columns, num_columns))](
         weight.codes,

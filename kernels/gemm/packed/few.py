@@ -3,12 +3,14 @@
 Weights are loaded from memory directly into the registers that tensor cores read, without shared
 memory and without barriers.
 
-A program computes 16 or 32 outputs; each of its warps has a contiguous part of the columns, and
-their sums are added at the end. A thread loads its next codes before it multiplies the current
-ones. A pair of codes becomes two bfloat16 numbers in one to five instructions, exactly; scales are
-applied to the sums of their groups, in float32. This is Gluon, because Triton's own language does
-not control register layouts; no interpreter runs it, so that its tests need a GPU
-(`tests/kernels/test_packed.py`) and `tests/kernels/test_compile.py` only compiles it.
+A program computes 16 or 32 outputs. Each of its warps has a contiguous part of the columns, and
+the warps' sums are added at the end. A thread loads its next codes before it multiplies the current
+ones. One to five instructions convert a pair of codes exactly to two bfloat16 numbers. Scales are
+applied to the sums of their groups, in float32.
+
+The kernel is in Gluon, because Triton's own language does not control register layouts. No
+interpreter runs Gluon, so tests need a GPU (`tests/kernels/test_packed.py`);
+`tests/kernels/test_compile.py` only compiles the kernel.
 """
 
 from typing import NamedTuple
@@ -44,13 +46,13 @@ class FewTile(NamedTuple):
     rows: int  # outputs per program
     tokens: int
     words: int  # words of a row per step of a warp
-    shares: int  # parts of the columns: one for each warp
-    ptx: tuple[str, ...]  # PTX that decodes each of a word's four fields
+    shares: int  # parts of the columns, one per warp
+    ptx: tuple[str, ...]  # PTX for each field (code) of a word, which decodes it
 
 
 @gluon.jit
 def _decoded(words, TILE: gl.constexpr, AT: gl.constexpr):
-    """Decode field AT of each word, by pairs of words."""
+    """Decode field AT of each word to bfloat16, two words at a time by inline PTX."""
     return gl.inline_asm_elementwise(
         TILE.ptx[AT], "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -74,8 +76,8 @@ def _packed_few_kernel(
     tokens,
     rows,
     columns,
-    FIELDS: gl.constexpr,  # codes of a word: 4 of 4 bits with groups of 128, or 2 of 8 bits
-    OFFSET: gl.constexpr,  # 0: none, 1: added, 2: added to codes; codes come with 128 more then
+    FIELDS: gl.constexpr,  # codes per word: 4 of 4 bits with groups of 128, or 2 of 8 bits
+    OFFSET: gl.constexpr,  # value of OFFSETS; unless 0 (none), decoded codes are 128 too large
     ADD: gl.constexpr,
     BIAS: gl.constexpr,
     TILE: gl.constexpr,  # `FewTile`
@@ -119,7 +121,7 @@ def _packed_few_kernel(
         x_at = x_at + token_r * pitch + (share_r * steps * WORDS + word_r)
     pairs = (first + row_s).to(gl.int64) * (pitch // WORDS // 2) + share_s * (steps // 2)
 
-    # Codes and scales depend on no earlier kernel: the first are on their way before it ends.
+    # Codes and scales depend on no earlier kernel, so load the first ones before gdc_wait.
     first_w = gl.load(at, eviction_policy="evict_first")
     second_w = gl.load(at + WORDS, eviction_policy="evict_first")
     if FIELDS == 4:
@@ -159,7 +161,7 @@ def _packed_few_kernel(
                 s = _part(s_pair, half, gl.float16).to(gl.float32)
                 acc += (even + odd) * s
                 if OFFSET:
-                    # The sum of x in every row: the factor of the codes' 128 and of the offset.
+                    # Sum x with a matrix of ones, for the excess of 128 and the offset.
                     even = mma_v2(ones, xs[4 * half], zero)
                     odd = mma_v2(ones, xs[4 * half + 1], zero)
                     even = mma_v2(ones, xs[4 * half + 2], even)
@@ -198,7 +200,7 @@ def _packed_few_kernel(
 
 
 def tile(bits: int, rows: int, steps: int) -> tuple[int, int]:
-    """Return (ROWS, SHARES), the best of a sweep over llama-8b's matrices on one H200."""
+    """Return (ROWS, SHARES), the fastest in a sweep over llama-8b's matrices on one H200."""
     num_rows, most = 16, 8
     if bits == 4 and rows > 4096 and steps < 64:
         most = 4
@@ -208,9 +210,12 @@ def tile(bits: int, rows: int, steps: int) -> tuple[int, int]:
 
 
 def few_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `packed_few` supports x and the weight: a few bfloat16 tokens, and whole tiles of
+    """Whether `packed_few` supports x and the weight.
+
+    x must have up to TOKENS bfloat16 tokens. The weight must consist of whole tiles, either of
     4-bit integers in groups of 128 with float16 scales, or of 8 bits with a float32 scale per
-    output."""
+    output.
+    """
     form, (rows, columns) = weight.form, weight.shape
     if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] <= TOKENS and rows % 32 == 0):
         return False
@@ -231,7 +236,7 @@ def packed_few(
 ) -> Tensor:
     """Return x @ weight.T + bias + residual, [tokens, out] bfloat16, accumulated in float32.
 
-    Only for operands that `few_fits` accepts.
+    `few_fits` must be true.
     """
     form, (rows, columns) = weight.form, weight.shape
     tokens = x.shape[0]

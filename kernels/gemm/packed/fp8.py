@@ -10,15 +10,15 @@ from kernels.launch.pdl import num_sms
 from kernels.packed import PackedWeight
 
 _BLOCKS = (12, 9)  # CUDA's first release whose cuBLASLt supports block scales
-_FOUR = 4  # block scales of a row or column that cuBLASLt reads at a time
-_TILE = 128  # outputs and rows of x in a thread block's tile of cuBLASLt's matmul with block scales
+_FOUR = 4  # cuBLASLt reads block scales in multiples of this along a row or column
+_TILE = 128  # outputs, and rows of x, in a tile of cuBLASLt's matmul with block scales
 
 
 def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return (rows * scales) @ weight.T + bias: [rows, out] in dtype.
 
-    rows, scales: the results of `round_rows` with `group_of(weight)`, padding rows included; the
-        result has as many rows.
+    rows, scales: the results of `round_rows` with `group_of(weight)`, including padding rows, which
+        the result has, too.
     """
     blocks = weight.form.rows > 1
     return torch._scaled_mm(
@@ -33,7 +33,7 @@ def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtyp
 
 
 def pays(tokens: int, weight: PackedWeight) -> bool:
-    """Whether `scaled` is faster than `blocks.block_linear` for weights with scales of blocks.
+    """Whether `scaled` is faster than `blocks.block_linear` for weights with block scales.
 
     `scaled` does not split the columns over programs, and always computes whole tiles of rows.
     """
@@ -49,9 +49,9 @@ def group_of(weight: PackedWeight) -> int:
 def scales_fit(x: Tensor, weight: PackedWeight) -> bool:
     """Whether torch's scaled matmul, as `scaled` calls it, supports x and the weight.
 
-    It needs bfloat16 x and compute capability 9.0. Either there is a scale per row of x and per
-    output, and sizes are multiples of 16; or there is a scale per 128 inputs of a row and per block
-    of 128 x 128 weights, blocks are whole, and there is no bias.
+    x must be bfloat16 on compute capability 9.0. One of two kinds of scales is supported. With a
+    scale per row of x and per output, sizes must be multiples of 16. With a scale per 128 inputs of
+    a row of x and per block of 128 x 128 weights, blocks must be whole, and there must be no bias.
     """
     form, (outputs, width) = weight.form, weight.shape
     if form.code != "e4m3" or form.scale != torch.float32 or x.dtype != torch.bfloat16:

@@ -2,7 +2,7 @@
 codes).
 
 A thread loads 16 bytes of a row at a time, which belong to one group, and the numbers of x in the
-order of these codes; so scale and offset are applied once for 16 or 32 weights.
+order of these codes. So scale and offset are applied once per 16 or 32 weights.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ def _packed_gemv_kernel(
     eps,
     rows,
     columns,
-    pitch,  # columns of codes; Triton specialises the kernel on what divides it
+    pitch,  # columns of codes; Triton specialises the kernel on its divisibility by 16
     FUSED: tl.constexpr,  # `kernels.gemm.gemv.Fused`
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     TILE: tl.constexpr,  # `GemvTile`
@@ -62,7 +62,7 @@ def _packed_gemv_kernel(
     STEP: tl.constexpr = UNITS * UNIT * FIELDS
     unit = tl.arange(0, UNITS)
     element = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
-    # The columns of the lowest nibbles.
+    # The column of each word's lowest nibble.
     column = (element // RUN * FORMAT.span + element % RUN) if FORMAT.bits == 4 else element
     at = codes + source.to(tl.int64)[:, None, None] * pitch + element[None, :, :]
     groups = (source // FORMAT.band).to(tl.int64) * (columns // FORMAT.group)
@@ -71,7 +71,7 @@ def _packed_gemv_kernel(
     # Mask whole units, so that masked loads stay 16 bytes wide.
     exists = row_mask[:, None, None] & (unit * (UNIT * FIELDS) < columns)[None, :, None]
 
-    # The first codes depend on no earlier kernel: load them before waiting.
+    # The first codes depend on no earlier kernel, so load them before gdc_wait.
     if TILE.whole_steps:
         w = tl.load(at, eviction_policy="evict_first")
     else:
@@ -161,10 +161,9 @@ def packed_gemv(
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """Multiply a single token by packed weights, fused with norm, gate or residual: [1, out] in x's
-    dtype.
+    """Return x @ weight.T for a single token, with a fused norm, gate or residual.
 
-    The codes are read once; sums are float32.
+    Returns [1, out] in x's dtype, accumulated in float32.
     """
     assert gate is None or gate in GATES
     form = weight.form

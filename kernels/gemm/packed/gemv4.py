@@ -1,11 +1,11 @@
 """Matmuls of a single token with 4-bit integers in groups, like `kernels.gemm.gemv`.
 
-Codes are read as words of sixteen codes, and x as words of four numbers, so that a thread has the
-codes and the numbers of x of the same inputs and nothing is moved between threads.
+Codes are read as words of sixteen codes, and x as words of four numbers. So a thread has codes and
+numbers of x for the same inputs, and nothing is moved between threads.
 
-A nibble becomes a float16 by its bits' position. In the low bits of the mantissa of 1024 the number
-is 1024 + nibble, four bits higher 1024 + 16 * nibble. So a pair takes one logical operation, and
-every other pair a shift. x is divided by the factor 16 beforehand, and the excess of 1024 is
+A nibble becomes a float16 when its bits are moved into the mantissa of 1024. In the low bits this
+gives 1024 + nibble, four bits higher 1024 + 16 * nibble. So a pair takes one logical operation, and
+every other pair a shift. x is divided by the factor of 16 beforehand, and the excess of 1024 is
 subtracted from each word's sum.
 """
 
@@ -50,7 +50,10 @@ _SIXTEEN = _sixteen()
 
 @triton.jit
 def _code(words, AT: tl.constexpr, PLACE: tl.constexpr):
-    """Return the float32 that the PTX of `_sixteen` makes of nibble PLACE of 16 bits at 16 * AT."""
+    """Decode nibble PLACE of the 16 bits at 16 * AT to the float32 that `_sixteen`'s PTX returns.
+
+    The interpreter runs this instead of PTX.
+    """
     value = ((words >> (16 * AT + 4 * PLACE)) & 15).to(tl.float32)
     return 1024.0 + (value * 16.0 if PLACE % 2 == 1 else value)
 
@@ -98,7 +101,7 @@ def _gemv4_kernel(
     scale,  # [rows, words / GROUP]
     offset,
     bias,
-    norm,  # [columns / 4] int64, as x
+    norm,  # [columns / 4] int64: four numbers each
     residual,  # [rows]
     out,  # [rows]
     eps,
@@ -106,7 +109,7 @@ def _gemv4_kernel(
     words,  # columns / 16
     FUSED: tl.constexpr,  # `kernels.gemm.gemv.Fused`
     CODES: tl.constexpr,  # `Nibbles`
-    ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
+    ROWS: tl.constexpr,  # rows per program; GATED: gate and up rows alternate
     WORDS: tl.constexpr,
     EVEN: tl.constexpr,  # whether tiles divide the rows and the words
     PDL: tl.constexpr,
@@ -125,8 +128,8 @@ def _gemv4_kernel(
     groups = source.to(tl.int64)[:, None] * (words // CODES.group)
     acc = tl.zeros([ROWS, WORDS], tl.float32)
     squares = tl.zeros([WORDS], tl.float32)
-    TYPE: tl.constexpr = out.dtype.element_ty  # x's and the norm's too
-    # The first codes depend on no earlier kernel: load them before waiting.
+    TYPE: tl.constexpr = out.dtype.element_ty  # also the dtype of x and of the norm
+    # The first codes depend on no earlier kernel, so load them before gdc_wait.
     if EVEN:
         w = tl.load(at, eviction_policy="evict_first")
     else:
@@ -220,9 +223,9 @@ def decoder(device: torch.device) -> str:
 
 
 def tile(rows: int, words: int) -> tuple[int, int, int]:
-    """Return (ROWS, WORDS, warps), the best of a sweep over llama-8b's matrices on one H200.
+    """Return (ROWS, WORDS, warps), the fastest in a sweep over llama-8b's matrices on one H200.
 
-    words: words of a row. For few, short rows one step per row is best.
+    words: words of a row. For a few short rows, one step per row is fastest.
     """
     if rows >= 16384:
         return 8, 64, 1
@@ -232,8 +235,10 @@ def tile(rows: int, words: int) -> tuple[int, int, int]:
 
 
 def gemv4_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
-    """Whether `gemv4` supports the inputs: one 16-bit token, a norm of the same dtype, and 4-bit
-    integers in groups of 32 or more."""
+    """Whether `gemv4` supports the inputs: one 16-bit token and 4-bit integers.
+
+    Groups must have 32 or more inputs, and a norm must have x's dtype.
+    """
     return (
         fits(x)
         and weight.form.bits == 4
@@ -254,8 +259,10 @@ def gemv4(
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """Multiply one token by 4-bit weights, with norm, gate or residual fused. Returns [1, out] in
-    x's dtype, accumulated in float32. Only for operands that `gemv4_fits` accepts."""
+    """Return x @ weight.T for a single token and 4-bit weights, with fused norm, gate or residual.
+
+    Returns [1, out] in x's dtype, accumulated in float32. `gemv4_fits` must be true.
+    """
     assert gate is None or gate in GATES
     form, (rows, columns) = weight.form, weight.shape
     num_rows, words, warps = config or tile(rows, columns // _WORD)

@@ -1,8 +1,8 @@
 """Matmuls of a single token with 8-bit floats that have one scale per output, or per block of
 outputs and inputs, like `kernels.gemm.gemv`.
 
-Codes and x are read as words of four numbers, so that a thread has the codes and the numbers of x
-of the same inputs and nothing is moved between threads.
+Codes and x are read as words of four numbers. So a thread has codes and numbers of x for the same
+inputs, and nothing is moved between threads.
 """
 
 import torch
@@ -15,7 +15,7 @@ from kernels.gemm.packed.codes import bytes_fit, converts, eight_bits
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
-_BAND = 32  # a block of weights has a multiple of 32 outputs; a program has a part of one block
+_BAND = 32  # outputs of a weight block must be a multiple, so that a program has rows of one block
 # PTX, from compute capability 8.9 on, that converts four e4m3 codes in $4 to float32 in $0 to $3.
 _FOUR = """{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q;
 mov.b32 {l, h}, $4; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
@@ -25,7 +25,7 @@ cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"""
 
 @triton.jit
 def converted(w, HOW: tl.constexpr):
-    """Convert the four codes of each word to float32, by the PTX of `decoder`."""
+    """Convert the four codes of each word to float32. HOW: PTX from `decoder`."""
     return tl.inline_asm_elementwise(
         HOW,
         "=f,=f,=f,=f,r",
@@ -38,7 +38,7 @@ def converted(w, HOW: tl.constexpr):
 
 @triton.jit
 def number(words, AT: tl.constexpr, TYPE: tl.constexpr):
-    """Convert the 16 bits at 16 * AT, a number of this type, to float32."""
+    """Convert the 16 bits at bit 16 * AT of each word, a number of TYPE, to float32."""
     return (words >> (16 * AT)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
 
 
@@ -56,9 +56,9 @@ def _gemv8_kernel(
     words,  # columns / 4
     FUSED: tl.constexpr,  # `kernels.gemm.gemv.Fused`
     HOW: tl.constexpr,  # PTX from `decoder`
-    GROUP: tl.constexpr,  # words of a scale; 0: all of a row's
-    BAND: tl.constexpr,  # rows of a scale
-    ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
+    GROUP: tl.constexpr,  # words that share a scale; 0: all words of a row
+    BAND: tl.constexpr,  # rows that share a scale
+    ROWS: tl.constexpr,  # rows per program; GATED: gate and up rows alternate
     WORDS: tl.constexpr,
     EVEN: tl.constexpr,  # whether tiles divide the rows and the words
     PDL: tl.constexpr,
@@ -75,14 +75,14 @@ def _gemv8_kernel(
     at = codes + source.to(tl.int64)[:, None] * words + word[None, :]
     acc = tl.zeros([ROWS, WORDS], tl.float32)
     squares = tl.zeros([WORDS], tl.float32)
-    if GROUP > 0:  # a program's rows are of one block, or of the gate's and the up's
+    if GROUP > 0:  # a program's rows belong to one block, or to one block of gates and one of ups
         first = tl.program_id(0) * (ROWS // 2 if FUSED.gated else ROWS)
         scales = scale + (first // BAND).to(tl.int64) * (words // GROUP)
         if FUSED.gated:
             up_scales = scale + ((first + rows) // BAND).to(tl.int64) * (words // GROUP)
             is_up = (index % 2 == 1)[:, None]
-    TYPE: tl.constexpr = out.dtype.element_ty  # x's and the norm's too
-    # The first codes depend on no earlier kernel: load them before waiting.
+    TYPE: tl.constexpr = out.dtype.element_ty  # also the dtype of x and of the norm
+    # The first codes depend on no earlier kernel, so load them before gdc_wait.
     if EVEN:
         w = tl.load(at, eviction_policy="evict_first")
     else:
@@ -164,9 +164,9 @@ def decoder(device: torch.device) -> str:
 
 
 def tile(rows: int, blocks: bool) -> tuple[int, int, int]:
-    """Return (ROWS, WORDS, warps), the best of sweeps over llama-8b's matrices on one H200.
+    """Return (ROWS, WORDS, warps), the fastest in sweeps over llama-8b's matrices on one H200.
 
-    blocks: whether scales are those of blocks.
+    blocks: whether the weight has block scales.
     """
     if rows >= 16384:
         return 8, 128, 1
@@ -175,8 +175,10 @@ def tile(rows: int, blocks: bool) -> tuple[int, int, int]:
 
 
 def gemv8_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
-    """Whether `gemv8` supports the inputs: one 16-bit token, a norm of the same dtype, and 8-bit
-    floats that the device converts, with one float32 scale per output or block."""
+    """Whether `gemv8` supports the inputs: one 16-bit token, 8-bit floats that the device converts.
+
+    Scales must be float32, one per output or per block. A norm must have x's dtype.
+    """
     form = weight.form
     blocks = form.rows % _BAND == 0 and weight.shape[0] % form.rows == 0
     return (
@@ -192,7 +194,7 @@ def gemv8_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
 
 
 def in_words(numbers: Tensor) -> bool:
-    """Whether 16-bit numbers can be read four at a time."""
+    """Whether a tensor of 16-bit numbers can be read as words of four."""
     return numbers.is_contiguous() and numbers.storage_offset() % 4 == 0
 
 
@@ -206,8 +208,10 @@ def gemv8(
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """Multiply one token by 8-bit floats, with norm, gate or residual fused. Returns [1, out] in
-    x's dtype, accumulated in float32. Only for operands that `gemv8_fits` accepts."""
+    """Return x @ weight.T for a single token and 8-bit floats, with fused norm, gate or residual.
+
+    Returns [1, out] in x's dtype, accumulated in float32. `gemv8_fits` must be true.
+    """
     assert gate is None or gate in GATES
     rows, columns = weight.shape
     blocks = not bytes_fit(weight)

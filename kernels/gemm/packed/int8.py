@@ -14,7 +14,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.packed import PackedWeight
 
 FIXED = (64, 128, 128, 4, 3)  # the deterministic mode's tile, for any number of rows
-_TOGETHER = 8  # tiles of rows of x that are computed together, so that weights stay in the cache
+_TOGETHER = 8  # tiles of rows of x that use the same weights at the same time, from L2
 
 
 @triton.jit
@@ -110,8 +110,10 @@ def _int8_sum_kernel(
 
 
 def fits(weight: PackedWeight, x: Tensor) -> bool:
-    """Whether `int8_linear` supports the weight: 8-bit integers with one scale per output, in a
-    format that also quantises x, on a device with 8-bit integer matmuls."""
+    """Whether `int8_linear` supports the weight: 8-bit integers with one scale per output.
+
+    The format must also quantise x, and the device must have 8-bit integer matmuls.
+    """
     form = weight.form
     return (
         form.code == "int"
@@ -122,7 +124,7 @@ def fits(weight: PackedWeight, x: Tensor) -> bool:
 
 
 def tile(tokens: int) -> tuple[int, int, int, int, int]:
-    """Return (TOKENS, ROWS, STEP, warps, stages), which are not tuned on a device."""
+    """Return (TOKENS, ROWS, STEP, warps, stages). They were not tuned on a device."""
     if tokens <= 64:
         return max(16, triton.next_power_of_2(tokens)), 64, 128, 4, 4
     if tokens <= 256:
@@ -131,10 +133,10 @@ def tile(tokens: int) -> tuple[int, int, int, int, int]:
 
 
 def _splits(programs: int, steps: int, sms: int) -> int:
-    """Return the number of programs among which a row's steps are divided.
+    """Return the number of splits (split-K) of a row's steps.
 
-    Multiprocessors have up to one program each. A program has at least four steps. programs: their
-    number without splits.
+    Splits give each multiprocessor at most one program, and each program at least four steps.
+    programs: the number of programs without splits.
     """
     count = 1
     while count < 8 and 2 * count * programs <= sms and 8 * count <= steps:

@@ -1,21 +1,23 @@
 """Matmuls of one to eight tokens with 4-bit integers in groups of 128 or more, on tensor cores.
 
-They need Ampere or later, and fuse gate, bias and residual as `kernels.gemm.gemv` does. A norm is
-not fused, as that would take longer than a separate launch.
+The kernel needs Ampere or later, and fuses gate, bias and residual as `kernels.gemm.gemv` does. A
+norm is not fused, as that would take longer than a separate launch.
 
-Codes are loaded from memory directly into the registers that tensor cores read, 16 bytes per load,
-without shared memory and barriers; and so is x, through a multiprocessor's cache. A shift and a
-logical operation convert a pair of codes to two 16-bit numbers, where `kernels.gemm.packed.gemv4`
-converts and multiplies single codes. No code has to be moved for that: inputs can be summed in any
-order, as long as codes and x have the same order. Of a span of 128 inputs (`Format.span`) lane
-4 * g + c has the words 8 * c to 8 * c + 7 of outputs g and 8 + g; nibble i of these eight words is
-the code of the eight inputs from 32 * i + 8 * c on.
+Codes and x are loaded from memory directly into the registers that tensor cores read, 16 bytes per
+load, without shared memory and barriers. A shift and a logical operation convert a pair of codes to
+two 16-bit numbers; `kernels.gemm.packed.gemv4` converts and multiplies single codes. No code has to
+be moved between threads, because inputs can be summed in any order, if codes and x have the same
+order. Of a span of 128 inputs (`Format.span`), lane 4 * g + c has the words 8 * c to 8 * c + 7 of
+outputs g and 8 + g. Nibble i of these eight words has the codes of the eight inputs from
+32 * i + 8 * c on.
 
-A program has some tiles of 16 outputs, or of 8 gate rows and the corresponding 8 up rows. Its warps
-take spans of inputs in turn, and their sums are added at the end. A column of the short side is a
-token, whose results do not depend on other columns. This is Gluon, because Triton's own language
-does not control register layouts; no interpreter runs it, so that its tests need a GPU
-(`tests/kernels/test_packed.py`) and `tests/kernels/test_compile.py` only compiles it.
+A program computes one or several tiles of 16 outputs, or of 8 gate rows and the corresponding 8 up
+rows. Its warps take spans of inputs in turn, and the warps' sums are added at the end. Each token
+is a column of the MMA tile, so its results do not depend on other tokens.
+
+The kernel is in Gluon, because Triton's own language does not control register layouts. No
+interpreter runs Gluon, so tests need a GPU (`tests/kernels/test_packed.py`);
+`tests/kernels/test_compile.py` only compiles the kernel.
 """
 
 from functools import lru_cache
@@ -37,13 +39,13 @@ from kernels.packed import PackedWeight
 TOKENS = 8  # the short side of the MMA tile
 _SPAN = 128
 _OUTPUTS = 16  # outputs of a tile
-_MAGIC = {"bf16": 128, "f16": 1024}  # numbers whose mantissa's last bits can hold a code
+_MAGIC = {"bf16": 128, "f16": 1024}  # numbers into whose mantissa's low bits a nibble is moved
 _FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16}
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def _bits(value: float, kind: str) -> str:
-    """Return PTX of a 32-bit word that has the number twice in a 16-bit format, kind."""
+    """Return a 32-bit PTX literal with the number in both halves. kind: "bf16" or "f16"."""
     half = int(torch.tensor(value, dtype=_FLOATS[kind]).view(torch.int16)) & 0xFFFF
     return f"0x{half << 16 | half:08x}"
 
@@ -57,16 +59,17 @@ def _mma(kind: str, to: str, left: tuple[str, ...], right: tuple[str, ...], plus
 
 @lru_cache
 def _product(kind: str, less: int) -> str:
-    """Return PTX that multiplies a span's codes with x and adds the products to $0 to $3.
+    """Return PTX that multiplies a span's codes by x and writes the sums to $0 to $3.
 
     The codes of the first eight outputs are in $4 to $7, those of the other eight in $8 to $11, and
-    x is in $12 to $27. A bfloat16 mantissa has no room for two nibbles: codes are 128 larger, which
-    is subtracted from the group's sum later. In float16 the excess and the zero point `less` are
-    subtracted at once.
+    x is in $12 to $27.
+
+    In bfloat16 decoded codes are 128 too large; the caller subtracts this from the group's sum. In
+    float16 the PTX itself subtracts the excess and the zero point `less`.
     """
     base = _MAGIC[kind]
     magic = _bits(base, kind)
-    wide = kind == "f16"  # the mantissa has room for two nibbles; the second one counts 16-fold
+    wide = kind == "f16"  # a mantissa has room for two nibbles; the higher one is 16 times as large
     lines = [
         "{ .reg .b32 a<4>, t, one, z, part, y; .reg .f32 c<4>, d<4>, n; mov.f32 n, 0f00000000;",
         f"mov.b32 one, {_bits(1, kind)}; mov.b32 z, {_bits(-(base + less), kind)};",
@@ -75,7 +78,7 @@ def _product(kind: str, less: int) -> str:
     empty = "n, n, n, n"
     sums = {0: empty, 1: empty}
     for nibble in range(4):
-        chain = nibble // 2  # two independent chains of sums, to hide latency
+        chain = nibble // 2  # two independent chains of MMAs hide latency
         name = ", ".join(f"{'cd'[chain]}{i}" for i in range(4))
         high = wide and nibble % 2 == 1
         shift = 4 * (nibble - high)
@@ -102,7 +105,7 @@ def _product(kind: str, less: int) -> str:
 
 @lru_cache
 def _sum(kind: str) -> str:
-    """Return PTX that writes the sums of x's columns, x in $4 to $19, to every row of $0 to $3."""
+    """Return PTX that writes the sums of x's columns to every row of $0 to $3. x: $4 to $19."""
     lines = [
         "{ .reg .b32 one; .reg .f32 c<4>, n; mov.f32 n, 0f00000000;",
         f"mov.b32 one, {_bits(1, kind)};",
@@ -129,16 +132,17 @@ class MmaTile(NamedTuple):
 class MmaCodes(NamedTuple):
     """The rule by which 4-bit codes become operands of `mma`, as one `gl.constexpr`."""
 
-    matmul_ptx: str  # products of a step's codes with x
-    sum_ptx: str  # sums of a step's x
+    matmul_ptx: str  # PTX for the matmul of a step's codes and x
+    sum_ptx: str  # PTX for the sums of a step's x
     base: int  # amount by which decoded codes are too large
     offset: int  # 0: none, 1: added to weights, 2: added to codes
     group: int  # inputs that share a scale
 
 
 _ANY = float("inf")
-# (maximum tokens, outputs and inputs, tile); the first row that fits is used. The fastest of a
-# sweep over llama-8b's matrices on an H200. None: `gemv4`, which fuses the norm, takes less time.
+# (maximum tokens, maximum outputs, maximum inputs, tile); the first row that fits is used. Tiles
+# were the fastest in a sweep over llama-8b's matrices on an H200. None: `gemv4` is faster, as it
+# fuses the norm.
 TILES: tuple[tuple[int, float, float, MmaTile | None], ...] = (
     (1, 4096, 4096, None),
     (8, 4096, 4096, MmaTile(8, 1, 4)),
@@ -146,7 +150,7 @@ TILES: tuple[tuple[int, float, float, MmaTile | None], ...] = (
     (1, 16384, _ANY, None),
     (8, _ANY, _ANY, MmaTile(4, 1, 1)),
 )
-LONE = MmaTile(8, 1, 1)  # the tile if `TILES` has none but the kernel is called directly
+LONE = MmaTile(8, 1, 1)  # the tile of direct calls of the kernel for which `TILES` has None
 
 
 @gluon.constexpr_function
@@ -158,9 +162,9 @@ def _layout(SHARES):
 @gluon.jit
 def _bring(codes_at, scale_at, offset_at, share, share3, step, STEPS: gl.constexpr,
            PER: gl.constexpr, OFFSET: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
-    """Load words, scales and offsets of each half tile at this step along the inputs.
+    """Load words, scales and offsets of each half tile for this step along the inputs.
 
-    None from STEPS on. EVEN: the step is there or not for all warps alike.
+    Steps from STEPS on are masked. EVEN: whether all warps have the same number of steps.
     """
     words, scales, offsets = (), (), ()
     has = (share + step) < STEPS
@@ -188,7 +192,7 @@ def _bring(codes_at, scale_at, offset_at, share, share3, step, STEPS: gl.constex
 def _both(halves, at: gl.constexpr, element):
     """Return the scale or offset of each of a thread's four sums, in float32.
 
-    Two sums are of the output g, two of the output 8 + g.
+    Two of the sums belong to output g, two to output 8 + g.
     """
     low = halves[2 * at].to(gl.float32).expand_dims(2)
     high = halves[2 * at + 1].to(gl.float32).expand_dims(2)
@@ -198,7 +202,10 @@ def _both(halves, at: gl.constexpr, element):
 @gluon.jit
 def _store(y, first, bias, residual, out, tokens, rows, GATED: gl.constexpr, ACT: gl.constexpr,
            ADD: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
-    """Apply bias, gate and residual to the sums of a tile, [g, c, four], and store them."""
+    """Apply bias, gate and residual to a tile's sums y, and store the results.
+
+    y: [g, c, 4], the four sums of each lane 4 * g + c.
+    """
     low, high = y.reshape([8, 4, 2, 2]).permute([0, 1, 3, 2]).split()
     S: gl.constexpr = low.type.layout
     g = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
@@ -271,7 +278,7 @@ def _mma4_kernel(
             scale_at = scale_at + (scale + source * (WIDTH // CODES.group),)  # noqa: RUF005
             if CODES.offset != 0:
                 offset_at = offset_at + (offset + source * (WIDTH // CODES.group),)  # noqa: RUF005
-    # Codes and scales depend on no earlier kernel: the first are on their way before it ends.
+    # Codes and scales depend on no earlier kernel, so load the first ones before gdc_wait.
     words, scales, offsets = (), (), ()
     for ahead in gl.static_range(AHEAD):
         w, s, o = _bring(
@@ -352,9 +359,9 @@ def _mma4_kernel(
 
 
 def tile(tokens: int, outputs: int, width: int) -> MmaTile | None:
-    """Return a launch's tile from `TILES`; None where `gemv4` takes less time.
+    """Return a launch's tile from `TILES`, or None if `gemv4` is faster.
 
-    tokens: up to TOKENS. outputs: rows of the weight, including gates. width: its inputs.
+    tokens: up to TOKENS. outputs: rows of the weight, including gates. width: inputs of the weight.
     """
     return next(
         shape
@@ -364,8 +371,11 @@ def tile(tokens: int, outputs: int, width: int) -> MmaTile | None:
 
 
 def form_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `mma4` supports x and the weight: one to eight 16-bit tokens, and 4-bit integers
-    whose groups are multiples of 128 inputs."""
+    """Whether the kernel of `mma4` supports the form of x and of the weight.
+
+    x must have one to eight 16-bit tokens. The weight must have 4-bit integers whose groups are
+    multiples of 128 inputs.
+    """
     form = weight.form
     return (
         0 < x.shape[0] <= TOKENS
@@ -376,7 +386,7 @@ def form_fits(x: Tensor, weight: PackedWeight) -> bool:
         and form.rows == 1
         and form.span == _SPAN
         and x.is_contiguous()
-        and x.storage_offset() % 2 == 0  # read two at a time
+        and x.storage_offset() % 2 == 0  # the kernel reads two numbers at a time
     )
 
 
@@ -399,8 +409,11 @@ def mma4(
     residual: Tensor | None = None,  # [tokens, out], overwritten by the result
     config: MmaTile | None = None,
 ) -> Tensor:
-    """Multiply up to eight tokens by 4-bit weights. Returns [tokens, out] in x's dtype, accumulated
-    in float32. Only on CUDA, for operands that `form_fits` accepts."""
+    """Return x @ weight.T for up to eight tokens and 4-bit weights, with fused gate or residual.
+
+    Returns [tokens, out] in x's dtype, accumulated in float32. Only on CUDA; `form_fits` must be
+    true.
+    """
     assert gate is None or gate in GATES
     form, (rows, width), tokens = weight.form, weight.shape, x.shape[0]
     chosen = config or tile(tokens, rows, width) or LONE
@@ -408,7 +421,7 @@ def mma4(
     outputs = (_OUTPUTS // 2 if gate else _OUTPUTS) * chosen.tiles
     out = x.new_empty((tokens, outs)) if residual is None else residual
     kind = _SHORT[x.dtype]
-    more = kind == "bf16"  # whether decoded codes are 128 too large; else zero is subtracted
+    more = kind == "bf16"  # whether decoded codes are 128 too large; else PTX subtracts the zero
     _mma4_kernel[(triton.cdiv(outs, outputs),)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),

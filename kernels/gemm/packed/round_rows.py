@@ -1,4 +1,4 @@
-"""The quantisation of rows of x to 8 bits, for matmuls whose weights have 8 bits, too.
+"""The quantisation of rows of x to 8 bits, for matmuls with 8-bit weights.
 
 There is a scale per row, or per group of a row's inputs. The preceding norm or gate is fused.
 """
@@ -13,7 +13,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 E4M3 = torch.float8_e4m3fn
 TOP = {E4M3: 448.0, torch.int8: 127.0}  # dtype -> the largest number of a quantised row
-_PADDED = 16  # scales of groups are padded to a multiple of these rows; cuBLASLt needs 4
+_PADDED = 16  # rows of group scales are padded to a multiple of this; cuBLASLt needs 4
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _round_rows_kernel(
     GATE: tl.constexpr,  # an ACT of `kernels.activation`, or -1: there is none
     TOP: tl.constexpr,
     WHOLE: tl.constexpr,
-    GROUP: tl.constexpr,  # inputs of a scale; 0: all
+    GROUP: tl.constexpr,  # inputs that share a scale; 0: a whole row
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -47,7 +47,7 @@ def _round_rows_kernel(
         gate_at = x + token * 2 * size + cols
         gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_at + size, mask=mask, other=0.0).to(tl.float32)
-        # Round like the gate's own kernel, so that both give the same numbers.
+        # Round to x's dtype like the separate activation kernel, so that both give equal numbers.
         value = (_act(gate, GATE) * up).to(x.dtype.element_ty).to(tl.float32)
     if NORM:
         value *= tl.rsqrt(tl.sum(value * value, axis=0) / size + eps) * weight.to(tl.float32)
@@ -65,7 +65,7 @@ def _round_rows_kernel(
         rounded = tl.reshape(parts / scale[:, None], (BLOCK,))
     rounded = tl.minimum(tl.maximum(rounded, -TOP), TOP)
     if WHOLE:
-        # At 1.5 * 2^23 a float32 has no fraction.
+        # Round to an integer: at 1.5 * 2^23 a float32 has no fraction bits.
         rounded = (rounded + 12582912.0) - 12582912.0
     tl.store(out + token * size + cols, rounded.to(out.dtype.element_ty), mask=mask)
 
@@ -78,15 +78,16 @@ def round_rows(
     gate: str | None = None,
     group: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return x, normed or gated, quantised to 8 bits: (numbers [tokens, size], float32 scales).
+    """Quantise x, optionally normed or gated first, to 8 bits.
+
+    Returns (numbers [tokens, size], float32 scales). A scale is the largest magnitude / TOP.
 
     x: [tokens, size], or with a gate [tokens, 2 * size].
     to: dtype of the numbers, a key of TOP.
     gate: a key of `Kernels.GATES`; not together with a norm.
-    group: inputs that share a scale, a power of two that divides size. Scales are then [tokens,
-        size / group], contiguous along the tokens; 0 = a scale per row, [tokens, 1]. A scale is the
-        largest magnitude / TOP. With groups both results have a multiple of 16 rows; the rows after
-        those of x are undefined.
+    group: inputs that share a scale, a power of two that divides size; 0 = a whole row. Scales are
+        [tokens, 1] for rows, [tokens, size / group] for groups, contiguous along the tokens. With
+        groups both results are padded to a multiple of 16 rows; padding rows are undefined.
     """
     assert norm is None or gate is None
     tokens, size = x.shape
@@ -103,7 +104,7 @@ def round_rows(
         out,
         scales,
         eps,
-        # not specialised: otherwise each divisor of the number of tokens would compile a kernel
+        # unused without groups; a constant avoids kernels for each divisibility of `tokens`
         pitch if group else 0,
         size,
         NORM=norm is not None,
