@@ -1,4 +1,4 @@
-"""The kernels of a mixture's experts, in order of preference (`kernels.candidates`).
+"""The kernels for MoE experts, in order of preference (`kernels.candidates`).
 
 `Candidate.fits` takes x [tokens, hidden] and the stack (ExpertWeights or PackedExperts);
 `Candidate.run` has the arguments of `Kernels.experts`.
@@ -56,8 +56,8 @@ EXPERTS: tuple[Candidate[Format], ...] = (
     ),
 )  # fmt: skip
 
-# Candidates for packed weights. Fragments are an order of codes that `order_experts` chooses when
-# weights load.
+# Candidates for packed weights. Fragments (`kernels.fragments`) are an order of codes to which
+# `order_experts` may convert weights after loading.
 PACKED_EXPERTS: tuple[Candidate[Format], ...] = (
     Candidate(
         "few_fragments", "decoded codes", _takes_fragments, _tokens(1),

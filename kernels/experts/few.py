@@ -1,8 +1,8 @@
-"""Experts of a few tokens: each (token, expert) pair streams its expert's weights once.
+"""MoE experts for a few tokens, without grouping by expert: each (token, expert) pair is a GEMV.
 
 There are two launches. The first computes the gate and up matmuls and the activation. The second
 computes the down matmul, multiplies its results by the router's weights, and adds them up with the
-residual. Weights that several pairs of one expert need are read again from the L2 cache.
+residual. If several pairs have the same expert, its weights are read again from the L2 cache.
 """
 
 import triton
@@ -15,7 +15,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 MOST = 4  # maximum tokens; with more, grouping pairs by expert is faster
 
-# (ROWS, COLUMNS, warps), the fastest of sweeps on an H200 (UP) and an H100 (DOWN). DOWN_OF_FEW
+# (ROWS, COLUMNS, warps), the fastest in sweeps on an H200 (UP) and an H100 (DOWN). DOWN_OF_FEW
 # is for up to four experts per token (gpt-oss), DOWN for more (Qwen3-30B-A3B: 8, Qwen3-Next: 10).
 UP = (2, 1024, 4)
 DOWN_OF_FEW = (1, 512, 4)
@@ -37,8 +37,8 @@ def _few_up_kernel(
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     WEIGH: tl.constexpr,
-    EXPERTS: tl.constexpr,  # 0: this rank has all experts; else the expert of other ranks' pairs
-    ROWS: tl.constexpr,  # rows of gate_up of a program, gate and up alternating
+    EXPERTS: tl.constexpr,  # 0: this rank has all experts; else the id of other ranks' experts
+    ROWS: tl.constexpr,  # rows of gate_up per program, gate and up alternating
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -105,7 +105,7 @@ def _few_down_kernel(
     ADD: tl.constexpr,
     EXPERTS: tl.constexpr,
     PLACES: tl.constexpr,  # a power of two, at least CHOSEN
-    ROWS: tl.constexpr,  # outputs a program owns
+    ROWS: tl.constexpr,  # outputs per program
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -116,8 +116,8 @@ def _few_down_kernel(
     exists = (place < CHOSEN) & (mine < WIDTH)
     column = tl.arange(0, COLUMNS)
     pair = token * CHOSEN + tl.minimum(place, CHOSEN - 1)
-    # The choice was written two launches ago, so weights are loaded while the previous launch still
-    # runs.
+    # ids were written two launches ago, so they can be read before gdc_wait. So can weights, which
+    # are loaded while the previous launch still runs.
     expert = tl.load(ids + pair).to(tl.int64)
     if EXPERTS:
         exists &= expert < EXPERTS
@@ -133,7 +133,7 @@ def _few_down_kernel(
         value = tl.load(inner_at, mask=mask, other=0.0).to(tl.float32)
         y = tl.sum(weight.to(tl.float32) * value, axis=1)
     else:
-        # Each register sums eight columns: with one column each, tiles of 16 rows spill registers.
+        # Sum eight columns per register; with one column, tiles of 16 rows would spill.
         acc = tl.zeros([PLACES * ROWS, COLUMNS // 8], tl.float32)
         for start in range(0, SIZE, COLUMNS):
             here = exists[:, None] & (start + column < SIZE)[None, :]
@@ -233,7 +233,7 @@ def few_down(
 
 
 def few_fits(x: Tensor, stack: ExpertWeights) -> bool:
-    """Whether the step has so few tokens (1 to MOST) that pairs need not be grouped by expert."""
+    """Whether x has 1 to MOST tokens, for which `few` is faster than grouping pairs by expert."""
     return 0 < x.shape[0] <= MOST
 
 

@@ -1,13 +1,14 @@
-"""Packed experts of a few tokens: as `kernels.experts.few`, each (token, expert) pair streams its
-expert's codes.
+"""Quantised MoE experts for a few tokens, without grouping by expert, like `kernels.experts.few`.
 
-Codes are read as words of 32 bits and x as words of two or four numbers, so that a thread has the
-codes and the numbers of x of the same inputs. The bits of two 4-bit or 8-bit floats are moved to
-the positions of bfloat16's fields, which gives two bfloat16 numbers whose exponents are too small
-by 126 or 120; they become two float32 numbers. That takes three operations per code. x is
-multiplied by a power of two beforehand, and the scale by the rest, so that no product loses digits
-at the lower end of float32's range; so x may have a magnitude of up to 2^31. Where the device
-converts 8-bit floats, as in `kernels.gemm.packed.gemv8`, neither is needed.
+Codes are read as words of 32 bits and x as words of two or four numbers. So a thread has codes and
+numbers of x for the same inputs.
+
+The bits of two 4-bit or 8-bit floats are moved to the fields of two bfloat16 numbers, and these are
+converted to float32. That takes three operations per code. The resulting exponents are too small by
+126 or 120. To make up for this, x is multiplied by one power of two beforehand and the scale by
+another, so that no product becomes subnormal in float32. So x may have a magnitude of up to 2^31.
+Devices with an instruction that converts 8-bit floats need no such factors, as in
+`kernels.gemm.packed.gemv8`.
 """
 
 from typing import Any, NamedTuple
@@ -25,8 +26,8 @@ from kernels.gemm.packed.gemv8 import converted, decoder, in_words, number
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
-# Maximum tokens: up to this number a sweep of bench.kernels.experts on one H200 measured less time
-# than `packed_experts` takes, for MXFP4 with 8 of 128 and 4 of 32 experts per token.
+# Maximum tokens for which this is faster than `packed_experts`, in a sweep of
+# bench.kernels.experts on one H200, for MXFP4 with 8 of 128 and 4 of 32 experts per token.
 MOST = 8
 
 
@@ -38,8 +39,8 @@ class PairTile(NamedTuple):
     converts: bool = False  # whether to convert 8-bit floats by the device's instruction
 
 
-# Tiles for 8-bit weights, from a sweep with e4m3 on an H200: of gate and up; of down as (maximum
-# tokens, tile), the first that fits.
+# Tiles for 8-bit weights, from a sweep with e4m3 on an H200. UP8: gate and up. DOWN8: down, as
+# (maximum tokens, tile); the first row that fits is used.
 UP8 = PairTile(2, 128, 1, ints=4, converts=True)
 DOWN8: tuple[tuple[float, PairTile], ...] = (
     (1, PairTile(2, 32, 4, ints=4, converts=True)),
@@ -47,13 +48,13 @@ DOWN8: tuple[tuple[float, PairTile], ...] = (
 )
 
 _LIFT = 96
-# Kind of code -> the amount by which the exponents of decoded numbers are too small.
+# Kind of code -> by how much the exponents of decoded numbers are too small.
 _LACKS = {E2M1_CODE: 127, E4M3_CODE: 120, E4M3_BITS: 120}
 
 
 @triton.jit
 def _floats(pairs):
-    """Return the low and the high bfloat16 number of each word, in float32."""
+    """Unpack int32 words to their low and their high bfloat16 numbers, as two float32 tensors."""
     low = (pairs << 16).to(tl.float32, bitcast=True)
     high = (pairs & -0x10000).to(tl.float32, bitcast=True)
     return low, high
@@ -61,10 +62,9 @@ def _floats(pairs):
 
 @triton.jit
 def _two(w, table, AT: tl.constexpr, CODE: tl.constexpr):
-    """Decode nibble AT of the low and of the high halves of words.
+    """Decode nibble AT of the low and of the high 16-bit halves of words, to two float32 tensors.
 
-    Returns code + 128 for integers, half of `nibble`'s e2m1 number times 2^-126 for floats, or the
-    table's entry.
+    Returns code + 128 for integers, the e2m1 number times 2^-126 for floats, or the table's entry.
     """
     if CODE == 0:
         low, high = _floats(((w >> (4 * AT)) & 0x000F000F) | 0x43004300)
@@ -79,7 +79,10 @@ def _two(w, table, AT: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def _four(w, CODE: tl.constexpr):
-    """Decode the bytes of words in their order: e4m3 numbers times 2^-120, or signed integers."""
+    """Decode the four bytes of words to four float32 tensors.
+
+    Returns signed integers, or e4m3 numbers times 2^-120.
+    """
     if CODE == 0:
         a = w.to(tl.int8).to(tl.float32)
         b = (w >> 8).to(tl.int8).to(tl.float32)
@@ -98,15 +101,15 @@ class PairShape(NamedTuple):
     rows: int  # outputs per program
     units: int  # units (a thread's loads) of a row per iteration
     ints: int  # 32-bit words of a unit
-    lift: float  # factor of x, so that no product loses digits at the lower end of float32's range
-    rest: float  # factor of scales that makes up for `lift`
-    ptx: str  # PTX for four codes of a word; "": there is none
+    lift: float  # power of two by which x is multiplied, so that no product becomes subnormal
+    rest: float  # power of two by which scales are multiplied, to complete the correction
+    ptx: str  # PTX that decodes the four codes of a word; "" if there is none
 
 
 @triton.jit
 def _multiply(
     w,  # [rows, units, INTS] int32
-    x_at,  # addresses of x's words for the first nibble, like w or of one row
+    x_at,  # pointers to x's words for the first nibbles, shaped like w or with one row
     inside,
     table,
     TYPE: tl.constexpr,
@@ -114,8 +117,10 @@ def _multiply(
     TILE: tl.constexpr,  # `PairShape`
     SUMS: tl.constexpr,
 ):
-    """Return the dot products of decoded codes and scaled-up x by unit; with SUMS also the sums of
-    x."""
+    """Return per-unit dot products [rows, units] of decoded codes and x * TILE.lift.
+
+    Also returns the sums of each unit's x, which are zeros without SUMS.
+    """
     PTX: tl.constexpr = TILE.ptx
     total = tl.zeros(w.shape, tl.float32)
     x_sums = tl.zeros(x_at.shape, tl.float32)
@@ -151,16 +156,16 @@ def _rows_times_x(
     scale,
     offset,
     table,
-    x_at,  # [rows, 1, 1], or [1, 1, 1]: where each row's x begins, in words of two or four numbers
-    source,  # [rows]: of the weight
-    exists,  # [rows]
+    x_at,  # [rows, 1, 1] or [1, 1, 1]: pointers to x's first word (of two or four numbers)
+    source,  # [rows]: rows of the weight
+    exists,  # [rows]: mask of rows
     COLUMNS: tl.constexpr,
     TYPE: tl.constexpr,
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     TILE: tl.constexpr,  # `PairShape`
     EARLY: tl.constexpr,  # whether to load the first codes before waiting for x
 ):
-    """Return the products of the weight's rows with x: [rows] float32."""
+    """Return the dot products of the weight's rows and x: [rows] float32."""
     UNITS: tl.constexpr = TILE.units
     EACH: tl.constexpr = 8 if FORMAT.bits == 4 else 4  # codes of a word
     STEP: tl.constexpr = UNITS * TILE.ints * EACH
@@ -170,8 +175,8 @@ def _rows_times_x(
     WHOLE: tl.constexpr = FORMAT.group == COLUMNS and not SUMS  # one scale for each output
     unit = tl.arange(0, UNITS)
     index = tl.arange(0, TILE.ints)[None, None, :]
-    first = unit * (TILE.ints * EACH)  # a unit's first input in its group
-    if FORMAT.bits == 4:  # 16-bit words lie in runs, four to a span
+    first = unit * (TILE.ints * EACH)  # number of inputs before a unit's codes
+    if FORMAT.bits == 4:  # convert the order of 4-bit codes (`Format.span`) to columns of x
         word = unit * (2 * TILE.ints)
         column = word // RUN * FORMAT.span + word % RUN
     else:
@@ -194,7 +199,7 @@ def _rows_times_x(
     acc = tl.zeros([source.shape[0], UNITS], tl.float32)
     for start in range(0, COLUMNS, STEP):
         inside = start + first < COLUMNS
-        # Load the next codes and scales while these are used.
+        # Load the next codes and scales while the current ones are used.
         more = exists[:, None] & (start + STEP + first < COLUMNS)[None, :]
         at += UNITS * TILE.ints
         ahead = tl.load(at, mask=more[:, :, None], other=0, eviction_policy="evict_first")
@@ -243,7 +248,7 @@ def _few_packed_up_kernel(
     inner,  # [tokens * CHOSEN, SIZE]
     limit,
     MIXTURE: tl.constexpr,  # `Mixture`
-    EXPERTS: tl.constexpr,  # 0: this rank has all experts; else the expert of other ranks' pairs
+    EXPERTS: tl.constexpr,  # 0: this rank has all experts; else the id of other ranks' experts
     TILE: tl.constexpr,  # `PairShape`
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     PDL: tl.constexpr,
@@ -313,7 +318,7 @@ def _few_packed_down_kernel(
     mine = tl.program_id(0) * TILE.rows + index % TILE.rows
     exists = (place < MIXTURE.chosen) & (mine < MIXTURE.width)
     pair = token * MIXTURE.chosen + tl.minimum(place, MIXTURE.chosen - 1)
-    # The choice was written two launches ago, so it may be read before the wait.
+    # ids were written two launches ago, so they can be read before gdc_wait.
     expert = tl.load(ids + pair).to(tl.int64)
     if EXPERTS:
         exists &= expert < EXPERTS
@@ -328,7 +333,7 @@ def _few_packed_down_kernel(
     if MIXTURE.weigh:
         y = tl.where(exists, y, 0.0)
     else:
-        # Places beyond the last expert have read other values, which may be NaN: drop them.
+        # Lanes after the last expert have read unrelated values, possibly NaN: drop them.
         y = tl.where(exists, y * tl.load(weights + pair, mask=exists, other=0.0), 0.0)
     total = tl.sum(tl.reshape(y, (PLACES, TILE.rows)), axis=0)
     outs = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
@@ -344,14 +349,14 @@ def _words_of(weight: PackedWeight) -> int:
 
 
 def _in_one(weight: PackedWeight, units: int) -> int:
-    """Return the number of 4-bit codes in `units` loads of a thread (a program's step in a row)."""
+    """Return the number of 4-bit codes of a row that a program loads per step of `units` units."""
     return units * _words_of(weight) * 8
 
 
 def up_tile(weight: PackedWeight) -> PairTile:
-    """Return the tile of the up matmul, the best of sweeps with one token and with eight.
+    """Return the tile of the up matmul, from sweeps with one token and with eight.
 
-    A program loads 64 units of a row at a time where they divide the row, else 32.
+    A program loads 64 units of a row at a time if these divide the row, else 32.
     """
     if weight.form.bits == 8:
         return UP8
@@ -359,10 +364,10 @@ def up_tile(weight: PackedWeight) -> PairTile:
 
 
 def down_tile(weight: PackedWeight, tokens: int) -> PairTile:
-    """Return the tile of the down matmul, in which a program has rows of all experts of a token.
+    """Return the tile of the down matmul, from sweeps with one token and with eight.
 
-    It is the best of sweeps with one token and with eight. One or two tokens give few programs, so
-    a program loads a short row at once.
+    A program computes some outputs of all experts of a token. With one or two tokens there are few
+    programs, so a program loads a short row at once.
     """
     if weight.form.bits == 8:
         return next(tile for most, tile in DOWN8 if tokens <= most)
@@ -490,9 +495,9 @@ def few_packed(
     up: PairTile | None = None,
     down: PairTile | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's packed experts, for one or a few tokens.
+    """Return the weighted sum of each token's packed experts, for 1 to MOST tokens.
 
-    Arguments are those of `Kernels.packed_experts`; up, down: tiles, None = the default ones.
+    Arguments are those of `Kernels.packed_experts`. up, down: tiles; None: the default ones.
     """
     inner = few_packed_up(x, weights, ids, stack, up)
     return few_packed_down(inner, weights, ids, stack, residual, down)

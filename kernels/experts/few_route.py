@@ -1,6 +1,6 @@
-"""The norm, the router and the choice of experts of a few tokens, in one launch.
+"""RMS norm, router matmul and choice of experts for a few tokens, in one launch.
 
-Each program computes the logits of a few experts; the program that ends last chooses experts.
+Each program computes the logits of a few experts. The program that finishes last chooses experts.
 """
 
 from functools import lru_cache
@@ -63,7 +63,7 @@ def _few_route_kernel(
     row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     column = tl.arange(0, TILE.columns)
     inside = column < WIDTH
-    # Load weights before waiting for the kernel that computes x.
+    # Load the router's weights before waiting for the kernel that computes x.
     mask = (row < CHOICE.experts)[:, None] & inside[None, :]
     rows = tl.load(router + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
     factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
@@ -79,7 +79,7 @@ def _few_route_kernel(
     if BIAS:
         logit += tl.load(bias + row, mask=row < CHOICE.experts, other=0.0).to(tl.float32)
     tl.store(logits + token * CHOICE.experts + row, logit, mask=row < CHOICE.experts)
-    tl.debug_barrier()  # every thread's stores come before the arrival
+    tl.debug_barrier()  # all threads' stores must precede the arrival
     before = tl.atomic_add(arrived + token, 1, sem="release")
     if before == tl.num_programs(0) - 1:
         tl.atomic_xchg(arrived + token, 0, sem="acquire")
@@ -96,9 +96,9 @@ def _few_route_kernel(
 
 @lru_cache
 def _counters(device: torch.device) -> Tensor:
-    """Return a device's counters, by which a launch finds its last program.
+    """Return a device's counters, by which a program knows that it finishes last.
 
-    All launches share them: launches run one after the other, and each resets them to zero.
+    All launches share the counters: launches run one after the other, and reset them to zero.
     """
     return torch.zeros(MOST, dtype=torch.int32, device=device)
 

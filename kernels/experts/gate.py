@@ -1,4 +1,4 @@
-"""The activation of experts inside a Triton kernel: act(gate) * up, or act(up) without gates."""
+"""The activation of MoE experts in Triton kernels: act(gate) * up, or act(up) without gates."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,10 @@ _CLAMPED = 16
 
 @triton.jit
 def gated(gate, up, limit, ACT: tl.constexpr):
-    """Return the activated values of float32 gate and up, which have one shape.
+    """Return act(gate) * up of float32 tensors of the same shape.
 
-    ACT: an activation's number from `code`; 16: gpt-oss's clamped one; 4: without a gate, so up is
-        not read.
+    ACT: an activation's number from `code`. 16: gpt-oss's clamped SwiGLU. 4: experts without gates,
+        for which `gate` is the up projection and `up` is not read.
     """
     if ACT == 4:
         y = _act(gate, ACT)

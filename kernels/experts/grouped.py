@@ -1,9 +1,9 @@
-"""Experts of many tokens: (token, expert) pairs are sorted by expert, for one matmul per expert.
+"""MoE experts for many tokens: a grouped GEMM over (token, expert) pairs sorted by expert.
 
-Four launches, and one more to sort many pairs: sort; gate, up and activation; down and the router's
-weights; the sum over a token's experts with the residual. Grids are upper bounds computed from the
-number of pairs, so that the host reads nothing back: a program finds its expert in the sorted
-counts, and surplus programs end at once.
+There are four launches: sort (two launches for many pairs); gate, up and activation; down and the
+router's weights; sum over a token's experts with the residual. Grids are upper bounds computed from
+the number of pairs, so the host reads nothing back. A program finds its expert in the sort's
+prefix sums, and surplus programs end at once.
 
 Large tiles are loaded by the tensor memory accelerator (TMA) where the device has one: a tile of
 weights takes one instruction, and gate and up become one matmul of twice the width.
@@ -28,12 +28,12 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 class Tile(NamedTuple):
     rows: int  # (token, expert) pairs of one expert
-    outs: int  # rows of the weight; of gate_up this many of the gate and of the up
-    depth: int  # columns of one iteration
+    outs: int  # rows of the weight; for gate_up, as many of the gate and of the up
+    depth: int  # columns per iteration
     num_warps: int
     num_stages: int
     tma: bool = False  # whether to use the TMA where the device has one
-    swap: bool = False  # the weight is the left operand, so that few pairs fill the short side
+    swap: bool = False  # whether the weight is the left operand, so that pairs are the MMA's N
 
 
 class Tiles(NamedTuple):
@@ -59,10 +59,11 @@ FIXED = Tiles(Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3))
 
 @triton.jit
 def _find(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Find the expert of a block of ROWS (token, expert) pairs, sorted by expert, and its pairs.
+    """Find the expert and the pairs of block number `block`; a block has ROWS pairs of one expert.
 
-    Returns the expert (EXPERTS: there is none), the block's first place, and the first place after
-    the expert's.
+    starts: `Sorted.starts`.
+    Returns the expert (EXPERTS for a surplus block), the index of the block's first pair in
+    `Sorted.order`, and the end index of the expert's pairs.
     """
     expert = tl.arange(0, BLOCK)
     exists = expert < EXPERTS
@@ -80,13 +81,13 @@ def _find(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, OUTS: tl.constexpr, SWAP: tl.constexpr):
-    """Return the zeros that `_add` adds to."""
+    """Return the initial accumulator of `_add`, zeros."""
     return tl.zeros([OUTS, ROWS] if SWAP else [ROWS, OUTS], tl.float32)
 
 
 @triton.jit
 def _add(xs, ws, acc, SWAP: tl.constexpr):
-    """Return acc + xs @ ws^T of xs [ROWS, DEPTH] and ws [OUTS, DEPTH]; SWAP: transposed."""
+    """Return acc + xs @ ws^T for xs [ROWS, DEPTH] and ws [OUTS, DEPTH], transposed if SWAP."""
     if SWAP:
         acc = tl.dot(ws, tl.trans(xs), acc, input_precision="ieee")
     else:
@@ -112,14 +113,14 @@ def _grouped_up_kernel(
     order,
     starts,
     gate_up,  # [EXPERTS, 2 * SIZE, WIDTH]; without gates half as many rows
-    described,  # TMA: the same, as [EXPERTS * 2, SIZE, WIDTH]
+    described,  # TMA: descriptor of gate_up as [EXPERTS * 2, SIZE, WIDTH]
     bias,  # [EXPERTS, 2 * SIZE]
     inner,  # [pairs, SIZE], in sorted order
     x_scale,  # SCALED: [tokens]
     scale,  # SCALED: [EXPERTS, 2 * SIZE]
     limit,
     MIXTURE: tl.constexpr,  # `Mixture`
-    SCALED: tl.constexpr,  # x and weights are rounded, with a scale a row each
+    SCALED: tl.constexpr,  # whether x and weights are quantised, with one scale per row
     TILE: tl.constexpr,  # `GroupedShape`
     PDL: tl.constexpr,
 ):
@@ -143,7 +144,7 @@ def _grouped_up_kernel(
     if TILE.tma:
         both = _nothing(TILE.rows, HALVES * TILE.outs, TILE.swap)
         for start in range(0, MIXTURE.width, TILE.depth):
-            # Rows that do not exist read the token of pair 0; their results are not used.
+            # Rows without a pair read the token of pair 0; their results are not used.
             if MIXTURE.width % TILE.depth == 0:
                 xs = tl.load(x_at + start)
             else:
@@ -213,8 +214,8 @@ def _grouped_down_kernel(
     order,
     starts,
     down,  # [EXPERTS, WIDTH, SIZE]
-    inner_described,  # TMA: inner
-    down_described,  # TMA: down
+    inner_described,  # TMA: descriptor of inner
+    down_described,  # TMA: descriptor of down
     bias,  # [EXPERTS, WIDTH]
     given,  # [pairs, WIDTH]
     inner_scale,  # SCALED: [pairs], in sorted order
@@ -226,7 +227,7 @@ def _grouped_down_kernel(
 ):
     WEIGH: tl.constexpr = MIXTURE.weigh
     tiles: tl.constexpr = (MIXTURE.width + TILE.outs - 1) // TILE.outs
-    # The sort ended two launches ago, so its result may be read before the wait.
+    # The sort ended two launches ago, so its result can be read before gdc_wait.
     expert, place, behind = _find(
         starts, tl.program_id(0) // tiles, MIXTURE.experts, TILE.block, TILE.rows
     )
@@ -246,7 +247,7 @@ def _grouped_down_kernel(
     acc = _nothing(TILE.rows, TILE.outs, TILE.swap)
     if TILE.tma:
         for start in range(0, MIXTURE.size, TILE.depth):
-            # Rows after the expert's belong to others or are undefined; their results are not used.
+            # Rows after the expert's pairs belong to other experts; their results are not used.
             xs = inner_described.load([place, start])
             ws = tl.reshape(down_described.load([expert, first, start]), (TILE.outs, TILE.depth))
             acc = _add(xs, ws, acc, TILE.swap)
@@ -287,7 +288,7 @@ def _sum_kernel(
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
-    # 0: this rank has all experts; else the expert whose pairs have no result here
+    # 0: this rank has all experts; else the id of other ranks' experts, which have no results here
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -325,7 +326,7 @@ class Scales(NamedTuple):
 
 
 def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
-    """Return a grid that is large enough for any choice of experts.
+    """Return the size of a grid that is large enough for any choice of experts.
 
     Each expert has at most one partly full block of pairs.
     """
@@ -336,7 +337,9 @@ def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
 def tma_fits(x: Tensor, size: int) -> bool:
     """Whether the TMA can load tiles of matrices whose rows have x's width, or `size` elements.
 
-    It needs 16- or 8-bit elements, rows of whole 16 bytes, and a device with a TMA."""
+    Elements must have 16 or 8 bits, rows must be multiples of 16 bytes, and the device must have a
+    TMA.
+    """
     element_size = x.dtype.itemsize
     if element_size > 2 or x.shape[1] * element_size % 16 or size * element_size % 16:
         return False
@@ -354,9 +357,9 @@ def _described(matrices: Tensor, halves: int, tile: Tile) -> TensorDescriptor:
 
 
 def _shape(tile: Tile, experts: int, rows: int, x: Tensor, tma: bool) -> dict[str, Any]:
-    """Return a launch's constants, with as many stages as shared memory has room for.
+    """Return a launch's constants, with as many pipeline stages as fit into shared memory.
 
-    rows: number of the weight's rows that one iteration reads.
+    rows: number of the weight's rows that a program reads per iteration.
     """
     stage = (tile.rows + rows) * tile.depth * x.dtype.itemsize
     block = triton.next_power_of_2(experts)
@@ -455,9 +458,10 @@ def grouped_down(
 def sum_experts(
     given: Tensor, ids: Tensor, stack: ExpertWeights | PackedExperts, residual: Tensor | None
 ) -> Tensor:
-    """Return the sum of `given` over each token's experts, added to residual in place if given.
+    """Return the sum of `given` over each token's experts: [tokens, hidden].
 
-    given: [tokens * chosen, hidden]. Returns [tokens, hidden].
+    given: [tokens * chosen, hidden], results of (token, expert) pairs.
+    residual: if not None, the sum is added to it in place, and it is returned.
     """
     width = given.shape[1]
     tokens, chosen = ids.shape
@@ -486,13 +490,13 @@ def by_expert(
     stack: Any,  # ExpertWeights, or PackedExperts
     experts: int,
     residual: Tensor | None,
-    up: Callable[..., Tensor],  # takes `grouped_up`'s arguments
-    down: Callable[..., Tensor],  # takes `grouped_down`'s arguments
+    up: Callable[..., Tensor],  # the first matmul: `grouped_up` or a function with its arguments
+    down: Callable[..., Tensor],  # the second: `grouped_down` or a function with its arguments
     tiles: Any,  # tiles of both matmuls
 ) -> Tensor:
     """Return the weighted sum of each token's experts, by two matmuls over pairs sorted by expert.
 
-    See `kernels.reference.Kernels.experts`. experts: their number on this rank.
+    See `kernels.reference.Kernels.experts`. experts: the number of experts on this rank.
     """
     if not x.shape[0]:
         return torch.empty_like(x) if residual is None else residual
@@ -519,5 +523,5 @@ def grouped(
 def grouped_fixed(
     x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
 ) -> Tensor:
-    """Return a batch-invariant `grouped`, by the deterministic mode's tiles."""
+    """Return the result of `grouped` with FIXED tiles, so that it is batch-invariant."""
     return grouped(x, weights, ids, stack, residual, FIXED)

@@ -10,8 +10,8 @@ class Mixture(NamedTuple):
     width: the hidden size.
     bias: whether this matmul has a bias.
     weigh: whether a token's weight multiplies its input, and not its expert's output.
-    chosen, act, experts: experts per token, `gate.code` of the activation, experts on this rank;
-        0 for kernels that do not need them.
+    chosen: experts per token. act: `gate.code` of the activation. experts: experts on this rank.
+        These three are 0 for kernels that do not need them.
     """
 
     size: int

@@ -1,7 +1,7 @@
-"""Experts with packed weights, for any number of tokens.
+"""MoE experts with packed weights, for any number of tokens, grouped by expert.
 
-The launches are those of `grouped`. Codes are decoded to 16-bit numbers for tensor cores, as in
-`kernels.gemm.packed.dot`.
+The launches are those of `kernels.experts.grouped`. Codes are decoded to 16-bit numbers for tensor
+cores, as in `kernels.gemm.packed.dot`.
 
 The weight is the left operand, so that the few (token, expert) pairs of an expert fill the short
 side of the MMA tile.
@@ -27,7 +27,7 @@ from kernels.packed import PackedWeight
 
 class PackedTile(NamedTuple):
     pairs: int  # pairs of one expert
-    outs: int  # rows of the weight; of gate_up this many of the gate and of the up
+    outs: int  # rows of the weight; for gate_up, as many of the gate and of the up
     num_warps: int
     num_stages: int
 
@@ -166,7 +166,7 @@ def _packed_down_kernel(
     FIELDS: tl.constexpr = 4 if FORMAT.bits == 4 else 1
     RUN: tl.constexpr = FORMAT.span // 4
     tiles: tl.constexpr = (MIXTURE.width + OUTS - 1) // OUTS
-    # The sort ended two launches ago, so its result may be read before the wait.
+    # The sort ended two launches ago, so its result can be read before gdc_wait.
     expert, place, behind = _find(
         starts, tl.program_id(0) // tiles, MIXTURE.experts, TILE.block, PAIRS
     )
@@ -214,8 +214,10 @@ def tiles_for(pairs: int, experts: int) -> PackedTiles:
 
 
 def _floats_fit(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `scaled_floats` dequantises the weight exactly: e2m1 codes with bfloat16 scales, and
-    bfloat16 x on a GPU."""
+    """Whether `scaled_floats` can decode the weight: e2m1 codes with bfloat16 scales.
+
+    x must be bfloat16 on a GPU. Then the decoded weights are exact.
+    """
     form = weight.form
     plain = code_of(weight) == E2M1_CODE and form.scale == torch.bfloat16
     return x.is_cuda and x.dtype == torch.bfloat16 and plain and form.offset == "none"
@@ -229,9 +231,9 @@ def _options(x: Tensor, weight: PackedWeight, tile: PackedTile, experts: int) ->
     ptx, warps = pair_ptx(x, weight, words), tile.num_warps
     if _floats_fit(x, weight):
         ptx = [scaled_floats(at) for at in range(4)]
-    else:  # registers for the sums of a group, besides those for the total sums
+    else:  # more warps, because the sums of a group need registers besides the total sums
         warps = max(warps, tile.pairs * tile.outs // 1024)
-    # Scales and offsets of each code are loaded ahead, too.
+    # Use fewer stages if scales and offsets of each single code are prefetched, too.
     stages = 2 if not ptx and weight.form.group % step else tile.num_stages
     return {
         "FORMAT": code_format(weight),
@@ -244,7 +246,7 @@ def _options(x: Tensor, weight: PackedWeight, tile: PackedTile, experts: int) ->
 
 
 def _grid(pairs: int, experts: int, tile: PackedTile, outs: int) -> tuple[int]:
-    """Return a grid that is large enough for any choice of experts.
+    """Return the size of a grid that is large enough for any choice of experts.
 
     Each expert has at most one partly full block of pairs.
     """
@@ -338,5 +340,5 @@ def packed_experts(
 def packed_experts_fixed(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None
 ) -> Tensor:
-    """Return a batch-invariant `packed_experts`, by the deterministic mode's tiles."""
+    """Return the result of `packed_experts` with FIXED tiles, so that it is batch-invariant."""
     return packed_experts(x, weights, ids, stack, residual, FIXED)

@@ -17,11 +17,11 @@ class ExpertWeights:
     """The stacked weights of a layer's experts on this rank.
 
     act: a key of `Kernels.GATES`; or CLAMPED: (up + 1) * gate * sigmoid(1.702 * gate), with gate
-        at most `limit` and up within [-limit, limit] (gpt-oss); or one of UNGATED, if an expert
-        is down(act(up(x))).
-    weigh_input: whether a token's weight multiplies its expert's input, not the output (Llama 4).
+        at most `limit` and up within [-limit, limit] (gpt-oss); or one of UNGATED, for experts
+        down(act(up(x))).
+    weigh_input: whether the router's weight multiplies an expert's input, not its output (Llama 4).
     total: the number of experts on all ranks; 0 = this rank has all. The id `count` stands for any
-        expert of another rank, and adds nothing.
+        expert of another rank, which adds nothing to the result.
     """
 
     gate_up: Tensor  # [experts, 2 * size, hidden]: gate rows, then up rows; up alone without gates
@@ -76,8 +76,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
     """Return each token's experts: weights [n, chosen] float32, and experts [n, chosen] int32.
 
     logits: [n, experts].
-
-    correction [experts] float32: added to scores for the choice, but not for the weights.
+    correction: [experts] float32, added to scores for choosing experts, but not for their weights.
     """
     logits = logits.float()
     if routing.score == "mixer":
@@ -100,8 +99,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
 def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     """Return (weights [n, 2] float32, experts [n, 2] int32), chosen as in Phi-3.5-MoE.
 
-    The weight of the best expert is its softmax among the experts whose logits are close to its
-    own. The second is chosen in the same way from the other experts.
+    The weight of the best expert is its softmax among the experts whose logits are close to the
+    best logit. The second expert is chosen in the same way from the other experts.
     """
     weights, ids = [], []
     remaining = logits
@@ -115,7 +114,7 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 
 def activated(gate_up: Tensor, act: str, limit: float) -> Tensor:
-    """Return the activation of a first matmul's result, [n, up_rows] -> [n, size]."""
+    """Apply an expert's activation to the result of its first matmul: [n, up_rows] -> [n, size]."""
     if act in UNGATED:
         return relu(gate_up).square_()
     gate, up = gate_up.chunk(2, dim=-1)
@@ -131,7 +130,7 @@ def activated(gate_up: Tensor, act: str, limit: float) -> Tensor:
 def experts(
     x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, added to residual if given."""
+    """Return the weighted sum of each token's experts, plus residual if it is not None."""
     out = torch.zeros_like(x) if residual is None else residual
     for expert in ids.unique().tolist():
         if expert == stack.count:

@@ -1,8 +1,9 @@
-"""Experts with e4m3 weights and inputs: a scale for each output and for each token.
+"""MoE experts with e4m3 weights and activations: one scale per output and per token.
 
 A separate launch quantises the activations between the two matmuls, with one scale per (token,
-expert) pair, as for linear layers. The first matmul cannot do so: its programs compute only some
-outputs of a pair, and a scale for these would have to be applied inside the second matmul's loop.
+expert) pair. This cannot be fused with the first matmul, because its programs compute only some
+outputs of a pair. A scale for only some outputs would have to be applied inside the second matmul's
+loop.
 """
 
 from torch import Tensor
@@ -32,8 +33,11 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
 
 
 def rounded_fits(x: Tensor, stack: PackedExperts) -> bool:
-    """Whether `rounded_experts` supports x and the experts: e4m3 weights with one scale per output
-    in formats that also quantise x, and 16-bit x on a device with e4m3 matmuls."""
+    """Whether `rounded_experts` supports x and the experts.
+
+    Weights must be e4m3 with one scale per output, in a format that also quantises x. x must have
+    16 bits, on a device with e4m3 matmuls.
+    """
     return x.dtype.itemsize == 2 and all(
         bytes_fit(weight) and weight.form.rounds_experts(compute_capability(x.device))
         for weight in (stack.gate_up, stack.down)
@@ -41,7 +45,7 @@ def rounded_fits(x: Tensor, stack: PackedExperts) -> bool:
 
 
 def _as_floats(stack: PackedExperts) -> ExpertWeights:
-    """Return the stack's weights as e4m3 numbers, in the same memory."""
+    """Return the stack with its codes viewed as e4m3 numbers, without a copy."""
 
     def codes_of(weight: PackedWeight) -> Tensor:
         return weight.codes.view(E4M3).unflatten(0, (stack.count, -1))
@@ -87,7 +91,7 @@ def rounded_experts(
     residual: Tensor | None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, for operands that `rounded_fits` accepts.
+    """Return the weighted sum of each token's experts; `rounded_fits` must be true.
 
     Arguments are those of `Kernels.packed_experts`.
     """

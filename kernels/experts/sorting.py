@@ -1,9 +1,9 @@
 """The sort of (token, expert) pairs by expert, stable in the order of tokens.
 
-Few pairs take one launch: a program for each expert, which reads all pairs. Many take two launches,
-whose programs have a block of pairs each: the first counts the block's pairs of each expert, the
-second computes its pairs' positions from the counts of earlier blocks. The result does not depend
-on the order in which programs run.
+A few pairs take one launch: a program for each expert, which reads all pairs. Many pairs take two
+launches. The first counts each expert's pairs in each block of pairs. In the second, each program
+computes the positions of a block's pairs from the counts of earlier blocks. The result does not
+depend on the order in which programs run.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
-# Maximum pairs of one launch; more take two. On an H200 10,240 pairs of 512 experts take 6.5 us in
-# two launches, 21 us in one; 81,920 take 13.5 us and 161 us.
+# Maximum number of pairs that are sorted in one launch. On an H200, 10,240 pairs of 512 experts
+# take 6.5 us in two launches and 21 us in one; 81,920 pairs take 13.5 us and 161 us.
 AT_ONCE = 2560
 BLOCK = 256  # pairs per program, which compares all of them with each other
 BLOCKS = 4  # blocks per program of the first launch, so that the second reads fewer counts
@@ -36,8 +36,8 @@ class Sorted(NamedTuple):
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_kernel(
     ids,  # [pairs]
-    order,  # [pairs]: sorted place -> pair
-    starts,  # [EXPERTS + 1]: the first place of each expert, and the end of the last one
+    order,  # [pairs]: output, `Sorted.order`
+    starts,  # [EXPERTS + 1]: output, `Sorted.starts`
     pairs,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -67,8 +67,8 @@ def _sort_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(
     ids,  # [pairs]
-    earlier,  # [runs * BLOCKS, WIDE]: of the blocks before it in its run
-    counts,  # [runs, WIDE]: each expert's pairs in a run, the blocks of one program
+    earlier,  # [runs * BLOCKS, WIDE]: for each block, pairs per expert in its run's earlier blocks
+    counts,  # [runs, WIDE]: pairs per expert in each run; a run is the blocks of one program
     pairs,
     EXPERTS: tl.constexpr,
     WIDE: tl.constexpr,  # a power of two, at least EXPERTS
@@ -99,8 +99,8 @@ def _place_kernel(
     ids,  # [pairs]
     earlier,  # counts from `_count_kernel`
     counts,
-    order,  # [pairs]: sorted place -> pair
-    starts,  # [EXPERTS + 1]: the first place of each expert, and the end of the last one
+    order,  # [pairs]: output, `Sorted.order`
+    starts,  # [EXPERTS + 1]: output, `Sorted.starts`
     pairs,
     runs,
     EXPERTS: tl.constexpr,
@@ -114,7 +114,7 @@ def _place_kernel(
     block = tl.program_id(0)
     expert = tl.arange(0, WIDE)
     inside = tl.arange(0, BLOCK)
-    # The choice was written two launches ago, so it may be read before the wait.
+    # ids were written two launches ago, so they can be read before gdc_wait.
     at = block * BLOCK + inside
     chosen = tl.load(ids + at, mask=at < pairs, other=EXPERTS)
     here = chosen < EXPERTS
@@ -130,7 +130,7 @@ def _place_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    before = tl.load(earlier + block * WIDE + expert)  # an expert's pairs in earlier blocks
+    before = tl.load(earlier + block * WIDE + expert)  # pairs per expert in earlier blocks
     total = tl.zeros([WIDE], tl.int32)
     for first in range(0, runs, RUNS):
         run = first + tl.arange(0, RUNS)
@@ -142,7 +142,7 @@ def _place_kernel(
     if block == 0:
         tl.store(starts, 0)
         tl.store(starts + 1 + expert, tl.cumsum(total, axis=0), mask=expert < EXPERTS)
-    # `total` and the place inside the sorted block both count the block's pairs of earlier experts.
+    # `total` and `sorted_inside` both count this block's pairs of earlier experts: subtract them.
     others = total - mine
     shift = before + tl.cumsum(others, axis=0) - others
     place = tl.gather(shift, tl.where(here, chosen, 0), axis=0) + sorted_inside

@@ -1,4 +1,4 @@
-"""The choice of experts in one launch: a router's scores, the best experts, and their weights."""
+"""Top-k choice of MoE experts in one launch: scores from router logits, best experts, weights."""
 
 import torch
 import triton
@@ -96,7 +96,7 @@ def topk(
 ) -> tuple[Tensor, Tensor]:
     """Return the weights and ids of each token's experts (`Kernels.route`).
 
-    bias: [experts], the router's bias, which the logits do not include yet.
+    bias: [experts], the router's bias, to be added to the logits; None: no bias.
     """
     tokens, experts = logits.shape
     chosen = routing.chosen

@@ -1,6 +1,6 @@
-"""The launches of a layer of experts whose codes are in fragments (`kernels.fragments`).
+"""The launches for MoE experts whose codes are in fragments (`kernels.fragments`).
 
-Functions decide which weights are put into fragments, and whether (token, expert) pairs are
+The functions decide which weights are converted to fragments, and whether (token, expert) pairs are
 multiplied one by one or grouped by expert.
 """
 
@@ -21,7 +21,7 @@ from kernels.packed import PackedWeight
 def fragments_fit(stack: PackedExperts, dtype: torch.dtype) -> bool:
     """Whether the fragment kernels support the stack and x of this dtype.
 
-    They need MXFP4 with bfloat16 scales, sizes of whole tiles, bfloat16 x, and Hopper."""
+    The kernels need MXFP4 with bfloat16 scales, sizes of whole tiles, bfloat16 x, and Hopper."""
     size, hidden = stack.down.shape[1], stack.gate_up.shape[1]
     rows = stack.gate_up.shape[0] // stack.count
     return (
@@ -39,20 +39,20 @@ def _form_fits(weight: PackedWeight) -> bool:
         and (form.group, form.rows, form.offset) == (GROUP, 1, "none")
         and form.scale == torch.bfloat16
         and weight.codes.is_cuda
-        and compute_capability(weight.codes.device)[0] == HOPPER[0]  # where it was swept
+        and compute_capability(weight.codes.device)[0] == HOPPER[0]  # tiles were tuned for Hopper
     )
 
 
 def in_fragments(x: Tensor, stack: PackedExperts) -> bool:
     """Whether the experts' codes are stored in MMA operand order (`kernels.fragments`).
 
-    x: not used; all conditions of launches take it.
+    x: not used; it is a parameter because `Candidate.fits` is called with it.
     """
     return stack.gate_up.in_fragments
 
 
 def few_fragments_fit(x: Tensor, stack: PackedExperts) -> bool:
-    """Whether codes are in fragments, and tokens so few (1 to MOST) that pairs need no grouping."""
+    """Whether to use `few_fragments`: codes are in fragments, and x has 1 to MOST tokens."""
     return stack.gate_up.in_fragments and 0 < x.shape[0] <= MOST
 
 
@@ -86,5 +86,5 @@ def grouped_fragments(
 def fixed_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None
 ) -> Tensor:
-    """Return the result of `grouped_fragments`, with sums in one order for any number of tokens."""
+    """Return the result of `grouped_fragments` with FIXED tiles, so that it is batch-invariant."""
     return grouped_fragments(x, weights, ids, stack, residual, FIXED)

@@ -1,5 +1,8 @@
-"""The down matmul of experts whose weights are in fragments (`kernels.fragments`): one result per
-(token, expert) pair, or for a few tokens the sum over each token's experts."""
+"""The down matmul of MoE experts whose weights are in fragments (`kernels.fragments`).
+
+The result has a row per (token, expert) pair. For a few tokens it has a row per token, summed
+over the token's experts.
+"""
 
 import torch
 import triton
@@ -48,7 +51,7 @@ def _fragments_down_kernel(
     blocks: gl.constexpr = (EACH + TILE.rows * TILES - 1) // (TILE.rows * TILES)
     share, row, lane, at = indices(TILE.shares, TILE.rows)
     block = gl.program_id(0) % blocks
-    # The sort ended two launches ago, so its result may be read before the wait.
+    # The sort ended two launches ago, so its result can be read before gdc_wait.
     expert, place, behind = find(
         starts,
         gl.program_id(0) // blocks,
@@ -110,7 +113,7 @@ def _fragments_few_down_kernel(
     bias,  # [EXPERTS, WIDTH]
     residual,  # [tokens, WIDTH]
     out,  # [tokens, WIDTH]
-    OTHERS: gl.constexpr,  # pairs of expert EXPERTS are another rank's
+    OTHERS: gl.constexpr,  # whether id `MIXTURE.experts` stands for experts of other ranks
     MIXTURE: gl.constexpr,  # `Mixture`
     ADD: gl.constexpr,
     TILE: gl.constexpr,  # `FragmentTile`
@@ -125,7 +128,7 @@ def _fragments_few_down_kernel(
     share, place, lane, at = indices(TILE.shares, TILE.rows)
     token = gl.program_id(1)
     pair = token * MIXTURE.chosen + gl.minimum(place, MIXTURE.chosen - 1)
-    # The choice was written two launches ago, so it may be read before the wait.
+    # ids were written two launches ago, so they can be read before gdc_wait.
     expert = gl.load(ids + pair)
     steps = gl.where(place < MIXTURE.chosen, STEPS, 0)
     if OTHERS:
@@ -166,7 +169,7 @@ def _fragments_few_down_kernel(
             y += gl.load(bias + source, mask=mask, other=0.0).to(gl.float32)
         if not WEIGH:
             y *= gl.load(weights + pair3)
-        # Places beyond the last expert have read other values, which may be NaN: drop them.
+        # Lanes after the last expert have read unrelated values, possibly NaN: drop them.
         total = gl.sum(gl.where(exists, y, 0.0), axis=0)
         mine = first + lane2 // 4 + at2 // 2 * 8
         mask = (mine < MIXTURE.width) & (lane2 % 4 == 0) & (at2 % 2 == 0)
@@ -182,7 +185,7 @@ def few_fragments_down(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    tile: FragmentTile,  # `rows` is ignored: each of a token's experts has a warp
+    tile: FragmentTile,  # `rows` is ignored: there is one warp for each of a token's experts
 ) -> Tensor:
     """Return the weighted sum of each token's experts: [tokens, hidden]."""
     weight = stack.down

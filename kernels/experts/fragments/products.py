@@ -1,21 +1,19 @@
-"""Experts in MXFP4, in bfloat16 on Hopper and later, from codes in the order of matrix
-instructions.
+"""Matmuls of MoE experts with MXFP4 weights in fragments and bfloat16 x, on Hopper and later.
 
 Codes are loaded from memory directly into the registers that tensor cores read
 (`kernels.fragments`), 16 bytes per load, without shared memory and without barriers.
 
-Nine instructions convert eight codes to four pairs of bfloat16 numbers, 2^-126 times the codes'
-values; one more per pair multiplies it by its scale. Scales are multiplied by 2^87 before, so that
-no product is below float32's range, and sums by 2^40 in the end (`LOWERED`).
+Nine instructions convert eight codes to four pairs of bfloat16 numbers, which are 2^-126 times the
+codes' values. One more instruction per pair multiplies it by its scale. Scales are multiplied by
+2^87 before, so that no product underflows, and sums by 2^40 at the end (`LOWERED`).
 
 The weight is the left operand. The eight columns of the right operand are (token, expert) pairs:
-either all the same pair, or pairs of one expert (`kernels.experts.fragments.dispatch`). x is loaded
-directly into registers, too, through the multiprocessor's cache: a thread's eight inputs are
-adjacent.
+either eight times the same pair, or pairs of one expert (`kernels.experts.fragments.dispatch`). x
+is loaded directly into registers, too, because a thread's eight inputs are adjacent in memory.
 
-This is Gluon, because Triton's own language does not control register layouts; no interpreter runs
-it, so that its tests need a GPU (`tests/kernels/test_experts.py`) and
-`tests/kernels/test_compile.py` only compiles it.
+The kernels are in Gluon, because Triton's own language does not control register layouts. No
+interpreter runs Gluon, so tests need a GPU (`tests/kernels/test_experts.py`);
+`tests/kernels/test_compile.py` only compiles the kernels.
 """
 
 from triton.experimental import gluon
@@ -23,11 +21,10 @@ from triton.experimental.gluon import language as gl
 
 
 def _decode() -> str:
-    """Return PTX that decodes the four words in $16 to $19 and multiplies the codes by their
-    scales.
+    """Return PTX that decodes the four words in $16 to $19 and multiplies the codes by scales.
 
-    The scales, two bfloat16 numbers each, are in $20 and $21. Pair p of word w is written to
-    $(4 * p + w), times a power of two by which the sums are divided at the end.
+    $20 and $21 have two bfloat16 scales each. Pair p of word w is written to $(4 * p + w), divided
+    by LOWERED.
     """
     lines = ["{ .reg .b32 r, l, z, k, s, t; mov.b32 z, 0x80008000; mov.b32 k, 0x6b006b00;"]
     for word in range(4):
@@ -48,10 +45,10 @@ def _decode() -> str:
 
 
 def _multiply() -> str:
-    """Return PTX that multiplies a tile by eight columns of x, adds $28 to $31, writes $0 to $3.
+    """Return PTX that multiplies a tile by eight columns of x: $0 to $3 = product + $28 to $31.
 
-    The tile's pairs are in $4 to $19, as `_decode` writes them. The words of x are in $20 to $23
-    for the first group of inputs, in $24 to $27 for the second.
+    The tile's decoded pairs are in $4 to $19, in the order of `_decode`. The words of x are in $20
+    to $23 for the first group of inputs, in $24 to $27 for the second.
     """
     lines = ["{ .reg .f32 a0, a1, a2, a3;"]
     total = ("$28", "$29", "$30", "$31")
@@ -72,7 +69,9 @@ def _multiply() -> str:
 DECODE, MULTIPLY = gl.constexpr(_decode()), gl.constexpr(_multiply())
 DECODED = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 6))
 MULTIPLIED = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 24 + ["f"] * 4))
-LOWERED = gl.constexpr(2.0**40)  # 2 * 2^126 / 2^87; the 2, as the numbers of `E2M1` are doubled
+# Factor of finished sums: 2 * 2^126 / 2^87. The 2 is because scales are those of doubled e2m1
+# numbers (`kernels.packed.E2M1`).
+LOWERED = gl.constexpr(2.0**40)
 
 
 @gluon.constexpr_function
@@ -91,7 +90,7 @@ def _on(AXIS, LAYOUT):
 
 @gluon.jit
 def indices(SHARES: gl.constexpr, ROWS: gl.constexpr):
-    """Return share, row of warps, lane and element, each along its axis."""
+    """Return indices of share, row of warps, lane and element, each along its axis of `layout`."""
     L: gl.constexpr = layout(SHARES, ROWS)
     share = gl.arange(0, SHARES, layout=_on(0, L)).expand_dims(1).expand_dims(2).expand_dims(3)
     row = gl.arange(0, ROWS, layout=_on(1, L)).expand_dims(0).expand_dims(2).expand_dims(3)
@@ -102,7 +101,7 @@ def indices(SHARES: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def summed_indices(SHARES: gl.constexpr, ROWS: gl.constexpr):
-    """Return the warp row, lane and element of a sum over the shares, each along its own axis."""
+    """Return indices of row of warps, lane and element for a tensor that was summed over shares."""
     S: gl.constexpr = gl.SliceLayout(0, layout(SHARES, ROWS))
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
     lane = lane.expand_dims(0).expand_dims(2)
@@ -130,9 +129,9 @@ def _multiplied(pairs, first, second, acc):
 
 @gluon.jit
 def _bring(codes_at, scales_at, step, limit, COUNT: gl.constexpr, EVEN: gl.constexpr):
-    """Load the words and scales of COUNT tiles at this step along the inputs.
+    """Load the words and scales of COUNT tiles for this step along the inputs.
 
-    None are loaded from limit on.
+    Steps from `limit` on are masked.
     """
     words, scales = (), ()
     has = step < limit
@@ -152,7 +151,7 @@ def _bring(codes_at, scales_at, step, limit, COUNT: gl.constexpr, EVEN: gl.const
 @gluon.jit
 def start_loads(codes_at, scales_at, share, limit, COUNT: gl.constexpr, SHARES: gl.constexpr,
            AHEAD: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
-    """Start the first loads, which are under way when the loop begins."""
+    """Load words and scales of the first AHEAD steps, before the loop of `products`."""
     words, scales = (), ()
     for step in gl.static_range(AHEAD):
         w, s = _bring(codes_at, scales_at, share + step * SHARES, limit, COUNT, EVEN)
@@ -165,7 +164,10 @@ def products(words, scales, codes_at, scales_at, x_at, share, limit,
               STEPS: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr,
               SHARES: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
               EVEN: gl.constexpr):  # fmt: skip
-    """Return sums [SHARES, ROWS, 32, 4] of COUNT tiles and COLUMNS times eight columns."""
+    """Multiply COUNT tiles by COLUMNS times eight columns of x, over this share's inputs.
+
+    Returns COUNT * COLUMNS tensors of partial sums, each [SHARES, ROWS, 32, 4].
+    """
     L: gl.constexpr = layout(SHARES, ROWS)
     acc = ()
     for _ in gl.static_range(COUNT * COLUMNS):
@@ -211,10 +213,7 @@ def _add(a, b):
 @gluon.jit
 def find(starts, block, EXPERTS: gl.constexpr, BLOCK: gl.constexpr, PAIRS: gl.constexpr,
           WARPS: gl.constexpr):  # fmt: skip
-    """Find the expert of a block of sorted pairs, its first place, and its expert's end.
-
-    Returns EXPERTS as the expert where the block has none; see `kernels.experts.grouped._find`.
-    """
+    """Find the expert and the pairs of a block; see `kernels.experts.grouped._find`."""
     expert = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     exists = expert < EXPERTS
     first = gl.load(starts + expert, mask=exists, other=0)

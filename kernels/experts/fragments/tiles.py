@@ -10,9 +10,9 @@ from kernels.launch.pdl import pdl
 
 class FragmentTile(NamedTuple):
     pairs: int  # pairs of one expert per program, a multiple of 8; 8 also for a single pair
-    tiles: int  # tiles of 16 outputs per warp; of gate_up this many of the gate and of the up
+    tiles: int  # tiles of 16 outputs per warp; for gate_up, as many of the gate and of the up
     rows: int  # number of groups of warps with different outputs
-    shares: int  # warps that divide the inputs among them and add up their sums
+    shares: int  # warps per group, among which the inputs are divided
     ahead: int  # tiles of inputs that are loaded ahead
     # maximum registers of a thread, so that more programs fit; 0: the compiler's choice
     registers: int = 0
@@ -23,8 +23,8 @@ class FragmentTiles(NamedTuple):
     down: FragmentTile
 
 
-# Maximum number of tokens whose pairs are multiplied one by one, and tiles for these. In the down
-# matmul each warp of a program has one of a token's experts.
+# Maximum number of tokens whose pairs are multiplied one by one, and the tiles for this case. In
+# the down matmul each warp of a program computes one of a token's experts.
 MOST = 1
 FEW = FragmentTiles(FragmentTile(8, 1, 2, 4, 3), FragmentTile(8, 1, 8, 2, 6))
 # (maximum mean number of pairs per expert, tiles); the first row that fits is used.

@@ -1,5 +1,6 @@
-"""The gate and up matmul of experts whose weights are in fragments (`kernels.fragments`): act(gate)
-* up of each (token, expert) pair.
+"""The gate and up matmul of MoE experts whose weights are in fragments (`kernels.fragments`).
+
+The result is act(gate) * up of each (token, expert) pair.
 """
 
 import torch
@@ -29,15 +30,15 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait
 def _fragments_up_kernel(
     x,  # [tokens, WIDTH] in words of two numbers
     weights,  # [pairs]
-    ids,  # [pairs]: LONE; else the order that `sort` gives
+    ids,  # [pairs]: expert ids if LONE, else `Sorted.order`
     starts,
     codes,  # gate_up's int32 [EXPERTS * 2 * SIZE / 16, STEPS, 32, 4]; without gates half
     scale,  # int16 [.., STEPS, 8, 4]
     bias,  # [EXPERTS, 2 * SIZE]
-    inner,  # [pairs, SIZE]: in the order of ids, or sorted
+    inner,  # [pairs, SIZE]: in the order of expert ids if LONE, else sorted by expert
     limit,
-    LONE: gl.constexpr,  # a program has one pair
-    OTHERS: gl.constexpr,  # LONE: the expert number EXPERTS marks another rank's pairs
+    LONE: gl.constexpr,  # whether a program computes a single pair
+    OTHERS: gl.constexpr,  # LONE: whether id `MIXTURE.experts` stands for experts of other ranks
     MIXTURE: gl.constexpr,  # `Mixture`
     BLOCK: gl.constexpr,
     TILE: gl.constexpr,  # `FragmentTile`
@@ -139,7 +140,7 @@ def _up(
 ) -> Tensor:
     """Return act(gate) * up of each (token, expert) pair: [pairs, size].
 
-    They are in the order of `order`; None: in that of ids.
+    order: the order of the result's rows; None: the order of ids.
     """
     weight = stack.gate_up
     pairs, experts, size = ids.numel(), stack.count, stack.down.shape[1]
