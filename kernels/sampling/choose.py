@@ -1,13 +1,14 @@
 """Samples tokens in Triton: the argmax of logit / temperature + Gumbel noise, in one pass over the
 logits.
 
-Sampling on the device has four modules. None sorts or waits for the device, launch shapes depend
-only on the arguments' shapes, and a row's result depends only on this row:
+Sampling on the device has four modules. None of them sorts or waits for the device. Launch shapes
+depend only on the arguments' shapes, and a row's result depends only on this row. Rows without the
+parameters of a module are skipped, except in choose:
 
-    edits      bias, penalties and bans, in place                    rows that need it
-    filters    top_k, top_p, min_p -> the smallest logit to keep     rows that need it
-    choose     the choice                                            4,096 tokens per program
-    logprobs   log-probability, rank, top k, raw or processed        rows that need it
+    edits      bias, penalties and bans, in place
+    filters    top_k, top_p, min_p -> the smallest logit to keep
+    choose     the sampled token; 4,096 tokens per program
+    logprobs   log-probability, rank, top k, raw or processed
 
 In all four, `words` [max_rows, words] is the device's table of sampling parameters (see `layout`);
 the s-th row of logits has the parameters of row rows[s] of `words`. The noise is that of `philox`,
@@ -32,14 +33,15 @@ _NO_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def load_float(pointer):
-    """Load an int32 word as the float32 whose bits it holds."""
+    """Load an int32 word and reinterpret its bits as a float32."""
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _group_noise(seed, choice, position, block):
-    """Return the smallest exponential of each of the block's 64 groups, [64] float32, and its
-    lane, [64] int32.
+    """Draw the smallest exponential variable of each of the block's 64 groups, and its lane.
+
+    Returns ([64] float32, [64] int32); see `kernels.sampling.philox`.
     """
     index = block * 16 + tl.arange(0, 16)
     zero = index * 0
@@ -60,7 +62,10 @@ def _group_noise(seed, choice, position, block):
 def _noisy(x, word, scale, minimum, lane, lanes):
     """Return x * scale + Gumbel noise for a quarter of a block, [16, 64].
 
-    lane, minimum: the results of `_group_noise` for the columns' groups.
+    x: [16, 64] logits; the columns are groups.
+    word: [16, 64] Philox words of stream 0.
+    minimum, lane: [64], the results of `_group_noise`.
+    lanes: [16, 64], each token's lane in its group.
     """
     extra = -tl.log(word.to(tl.float32) * (2.0**-32) + 2.0**-33)
     extra = tl.where(lane[None, :] == lanes, 0.0, extra)
@@ -74,7 +79,10 @@ def _load_quarter(logits, ids, vocab):
 
 @triton.jit
 def kept(x, ids, threshold, cut):
-    """Return logits x, with -inf for tokens that a filter does not keep."""
+    """Return logits x, with -inf for tokens that the filters remove.
+
+    threshold, cut: the row's results of `filter_thresholds`.
+    """
     return tl.where((x > threshold) | ((x == threshold) & (ids <= cut)), x, float("-inf"))
 
 
@@ -128,7 +136,7 @@ def _best_of_block_kernel(
             x1 = _allowed(x1, i1, mask, num_words)
             x2 = _allowed(x2, i2, mask, num_words)
             x3 = _allowed(x3, i3, mask, num_words)
-    # NaN and +inf make a row bad. -inf, of banned tokens, does not.
+    # A row with NaN or +inf is bad. -inf is allowed, as banned tokens have it.
     wrong = (x0 != x0) | (x1 != x1) | (x2 != x2) | (x3 != x3)
     largest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
     wrong = wrong | (largest == float("inf"))
@@ -145,7 +153,7 @@ def _best_of_block_kernel(
                 x2 = kept(x2, i2, threshold, cut)
                 x3 = kept(x3, i3, threshold, cut)
                 largest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-            # Most blocks have no token that a filter or mask keeps, and need no noise.
+            # After filters or masks most blocks have no allowed token, and need no noise.
             if tl.max(tl.max(largest, axis=1), axis=0) > float("-inf"):
                 low = tl.load(words + _SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
                 high = tl.load(words + _SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -185,10 +193,11 @@ def _best_of_row_kernel(
     PART: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """Choose the best of a row's blocks.
+    """Choose each row's best token from the results of its blocks.
 
-    PART: for a part of the vocabulary whose ids begin at `first`, write the best logit [S] and id
-    [S] to tokens and bad.
+    Writes the token [S] int64 and whether the row is bad [S]. With PART, for a part of the
+    vocabulary whose ids begin at `first`, writes the best logit [S] to `tokens` and its id [S] to
+    `bad` instead.
     """
     s = tl.program_id(0)
     i = tl.arange(0, NUM_BLOCKS)
@@ -219,10 +228,14 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row of edited logits. Of equal scores the lowest id wins.
 
-    logits: [S, vocab]. rows, words: see the module. positions: [S], the sampled tokens' positions.
-    sampled: whether any row may have a temperature. filters: from `filter_thresholds`.
-    masks: (mask_of, masks) of `apply_masks`, which need not have run.
-    Returns (tokens [S] int64, bad [S] bool). A row with NaN or +inf is bad, and gets token 0.
+    logits: [S, vocab].
+    rows, words: see the module. positions: [S], the sampled tokens' positions.
+    sampled: whether any row may have a temperature above 0.
+    filters: the result of `filter_thresholds`, or None.
+    masks: (mask_of, masks) of `apply_masks`, or None; `choose` applies them itself.
+
+    Returns (tokens [S] int64, bad [S] bool). A row with NaN or +inf, or without any finite logit,
+    is bad and gets token 0.
     """
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
@@ -316,10 +329,10 @@ def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Ten
 
 
 def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose each row's best token among the results of `best_of_part` for all parts.
+    """Choose each row's best token from the results of `best_of_part` for all vocabulary shards.
 
-    parts: [parts, 2, S] int32, in the order of the vocabulary. Returns
-    (tokens [S] int64, bad [S] bool), as `choose`.
+    parts: [parts, 2, S] int32, in the order of the vocabulary.
+    Returns (tokens [S] int64, bad [S] bool), see `choose`.
     """
     number, _, count = parts.shape
     tokens = torch.empty(count, dtype=torch.int64, device=parts.device)

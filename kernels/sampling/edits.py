@@ -1,6 +1,6 @@
 """Edits of logits before sampling, in place: bias, penalties, bans of end tokens, grammar masks.
 
-They must run in the order of `SamplingParams`: add_bias, penalise, ban, apply_masks.
+They must run in this order: add_bias, penalise, ban, apply_masks (`SamplingParams`).
 """
 
 import triton
@@ -21,7 +21,7 @@ _BIAS_IDS = tl.constexpr(layout.BIAS_IDS)
 _BIAS_VALUES = tl.constexpr(layout.BIAS_VALUES)
 _STOP_IDS = tl.constexpr(layout.STOP_IDS)
 _NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
-# flag of tokens in the prompt, in the same word as the output count in `penalise`'s scratch
+# A token's word in `penalise`'s scratch: this flag if the prompt has it, plus its output count.
 _PROMPT = tl.constexpr(1 << 30)
 
 
@@ -41,7 +41,10 @@ def _bias_kernel(logits, stride, rows, words, vocab, SIZE: tl.constexpr):
 
 
 def add_bias(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Add logit_bias to logits [S, vocab] in place. rows, words: see `kernels.sampling.choose`."""
+    """Add the rows' logit_bias to logits [S, vocab] in place.
+
+    rows, words: see `kernels.sampling.choose`.
+    """
     if len(rows):
         _bias_kernel[(len(rows),)](
             logits, logits.stride(0), rows, words, logits.shape[1],
@@ -92,10 +95,12 @@ def _mask_kernel(logits, stride, mask_of, masks, num_words, vocab, BLOCK: tl.con
 def apply_masks(logits: Tensor, mask_of: Tensor, masks: Tensor) -> None:
     """Set the logits [S, vocab] of tokens that a grammar forbids to -inf, in place.
 
-    Needed before `filter_thresholds`; `choose` applies masks itself.
+    It must run before `filter_thresholds`. Without filters it need not run, as `choose` applies
+    masks itself.
+
     mask_of: [S] int32, index of each row's mask, -1 for none.
-    masks: [M, W] int32. Token t is allowed if bit t % 32 of word t // 32 is 1, and forbidden beyond
-    the last word.
+    masks: [M, W] int32. Token t is allowed if bit t % 32 of word t // 32 is 1. Tokens after the
+        last word are forbidden.
     """
     if len(logits):
         vocab = logits.shape[1]
@@ -120,10 +125,11 @@ def _penalty_kernel(
     APPLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Apply penalties in two launches, so that each token's logit is edited once.
+    """Count tokens in scratch, or with APPLY edit the logits of counted tokens.
 
-    The first launch counts each token of the history in scratch. In the second, the program that
-    swaps a token's count for 0 edits its logit, which leaves the scratch zeroed.
+    The first launch counts each token of prompt and output. In the second launch (APPLY), a program
+    exchanges a token's count for 0, and edits the logit if the count was not 0. So each logit is
+    edited once, and the scratch is zero again.
     """
     s = tl.program_id(1)
     row = tl.load(rows + s)
@@ -167,11 +173,13 @@ def penalise(
     tokens: Tensor,
     scratch: Tensor,
 ) -> None:
-    """Apply repetition (prompt and output), presence and frequency (output) penalties to logits [S,
-    vocab] in place.
+    """Apply repetition, presence and frequency penalties to logits [S, vocab] in place.
 
-    tokens: [max_rows, max_len] int32, prompt and output; rows[s] has positions[s] tokens.
-    scratch: [n, vocab] int32, all zero before and after. n rows are processed at a time.
+    Repetition penalties count tokens of prompt and output, the others tokens of the output.
+
+    tokens: [max_rows, max_len] int32, prompt and output; row rows[s] has positions[s] tokens.
+    scratch: [n, vocab] int32, zero before and after the call; n rows of logits are processed at a
+        time.
     """
     block = 1024
     chunk, vocab = scratch.shape

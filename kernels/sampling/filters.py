@@ -1,8 +1,8 @@
 """top_k, top_p and min_p without sorting: a search for the smallest logit that passes the filters.
 
-There is one program per row. Each pass reads the row, which stays in L2, and narrows the bracket
-around the threshold fourfold. Few passes are needed, since the search ends once the bracket holds a
-single token.
+There is one program per row. Each pass reads the row, which stays in L2, and shrinks the interval
+that contains the threshold by a factor of four. A few passes suffice, since the search ends once
+the interval contains a single token.
 """
 
 import torch
@@ -24,9 +24,9 @@ _VALUE_PASSES = tl.constexpr(6)
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """Map float32 to int32 with the same order.
+    """Map float32 to int32 keys with the same order.
 
-    SHIFT: drops the bits that a 16-bit float does not have.
+    SHIFT: the number of low bits to drop, those that a 16-bit float does not have.
     """
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
@@ -34,7 +34,7 @@ def _key(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """Return the float32 of a key, an int64 scalar; inverts `_key`."""
+    """Return the float32 of a key, an int64 scalar; the inverse of `_key`."""
     order = key << SHIFT
     order = tl.where(key < 0, order | ((1 << SHIFT) - 1), order).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -44,8 +44,10 @@ def _value(key, SHIFT: tl.constexpr):
 def _above(
     logits, vocab, best, scale, log_min_p, p1, p2, p3, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the counts of the tokens that min_p keeps with keys >= p1, p2 and p3, and then the
-    sums of their unnormalised probabilities.
+    """Count the tokens with keys >= p1, p2 and p3, and sum their unnormalised probabilities.
+
+    Tokens that min_p removes are left out. best: the row's largest logit. scale: 1 / temperature.
+    Returns three counts, then three sums.
     """
     i = tl.arange(0, BLOCK)
     c1 = tl.zeros([BLOCK], tl.int32)
@@ -88,14 +90,17 @@ def _search(
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Search for the largest key such that tokens with this key or a larger one number at least
-    need_count and sum to at least need_mass.
+    """Search for the largest key such that the tokens with this or a larger key are enough.
 
-    [lo, hi) brackets the key and shrinks fourfold per pass: first by equal steps of value, as
-    logits are spread, then of key, which terminates.
-    count_lo, mass_lo: number and mass of tokens with keys >= lo.
-    The search stops once [lo, hi) holds one token or the count is exact. Returns lo, (count, mass)
-    of keys >= lo, and (count, mass) of keys >= hi.
+    They are enough if their count is at least need_count, and the sum of their probabilities
+    (mass) at least need_mass.
+
+    lo, hi: the interval [lo, hi) that contains the key. Each pass divides it by four: first in
+        equal steps of the logit, later in equal steps of the key, which is sure to terminate.
+    count_lo, mass_lo: count and mass of tokens with keys >= lo.
+
+    The search stops once [lo, hi) contains one token or the count is exact. Returns lo, (count,
+    mass) of keys >= lo, and (count, mass) of keys >= hi.
     """
     count_hi = count_lo * 0
     mass_hi = mass_lo * 0
@@ -172,12 +177,12 @@ def _filter_kernel(
             counts += valid.to(tl.int32)
             masses += tl.where(valid, tl.exp(gap), 0.0)
         count = tl.sum(counts)
-        # Rows with NaN or +inf give no or meaningless counts; `choose` reports them in any case.
+        # Rows with NaN or +inf have no meaningful count; `choose` reports them as bad.
         if count > 0:
             mass = tl.sum(masses)
             lo = _key(tl.min(smallest), SHIFT).to(tl.int64)
             end = _key(best, SHIFT).to(tl.int64) + 1
-            ties = count * 0  # how many of the tokens at lo to keep, by id; 0: all
+            ties = count * 0  # number of tokens with key lo to keep, lowest ids first; 0: all
             if (top_k > 0) & (top_k < count):
                 lo, count, mass, count_hi, mass_hi = _search(
                     logits,
@@ -245,6 +250,7 @@ def _filter_kernel(
 def filter_thresholds(logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's threshold by min_p, then top_k, then top_p, for edited logits [S, vocab].
 
+    rows, words: see `kernels.sampling.choose`.
     Returns (threshold [S] float32, cut [S] int32). Tokens with logit > threshold pass, and those
     with logit == threshold and id <= cut. Rows without filters get -inf and 2**31 - 1.
     """

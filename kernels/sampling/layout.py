@@ -1,5 +1,6 @@
-"""The layout of a request's sampling parameters: the index of each in a row of int32 words. Floats
-are stored as their bits.
+"""The layout of a request's sampling parameters: the index of each in a row of int32 words.
+
+Floats are stored as their bits.
 """
 
 ROW = 0  # the row's index
@@ -17,8 +18,8 @@ MIN_TOKENS = 12
 NUM_BIAS = 13
 NUM_STOP = 14
 LOGPROBS = 15  # -1: none
-PROCESSED = 16  # 1: log-probabilities are of the distribution that is sampled from
-# Later words are used only by rows with a bias or min_tokens.
+PROCESSED = 16  # 1: log-probabilities of processed logits (temperature, filters); 0: of raw logits
+# Words after the scalars are used only by rows with a bias or min_tokens.
 NUM_SCALARS: int = 1 + max(place for name, place in [*globals().items()] if name.isupper())
 
 MAX_BIAS = 300

@@ -1,4 +1,4 @@
-"""Log-probabilities, raw or processed, by two kernels: one per block of a row, then one per row."""
+"""Log-probabilities of raw or processed logits, by a kernel per block of a row and one per row."""
 
 import torch
 import triton
@@ -13,13 +13,14 @@ _PROCESSED = tl.constexpr(layout.PROCESSED)
 _INV_TEMPERATURE = tl.constexpr(layout.INV_TEMPERATURE)
 _NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
 _NO_ID = tl.constexpr(2**31 - 1)
-_USUAL = 32  # maximum alternatives (k) that share compiled kernels; a larger k compiles its own
+_USUAL = 32  # maximum k (alternatives) for which kernels are shared; each larger k has its own
 
 
 @triton.jit
 def _next_best(x, ids, last, last_id):
-    """Return the (value, id) that follows (last, last_id) by value, then id; id 2**31 - 1 if
-    there is none.
+    """Return the next smaller (value, id) after (last, last_id); equal values are ordered by id.
+
+    The id is 2**31 - 1 if there is no such token.
     """
     after = ((x < last) | ((x == last) & (ids > last_id))) & (ids != _NO_ID)
     value = tl.max(tl.where(after, x, float("-inf")), axis=0)
@@ -28,14 +29,17 @@ def _next_best(x, ids, last, last_id):
 
 @triton.jit
 def _wants(words, row, PROCESSED: tl.constexpr):
-    """Return whether a row wants log-probabilities of this kind, and its scale of logits."""
+    """Return whether a row requests log-probabilities of this kind, and the factor of its logits.
+
+    PROCESSED: whether the kind is processed, not raw. The factor is 1 / temperature if so, else 1.
+    """
     words += row * _NUM_WORDS
     wants = (tl.load(words + _LOGPROBS) >= 0) & ((tl.load(words + _PROCESSED) != 0) == PROCESSED)
     scale = load_float(words + _INV_TEMPERATURE)
     return wants, tl.where(PROCESSED & (scale > 0), scale, 1.0)
 
 
-# k is not a constant: requests ask for any number up to 32, and the first request for each number
+# k is not a constexpr: requests ask for any number up to 32, and the first request with each number
 # would wait for two kernels to compile.
 @triton.jit(do_not_specialize=["k"])
 def _logprob_block_kernel(
@@ -84,7 +88,7 @@ def _logprob_block_kernel(
             tl.store(top_ids + out * k + j, token)
 
 
-# The number of blocks is not a constant either; it is 1 for small vocabularies.
+# num_blocks is not specialised either; it is 1 for small vocabularies.
 @triton.jit(do_not_specialize=["k", "num_blocks"])
 def _logprob_row_kernel(
     logits,
@@ -123,7 +127,7 @@ def _logprob_row_kernel(
             tl.where(largest > float("-inf"), sums * tl.exp((largest - best) * scale), 0.0),
             axis=0,
         )
-        # Differences from the largest logit lose fewer bits than whole logits.
+        # Subtract the largest logit first, which loses fewer bits than log-sum-exp of whole logits.
         total = tl.log(total)
         target = tl.load(logits + s.to(tl.int64) * stride + tl.load(targets + s)).to(tl.float32)
         tl.store(logprob + s, (target - best) * scale - total)

@@ -7,10 +7,10 @@ levels. Tokens are split into groups of 64. Each token has an independent E ~ Ex
 exponential distribution is memoryless:
 
     the smallest E of a group is Exp(1) / 64, and each token (lane) is equally likely to have it;
-    every other E is this plus an Exp(1); gumbel(token) = -log(E(token)).
+    every other E is the smallest plus an Exp(1); gumbel(token) = -log(E(token)).
 
-So one word per group (stream 1) bounds the noise of 64 tokens, and only groups that can have the
-sampled token need a word per token (stream 0): the CPU skips nearly all groups. The joint
+So one word per group (stream 1) bounds the noise of 64 tokens. Only groups that can contain the
+sampled token need a word per token (stream 0), so the CPU skips nearly all groups. The joint
 distribution is exactly that of independent variables.
 
     token   = block * 4096 + word * 1024 + q * 64 + col       word < 4, q < 16, col < 64
@@ -94,10 +94,9 @@ def exponential(v: F32) -> F32:
 
 
 def token_exponential(words: U64) -> F32:
-    """Return an Exp(1) variable for each token: what its variable has above its group's smallest,
-    unless the token itself has the smallest.
+    """Return an Exp(1) variable for each token, to be added to its group's smallest variable.
 
-    words: Philox words of stream 0.
+    It is not used for the token that has the smallest. words: Philox words of stream 0.
     """
     return -np.log(words.astype(np.float32) * np.float32(2**-32) + np.float32(2**-33))
 
@@ -105,7 +104,7 @@ def token_exponential(words: U64) -> F32:
 def group_noise(seeds: I64, choices: I64, positions: I64, num_blocks: int) -> tuple[F32, I64]:
     """Return each group's smallest exponential variable and its lane, [rows, num_blocks * 64] each.
 
-    seeds, choices, positions: [rows], of each row's sample.
+    seeds, choices, positions: [rows], those of the token that each row samples.
     """
     index = np.arange(num_blocks * GROUPS_PER_BLOCK // 4)
     words = philox4x32(seeds[:, None], index, positions[:, None], choices[:, None], 1)
@@ -113,14 +112,14 @@ def group_noise(seeds: I64, choices: I64, positions: I64, num_blocks: int) -> tu
 
 
 def group_of(tokens: I64) -> I64:
-    """Return the number of the group that each token id belongs to."""
+    """Return the index of the group that each token id belongs to."""
     return (tokens >> 12) * GROUPS_PER_BLOCK + (tokens & 63)
 
 
 def group_tokens(groups: I64) -> I64:
     """Return the 64 token ids that share each group's noise word, [n, 64] in the order of lanes.
 
-    groups: [n] numbers of groups, of which a block of 4096 ids has 64; see the module.
+    groups: [n], indices of groups.
     """
     first = (groups >> 6) * TOKENS_PER_BLOCK + (groups & 63)
     return first[:, None] + np.arange(LANES) * 64
@@ -129,7 +128,7 @@ def group_tokens(groups: I64) -> I64:
 def lane_exponential(seeds: I64, choices: I64, positions: I64, groups: I64) -> F32:
     """Return `token_exponential` of the tokens of each group, [n, 64] in the order of lanes.
 
-    Arguments are [n].
+    All arguments are [n]; groups are indices of groups.
     """
     index = ((groups >> 6) * 1024 + (groups & 63))[:, None] + np.arange(16) * 64
     words = philox4x32(seeds[:, None], index, positions[:, None], choices[:, None], 0)
@@ -137,7 +136,7 @@ def lane_exponential(seeds: I64, choices: I64, positions: I64, groups: I64) -> F
 
 
 def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> F32:
-    """Return the Gumbel noise of a whole vocabulary, [vocab_size]: the definition, for tests."""
+    """Return the Gumbel noise of a whole vocabulary, [vocab_size]; for tests, as the definition."""
     ones = np.ones(1, np.int64)
     blocks = -(-vocab_size // TOKENS_PER_BLOCK)
     minimum, lane = group_noise(ones * seed, ones * choice, ones * position, blocks)
