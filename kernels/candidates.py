@@ -1,11 +1,11 @@
 """Candidate: one of several kernels for an operation, in a tuple in order of preference.
 
-Back ends run the first candidate that fits. `manta plan`, `manta doctor` and kernels/README.md read
-from these tuples which kernel serves which form on which device. So the tuples need neither Triton
-nor a device: functions are imported when they are first called.
+Back ends run the first candidate that fits. `manta plan`, `manta doctor` and kernels/README.md list
+from these tuples which kernel is used for which form on which device. So importing the tuples must
+need neither Triton nor a device: functions are imported at their first call.
 
-A form is the part of a choice that is known before a step: the `Format` of packed weights, or the
-sizes of heads and pages (`kernels.attention.inputs`).
+A form is what the choice of a kernel depends on and what is known before a step: the `Format` of
+packed weights, or the sizes of heads and pages (`kernels.attention.inputs`).
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 Capability = tuple[int, int]  # compute capability of a CUDA device
 Form = TypeVar("Form")
-# Operands of a kernel's tensor cores, or of its threads in a GEMV.
+# Names of the operands that a kernel multiplies, as the docs show them.
 Operands = Literal[
     "weights", "8-bit floats", "8-bit integers", "decoded codes", "dequantised weights",
     "keys and values", "codes of keys and values", "latents", "keys and values of latents",
@@ -43,15 +43,15 @@ class Candidate(Generic[Form]):
     """One kernel for an operation, with the conditions under which it is chosen.
 
     name: the kernel's name in the docs.
-    operands: the operands that it multiplies.
-    takes: (form, compute capability) -> whether the kernel serves this form on such a GPU, for
-        matrices whose sizes are multiples of its tiles.
-    tokens: form -> the minimum and maximum number of tokens that the kernel serves: tokens of the
-        step, for attention those of one request in the step.
-    fits: (the operation's inputs) -> whether the kernel serves this call.
+    operands: the operands that the kernel multiplies.
+    takes: (form, compute capability) -> whether the kernel supports this form on such a GPU, if the
+        sizes of matrices are multiples of its tiles.
+    tokens: form -> the minimum and maximum number of tokens of a step that the kernel supports; for
+        attention, tokens of one request in the step.
+    fits: (the operation's inputs) -> whether the kernel supports this call.
     run: the function that launches the kernel.
-    fuses: the surrounding operations that `run` computes, too. The back end computes the others
-        before or after.
+    fuses: the surrounding operations that `run` also computes. The back end computes the others
+        before or after `run`.
     """
 
     name: str
@@ -71,5 +71,5 @@ def first_fit(candidates: Iterable[Candidate[Form]], *inputs: Any) -> Candidate[
 def taking(
     candidates: Iterable[Candidate[Form]], form: Form, capability: Capability
 ) -> list[Candidate[Form]]:
-    """Return the candidates that serve a form on a device, in order of preference."""
+    """Return the candidates that support a form on a device, in order of preference."""
     return [candidate for candidate in candidates if candidate.takes(form, capability)]

@@ -1,21 +1,21 @@
 """Compilers: processes that compile Triton kernels in parallel, before their first launch.
 
-Compiled one after the other, kernels take much of an engine's first start on a machine. So the
-engine runs its steps twice:
+If kernels are compiled one after the other, this takes most of an engine's first start on a
+machine. So the engine runs its warm-up steps twice:
 
     with compilers.collecting():    nothing is launched; needed kernels are sent to the processes
-    every later launch              waits for its kernel, and finds it in Triton's cache
+    every later launch              waits for its kernel, and loads it from Triton's cache
     compilers.close()
 
-The processes share Triton's cache on disk (TRITON_CACHE_DIR): they write it, the engine reads it. A
-kernel that was not sent or could not be compiled is compiled at its launch, as usual. While a
-launch waits and many kernels are not yet compiled, the engine compiles some itself, the last ones
-first, so that its core is not idle.
+The processes write Triton's cache on disk (TRITON_CACHE_DIR), and the engine reads it. A kernel
+that was not sent or could not be compiled is compiled at its launch, as usual. If a launch has to
+wait and many kernels are not yet compiled, the engine compiles some itself, the last ones first, so
+that its core is not idle.
 
-The processes are forks of `python -m kernels.launch.compiling`. It imports torch and Triton while
-the engine does, and computes the hash that is a part of every kernel's cache key. It reads a job
-per line from stdin, and writes an answer per line, in any order. It ends when stdin has ended and
-all jobs are done, or when the engine ends.
+The processes are forks of `python -m kernels.launch.compiling`. This program imports torch and
+Triton while the engine does, and computes the hash that is a part of every kernel's cache key. It
+reads a job per line from stdin, and writes an answer per line, in any order. It ends when stdin has
+ended and all jobs are done, or when the engine ends.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ PATIENCE = 60.0  # maximum seconds that a launch waits; a kernel usually takes l
 _MOST = 16  # maximum processes: with few kernels each, the slowest kernel determines the time
 _PIPE_BYTES = 1 << 20  # holds all jobs of a start, so that writing them never blocks
 _ROOT = Path(__file__).resolve().parents[2]
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of cores, and the period
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time, and the period
 _PR_SET_PDEATHSIG = 1
 _COLLECTED = object()  # placeholder of a kernel that is being compiled
 
@@ -64,29 +64,29 @@ class _Unsent(NamedTuple):
 class Compilers:
     """The processes that compile kernels; the constructor starts them.
 
-    Only one instance may exist at a time, since Triton has one hook.
+    Only one instance may exist at a time, since Triton has only one compilation hook.
     """
 
-    is_collecting: ClassVar[bool] = False  # whether launches do nothing now
+    is_collecting: ClassVar[bool] = False  # whether kernels are collected and not launched
 
     def __init__(self, count: int = 0) -> None:
         """Start the processes. count: their number; 0: one per core, minus one for the engine."""
         self._count = count or max(1, min(_MOST, _cores() - 1))
         self.waited = 0.0  # seconds that launches waited for kernels
-        self.own: list[str] = []  # names of the kernels that this process compiled meanwhile
+        self.own: list[str] = []  # names of kernels that this process itself compiled in `_help`
         self._jobs: dict[_Key, Future[None]] = {}
         self._numbers: list[_Key] = []
         self._lock = threading.Lock()  # for _unsent, _sent, and for writing to the processes
         self._unsent: deque[_Unsent] = deque()
-        self._sent = 0  # number of jobs that were sent and are not done
+        self._sent = 0  # number of jobs that were sent and are not finished
         self._collected: list[tuple[dict[Any, Any], Any]] = []  # (a kernel's cache, key in it)
         self._given_up = False
         self._warned = False
-        # No warnings, since the engine prints the same ones.
+        # Suppress warnings, since the engine prints the same ones.
         command = [sys.executable, "-W", "ignore", "-m", "kernels.launch.compiling"]
         self._process = subprocess.Popen(
             [*command, str(self._count), os.getcwd(), str(os.getpid())],
-            cwd=_ROOT,  # folder of the package, installed or not
+            cwd=_ROOT,  # the folder that contains the package `kernels`
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pipesize=_PIPE_BYTES,
@@ -106,7 +106,7 @@ class Compilers:
     def collecting(self) -> Iterator[None]:
         """Collect the Triton kernels that are needed within the context, without launching them.
 
-        Memory that a launch would have written is unchanged, so it must not be read as indices.
+        The results of launches are undefined, so they must not be used as indices.
         """
         from triton import knobs
         from triton.runtime.jit import JITFunction
@@ -114,7 +114,7 @@ class Compilers:
         run = JITFunction.run
 
         def look(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            # warmup: launch nothing, even if the kernel was compiled before
+            # warmup=True: launch nothing, even if the kernel was compiled before
             return run(kernel, *args, grid=grid, warmup=warmup or _ours(kernel.module), **options)
 
         knobs.runtime.jit_cache_hook = self._before_compiling
@@ -130,14 +130,17 @@ class Compilers:
             self._collected.clear()
 
     def close(self) -> None:
-        """Remove the hook, so that launches no longer wait. The processes end by themselves."""
-        if "triton" in sys.modules:  # without Triton there is no hook
+        """Remove Triton's hook, so that launches no longer wait.
+
+        The processes end once they have compiled the remaining jobs.
+        """
+        if "triton" in sys.modules:  # otherwise no hook was installed
             from triton import knobs
 
             knobs.runtime.jit_cache_hook = None
         with self._lock:
             with contextlib.suppress(OSError):
-                self._send(len(self._unsent))  # for launches after the start
+                self._send(len(self._unsent))  # launches after the start may need them
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
@@ -169,7 +172,7 @@ class Compilers:
             except TimeoutError:
                 self._given_up = True
                 self._warn(f"{fn.name} was not there after {PATIENCE:.0f} s")
-            except Exception as error:  # after any error the kernel is compiled here
+            except Exception as error:  # after any error this process compiles the kernel
                 self._warn(f"{fn.name}: {error}")
             self.waited += time.monotonic() - began
         return False
@@ -195,10 +198,10 @@ class Compilers:
             self._send_next()
 
     def _send_next(self) -> None:
-        """Send jobs until each process has one and one more is waiting."""
+        """Send jobs until each process has one job and one more job is queued."""
         try:
             self._send(min(len(self._unsent), self._count + 1 - self._sent))
-        except (OSError, ValueError) as error:  # the processes ended, or the start did
+        except (OSError, ValueError) as error:  # the processes have ended, or stdin is closed
             self._given_up = True
             self._warn(str(error))
 
@@ -211,8 +214,9 @@ class Compilers:
     def _help(self, wanted: "Future[None]") -> None:
         """Compile unsent kernels in this process until the wanted kernel is compiled.
 
-        If the wanted kernel is unsent itself, its launch compiles it. This process stops once there
-        are at most as many unsent kernels as processes: otherwise the launch would wait for it.
+        Returns earlier if the wanted kernel is itself unsent, because its launch then compiles it.
+        Also returns once there are no more unsent kernels than processes: the processes then finish
+        them sooner.
         """
         while not wanted.done():
             with self._lock:
@@ -228,10 +232,10 @@ class Compilers:
                 _preload(own.kernel, own.specialization, own.structs)
 
     def _read_answers(self) -> None:
-        """Set the future of each kernel from the lines that the compiling processes write.
+        """Read the compiling processes' answers and set the futures of kernels.
 
-        It runs in a thread, which ends when the processes end. Then the futures that have no line
-        fail, and nothing more is sent.
+        It runs in a thread, which ends when the processes end. Kernels without an answer then fail,
+        and nothing more is sent.
         """
         with contextlib.suppress(OSError, ValueError):
             for line in self._process.stdout:
@@ -254,7 +258,7 @@ class Compilers:
                 future.set_exception(RuntimeError("it never came"))
 
     def _warn(self, reason: str) -> None:
-        """Log a warning with the reason, once: if one kernel fails, many do."""
+        """Log a warning with the reason, but only the first: if one kernel fails, many do."""
         if not self._warned:
             self._warned = True
             logger.warning("kernels that were not compiled ahead are compiled here: %s", reason)
@@ -263,11 +267,11 @@ class Compilers:
 def _cores() -> int:
     """Return the number of cores that this process may use, within its container's quota.
 
-    More processes than that would use up the quota, and the engine, which times GEMMs meanwhile,
-    would be throttled, too.
+    With more processes the container would be throttled, and with it the engine, which times GEMMs
+    meanwhile.
     """
     cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # not Linux, no cgroup v2, or "max"
+    with contextlib.suppress(OSError, ValueError):  # not Linux, no cgroup v2, or no quota ("max")
         quota, period = map(int, _QUOTA.read_text().split())
         cores = min(cores, quota // period)
     return cores
@@ -276,8 +280,8 @@ def _cores() -> int:
 def report_late() -> None:
     """Log a warning for each kernel that this process compiles or loads from now on.
 
-    Such a kernel was missed at the start. The first request that needs it waits for seconds, and
-    all concurrent requests wait, too.
+    The engine should have compiled such a kernel at its start. The first request that needs it
+    waits for seconds, and all concurrent requests wait, too.
     """
     if "triton" not in sys.modules:
         return
@@ -298,7 +302,7 @@ def _report_late(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
 def _ours(module: str) -> bool:
     """Whether a kernel's module belongs to this project.
 
-    Torch's kernels must run even while collecting: code that reads their results may need them.
+    Torch's Triton kernels run even while collecting, because other code may read their results.
     """
     return module.startswith("kernels.")
 
@@ -306,9 +310,9 @@ def _ours(module: str) -> bool:
 def hash_callees(kernel: Any) -> None:
     """Compute the cache keys of the functions that a kernel calls, before the kernel's own key.
 
-    Up to Triton 3.7 a key includes the constants of those callees whose keys have been computed
-    already. So a key would depend on the kernels that a process has compiled before, and other
-    processes would not find a worker's compiled kernel.
+    Up to Triton 3.7, a kernel's key includes the constants of only those callees whose keys are
+    already known. So the key would depend on the kernels that a process has compiled before, and
+    the engine would not find a worker's compiled kernel.
     """
     from triton.runtime.jit import JITFunction
 
@@ -320,11 +324,11 @@ def hash_callees(kernel: Any) -> None:
 
 
 def hash_compiler() -> None:
-    """Hash the files of Triton's compiler, whose digest is a part of every kernel's key.
+    """Let Triton hash its compiler's files, whose digest is a part of every kernel's key.
 
-    Triton keeps the digest for the process and its forks. The library alone has 400 to 500 MB.
+    Triton caches the digest, so forks need not read these files of 400 to 500 MB again.
     """
-    # Without Triton nothing is launched, and unreadable files are an error of the first launch.
+    # Without Triton no kernel is launched. If files are unreadable, the first launch raises.
     with contextlib.suppress(ImportError, OSError):
         from triton.runtime.cache import triton_key
 
@@ -332,7 +336,7 @@ def hash_compiler() -> None:
 
 
 class _Target:
-    """A stub of Triton's driver for compiling, so that workers do not use the device."""
+    """A stub of Triton's driver with a given target, so that workers do not use the device."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -345,7 +349,10 @@ class _Target:
 
 
 def _structs(constants: dict[Any, Any]) -> list[_Struct]:
-    """Return the `_Struct` of each constant that is a NamedTuple, as JSON turns it into a list."""
+    """Return the `_Struct` of each constant that is a NamedTuple.
+
+    Triton's JSON turns these constants into lists; `_restore` reverses this.
+    """
     return [
         (list(place), type(value).__module__, type(value).__name__)
         for place, value in constants.items()
@@ -362,10 +369,13 @@ def _restore(constants: dict[Any, Any], structs: list[_Struct]) -> None:
 
 
 def _preload(function: Any, specialization: str, structs: list[_Struct]) -> Any:
-    """Compile a kernel from its description by Triton's hook, and return it, without a launch."""
+    """Compile a kernel without launching it, and return it.
+
+    specialization: the kernel's description from Triton's hook.
+    """
     from triton.runtime import driver
 
-    # this sets the function's `ASTSource`
+    # reading this entry sets the function's `ASTSource`
     _ = function.device_caches[driver.active.get_current_device()]
     make_source = function.ASTSource
 
@@ -395,14 +405,14 @@ def _compile(
         return
     from triton.backends.nvidia import driver as nvidia
 
-    # Up to Triton 3.6 a kernel's launcher is C code for its signature, and gcc is as slow as ptxas.
+    # Up to Triton 3.6 each signature has a launcher in C. gcc takes as long as ptxas: run it now.
     if hasattr(nvidia, "make_launcher"):
         nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _build_driver() -> None:
     """Build the C module through which Triton calls CUDA, once per machine."""
-    # If this fails, the engine reports it itself with a better message.
+    # If this fails, the engine will fail, too, and report it with a better message.
     with contextlib.suppress(Exception):
         from triton.backends.nvidia.driver import CudaUtils
 
@@ -410,9 +420,9 @@ def _build_driver() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Make this worker end when its parent ends, at once if the parent has ended already.
+    """Let Linux kill this worker when its parent ends; exit at once if the parent has ended.
 
-    The worker cannot rely on an end of file, as it has inherited both ends of the pipe.
+    The worker would not notice an end of file, as it has inherited both ends of the pipe.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -423,10 +433,10 @@ def _die_with(parent: int) -> None:
 def main() -> None:
     count, directory, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     _die_with(parent)
-    os.chdir(directory)  # relative paths then mean what they mean in the engine
+    os.chdir(directory)  # the engine's working directory, so that relative paths are the same
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
-    os.dup2(2, 1)  # output of libraries goes to the log
+    os.dup2(2, 1)  # libraries that write to stdout then write to the log
     driver = threading.Thread(target=_build_driver)
     driver.start()
     import_module("kernels.cuda")  # imports torch once for all workers
@@ -452,4 +462,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the engine process does
+    os._exit(0)  # skip the interpreter's cleanup, like the engine process

@@ -1,5 +1,7 @@
-"""entry_of: a device function that finds the entry (a request's sequence in the step) of a block
-of tokens, since the host only knows an upper bound of the number of blocks.
+"""entry_of: a device function that finds the entry of a block of query tokens.
+
+An entry is a request's sequence in the step. The host only knows an upper bound of the number of
+blocks, so programs search for their entry.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel starts while the previous one ends, then waits for it.
+"""Programmatic dependent launch: a kernel starts before its predecessor on the stream has ended.
 
 On Hopper and later, a kernel launched with `**pdl(device)` may become resident before its
 predecessor on the stream has finished. Three rules keep this safe. Before gdc_wait() a kernel
@@ -20,7 +20,7 @@ __all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl"]
 
 @lru_cache
 def num_sms(device: torch.device) -> int:
-    """Return a device's number of multiprocessors; a small number in the CPU's interpreter."""
+    """Return a device's number of multiprocessors; for the CPU's interpreter a small number."""
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -28,8 +28,9 @@ def num_sms(device: torch.device) -> int:
 
 @lru_cache
 def pdl(device: torch.device) -> dict[str, Any]:
-    """Return launch options: the kernel's constexpr PDL, and the launch attribute if the device
-    supports it.
+    """Return launch options for programmatic dependent launch, if the device supports it.
+
+    These are the kernel's constexpr PDL, and Triton's launch attribute.
     """
     if device.type != "cuda" or compute_capability(device) < HOPPER:
         return {"PDL": False}
