@@ -1,9 +1,8 @@
 """Helpers of kernels that process the tokens of an entry (a request's sequence in the step) in
 chunks.
 
-Each chunk of a step has a slot, the index into the tensors that kernels pass on. The host knows an
-upper bound of the number of slots, but not which are used: programs find their slot's entry by
-binary search.
+Each chunk of a step has a slot: its index in the intermediate tensors. The host knows only an upper
+bound of the number of slots. Programs find their slot's entry by binary search.
 """
 
 from typing import NamedTuple
@@ -40,7 +39,7 @@ def num_slots(num_tokens: int, meta: AttentionMeta) -> int:
 def num_chunked(meta: AttentionMeta) -> int:
     """Return an upper bound of the number of entries that are not decodes.
 
-    In a CUDA graph it includes the decodes, whose number is not known.
+    In a CUDA graph it is the number of all entries, as the number of decodes is not known.
     """
     entries = int(meta.kv_len.shape[0])
     return entries if meta.num_decodes == entries else entries - meta.num_decodes
@@ -48,10 +47,10 @@ def num_chunked(meta: AttentionMeta) -> int:
 
 @triton.jit
 def slot_of(query_start, counts, num_tokens, index, CHUNK: tl.constexpr):
-    """Find the chunk of a slot.
+    """Find the chunk of slot `index`.
 
     Returns the entry, the entry's first token in the step, the chunk's first token in the entry,
-    and the entry's number of tokens. The entry after the last stands for padding.
+    and the entry's number of tokens. Padding tokens are the chunks of the entry after the last.
     """
     num_entries = tl.load(counts + 1)
     entry, begin, first = entry_of(query_start, tl.load(counts), num_entries, index, CHUNK)
@@ -79,7 +78,7 @@ def softplus(x):
 def decays(total, SIZE: tl.constexpr):
     """Return the decay from each token j to token i >= j, [SIZE, SIZE], and 0 above the diagonal.
 
-    total: [SIZE], cumulated logarithms of decays.
+    total: [SIZE], cumulative sums of log decays.
     """
     at = tl.arange(0, SIZE)
     return tl.where(at[:, None] >= at[None, :], tl.exp(total[:, None] - total[None, :]), 0.0)
@@ -89,9 +88,9 @@ def decays(total, SIZE: tl.constexpr):
 def unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """Return (1 + lower)^-1 for a strictly lower triangular matrix [SIZE, SIZE] with SIZE = 64.
 
-    Diagonal blocks of 16 are inverted row by row, all at once: powers of `lower` would grow beyond
-    float32's precision. With D their inverses and L the remaining blocks, (D L)^4 = 0, so the
-    inverse is (1 + (D L)^2) (1 - D L) D.
+    The diagonal blocks of 16 x 16 are inverted row by row, in parallel, as powers of `lower` would
+    exceed float32's precision. Let D be these inverses and L the blocks below the diagonal. As
+    (D L)^4 = 0, the inverse is (1 + (D L)^2) (1 - D L) D.
     """
     BLOCKS: tl.constexpr = SIZE // 16
     blocks = tl.arange(0, BLOCKS)

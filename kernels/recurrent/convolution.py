@@ -12,9 +12,9 @@ from kernels.metadata import AttentionMeta
 
 
 def chunks_of(meta: AttentionMeta) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield (row, first token, token after the last, whether its request begins) of each entry.
+    """Yield (row of the state, first token, end token, whether its request begins) of each entry.
 
-    Decodes and entries without tokens are left out. row: that of the entry's state.
+    Decodes and entries without tokens are left out.
     """
     assert meta.rows is not None
     starts = meta.query_start_host or meta.query_start.tolist()
@@ -26,9 +26,9 @@ def chunks_of(meta: AttentionMeta) -> Iterator[tuple[int, int, int, bool]]:
 
 
 def decoded(meta: AttentionMeta, kept: Tensor) -> Tensor:
-    """Return a copy of the decodes' rows of `kept` [rows, ...] (states or tails).
+    """Return a copy of the decodes' rows of `kept` [rows, ...], which are states or tails.
 
-    Rows of requests that begin are zeros.
+    For a request's first token, the row is zero.
     """
     assert meta.rows is not None
     count = meta.num_decodes
@@ -63,7 +63,7 @@ def causal_conv(
 def _summed(mixed: Tensor, conv: Tensor, count: int) -> Tensor:
     """Convolve mixed [taps - 1 + count, ..., channels] to [count, ..., channels].
 
-    The last tap is multiplied by the token's own input.
+    The last tap multiplies the token's own input.
     """
     total = mixed[:count] * conv[:, 0]
     for tap in range(1, conv.shape[1]):

@@ -1,7 +1,8 @@
-"""Depthwise causal convolutions on CUDA: a program computes some channels of some tokens of an
-entry (a request's sequence in the step). Kernels of recurrent layers fuse convolutions by
-`convolved` (one token) or `convolved_rows` (tiles of tokens), and save the last inputs by
-`keep_tail`.
+"""Depthwise causal convolutions on CUDA.
+
+A program computes some channels of some tokens of an entry (a request's sequence in the step).
+Kernels of recurrent layers call `convolved` (one token) or `convolved_rows` (tiles of tokens) to
+fuse the convolution, and `keep_tail` to save the last inputs.
 """
 
 from functools import lru_cache
@@ -14,15 +15,15 @@ from torch import Tensor
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
-BLOCK = 512  # channels per program, for programs with one token
-TILE_TOKENS, TILE_CHANNELS = 32, 128  # per program, for programs with several tokens
+BLOCK = 512  # channels per program of one token
+TILE_TOKENS, TILE_CHANNELS = 32, 128  # tokens and channels per program of several tokens
 _TICKETS = 1 << 17  # counters that are allocated at once, before any CUDA graph is captured
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
-    """Return at least `count` counters, by which programs that share channels find the last one.
+    """Return at least `count` counters for `comes_last`, int32.
 
-    They are zeros; kernels reset them to zero.
+    They are zero between launches, as kernels reset them.
     """
     return _zeros(device, max(_TICKETS, triton.next_power_of_2(count)))
 
@@ -34,8 +35,9 @@ def _zeros(device: torch.device, count: int) -> Tensor:
 
 @triton.jit
 def comes_last(arrived, shared):
-    """Whether this is the last of `shared` programs to arrive. Memory that all of them read may
-    then be overwritten.
+    """Whether this is the last of `shared` programs to arrive at the counter `arrived`.
+
+    The last program may overwrite memory that all of them have read.
     """
     tl.debug_barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == shared - 1
@@ -49,10 +51,13 @@ def convolved(
     x, tail, conv, bias, token, ago, before, channels, mask, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, order=None,
 ):  # fmt: skip
-    """Return the convolution of some channels at a token.
+    """Return the convolution of some channels at one token, [channels] float32.
 
-    bias: None for no bias. ago: tokens of the entry before this one. before: tokens of the request
-    before the entry's. order: the rows of x of the tokens; None = the tokens themselves.
+    token: the token's index in the step.
+    bias: None for no bias.
+    ago: the number of the entry's tokens before this token.
+    before: the number of the request's tokens before the entry.
+    order: pointer to each token's row in x; None: row i is token i.
     """
     total = (channels * 0).to(tl.float32)
     if bias is not None:
@@ -66,7 +71,7 @@ def convolved(
         if order is not None:
             place = tl.load(order + place, mask=ago >= back, other=0)
         seen = tl.load(x + place * x_stride + channels, mask=own, other=0.0)
-        # The tail's last row is the last token before the entry's.
+        # The tail's last row is the token directly before the entry.
         old = has_tail & (far < back)
         at = (ago + TAPS - 1 - back) * CHANNELS
         before_tail = tl.load(tail + at + channels, mask=old, other=0.0)
@@ -93,7 +98,7 @@ def convolved_rows(
     total = tl.zeros([ROWS, channels.shape[0]], tl.float32)
     if bias is not None:
         total += tl.load(bias + channels, mask=mask, other=0.0)[None, :]
-    # Oldest tap first, so that sums equal those of `convolved` wherever a chunk begins.
+    # Add the oldest tap first, so that sums equal those of `convolved` wherever a chunk begins.
     if (first == 0) & (before > 0):
         for tap in tl.static_range(TAPS - 1):
             old = (there & (ago < TAPS - 1 - tap))[:, None] & mask[None, :]
@@ -116,13 +121,15 @@ def keep_tail(
     x, tail, begin, end, before, channels, mask, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, order=None,
 ):  # fmt: skip
-    """Write the tail: the inputs that an entry's next tokens need, for some channels.
+    """Write some channels of an entry's tail: the last inputs, which the next tokens need.
 
-    begin, end (int64): the entry's tokens. All other programs must have read the old tail.
+    begin, end (int64): the entry's range of tokens.
     order: as in `convolved`.
+
+    All other programs must have read the old tail.
     """
     has_tail = mask & (before + channels * 0 > 0)
-    # in this order, an old input is read before its place is written
+    # In ascending order each old input is read before its row is overwritten.
     for place in tl.static_range(TAPS - 1):
         token = end - (TAPS - 1) + place
         own = token - begin + channels * 0 >= 0
@@ -154,7 +161,7 @@ def _conv_few_kernel(
             zeros = tl.zeros([BLOCK], tl.float32)
             tl.store(out + token * CHANNELS + channels, zeros, mask=mask)
         return
-    before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
+    before = tl.load(kv_len + entry) - (end - begin)  # 0 if the request begins
     tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
     for token in range(begin, end):
         total = convolved(
@@ -164,8 +171,8 @@ def _conv_few_kernel(
         tl.store(out + token * CHANNELS + channels, total, mask=mask)
 
 
-# x_stride has few values per model, so specialising it is fine: if it is divisible by 16, loads
-# take 16 bytes.
+# x_stride is specialised, as a model has few values of it: a stride divisible by 16 allows loads of
+# 16 bytes.
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
@@ -187,7 +194,7 @@ def _conv_kernel(
     mask = channels < CHANNELS
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     if entry < num_entries:
-        before = tl.load(kv_len + entry) - length  # 0: the request begins
+        before = tl.load(kv_len + entry) - length  # 0 if the request begins
         tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
         total = convolved_rows(
             x, tail, conv, bias, first_token, first, length, before, channels, mask, x_stride,
@@ -207,7 +214,7 @@ def _tail_kernel(
     x, tail, rows, query_start, kv_len, counts, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write an entry's tail, after no program reads the old tail any more."""
+    """Write an entry's tail; launched after all kernels that read the old tail."""
     entry = tl.program_id(0)
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)
@@ -223,7 +230,7 @@ def _tail_kernel(
 def keep_tails(x: Tensor, taps: int, tail: Tensor, meta: AttentionMeta) -> None:
     """Write the tails (last inputs) of all entries' convolutions.
 
-    To be launched after all kernels that read the old tails.
+    It must be launched after all kernels that read the old tails.
     """
     assert meta.rows is not None and meta.counts is not None
     channels = tail.shape[2]
@@ -269,8 +276,8 @@ def causal_conv(
             num_warps=4,
         )
     else:
-        # An upper bound for any lengths, which the host need not know: the last tile of each entry
-        # and of the padding may be partly empty.
+        # This upper bound holds for any lengths, which the host need not know: the last tile of
+        # each entry, and of the padding, may be partly empty.
         tiles = x.shape[0] // TILE_TOKENS + entries + 1
         _conv_kernel[(triton.cdiv(channels, TILE_CHANNELS), tiles)](
             x,

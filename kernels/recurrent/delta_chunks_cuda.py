@@ -1,8 +1,8 @@
 """Gated DeltaNet over prompts on CUDA, 64 tokens at a time on tensor cores, in four launches:
 
     convolve  per head and some tokens: convolutions, norms of queries and keys
-    solve     per chunk and head: gates, and the triangular system of the tokens' corrections,
-              solved except for the state before the chunk
+    solve     per chunk and head: gates, and the solution of the triangular system of the tokens'
+              corrections, as a function of the state before the chunk
     pass      per entry, head and some columns: updates the state chunk by chunk, and computes
               the tokens' outputs
     norm      per head and some tokens: norms and gates the outputs
@@ -13,19 +13,17 @@ K^T, decayed))^-1. States are float32 between chunks. Operands, and data between
 dtype.
 
 States are not written to memory per chunk: `pass` keeps them in registers, so it must also compute
-the outputs. Convolutions have their own launch. Fused into `solve`, their registers would leave
-room for only two programs on a multiprocessor, and value heads that share a key head would repeat
-them.
+the outputs. Convolutions have their own launch. If they were fused into `solve`, only two programs
+would fit on a multiprocessor, and value heads that share a key head would repeat the convolution.
 
-Sums start anew with each chunk, and chunks with each entry, so results depend on how a prompt is
-cut.
+Chunks begin at each entry's first token in the step, so results depend on how a prompt is chunked.
 
-Kimi Delta Attention, which decays each key element separately (`kimi_chunks_cuda`), uses convolve,
-pass and norm, too. It multiplies the decays into queries and keys before pass.
+Kimi Delta Attention (`kimi_chunks_cuda`), which decays each key element separately, uses convolve,
+pass and norm, too. It multiplies queries and keys by the decays before pass.
 
 If decodes defer state updates (`delta_rule_cuda`), convolve applies pending updates to the state in
-memory and zeroes them. There one program handles a head of an entry. In pass, several programs with
-some columns each would race with the zeroing, and registers are full.
+memory and zeroes them. In convolve one program computes a head of an entry. In pass, several
+programs per head would race with the zeroing, and have no registers left.
 """
 
 from typing import NamedTuple
@@ -70,9 +68,7 @@ NORM = RowsLaunch(8, 2)
 
 @triton.jit
 def silu(x):
-    """Return x sigmoid(x) in six instructions per element; with a division it would take
-    thirteen.
-    """
+    """Return x * sigmoid(x) without a division: in six instructions per element, not thirteen."""
     root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
     return x * root * root
 
@@ -82,7 +78,7 @@ def _make_whole(
     state, late, before, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
     LATE: tl.constexpr, ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Apply a head's pending updates to its state in memory, and zero them.
+    """Apply a head's pending updates to its state in memory, and zero the pending updates.
 
     late: the head's pending updates. before: tokens of the request so far; 0 if it begins.
     """
@@ -95,7 +91,7 @@ def _make_whole(
         total = tl.zeros([KEYS], tl.float32)
         for i in range(LATE):
             mask = (dims < KEY) & (count + dims * 0 > i)
-            # Cumulated logarithms only fall, so the last is the smallest.
+            # Cumulative log decays only decrease, so the last one is the minimum.
             total = tl.minimum(total, tl.load(late + i * ENTRY + of_sum, mask=mask, other=0.0))
         tile = state + dims[:, None] * VALUE + columns[None, :]
         there = (dims < KEY)[:, None] & (columns < VALUE)[None, :]
@@ -108,14 +104,14 @@ def _make_whole(
             value = tl.load(late + i * ENTRY + KEY + columns, mask=own, other=0.0)
             matrix += key[:, None] * value[None, :]
         tl.store(tile, matrix, mask=there)
-    tl.debug_barrier()  # other threads may still read
+    tl.debug_barrier()  # other threads may still be reading
     for origin in range(0, LATE * ENTRY, KEYS):
         place = origin + dims
         tl.store(late + place, tl.zeros([KEYS], tl.float32), mask=place < LATE * ENTRY)
 
 
-# Tile strides have few values per model, so specialising them is fine: if divisible by 16, loads
-# take 16 bytes.
+# Strides are specialised, as a model has few values of them: strides divisible by 16 allow loads of
+# 16 bytes.
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
@@ -125,7 +121,7 @@ def _delta_convolve_kernel(
     conv,
     tail,
     state,
-    late,  # as in `_delta_decode_kernel`
+    late,  # pending updates, as in `_delta_decode_kernel`
     queries,  # [slots, KEY_HEADS, CHUNK, KEYS], like keys
     keys,
     values,  # [slots, VALUE_HEADS, CHUNK, VALUES]
@@ -152,7 +148,7 @@ def _delta_convolve_kernel(
     first += origin
     steps = tl.arange(0, ROWS)
     first_token = (begin + first).to(tl.int64)
-    before = tl.load(kv_len + entry) - length  # 0: the request begins
+    before = tl.load(kv_len + entry) - length  # 0 if the request begins
     tail += tl.load(rows + entry).to(tl.int64) * (SIZES.taps - 1) * SIZES.channels
     if head < 2 * SIZES.key_heads:
         dims = tl.arange(0, SIZES.key_columns)
@@ -173,7 +169,7 @@ def _delta_convolve_kernel(
     else:
         columns = tl.arange(0, SIZES.value_columns)
         head -= 2 * SIZES.key_heads
-        # A new name instead of `qk`, because a name assigned in both branches must have one shape.
+        # Use another name than `qk`: Triton requires one shape for a name assigned in two branches.
         v = convolved_rows(
             x, tail, conv, None, first_token, first, length, before,
             2 * SIZES.key_heads * SIZES.key_dim + head * SIZES.value_dim + columns,
@@ -208,8 +204,8 @@ def _delta_solve_kernel(
     keys,
     weights,  # W: [slots, VALUE_HEADS, CHUNK, KEYS]
     values,  # values on input, overwritten by U
-    totals,  # [slots, VALUE_HEADS, CHUNK] float32: cumulated logarithms of decays in the chunk
-    # [slots, VALUE_HEADS, CHUNK, CHUNK] of x's dtype: products of queries and keys, decayed
+    totals,  # [slots, VALUE_HEADS, CHUNK] float32: cumulative sums of log decays in the chunk
+    # [slots, VALUE_HEADS, CHUNK, CHUNK] of x's dtype: queries @ keys^T, decayed
     overlaps,
     query_start,
     counts,
@@ -265,9 +261,9 @@ def _delta_solve_kernel(
 
 @triton.jit
 def _whole(totals, at, KEYS: tl.constexpr, CHUNK: tl.constexpr, BY_KEY: tl.constexpr):
-    """Return the logarithm of a whole chunk's decay.
+    """Load the logarithm of a whole chunk's decay.
 
-    at: index of the chunk's first token among all slots and heads.
+    at: index of the chunk's first token in `totals`, counted over all slots and heads.
     """
     last = at + CHUNK - 1
     if BY_KEY:
@@ -341,7 +337,7 @@ def _delta_pass_kernel(
             matrix = tl.load(own + own_tile, mask=goes_on, other=0.0)
             first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
             last = first + tl.cdiv(end - begin, CHUNK)
-            # Load the decay one chunk ahead: its latency would otherwise delay the state's update.
+            # Load the decay one chunk ahead, so that its latency does not delay the state's update.
             whole = _whole(
                 totals, (first * SIZES.value_heads + head) * CHUNK, SIZES.key_columns, CHUNK, BY_KEY
             )
@@ -406,7 +402,7 @@ def _delta_norm_kernel(
     ROWS: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):
-    """Norm and gate the outputs of chunks' tokens; tokens after the last entry get zeros."""
+    """Norm and gate the outputs of chunks' tokens; padding tokens get zeros."""
     head = tl.program_id(0)
     first = tl.load(query_start + tl.load(counts))
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -426,7 +422,7 @@ def _delta_norm_kernel(
 
 
 class Handed(NamedTuple):
-    """The intermediate tensors of chunks, which later kernels read; see their arguments."""
+    """The intermediate tensors that `pass` reads; see the arguments of `_delta_pass_kernel`."""
 
     queries: Tensor
     keys: Tensor
@@ -441,9 +437,9 @@ def delta_chunks(
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
-    """Compute the gated delta rule of a range of entries into out; advance tails and states.
+    """Compute the gated delta rule of a step's chunks into out; update tails and states in place.
 
-    The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
+    These are the entries meta.counts[0] .. meta.counts[1] - 1. Padding tokens get zeros.
     """
     x, _, a, b, heads, _, state, _ = inputs
     assert meta.rows is not None and meta.counts is not None
@@ -490,10 +486,10 @@ def convolve(
     values: Tensor,  # [slots, value_heads, CHUNK, VALUES]
     meta: AttentionMeta,
 ) -> None:
-    """Launch the first kernel of a step's chunks.
+    """Launch the first kernel of a step's chunks (convolve).
 
-    Writes convolved and normed queries and keys, and convolved values. Applies pending updates to
-    the states.
+    It writes convolved and normed queries and keys, and convolved values. It also applies pending
+    updates to the states.
     """
     x, _, _, _, heads, tail, state, late = inputs
     slots, key_heads, _, padded = keys.shape
@@ -528,17 +524,16 @@ def pass_and_norm(
     meta: AttentionMeta,
     handed: Handed,
 ) -> None:
-    """Launch the last two kernels of a step's chunks.
+    """Launch the last two kernels of a step's chunks (pass and norm).
 
-    Writes the tokens' outputs to out, each entry's new state to state, and its convolution's last
-    inputs to tail.
+    They write the tokens' outputs to out, and each entry's new state and tail to inputs.
     """
     x, z, _, _, heads, tail, state, _ = inputs
     queries, keys, weights, values, totals, overlaps = handed
     value_heads, padded = values.shape[1], values.shape[3]
     channels = heads.conv.shape[0]
     walked = min(ENTRIES, num_chunked(meta))
-    # The number of prompts in a step decides the launch; all variants are compiled at the start
+    # The launch depends on the number of prompts in a step; all variants are compiled at the start
     # (`engine.runner.warm_up`).
     shape = pass_launch(
         walked * value_heads, num_sms(x.device), keys.shape[3], padded, x.element_size(),

@@ -2,10 +2,10 @@
 oracle of all back ends. `kernels.reference.Kernels.gated_delta` and `Kernels.kimi_delta` define
 them; the norm of results is not included here.
 
-A head's state is a matrix that maps keys to values. Each token decays the state and corrects the
-value to which it maps the token's key. Kimi decays each key element separately. Tokens of one
-request are sequential; decodes of several requests are one batch. Prompts are computed 64 tokens at
-a time: within a chunk, corrections follow from a triangular system, without a loop over tokens.
+A head's state is a matrix that maps keys to values. Each token decays the state, and corrects the
+value to which the state maps the token's key. Kimi decays each key element separately. Tokens of
+one request are sequential; decodes of several requests are one batch. Prompts are computed 64
+tokens at a time: a triangular system gives the corrections of all tokens of a chunk.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class DeltaHeads:
     bias: [value_heads], or [value_heads * key_size] with by_key, float32: dt_bias.
     norm, eps: RMS norm of each head's results; norm is [value_size] float32.
     most: maximum factor of a correction (beta).
-    by_key: whether each key element decays separately; there are then as many key heads as value
-    heads.
+    by_key: whether each key element decays separately. There are then as many key heads as value
+        heads.
     """
 
     key_heads: int
@@ -62,8 +62,8 @@ class DeltaInputs(NamedTuple):
     heads: sizes and parameters of the layer.
     tail [rows, taps - 1, channels] float32: last inputs of the convolution, written at meta.rows.
     state [rows, value_heads, key_size, value_size] float32: states, written at meta.rows.
-    pending_updates [rows, value_heads, n, elements] float32: changes of up to n decodes since a
-        state was written, or None where each token writes its state.
+    pending_updates [rows, value_heads, n, elements] float32: updates by up to n decodes since a
+        state was written. None: each token writes its state.
     """
 
     x: Tensor
@@ -77,7 +77,7 @@ class DeltaInputs(NamedTuple):
 
 
 def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
-    """Return the results of a delta rule before their norm; advance tails and states in place.
+    """Return the results of a delta rule before their norm; update tails and states in place.
 
     The rule is that of `Kernels.gated_delta`, or of `Kernels.kimi_delta` for heads with by_key.
     Returns [num_tokens, value_heads, value_size] float32.
@@ -135,8 +135,7 @@ def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, own: Tensor
 ) -> Tensor:
-    """Return the outputs of one token of each request. own: the requests' states, updated in
-    place."""
+    """Return the outputs of one token per request. own: the requests' states, updated in place."""
     own *= log_decay.exp()[..., None]
     wrong = (v - (k[..., None, :] @ own)[..., 0, :]) * beta[..., None]
     own.addcmul_(k[..., None], wrong[..., None, :])
@@ -178,7 +177,7 @@ def chunk_rule_by_key(
     """
     total = log_decay.cumsum(1)
     between = (total[:, :, None] - total[:, None, :]).clamp_(max=0.0).exp_()
-    decayed_keys = between.mul_(k[:, None])  # key j, decayed until token i
+    decayed_keys = between.mul_(k[:, None])  # at [i, j]: key j, decayed until token i
     weighed = k * beta[..., None]
     overlap = (decayed_keys @ weighed[..., None])[..., 0].tril_(-1)
     since = total.exp()

@@ -1,22 +1,23 @@
 """Gated DeltaNet and Kimi Delta Attention on CUDA.
 
-Decodes: one launch reads and writes each state once. A program has a head of a sequence, or some
-columns of the head's state, in blocks: the next block is loaded while one is computed. Convolution,
-gates, norms of queries and keys, norm and gate of the result, and the next tail are fused.
+Decodes: one launch reads and writes each state once. A program computes a head of a sequence, or
+some columns of the head's state, block by block; it loads the next block while it computes one. The
+launch also computes convolution, gates, norms of queries and keys, norm and gate of the result, and
+the next tail.
 
-With pending updates (`late`), a decode writes the state only if the request's number of tokens,
-including its own, is a multiple of LATE + 1, or if it is the first token. Other decodes append a
-pending update: their key, correction, and the cumulated logarithm of decays. With S0 the state in
-memory and pending updates i, the state is
+With pending updates (`late`), most decodes do not write the state. A decode writes it only if its
+token is the request's first, or if the request's number of tokens, including this one, is a
+multiple of LATE + 1. Other decodes append a pending update: their key, correction, and the
+cumulative sum of log decays. With S0 the state in memory and pending updates i, the state is
 
     exp(G) S0 + sum over i of exp(G - G_i) k_i u_i^T
 
 where G is the sum of log decays since S0 was written. Outputs are computed from these terms, so the
-state in registers is only read. The position alone decides which updates exist. So if a state is
-written at another position, by a prompt or a new request, the earlier updates must be zeroed, as
+state in memory is only read. The number of pending updates follows from the position alone. So if a
+prompt or a new request writes a state at another position, it must also zero the earlier updates;
 zeros have no effect.
 
-A decode writes an update that no program of its launch reads, so programs that share a head need
+The update that a decode appends is not read in the same launch, so programs that share a head need
 not wait for each other.
 
 Prompts are computed in chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi). In
@@ -54,13 +55,13 @@ class DecodeLaunch(NamedTuple):
 
 
 def decode_launch(programs: int, sms: int, values: int, by_key: bool = False) -> DecodeLaunch:
-    """Return the launch of a decode, by sweeps on an H200 with 32 heads of 128 x 128 and 1 to 512
-    sequences.
+    """Return a decode's launch parameters, from sweeps on an H200.
 
     programs: sequences * heads. values: padded columns of a state.
-    If these are few, a head's columns are divided among several programs, to use all
-    multiprocessors. With more than four warps a program would have more threads than a key has
-    elements, and the compiler would load each element many times.
+
+    The sweeps had 32 heads of 128 x 128 and 1 to 512 sequences. With few sequences, a head's
+    columns are divided among several programs to use all multiprocessors. With more than four warps
+    a program would have more threads than a key has elements, and load elements many times.
     """
     if 2 * programs <= sms and not by_key:
         return DecodeLaunch(min(16, values), 1, max(1, values // 16))
@@ -82,7 +83,7 @@ def _weights(conv, channels, mask, TAPS: tl.constexpr):
 def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     """Load the convolution's inputs of some channels for a decode, one vector per tap.
 
-    x: the token's own inputs. before: tokens of the request before it.
+    x: pointer to the token's own inputs. before: the number of the request's earlier tokens.
     """
     inputs = ()
     old = mask & (before + channels * 0 > 0)
@@ -94,7 +95,7 @@ def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.cons
 
 @triton.jit
 def _mixed(seen, weights, TAPS: tl.constexpr):
-    """Return SiLU of the convolution of some channels."""
+    """Return SiLU of some channels' convolution. seen, weights: from `_seen` and `_weights`."""
     total = seen[0].to(tl.float32) * weights[0]
     for tap in tl.static_range(1, TAPS):
         total += seen[tap].to(tl.float32) * weights[tap]
@@ -112,9 +113,9 @@ def _keep(tail, seen, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr
 @triton.jit
 def _following(tile, matrix, goes_on, own, piece, VALUE: tl.constexpr, PIECES: tl.constexpr,
                COLUMNS: tl.constexpr):  # fmt: skip
-    """Prefetch the state's next block of columns, while block `piece` is computed.
+    """Load block `piece + 1` of the state's columns, while block `piece` is computed.
 
-    Returns `matrix` for the last block, after which nothing is left to load.
+    For the last block, returns `matrix` unchanged.
     """
     if piece + 1 < PIECES:
         there = (own < VALUE - (piece + 1) * COLUMNS)[None, :]
@@ -129,10 +130,12 @@ def _renewed(
     VALUE: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, LATE: tl.constexpr,
     ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Update a state with a token and store it. Returns the token's outputs, [PIECES, COLUMNS].
+    """Apply pending updates and a token to a state, and store the state.
 
-    tile: pointers to the first piece of the state, whose content is matrix.
-    late_keys: decayed keys of the first `since` entries of `late`.
+    Returns the token's outputs, [PIECES, COLUMNS].
+
+    tile: pointers to the first block of the state's columns. matrix: the block's content.
+    late: pending updates. since: their number. late_keys: their decayed keys.
     """
     own = first + tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)[:, None]
@@ -141,7 +144,7 @@ def _renewed(
         decay = decay[:, None]
     outputs = tl.zeros([PIECES, COLUMNS], tl.float32)
     for piece in tl.static_range(PIECES):
-        # Load before this piece is stored, as later loads may not be moved before the store.
+        # Load the next block before this one is stored: the compiler moves no load before a store.
         following = _following(tile, matrix, goes_on, own, piece, VALUE, PIECES, COLUMNS)
         wanted = tl.sum(tl.where(pieces == piece, v, 0.0), axis=0)
         matrix = matrix * decay
@@ -164,7 +167,7 @@ def _read(
     tile, matrix, goes_on, q, k, first, VALUE: tl.constexpr, PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of k and of q with an unchanged state, [PIECES, COLUMNS] each."""
+    """Return k^T state and q^T state, [PIECES, COLUMNS] each. Other arguments: see `_renewed`."""
     own = first + tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)[:, None]
     of_k = tl.zeros([PIECES, COLUMNS], tl.float32)
@@ -195,8 +198,8 @@ def _delta_decode_kernel(
     norm,
     tail,
     state,
-    # [rows, VALUE_HEADS, LATE, ENTRY] float32: keys, corrections, cumulated logarithms; None if
-    # LATE is 0
+    # [rows, VALUE_HEADS, LATE, ENTRY] float32, pending updates: key, correction and cumulative log
+    # decay of each; None if LATE is 0
     late,
     out,
     partial,  # [entries * VALUE_HEADS, VALUES] float32: results before their norm, if PARTS > 1
@@ -244,12 +247,12 @@ def _delta_decode_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # One memory latency for all indices, one for the data they point to.
+    # Load all indices first, then all data, so that there are only two memory latencies.
     decodes = tl.load(counts)
     token = tl.load(query_start + entry).to(tl.int64)
-    before = tl.load(kv_len + entry) - 1  # 0: the request begins
+    before = tl.load(kv_len + entry) - 1  # 0 if the request begins
     row = tl.load(rows + entry).to(tl.int64)
-    if (entry >= decodes) | (before < 0):  # padding, or a token of another launch
+    if (entry >= decodes) | (before < 0):  # padding, or a decode that another launch computes
         return
     x += token * x_stride
     tail += row * (SIZES.taps - 1) * SIZES.channels
@@ -281,7 +284,7 @@ def _delta_decode_kernel(
             old = late + i * ENTRY
             late_keys += (tl.load(old + dims, mask=found_key, other=0.0),)
             late_values += (tl.load(old + SIZES.key_dim + columns, mask=found_value, other=0.0),)
-            # Unmasked; another program may be writing an entry that is not used.
+            # This load is not masked by `since`. Another program may be writing an unused update.
             late_sum = tl.load(old + of_sum, mask=decay_mask, other=0.0)
             late_sums += (tl.where(since > i, late_sum, 0.0),)
     q = _mixed(q_seen, q_weights, SIZES.taps)
@@ -292,7 +295,7 @@ def _delta_decode_kernel(
     total = -rate * softplus(step.to(tl.float32) + shift)
     beta = SIZES.most * tl.sigmoid(beta.to(tl.float32))
     if LATE:
-        # Cumulated logarithms only fall, so the last is the smallest.
+        # Cumulative log decays only decrease, so the last one is the minimum.
         last_sum = late_sums[0]
         for i in tl.static_range(1, LATE):
             last_sum = tl.minimum(last_sum, late_sums[i])
@@ -301,13 +304,13 @@ def _delta_decode_kernel(
         for i in tl.static_range(LATE):
             decayed_keys += (late_keys[i] * tl.exp(total - late_sums[i]),)
     decay_factor = tl.exp(total)
-    # Queries and keys belong to several programs, so the last one writes their tail. Arrive now,
-    # before any store, whose end the arrival would wait for.
+    # Several programs read the tail of queries and keys, so the last one writes it. Arrive before
+    # any store, because the arrival would wait for the store's end.
     last = True
     if SHARED * PARTS > 1:
         last = comes_last(arrived + entry * SIZES.key_heads + key_head, SHARED * PARTS)
     else:
-        tl.debug_barrier()  # threads may read the same elements
+        tl.debug_barrier()  # other threads may still be reading these elements
     _keep(tail, v_seen, of_v, wide_mask, SIZES.channels, SIZES.taps)
     if last:
         _keep(tail, q_seen, of_q, key_mask, SIZES.channels, SIZES.taps)
@@ -318,7 +321,7 @@ def _delta_decode_kernel(
                 tile, matrix, goes_on, q, k, v, decay_factor, beta, late, since, decayed_keys,
                 first, SIZES.key_dim, SIZES.value_dim, PIECES, COLUMNS, LATE, ENTRY, SIZES.by_key,
             )  # fmt: skip
-            if since == 0:  # a new request: this token is in the state, so its entry is zeros
+            if since == 0:  # a new request: the state includes this token, so the update is zero
                 tl.store(
                     late + SIZES.key_dim + columns, columns * 0.0, mask=columns < SIZES.value_dim
                 )
@@ -363,7 +366,7 @@ def _delta_decode_kernel(
         tl.store(partial + columns, outputs)
         heads_arrived = arrived + tl.num_programs(0) * SIZES.key_heads
         if comes_last(heads_arrived + entry * SIZES.value_heads + head, PARTS):
-            # Bypass L1, which does not have other multiprocessors' writes.
+            # Bypass L1, which may not have other multiprocessors' writes.
             every = tl.load(partial + whole, cache_modifier=".cg")
             scales = tl.load(norm + whole, mask=there, other=0.0)
             gates = tl.load(
@@ -375,11 +378,11 @@ def _delta_decode_kernel(
 
 
 def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = False) -> Tensor:
-    """Return the results of `Kernels.gated_delta`; advance tails and states in place.
+    """Return the results of `Kernels.gated_delta`; update tails and states in place.
 
     Tokens after the last entry get zeros.
-    inputs: x, z, a and b may have any row stride, a and b the same.
-    deterministic: make results independent of how a prompt is cut into chunks, bit for bit.
+    inputs: x, z, a and b may have any row stride, but a and b must have the same.
+    deterministic: make results independent of how a prompt is chunked, bit for bit.
     """
     x, heads = inputs.x, inputs.heads
     assert inputs.a.stride(0) == inputs.b.stride(0)
@@ -392,7 +395,7 @@ def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = 
 
 
 def kimi_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = False) -> Tensor:
-    """Return the results of Kimi Delta Attention; advance tails and states in place.
+    """Return the results of Kimi Delta Attention; update tails and states in place.
 
     Tokens after the last entry get zeros.
     inputs: x, z, a and b may have any row stride. deterministic: as in gated_delta.
@@ -411,9 +414,9 @@ def verify(
 ) -> Tensor:
     """Return the outputs of decodes and of runs of drafts, [num_tokens, value_heads * value_size].
 
-    One launch computes decodes without drafts and advances their states, another one computes the
-    runs and writes no state. A function is added to `runs.replays` that advances the runs' states
-    by the accepted tokens.
+    One launch computes decodes without drafts and updates their states. Another launch computes
+    runs and writes no states. A function that updates the runs' states by the accepted tokens is
+    added to `runs.replays`.
     """
     x, heads = inputs.x, inputs.heads
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
@@ -427,7 +430,7 @@ def _by_token(
     inputs: DeltaInputs,
     out: Tensor,
     meta: AttentionMeta,
-    prompts: bool,  # whether prompts are computed token by token, too; padding then gets zeros
+    prompts: bool,  # whether to compute prompts token by token, too, and write zeros for padding
 ) -> None:
     x, z, a, b, heads, tail, state, late = inputs
     assert meta.rows is not None and meta.counts is not None

@@ -1,9 +1,10 @@
 """Gated DeltaNet and Kimi Delta Attention on CUDA, token by token.
 
-A program keeps a head's state in registers while it walks over the tokens of one sequence (an entry
-of the step), so results are batch-invariant. It computes all entries in deterministic mode or if
-all are short (`AttentionMeta.by_token`), and applies pending updates first. Where drafts are
-verified in place, a walk over them writes no state; a second walk over the accepted tokens does.
+A program keeps a head's state in registers and computes the tokens of one sequence (an entry of the
+step) one after the other, so results are batch-invariant. It applies pending updates first. The
+kernel computes all entries in deterministic mode, or if all entries are short
+(`AttentionMeta.by_token`). If draft tokens are verified in place, a first launch over them writes
+no states; a second launch over the accepted tokens does.
 """
 
 import triton
@@ -23,7 +24,7 @@ def head_channels(
     head, dims, columns, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Return the channels of a value head's query, key, and some columns of its value."""
+    """Return the channels of a value head's query and key, and of some columns of its value."""
     of_q = head // (VALUE_HEADS // KEY_HEADS) * KEY + dims
     of_k = KEY_HEADS * KEY + of_q
     of_v = 2 * KEY_HEADS * KEY + head * VALUE + columns
@@ -32,7 +33,10 @@ def head_channels(
 
 @triton.jit
 def decay_of(decay, bias, head, dims, KEY: tl.constexpr, BY_KEY: tl.constexpr):
-    """Load a head's decay rate. Also returns offsets, mask and biases of its steps."""
+    """Load a head's decay rate exp(A_log).
+
+    Returns (rate, offsets into `a`, mask, dt_bias); the last three are per key element if BY_KEY.
+    """
     rate = tl.exp(tl.load(decay + head))
     of_decay = head
     mask = True
@@ -44,7 +48,10 @@ def decay_of(decay, bias, head, dims, KEY: tl.constexpr, BY_KEY: tl.constexpr):
 
 @triton.jit
 def normed_result(results, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
-    """Apply norm and gate to a head's results [pieces, columns]; results beyond VALUE are 0."""
+    """Apply norm and gate to a head's results [pieces, columns].
+
+    results: zero in padding columns. gate: the head's z, of the same shape.
+    """
     mean = tl.sum(tl.sum(results * results, axis=1), axis=0) / VALUE
     gate = gate.to(tl.float32)
     opened = tl.sigmoid(gate)
@@ -58,15 +65,15 @@ def _applied(
     matrix, late, since, dims, columns, KEY: tl.constexpr, VALUE: tl.constexpr,
     LATE: tl.constexpr, ENTRY: tl.constexpr, BY_KEY: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Return a head's state with its pending updates, and zero these in memory if KEEPS.
+    """Apply pending updates to a head's state in registers, and zero them in memory if KEEPS.
 
-    since: how many there are.
+    since: the number of pending updates.
     """
     of_sum = KEY + VALUE + dims * (1 if BY_KEY else 0)
     total = dims * 0.0
     for i in tl.static_range(LATE):
         mask = (dims < KEY) & (since + dims * 0 > i)
-        # Cumulated logarithms only fall, so the last is the smallest.
+        # Cumulative log decays only decrease, so the last one is the minimum.
         total = tl.minimum(total, tl.load(late + i * ENTRY + of_sum, mask=mask, other=0.0))
     matrix *= tl.exp(total)[:, None]
     for i in tl.static_range(LATE):
@@ -77,7 +84,7 @@ def _applied(
         value = tl.load(late + i * ENTRY + KEY + columns, mask=own, other=0.0)
         matrix += key[:, None] * value[None, :]
     if KEEPS:
-        tl.debug_barrier()  # other threads may still read
+        tl.debug_barrier()  # other threads may still be reading
         for origin in range(0, LATE * ENTRY, dims.shape[0]):
             tl.store(late + origin + dims, dims * 0.0, mask=origin + dims < LATE * ENTRY)
     return matrix
@@ -99,9 +106,9 @@ def _delta_walk_kernel(
     norm,
     tail,
     state,
-    late,  # as in `_delta_decode_kernel`
-    out,  # None: no results are written
-    order,  # int64, the tokens' rows in x, z, a, b and out; None = the tokens themselves
+    late,  # pending updates, as in `_delta_decode_kernel`
+    out,  # None: results are not written
+    order,  # int64, each token's row in x, z, a, b and out; None: row i is token i
     arrived,  # [entries * KEY_HEADS], from `tickets`
     rows,
     query_start,
@@ -138,8 +145,8 @@ def _delta_walk_kernel(
                 into = out + (token * SIZES.value_heads + head) * SIZES.value_dim
                 tl.store(into + columns, pads, mask=value_mask)
         return
-    before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
-    if (begin == end) | (before < 0):  # no tokens, or one of another launch
+    before = tl.load(kv_len + entry) - (end - begin)  # 0 if the request begins
+    if (begin == end) | (before < 0):  # no tokens, or an entry that another launch computes
         return
     row = tl.load(rows + entry).to(tl.int64)
     tail += row * (SIZES.taps - 1) * SIZES.channels
@@ -240,8 +247,7 @@ def _delta_walk_kernel(
             x, tail, begin, end, before, of_v, value_mask, x_stride, SIZES.channels, SIZES.taps,
             order,
         )  # fmt: skip
-        # Queries and keys belong to all heads that share them, so the last program writes their
-        # tail.
+        # All value heads that share a key head read its tail, so the last program writes it.
         if comes_last(arrived + entry * SIZES.key_heads + key_head, SHARED):
             keep_tail(
                 x, tail, begin, end, before, of_q, key_mask, x_stride, SIZES.channels, SIZES.taps,
@@ -263,8 +269,9 @@ def walk(
 ) -> None:
     """Compute the delta rule of all entries token by token; see `_delta_walk_kernel`.
 
-    out: None: results are not written. order: the step's indices of meta's tokens, None: the same
-    indices. keeps: whether states and tails are written.
+    out: [num_tokens, value_heads * value_size]; None: results are not written.
+    order: the indices in the step of meta's tokens; None: 0, 1, 2, ...
+    keeps: whether to write states and tails.
     """
     x, z, a, b, heads, tail, state, late = inputs
     assert meta.rows is not None and meta.counts is not None
@@ -288,7 +295,7 @@ def walk(
         SIZES=sizes,
         **late_sizes(late),
         KEEPS=keeps,
-        # Two tokens of 32 requests with 32 states of 128 x 128: 69 us; with 16 warps 361 us.
+        # Two tokens of 32 requests with 32 states of 128 x 128: 69 us with 4 warps, 361 with 16.
         num_warps=4 if sizes.key_columns * values <= 128 * 128 else 16,
         **pdl(x.device),
     )

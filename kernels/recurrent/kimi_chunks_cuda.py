@@ -1,18 +1,19 @@
 """Kimi Delta Attention over prompts on CUDA, 64 tokens at a time on tensor cores, in six launches:
 
     convolve  as in `delta_chunks_cuda`
-    decays    per chunk and head: cumulated logarithms of decays
+    decays    per chunk and head: cumulative sums of log decays
     pairs     per 16 tokens of a chunk and head: the effect of earlier tokens on these
-    solve     per chunk and head: as `_delta_solve_kernel`, from the results of pairs
+    solve     per chunk and head: as in `_delta_solve_kernel`, from the results of pairs
     pass, norm   as in `delta_chunks_cuda`
 
 Names follow `kernels.recurrent.delta_rule.chunk_rule_by_key`. The effect of token j on a later
-token i is a sum over key elements, each decayed by exp(g_i - g_j). As a GEMM it is (k_i exp(g_i -
-r)) (k_j exp(r - g_j)), where the factors must not overflow. Here r is the value before the 16
-tokens that i belongs to. For j among these 16 the second factor is above 1; where an element decays
-by more than STEEPEST within them, these pairs of tokens are summed element by element.
+token i is a sum over key elements, each decayed by exp(g_i - g_j), where g are cumulative log
+decays. As a GEMM it is (k_i exp(g_i - r)) (k_j exp(r - g_j)), where the factors must not overflow.
+Here r is the value of g before the 16 tokens that i belongs to. For j among these 16 tokens the
+second factor is above 1. If an element decays by more than STEEPEST within these tokens, their
+pairs are summed element by element.
 
-States are float32 between chunks. Operands, and data between launches except cumulated logarithms,
+States are float32 between chunks. Operands, and data between launches except cumulative log decays,
 have x's dtype.
 """
 
@@ -35,9 +36,9 @@ from kernels.recurrent.delta_rule import DeltaInputs
 from kernels.recurrent.sizes import tile_sizes
 
 PART = 16  # tokens whose pairs may be summed element by element
-# dtype -> the maximum decrease of the cumulated log decay of a key element within PART tokens for
-# which their pairs are a GEMM. The factors of a pair, within e^-STEEPEST and e^STEEPEST, must not
-# lose x's precision.
+# dtype -> the maximum decrease of a key element's cumulative log decay within PART tokens for which
+# a GEMM computes the pairs. The factors of a pair are between e^-STEEPEST and e^STEEPEST, and must
+# not lose x's precision.
 STEEPEST = {torch.float32: 60.0, torch.bfloat16: 60.0, torch.float16: 6.0}
 DECAYS = Launch(4, 1)
 PAIRS = Launch(4, 1)
@@ -52,7 +53,7 @@ def _kimi_decays_kernel(
     a,
     decay,
     bias,
-    totals,  # [slots, HEADS, CHUNK, KEYS] float32: cumulated logarithms of decays in the chunk
+    totals,  # [slots, HEADS, CHUNK, KEYS] float32: cumulative log decays in the chunk
     query_start,
     counts,
     a_stride,
@@ -87,8 +88,8 @@ def _kimi_pairs_kernel(
     queries,
     keys,
     totals,
-    lower,  # [slots, HEADS, CHUNK, CHUNK] float32: products of keys and earlier keys, without beta
-    overlaps,  # products of queries and earlier keys, of x's dtype
+    lower,  # [slots, HEADS, CHUNK, CHUNK] float32: decayed keys @ earlier keys^T, without beta
+    overlaps,  # like `lower`, in x's dtype: decayed queries @ earlier keys^T
     query_start,
     counts,
     num_tokens,
@@ -205,9 +206,9 @@ def kimi_chunks(
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
-    """Compute Kimi Delta Attention of a range of entries into out; advance tails and states.
+    """Compute Kimi Delta Attention of a step's chunks into out; update tails and states in place.
 
-    The entries are counts[0] .. counts[1] - 1 of meta. Tokens after the last entry get zeros.
+    These are the entries meta.counts[0] .. meta.counts[1] - 1. Padding tokens get zeros.
     """
     x, _, a, b, heads, _, state, _ = inputs
     assert meta.rows is not None and heads.key_heads == heads.value_heads

@@ -1,8 +1,8 @@
 """Mamba-1 in plain torch (arXiv 2312.00752): the oracle of all back ends.
-`kernels.reference.Kernels.mamba1` defines it.
+`kernels.reference.Kernels.mamba1` defines the operation.
 
-A channel's state is a vector whose elements decay at different rates. So no matmul covers several
-tokens, and prompts are computed token by token, with states in the processor's cache.
+A channel's state is a vector whose elements decay at different rates. So several tokens cannot be
+computed by one matmul, and prompts are computed token by token.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ CHUNK = 64  # tokens whose decays are computed at once
 
 
 class Mamba1Inputs(NamedTuple):
-    """The inputs of a layer of Mamba-1 in one step; all but the gate are contiguous.
+    """The inputs of a Mamba-1 layer in one step; all except the gate are contiguous.
 
     x [num_tokens, channels] float32: results of the convolution.
     dt [num_tokens, channels]: a step is its softplus.
@@ -39,7 +39,7 @@ class Mamba1Inputs(NamedTuple):
 
 
 def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
-    """Return the results of Mamba-1 without the gate; advance states (`Kernels.mamba1`)."""
+    """Return the results of Mamba-1 without the gate; update states in place (`Kernels.mamba1`)."""
     rates, skip, state = inputs.rates, inputs.skip, inputs.state
     x, b, c = inputs.x.float(), inputs.b.float(), inputs.c.float()
     step = softplus(inputs.dt.float())

@@ -1,7 +1,7 @@
-"""Mamba-1 on CUDA, for decodes and prompts: a program keeps the states of some channels in
-registers and processes the tokens of one sequence (an entry of the step) one by one.
+"""Mamba-1 on CUDA, for decodes and prompts.
 
-Results are batch-invariant: they do not depend on the other entries.
+A program keeps the states of some channels in registers and processes the tokens of one sequence
+(an entry of the step) one by one. So results are batch-invariant.
 """
 
 import triton
@@ -49,7 +49,7 @@ def _mamba1_kernel(
         return
     if begin == end:
         return
-    before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
+    before = tl.load(kv_len + entry) - (end - begin)  # 0 if the request begins
     row = tl.load(rows + entry).to(tl.int64)
     tile = channels[:, None] * STATE + dims[None, :]
     tile_mask = mask[:, None] & dim_mask[None, :]
@@ -72,7 +72,7 @@ def _mamba1_kernel(
 
 
 def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
-    """Return the results of Mamba-1 without the gate; advance states (`Kernels.mamba1`).
+    """Return the results of Mamba-1 without the gate; update states in place (`Kernels.mamba1`).
 
     Tokens after the last entry get zeros.
     """

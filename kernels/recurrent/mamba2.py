@@ -1,9 +1,10 @@
 """Mamba-2 in plain torch (arXiv 2405.21060): the oracle of all back ends.
-`kernels.reference.Kernels.mamba2` defines it.
+`kernels.reference.Kernels.mamba2` defines the operation.
 
 A head's state is a matrix, [head_size, state_size]. Each token multiplies the state by one factor,
 its decay, and adds x B^T; the output is the state times C. Prompts are computed 64 tokens at a
-time: effects within a chunk as attention with decays, effects between chunks through the state.
+time. Within a chunk, tokens affect each other like linear attention with decays; earlier chunks act
+through the state.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Mamba2Heads:
 def mamba2(
     x: Tensor, dt: Tensor, heads: Mamba2Heads, tail: Tensor, state: Tensor, meta: AttentionMeta
 ) -> Tensor:
-    """Return the results of Mamba-2; advance tails and states in place (`Kernels.mamba2`)."""
+    """Return the results of Mamba-2; update tails and states in place (`Kernels.mamba2`)."""
     mixed = silu(causal_conv(x, heads.conv, heads.conv_bias, tail, meta))
     shared = heads.groups * heads.state_size
     inner, b, c = mixed.split((heads.heads * heads.head_size, shared, shared), dim=1)

@@ -5,8 +5,8 @@
     read      per chunk and head: outputs, from the state before the chunk and the chunk's tokens
 
 The computation is that of `kernels.recurrent.mamba2.chunk_scan`. States are float32 between chunks.
-Operands, and data between launches, have x's dtype. Sums start anew with each chunk, and chunks
-with each entry, so results depend on how a prompt is cut.
+Operands, and data between launches, have x's dtype. Chunks begin at each entry's first token in the
+step, so results depend on how a prompt is chunked.
 """
 
 import torch
@@ -36,8 +36,8 @@ PASS = PassLaunch(64, 4, 2)
 READ = Launch(4, 1)
 
 
-# Tile strides have few values per model, so specialising them is fine: if divisible by 16, loads
-# take 16 bytes.
+# Strides are specialised, as a model has few values of them: strides divisible by 16 allow loads of
+# 16 bytes.
 # 20 parameters or more: 19 are tensors and numbers of the launch, and constants are in a struct.
 @triton.jit(
     do_not_specialize=["dt_stride", "num_tokens"],
@@ -55,7 +55,7 @@ def _mamba2_prepare_kernel(
     inputs,  # [slots, GROUPS, CHUNK, STATES]: B; outputs is C
     outputs,
     sizes,  # [slots, HEADS, CHUNK] float32: the time steps, Mamba's delta
-    totals,  # like `sizes`: cumulated logarithms of decays in the chunk
+    totals,  # like `sizes`: cumulative log decays in the chunk
     rows,
     query_start,
     kv_len,
@@ -78,7 +78,7 @@ def _mamba2_prepare_kernel(
     own = tl.arange(0, LAYER.sizes)
     there = first + steps < length
     first_token = (begin + first).to(tl.int64)
-    before = tl.load(kv_len + entry) - length  # 0: the request begins
+    before = tl.load(kv_len + entry) - length  # 0 if the request begins
     tail += tl.load(rows + entry).to(tl.int64) * (LAYER.taps - 1) * LAYER.channels
     u = convolved_rows(
         x, tail, conv, conv_bias, first_token, first, length, before, head * LAYER.size + own,
@@ -248,9 +248,9 @@ def mamba2_chunks(
     out: Tensor,  # [num_tokens, heads, head_size] float32
     meta: AttentionMeta,
 ) -> None:
-    """Compute Mamba-2 of a range of entries into out; advance tails and states in place.
+    """Compute Mamba-2 of a step's chunks into out; update tails and states in place.
 
-    The entries are counts[0] .. counts[1] - 1 of meta. Tokens after the last entry get zeros.
+    These are the entries meta.counts[0] .. meta.counts[1] - 1. Padding tokens get zeros.
     """
     assert meta.rows is not None and meta.counts is not None
     num_tokens, channels = x.shape[0], heads.conv.shape[0]

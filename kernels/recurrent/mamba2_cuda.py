@@ -1,9 +1,9 @@
 """Mamba-2 on CUDA.
 
-Decodes: each program keeps some rows of a head's state in registers and processes the tokens of a
-sequence (an entry of the step), of which a decode has one. Convolution and next tail are fused, so
-a decode step is one launch that reads and writes each state once. Prompts are computed in chunks
-(`mamba2_chunks_cuda`), in deterministic mode token by token, so that results are batch-invariant.
+Each program keeps some rows of a head's state in registers, and processes the tokens of a sequence
+(an entry of the step) one by one. Convolution and next tail are fused. So a step of decodes is one
+launch that reads and writes each state once. Prompts are computed in chunks (`mamba2_chunks_cuda`).
+In deterministic mode they are computed token by token, so that results are batch-invariant.
 """
 
 from typing import NamedTuple
@@ -75,7 +75,7 @@ def _mamba2_kernel(
         return
     if begin == end:
         return
-    before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
+    before = tl.load(kv_len + entry) - (end - begin)  # 0 if the request begins
     row = tl.load(rows + entry).to(tl.int64)
     tail += row * (LAYER.taps - 1) * LAYER.channels
     tile = (
@@ -147,7 +147,7 @@ def _mamba2_kernel(
         tl.store(into + token * LAYER.heads * LAYER.size, outputs, mask=own_mask)
     tl.store(state + tile, matrix, mask=tile_mask)
     keep_tail(x, tail, begin, end, before, of_x, own_mask, x_stride, LAYER.channels, LAYER.taps)
-    # B and C belong to all heads of the group, so the last program writes their tail.
+    # All heads of a group read the tail of B and C, so the last program writes it.
     programs = LAYER.heads // LAYER.groups * tl.num_programs(2)
     if comes_last(arrived + entry * LAYER.groups + group, programs):
         keep_tail(x, tail, begin, end, before, of_b, dim_mask, x_stride, LAYER.channels, LAYER.taps)
@@ -163,12 +163,12 @@ def mamba2(
     meta: AttentionMeta,
     deterministic: bool = False,
 ) -> Tensor:
-    """Return the results of Mamba-2; advance tails and states in place (`Kernels.mamba2`).
+    """Return the results of Mamba-2; update tails and states in place (`Kernels.mamba2`).
 
     Tokens after the last entry get zeros.
 
     x, dt: rows may have any stride.
-    deterministic: make results independent of how a prompt is cut into chunks, bit for bit.
+    deterministic: make results independent of how a prompt is chunked, bit for bit.
     """
     assert meta.rows is not None and meta.counts is not None
     out = state.new_empty(x.shape[0], heads.heads, heads.head_size)

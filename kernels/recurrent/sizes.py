@@ -17,8 +17,8 @@ class DeltaSizes(NamedTuple):
     channels, taps: sizes of the convolution.
     most: the maximum factor of a correction (beta).
     by_key: whether each row of a state decays separately (Kimi Delta Attention).
-    key_columns, value_columns: `key_dim` and `value_dim`, padded. Triton 3.8 has attributes of its
-        own in tuples, `values` among them, so no field may be called that.
+    key_columns, value_columns: `key_dim` and `value_dim`, padded. They are not called `values`,
+        because Triton 3.8's tuples have an attribute of this name.
     """
 
     key_heads: int
@@ -42,15 +42,15 @@ def delta_sizes(heads: DeltaHeads, keys: int, values: int) -> DeltaSizes:
 
 
 def tile_sizes(heads: DeltaHeads, element_size: int) -> dict[str, int]:
-    """Return KEYS and VALUES, the padded sizes of a key and a value."""
-    # With 16 bits and narrower tiles, Triton 3.6's wgmma code reads beyond a program's memory.
+    """Return the constants KEYS and VALUES, the padded sizes of a key and a value."""
+    # With 16 bits, tiles narrower than 64 make Triton 3.6's wgmma code read out of bounds.
     least = 16 if element_size > 2 else 64
     padded = (triton.next_power_of_2(size) for size in (heads.key_size, heads.value_size))
     return {name: max(least, size) for name, size in zip(("KEYS", "VALUES"), padded, strict=True)}
 
 
 def late_sizes(late: Tensor | None) -> dict[str, int]:
-    """Return LATE and ENTRY: the number of pending updates per head, and the elements of each."""
+    """Return the constants LATE, pending updates per head, and ENTRY, elements of an update."""
     entries, size = (0, 0) if late is None else late.shape[2:]
     return {"LATE": entries, "ENTRY": size}
 
@@ -61,7 +61,7 @@ class Mamba2Sizes(NamedTuple):
     heads, size: heads and the channels of a head.
     groups, state: groups of heads that share B and C, and the elements of these.
     channels, taps: sizes of the convolution.
-    least, most: limits of a step's length.
+    least, most: limits of the time step.
     sizes, states: `size` and `state`, padded.
     """
 
