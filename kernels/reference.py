@@ -1,10 +1,11 @@
-"""Kernels: the operations that a model step is made of, each in plain torch.
+"""Kernels: the operations of a model step, each in plain torch.
 
-The class is the base of every back end, which overrides operations that it computes faster, and the
-oracle of their tests. So a new operation is a method here and, where speed matters, in a back end.
+The class is the base class of all back ends, which override operations that they compute faster,
+and the oracle of their tests. So a new operation is a method here, and a back end overrides it
+where speed matters.
 
-What is the same for all layers of a step (which cache rows to gather, masks, rotations) is
-computed at the first layer and kept in ``meta.plan``.
+Values that are the same for all layers of a step (cache rows to gather, masks, rotations) are
+computed at the first layer and stored in ``meta.plan``.
 
 Attention is in kernels/attention/reference.py, experts are in kernels/experts/reference.py.
 """
@@ -81,13 +82,13 @@ class Kernels:
     def prepare(
         self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0
     ) -> None:
-        """Fill meta.plan with what a group of layers shares, once a step, before the layers.
+        """Compute meta.plan, which a KV group's layers share; called once per step, before them.
 
         A back end may do nothing. The CUDA back end launches on the current stream and reads
-        nothing back, so the launch can sit in a CUDA graph.
+        nothing back, so a CUDA graph can capture the launch.
 
         k_cache: the cache of any of these layers; it gives block size, KV heads and head size.
-        latent_rank: width of latents, where k_cache is a cache of latents.
+        latent_rank: width of latents if k_cache is a cache of latents, else 0.
         """
         meta.plan = make_plan(meta, k_cache)
 
@@ -97,8 +98,8 @@ class Kernels:
             if weight.dtype != x.dtype:
                 return self.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
             return _rms_norm(x, weight.shape, weight, eps)
-        # Half the operations of the composite above; the sum of squares must not be rounded to 16
-        # bits.
+        # This takes half the operations of torch's rms_norm. It is only for float32: with 16 bits
+        # the sum of squares would be rounded.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         mean = torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1])
         return torch.mul(x, mean.rsqrt_()).mul_(weight)
@@ -130,12 +131,11 @@ class Kernels:
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last axis of x [...,
-        size].
+        """Return the layer norm of x [..., size], computed in float32, in x's dtype.
 
-        It is computed in float32 and has x's dtype.
+        This is (x - mean) / sqrt(variance + eps) * weight + bias over the last axis.
 
-        weight, bias: [size]; None = one, zero.
+        weight, bias: [size]; None: 1 and 0.
         """
         weight = None if weight is None else weight.float()
         bias = None if bias is None else bias.float()
@@ -152,9 +152,10 @@ class Kernels:
     ) -> Tensor:
         """Return rms_norm(x * silu(gate)) of each of `groups` equal parts of a row.
 
-        gate_last: rms_norm(x) * silu(gate) instead. weight: [size] float32; None: no norm.
-
-        x [n, size] float32 may be written over; gate [n, size] of any dtype, whose the result is.
+        x: [n, size] float32; may be overwritten.
+        gate: [n, size] of any dtype, which is also the dtype of the result.
+        weight: [size] float32; None: no norm.
+        gate_last: compute rms_norm(x) * silu(gate) instead.
         """
         if not gate_last:
             x = x.mul_(silu(gate.float()))
@@ -166,9 +167,11 @@ class Kernels:
         return (x.mul_(silu(gate.float())) if gate_last else x).to(gate.dtype)
 
     def activation(self, x: Tensor, name: str) -> Tensor:
-        """Apply an elementwise function, in float32: "silu", "gelu" (of the error function),
-        "gelu_pytorch_tanh", "relu", "relu2" (its square), "sigmoid", "softplus". Returns a new
-        tensor of x's dtype."""
+        """Apply an elementwise function in float32, and return a new tensor of x's dtype.
+
+        name: "silu", "gelu" (exact, with erf), "gelu_pytorch_tanh", "relu", "relu2" (relu squared),
+            "sigmoid" or "softplus".
+        """
         return _ACTIVATIONS[name](x.float()).to(x.dtype)
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
@@ -176,16 +179,18 @@ class Kernels:
         return x.mul_(factors)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Multiply x [n, m * size] by the sigmoid of gate [n, m, size] in place; gate may have any
-        row stride.
+        """Multiply x [n, m * size] by the sigmoid of gate [n, m, size] in place, and return x.
+
+        gate may have any row stride.
         """
         return x.mul_(torch.sigmoid(gate.flatten(1)))
 
     def add_opened(self, given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:
-        """Multiply `given` [n, size] by the sigmoid of x [n, hidden] @ gate [1, hidden], one number
-        a token.
+        """Multiply each row of `given` [n, size] by sigmoid(x @ gate.T), one number per token.
 
-        The result is added to residual in place if there is one, else written over `given`.
+        x: [n, hidden]. gate: [1, hidden].
+        residual: [n, size], to which the result is added in place; None: `given` is overwritten.
+        Returns the written tensor.
         """
         opened = self.activation(self.linear(x, gate, None), "sigmoid")
         return given.mul_(opened) if residual is None else residual.addcmul_(given, opened)
@@ -218,7 +223,7 @@ class Kernels:
         x: Tensor,
         norm: Tensor,
         eps: float,
-        weight: Tensor,  # [2 * out, in]: the gate's rows, then the up's
+        weight: Tensor,  # [2 * out, in]: the gate's rows, then the up projection's
         bias: Tensor | None,
         gate: str,  # a key of GATES
     ) -> Tensor:
@@ -242,14 +247,13 @@ class Kernels:
         residual: Tensor | None = None,
         x_gate: str | None = None,
     ) -> Tensor:
-        """Return gate(rms_norm(x) @ weight.T + bias), or add x @ weight.T + bias to residual in
-        place.
+        """Return gate(rms_norm(x) @ weight.T + bias), or add x @ weight.T + bias to residual.
 
-        norm: [in]; None: x is taken as it is.
-        gate: a key of GATES, whose rows come before the up's; the result is then [num_tokens, out /
-            2].
-        x_gate: a key of GATES; x is [num_tokens, 2 * in] and x_gate(x) is multiplied; not with a
-            norm.
+        norm: [in]; None: x is not normed.
+        gate: a key of GATES; the weight has the gate's rows before the up projection's, and the
+            result is [num_tokens, out / 2]. None: no gate.
+        residual: [num_tokens, out], written in place; None: the result is a new tensor.
+        x_gate: a key of GATES that is applied first to x [num_tokens, 2 * in]; not with a norm.
         """
         if x_gate is not None:
             x = self.GATES[x_gate](x)
@@ -265,9 +269,9 @@ class Kernels:
         return False
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
-        """Search for a faster linear (with `add`: linear_add) with these weights, all of one shape.
+        """Tune `linear`, or with `add` `linear_add`, for a shape of weights; may do nothing.
 
-        It is for these numbers of rows of x, and may do nothing.
+        weights: several weights of this shape. sizes: numbers of rows of x to tune for.
         """
 
     def rope_kv_write(self, inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
@@ -294,15 +298,16 @@ class Kernels:
         return rotated[:, :num_heads].to(qkv.dtype)
 
     def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:
-        """Compute causal attention of each entry's queries over its cached keys, this step's
-        included, as far as meta.window and meta.chunk let them see.
+        """Return causal attention of each entry's queries over its cached keys.
 
-        q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]. The last query
-        token of entry e stands at position kv_len[e] - 1. Padding tokens give finite values of no
-        meaning. The score of the query at t and the key at s is scale * q k; with softcap > 0 then
-        softcap * tanh(score / softcap) (Gemma 2). sinks [num_heads] float32: logits that join each
-        softmax and have no value (gpt-oss). slopes [num_heads] float32: slope * (s - t) is added to
-        scores (ALiBi).
+        The result is [num_tokens, num_heads * head_dim]. The keys include those of this step;
+        meta.window and meta.chunk limit the keys that a query sees. The last query token of entry e
+        is at position kv_len[e] - 1. Results of padding tokens are finite and meaningless.
+
+        The score of the query at position t and the key at position s is scale * q k. With
+        softcap > 0, scores become softcap * tanh(score / softcap) (Gemma 2). slopes, [num_heads]
+        float32: slope * (s - t) is added to scores (ALiBi). sinks, [num_heads] float32: logits that
+        are added to each softmax without a value (gpt-oss).
         """
         q, k_cache, v_cache = inputs[:3]
         num_tokens, num_heads, head_dim = q.shape
@@ -331,14 +336,14 @@ class Kernels:
         meta: AttentionMeta,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Compute bidirectional attention within texts that are whole in this step; nothing is
-        cached.
+        """Return bidirectional attention within complete texts, without a KV cache.
 
-        A token sees all tokens of its text, or with window > 0 those up to so many places away.
+        The result is [num_tokens, num_heads * head_dim].
 
-        qkv [num_tokens, 3 * num_heads * head_dim], which is written over, ->
-        [num_tokens, num_heads * head_dim]. cos_sin: see RopeInputs; None = no rotation.
-        dtype: the model's type, to which keys and values may be rounded.
+        qkv: [num_tokens, 3 * num_heads * head_dim]; it is overwritten.
+        cos_sin: see RopeInputs; None: no rotation.
+        window: the tokens that a token sees on each side; 0: its whole text.
+        dtype: the model's dtype, to which keys and values may be rounded.
         """
         q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
         if cos_sin is not None:
@@ -360,11 +365,12 @@ class Kernels:
         cache: Tensor,  # [num_blocks, 1, block_size, rank + rope], written at meta.slots
         meta: AttentionMeta,
     ) -> Tensor:
-        """Norm and rotate latents, write them to the cache, and rotate queries. The first `rank`
-        elements of a latent are normed. The `rope` elements after them are a key that all heads
-        share; it and the last `rope` elements of queries are rotated.
+        """Norm and rotate latents, write them to the cache, and return rotated queries.
 
-        q and latents may have rows of any stride. Returns q, contiguous.
+        The first `rank` elements of a latent are normed. The `rope` elements after them are a key
+        that all heads share; they and the last `rope` elements of queries are rotated.
+
+        q and latents may have rows of any stride. The result has q's shape and is contiguous.
         """
         rank = norm.shape[0]
         plan = plan_of(meta, cache)
@@ -387,9 +393,11 @@ class Kernels:
     ) -> Tensor:
         """Compute causal attention of each entry's queries over its latents, this step's included.
 
-        q: the result of latent_write. up [heads, nope + value, rank]: times a latent, its first
-        `nope` rows give a head's key without the part that heads share, the others its value.
-        Returns [num_tokens, heads * value]; rows of padding tokens hold any finite numbers.
+        q: the result of latent_write.
+        up: [heads, nope + value, rank], the up projection. The first `nope` rows times a latent
+            give a head's key without its shared rotary part, the other rows give the head's value.
+
+        Returns [num_tokens, heads * value]. Results of padding tokens are finite and meaningless.
         """
         up = up.to(q.dtype)
         num_tokens, heads, head_dim = q.shape
@@ -405,31 +413,33 @@ class Kernels:
         return out.flatten(1)
 
     def gated_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
-        """Compute the gated delta rule over each entry's tokens, and advance the state in its row.
+        """Compute the gated delta rule over each entry's tokens; update states and tails in place.
 
-        silu(convolution of x) are queries, keys and values; queries and keys are divided by their
-        length. For each token: state *= decay; state += k (beta (v - k^T state))^T; the
-        result is rms_norm(q^T state / sqrt(key_size)) silu(z), head by head: [num_tokens,
-        value_heads * value_size] of x's dtype.
+        silu(convolution of x) gives queries, keys and values; queries and keys are divided by their
+        length. For each token: state *= decay; state += k (beta (v - k^T state))^T. The result is
+        rms_norm(q^T state / sqrt(key_size)) silu(z) for each head: [num_tokens, value_heads *
+        value_size] in x's dtype.
 
-        pending_updates: a row's next tokens add them up (`kernels.recurrent.delta_rule_cuda` says
-        how). On CUDA without deterministic mode alone.
+        inputs.pending_updates: state updates that decodes may append instead of writing states
+            (`kernels.recurrent.delta_rule_cuda`). Only on CUDA, and not in deterministic mode.
         """
         return self._gated(inputs, meta, silu)
 
     def kimi_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
-        """Compute Kimi Delta Attention (arXiv 2510.26692), and advance the states.
+        """Compute Kimi Delta Attention (arXiv 2510.26692); update states and tails in place.
 
-        It is gated_delta whose states decay row by row, and whose results are multiplied by
-        sigmoids.
+        It is gated_delta with a decay for each row of a state, and with results multiplied by
+        sigmoid(z) instead of silu(z).
         """
         return self._gated(inputs, meta, torch.sigmoid)
 
     def verify_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
         """Compute gated_delta or kimi_delta of a step that verifies drafts, without state copies.
 
-        Writes no state of a run (a request's drafts), but adds a function that does to
-        `meta.state_runs.replays`. Returns None, and does nothing, where runs need state copies.
+        The states of runs (a request's decode and its drafts) are not written. A function that
+        updates them by the accepted tokens is added to `meta.state_runs.replays`.
+
+        Returns None, and does nothing, if this back end needs state copies for runs.
         """
         return None
 
@@ -450,12 +460,12 @@ class Kernels:
         meta: AttentionMeta,
         silu: bool = False,  # whether SiLU is applied to the results
     ) -> Tensor:
-        """Return the convolution of each channel of an entry's tokens with the inputs before them.
+        """Return the causal convolution of each channel over an entry's tokens.
 
-        The result is [num_tokens, channels] float32.
+        The result is [num_tokens, channels] float32; results of padding tokens are undefined.
 
-        Inputs before the entry are in its row's tail, which then gets the entry's last inputs. The
-        result of padding tokens is undefined.
+        The inputs before the entry are in the tail of the entry's row. The entry's last inputs are
+        then written to the tail.
         """
         convolved = causal_conv(x, conv, bias, tail, meta)
         return _ACTIVATIONS["silu"](convolved) if silu else convolved
@@ -470,7 +480,7 @@ class Kernels:
         tail: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
-        """Return causal_conv(before * x) * behind, [num_tokens, channels]; tail is written."""
+        """Return causal_conv(before * x) * behind, [num_tokens, channels], and update tail."""
         return self.causal_conv(before * x, conv, bias, tail, meta).mul_(behind)
 
     def mamba2(
@@ -482,17 +492,17 @@ class Kernels:
         state: Tensor,  # [rows, heads, head_size, state_size] float32, likewise
         meta: AttentionMeta,
     ) -> Tensor:
-        """Compute Mamba-2 over each entry's tokens, and advance the state in the entry's row.
+        """Compute Mamba-2 over each entry's tokens; update states and tails in place.
 
-        silu(convolution) are x, B and C. For each token: state = exp(-exp(A_log) step) state +
-        step x B^T; the result is state C + D x, [num_tokens, heads, head_size] float32.
+        silu(convolution) gives x, B and C. For each token: state = exp(-exp(A_log) step) state +
+        step x B^T. The result is state C + D x, [num_tokens, heads, head_size] float32.
         """
         return mamba2(x, dt, heads, tail, state, meta)
 
     def mamba1(self, inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
-        """Compute Mamba-1 over each entry's tokens, and advance the state in the entry's row.
+        """Compute Mamba-1 over each entry's tokens; update states in place.
 
-        For each token: state = exp(rates step) state + step x B; the result is
+        For each token: state = exp(rates step) state + step x B. The result is
         (state C + D x) silu(gate), [num_tokens, channels].
         """
         return self.gated_norm(mamba1(inputs, meta), inputs.gate, None, 1, 0.0)
@@ -502,16 +512,17 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """Choose experts by a router's logits [num_tokens, experts].
 
-        Returns weights [num_tokens, chosen] float32, and the experts' numbers, int32.
+        Returns (weights float32, ids of experts int32), each [num_tokens, chosen].
 
-        correction [experts] float32: is added to scores for the choice alone.
+        correction: [experts] float32, added to scores for choosing experts, but not for weights.
         """
         return mixture.route(logits, routing, correction)
 
     def router_logits(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
         """Return x [num_tokens, hidden] @ router.T + bias: [num_tokens, experts].
 
-        The result is float32 where that costs nothing, as small differences choose experts.
+        The result is float32 if that costs nothing, because small differences may change the choice
+        of experts.
         """
         return self.linear(x, router, bias)
 
@@ -537,10 +548,11 @@ class Kernels:
         stack: ExpertWeights,
         residual: Tensor | None,
     ) -> Tensor:
-        """Return the weighted sum of each token's experts, [num_tokens, hidden], added to residual
-        if given.
+        """Return the weighted sum of each token's experts, [num_tokens, hidden].
 
-        residual is written over, and must not be x. weights, ids: the results of `route`.
+        weights, ids: the results of `route`.
+        residual: the sum is added to it in place; it must not be x. None: the result is a new
+            tensor.
         """
         return mixture.experts(x, weights, ids, stack, residual)
 
@@ -556,14 +568,15 @@ class Kernels:
         return self.experts(x, weights, ids, stack.dense(x.dtype), residual)
 
     def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:
-        """Reorder the codes of a filled stack as `packed_experts` reads them best for x of this
-        dtype.
+        """Reorder the codes of a filled stack to the fastest order for `packed_experts`.
+
+        dtype: the dtype of x.
         """
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         """Add B (A x) of each token's adapter to y [num_tokens, out], the layer's output, in place.
 
-        x is [num_tokens, in]. Tokens without an adapter are not touched.
+        x: [num_tokens, in]. Rows of tokens without an adapter are unchanged.
         """
         for slot, tokens in step.segments:
             mine = x.index_select(0, tokens)
