@@ -1,5 +1,5 @@
-"""Argmax of each row of a matrix by a generated kernel, whose threads share the rows. NumPy would
-need two calls per row.
+"""Argmax of each row of a matrix by a generated kernel, in parallel over rows. NumPy would need two
+calls per row.
 """
 
 import ctypes

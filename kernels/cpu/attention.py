@@ -1,10 +1,11 @@
-"""Rotary embeddings, KV cache writes and decode attention over a paged KV cache, as kernels
-generated for one shape of heads. Kernels read keys in place, without gathering, padding or masks.
-Keys before a window or a chunk are not read at all.
+"""Rotary embeddings, KV cache writes and decode attention over a paged KV cache.
 
-With AVX512-BF16, a bfloat16 KV cache is read as it is. Queries and softmax weights are rounded to
-bfloat16; products are exact, sums and softmax are float32. Other processors, and float16, convert
-keys and values to float32.
+The kernels are generated for one shape of heads. They read keys in place, without gathering,
+padding or masks. Keys before a window or a chunk are not read at all.
+
+With AVX512-BF16, a bfloat16 KV cache is multiplied without conversion. Queries and softmax weights
+are rounded to bfloat16; products are exact, sums and softmax are float32. On other processors, and
+for float16, keys and values are converted to float32.
 """
 
 import ctypes
@@ -32,7 +33,7 @@ _MANY = 64  # number of tokens from which rotary embeddings use all threads
 _QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _TOKENS, _Q_NORM, _K_NORM, _EPS = range(2, 13)
 _OUT, _LENGTHS, _BLOCKS, _WIDTH, _SCALE, _SCORES, _ROOM, _WINDOW, _CHUNK = range(13, 22)
 _NUMBERS, _WORDS = 22, 25  # three words of score modifiers, see scores.py
-_ALL = 1 << 40  # stands for no window, or no chunk: more keys than any request has
+_ALL = 1 << 40  # window or chunk size that stands for none: more keys than any request has
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ class AttentionShape:
 
 
 def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
-    """Return the IR, and the declaration, of the kernel that prepares attention.
+    """Generate the kernel that norms and rotates queries and keys, and writes keys and values.
 
-    It norms (if the shape has norms) and rotates queries and keys, and writes keys and values to
-    the cache. size: the number of floats in a vector register.
+    Returns the kernel's writer and declaration. The shape says whether heads have norms.
+    size: the number of floats in a vector register.
     """
     writer = IRWriter(size)
     dim, half = shape.head_dim, shape.rotary_dim // 2
@@ -314,7 +315,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                     return []
 
                 writer.loop(0, seen, [], change, step=size)
-            # Fill up to a whole vector with scores whose weights are 0.
+            # Pad the scores to a whole vector with scores whose softmax weights are 0.
             writer.store(writer.all(-3e38), writer.at(row, seen))
 
             def most(at: Value, best: Value, row: Value = row) -> list[Value]:
@@ -329,7 +330,8 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             def weigh(at: Value, total: Value, row: Value = row, top: Value = top) -> list[Value]:
                 place = writer.at(row, at)
                 weight = writer.exp(writer.binary("fsub", writer.load(place), top))
-                # in place: a weight is half as long, so it only overwrites scores that were read
+                # Weights replace scores in place. A weight has half of a score's bytes, so it only
+                # overwrites scores that were already read.
                 if shape.pairs:
                     writer.store_pairs(weight, writer.at(row, at, "bfloat"))
                 else:
@@ -360,9 +362,9 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             return mixed
 
         def mix_pairs(number: Value, address: Value, sums: Sequence[Value], alone: bool):  # type: ignore[no-untyped-def]
-            """Return sums plus the weighted values of the key at address and its next one.
+            """Return sums plus the weighted values of the key at `address` and of the next key.
 
-            number: index of the key's weight. alone: leave the next key out.
+            number: index of the key's weight. alone: whether to leave the next key out.
             """
             mixed = list(sums)
             weights = [
@@ -437,7 +439,7 @@ class CpuRotation:
 
 
 class CpuAttention(CpuRotation):
-    """Rotary and decode attention kernels for one shape of heads. Raises CompilerUnavailable."""
+    """The rotary and the decode kernel for one shape of heads. Raises CompilerUnavailable."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
@@ -461,7 +463,7 @@ class CpuAttention(CpuRotation):
         shape, args = self._shape, (ctypes.c_int64 * _WORDS)()
         threads = torch.get_num_threads()
         window, chunk = 0 if meta.chunk else meta.window, meta.chunk
-        # Room for one row of scores, padded to a vector, after up to a block of invisible keys.
+        # Size of a row of scores: up to a block of invisible keys first, then padding to a vector.
         room = min(meta.max_kv_len, window or chunk or meta.max_kv_len) + 32 + shape.block_size
         group = shape.num_heads // shape.num_kv_heads
         args[_Q], args[_OUT] = q.data_ptr(), out.data_ptr()
@@ -489,8 +491,9 @@ def _shape_for(
     qk_norm: bool,
     dtype: torch.dtype,
 ) -> AttentionShape | None:
-    """Return the shape, or None where head sizes are no multiple of a vector. Raises
-    CompilerUnavailable.
+    """Return the shape, or None if head sizes are not multiples of a vector.
+
+    Raises CompilerUnavailable.
     """
     size = lanes()
     if head_dim % size or rotary_dim % (2 * size) or dtype not in _NAMES:
@@ -511,10 +514,10 @@ def attention_for(
     qk_norm: bool,
     dtype: torch.dtype,
 ) -> CpuAttention | None:
-    """Return the attention kernels for a shape, or None where none can be generated.
+    """Return the attention kernels for a shape, or None if they cannot be generated.
 
-    None are generated where head sizes are no multiple of a vector, for a float32 cache, or without
-    a compiler.
+    This is so if head sizes are not multiples of a vector, for a float32 cache, or without a
+    compiler.
     """
     try:
         shape = _shape_for(
@@ -534,9 +537,9 @@ def rotation_for(
     rotary_dim: int,
     dtype: torch.dtype,
 ) -> CpuRotation | None:
-    """Return the rotary kernel for a shape, or None where none can be generated.
+    """Return the rotary kernel for a shape, or None if it cannot be generated.
 
-    None is generated where head sizes are no multiple of a vector, or without a compiler.
+    This is so if head sizes are not multiples of a vector, or without a compiler.
     rotary_dim: 0 for no rotary embeddings.
     """
     try:

@@ -1,10 +1,11 @@
-"""The CPU back end of deterministic mode (`EngineConfig.deterministic`): a token's results depend
-on its request alone. They depend neither on the other requests of a step nor on how the prompt was
-chunked, cached or recomputed after a preemption.
+"""The CPU back end of deterministic mode (`EngineConfig.deterministic`).
+
+A token's results depend on its request alone. They depend neither on the other requests of a step
+nor on how the prompt was chunked, cached or recomputed after a preemption.
 
 Generated matmuls and recurrent layers are batch-invariant already. Attention computes every token
 as a decode, because torch's attention over a chunk adds in another order. The remaining operations
-run in torch row by row, because its algorithms differ with the number of rows.
+run in torch row by row, because torch's algorithms depend on the number of rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,15 +44,15 @@ _FIRST = torch.zeros(1, dtype=torch.int64)
 
 def _by_row(function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
     """Return function(x [n, ...], *rest), called for one row of x at a time."""
-    # Clone rows, because torch's vector loops begin differently where a row is not aligned.
+    # Clone rows to align them, because torch's vector loops start differently at unaligned rows.
     return torch.cat([function(row.clone(), *rest) for row in x.split(1)])
 
 
 class _DeterministicPlan(LayerKernels):
     """The plan of a step's attention, which all its layers share.
 
-    every: metadata of the step with all tokens as decodes.
-    apart: metadata of each token as a step of its own, for the reference implementation.
+    every: the step's metadata with each token as a decode.
+    apart: the metadata of each token as a step of its own, for the reference implementation.
     """
 
     def __init__(self, meta: AttentionMeta) -> None:
@@ -253,7 +254,7 @@ class Deterministic(PlannedByFirstLayer):
         return torch.cat([attend(row.clone(), cache, up, scale, part) for row, part in rows])
 
     def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
-        """Return step(rows, meta), computed in torch with each token as a step of its own."""
+        """Return step(rows, meta), a layer in plain torch, with each token as a step of its own."""
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)
         outputs = []
@@ -282,10 +283,10 @@ def _attend_by_token(
 ) -> Tensor:
     """Return causal attention [num_tokens, heads * head_dim], computed token by token.
 
-    Each token has the bits of the reference implementation on a step of this token alone. The keys
-    and values of a sequence (an entry of the step) are gathered once for all its tokens. Tokens
-    whose keys are in the same blocks share one torch call with the same bits per token: one call
-    per token would wait for torch's threads each time.
+    A token's result equals that of the reference implementation for a step of this token alone, bit
+    for bit. The keys and values of a sequence (an entry of the step) are gathered once for all its
+    tokens. Tokens whose keys are in the same blocks share one torch call if the bits stay the same,
+    because each call waits for torch's threads.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, size = k_cache.shape[1:3]
@@ -296,24 +297,25 @@ def _attend_by_token(
         begin, end = starts[entry], starts[entry + 1]
         if begin == end:
             continue
-        # earlier blocks may belong to another request
+        # Blocks before the first visible key's may belong to another request.
         base = meta.first_key(length - (end - begin)) // size
         table = meta.block_table[entry : entry + 1, base : -(-length // size)]
         gather = Gather(block_rows(table, num_kv_heads), k_cache, (1, num_kv_heads, -1, head_dim))
         both = gather.read(k_cache, v_cache)
         base *= size
-        for half in both:  # a block's earlier owner may have left NaN
+        for half in both:  # NaN of a block's earlier owner may follow the last key
             half[:, :, length - base :] = 0
-        # Data at another offset in a cache line may be summed in another order.
+        # Torch may sum data in another order at another offset in a cache line.
         aligned = (size * head_dim * both[0].itemsize) % 64 == 0
         alike = aligned and (num_heads * head_dim * both[0].itemsize) % 64 == 0
-        # Torch's matmuls of few rows depend on the number of rows. And masked keys (of later tokens
-        # of the step, and of tokens before a window) must be finite, as NaN times 0 is NaN.
+        # Tokens cannot share calls in other cases, as torch's matmuls of few rows depend on the
+        # number of rows. Also, masked keys (of later tokens of the step, and of tokens before a
+        # window) must be finite, as NaN times 0 is NaN.
         alike = alike and end - begin > 1 and not how.softcap and how.sinks is None
         fresh = 0 if meta.window or meta.chunk else length - (end - begin) - base
         alike = alike and all(bool(half[:, :, fresh:].isfinite().all()) for half in both)
-        # Start from the last token: the keys that a token does not see are zeros by then, as in a
-        # step of its own.
+        # Compute the last tokens first, and zero their keys afterwards. So the later keys, which a
+        # token does not see, are zeros, as in a step of its own.
         for first, last in reversed(_spans(meta, size, length - (end - begin), length, alike)):
             at = torch.arange(first, last)
             seen = meta.first_key(at)
@@ -342,9 +344,10 @@ def _attend_by_token(
 def _spans(
     meta: AttentionMeta, size: int, begin: int, end: int, alike: bool
 ) -> list[tuple[int, int]]:
-    """Return (begin, end) of spans of positions whose keys are in the same blocks.
+    """Return (begin, end) of spans of positions whose visible keys are in the same blocks.
 
-    The spans cover the positions [begin, end). Unless `alike`, each span is a single position.
+    The spans cover the positions [begin, end).
+    alike: whether several positions may form a span; otherwise each span is a single position.
     """
     spans: list[tuple[int, int]] = []
     before = None
@@ -359,7 +362,7 @@ def _spans(
 
 
 def _as_decodes(meta: AttentionMeta) -> AttentionMeta:
-    """Return meta with each token as an entry of one query that sees the keys up to its own."""
+    """Return meta with each token as an entry of one query, which sees the keys up to its own."""
     num_tokens = len(meta.positions)
     lengths = meta.query_start.diff().long()
     entry = torch.arange(len(lengths)).repeat_interleave(lengths)

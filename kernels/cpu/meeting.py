@@ -20,8 +20,9 @@ from kernels.cpu.codegen.products import pause, pause_declaration
 LINE_WORDS = 8
 ROUND, FAILED, FAILED_ON = 2, 3, 4
 
-# Polls of another rank's counter before this thread yields, and before it sleeps. Ranks that run
-# arrive sooner. A thread that polls longer may occupy the core that the awaited rank needs.
+# Numbers of polls of another rank's counter before this thread yields its core, and before it
+# sleeps. Running ranks arrive sooner. A thread that polls longer may occupy the core that the
+# awaited rank needs.
 _LOOKS, _YIELDS, _NAPS = 4000, 2000, 5000
 _NAP_US, _LONG_NAP_US = 50, 5000
 
@@ -41,7 +42,7 @@ def _word(name: str, index: int, kind: str) -> str:
 
 
 def _loop(name: str, step: int, end: str, before: str, then: str, body: str) -> str:
-    """Return the LLVM IR of a loop in which %{name} grows by step while it is below end.
+    """Return the LLVM IR of a loop that increments %{name} by step while it is below end.
 
     before: phi operand with the first value.
     then: label after the loop.
@@ -61,7 +62,7 @@ def _loop(name: str, step: int, end: str, before: str, then: str, body: str) -> 
 
 
 def _sum(name: str, kind: str, onto: bool) -> str:
-    """Return LLVM IR of out[i] = the sum over ranks of slots[rank][i], plus onto[i] if `onto`."""
+    """Return LLVM IR for out[i] = sum over ranks of slots[rank][i], plus onto[i] if `onto`."""
     out = "%onto" if onto else "%x"
     last = f"%{name}.sum"
     body = f"""
@@ -213,7 +214,7 @@ def _functions() -> tuple[NativeFunction, NativeFunction, int, int]:
 
 
 class Meeting:
-    """The all-reduce of one rank's process with those of the other ranks, over shared memory.
+    """One rank's all-reduce with the other ranks' processes over shared memory.
 
     lines, slots: addresses of the ranks' cache lines and slots. slot: bytes of one slot.
     Raises CompilerUnavailable.
@@ -248,7 +249,7 @@ class Meeting:
     def broken(self) -> bool:
         """Whether an all-reduce since the last call of `join` was abandoned.
 
-        That happens when a process has failed or has begun another round.
+        It is abandoned if a process has failed or has begun another round.
         """
         return bool(self._state[_BROKEN])
 

@@ -1,5 +1,6 @@
-"""The default CPU back end: generated kernels for rotary embeddings, attention (latent attention
-included) and recurrent layers where machine and shapes allow, and the torch reference otherwise.
+"""The default CPU back end: generated kernels if machine and shapes allow, else plain torch.
+
+Kernels are generated for rotary embeddings, attention, latent attention and recurrent layers.
 Matmuls are not included: `engine.quantization` runs them with `kernels.cpu.gemm.linear`.
 """
 
@@ -31,7 +32,7 @@ from kernels.metadata import AttentionMeta
 
 
 class LayerKernels:
-    """The part of a step's plan that has the attention kernels for the current layer's shape."""
+    """The attention kernels for the current layer's shape, as a part of a step's plan."""
 
     def __init__(self) -> None:
         self.kernels: CpuAttention | None = None  # None: the reference computes attention
@@ -40,7 +41,7 @@ class LayerKernels:
     def choose(
         self, num_heads: int, k_cache: Cache, cos_sin: Tensor, q_norm: Tensor | None
     ) -> CpuAttention | None:
-        """Return the kernels for a layer's shape of heads, None if the reference computes it."""
+        """Return the kernels for a layer's shape of heads, or None to use the reference."""
         shape_key = (cos_sin.shape[1], q_norm is not None)
         if shape_key != self._shape_key:
             self._shape_key = shape_key
@@ -54,9 +55,9 @@ class LayerKernels:
 
 
 class PlannedByFirstLayer(Recurrent):
-    """A back end that plans a step when the step's first layer runs.
+    """A back end that plans a step when its first layer runs.
 
-    Only layers know their rotary embeddings and head norms.
+    It cannot plan earlier, as only layers know their rotary embeddings and head norms.
     """
 
     def prepare(

@@ -1,6 +1,4 @@
-"""RMS norms, with or without a gate, and layer norms, as kernels generated for the number of
-elements that share a mean.
-"""
+"""RMS norms, with or without a gate, and layer norms, as kernels generated for a norm's size."""
 
 import ctypes
 from dataclasses import dataclass
@@ -36,7 +34,7 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
     def over(start: Value, body) -> Value:  # type: ignore[no-untyped-def]
         """Generate a loop of total = body(offset, count, total) over the vectors of a row's group.
 
-        start: the first total. count: lanes of the vector that are used. Returns the last total.
+        start: the initial total. count: used lanes of the vector. Returns the final total.
         """
         (total,) = w.loop(
             0, whole, [(w.vector, start)], lambda at, total: [body(at, size, total)], step=size
@@ -122,7 +120,7 @@ def gated_norm(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     """Return the RMS norm x / rms(x) * weight over the last axis.
 
-    Returns None where no kernel can be generated, or for tensors that are not contiguous float32.
+    Returns None if no kernel can be generated, or for tensors that are not contiguous float32.
     """
     both = x.dtype == weight.dtype == torch.float32
     if not (both and x.is_contiguous() and weight.is_contiguous()):
@@ -214,7 +212,7 @@ def _layer_function(width: int, weighted: bool, biased: bool) -> NativeFunction 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
     """Return the layer norm over the last axis; arguments: `Kernels.layer_norm`.
 
-    Returns None where no kernel can be generated, or for tensors that are not contiguous float32.
+    Returns None if no kernel can be generated, or for tensors that are not contiguous float32.
     """
     parts = [part for part in (x, weight, bias) if part is not None]
     if not all(part.dtype == torch.float32 and part.is_contiguous() for part in parts):

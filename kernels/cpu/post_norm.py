@@ -3,9 +3,9 @@
     x = norm(residual + attended @ out.T)
     x = norm(x + act(x @ up.T) @ down.T)
 
-Each thread takes a block of rows through the whole computation and waits for no other thread.
-Intermediate results stay in the second-level cache, in bfloat16 where the next matmul takes it.
-Results equal those of separate steps bit for bit.
+Each thread computes everything for a block of rows and waits for no other thread. Intermediate
+results stay in the second-level cache, in bfloat16 if the next matmul takes bfloat16. Results equal
+those of separate launches bit for bit.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from kernels.cpu.gemm.panels import SPARE_ROWS, TILE, tiles
 from kernels.cpu.norm import layer_norm_row
 
 NormParts = tuple[Tensor | None, Tensor | None, float]
-"""Of a layer norm: weight, bias, eps."""
+"""The weight, bias and eps of a layer norm."""
 
 # Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _ATTENDED, _RESIDUAL, _ROWS, _BLOCK, _SCRATCH, _FLOATS = range(2, 8)
@@ -37,9 +37,11 @@ _MOST, _BYTES = 256, 1 << 20  # maximum rows of a block, and maximum bytes of it
 class _Shape:
     """The layout of a block of rows in a thread's scratch.
 
-    Each row has the input of the first two matmuls, sums, and the input of the last matmul.
-    kind: the kind of matmul kernel. hidden, attended, inner: widths of the residual, of the
-    attention's result, and between the last two matmuls.
+    It has the input of the first two matmuls for all rows, sums, and the input of the last matmul.
+
+    kind: the kind of matmul kernel.
+    hidden, attended, inner: widths of the residual, of the attention's result, and between the last
+        two matmuls.
     """
 
     def __init__(self, kind: str, hidden: int, attended: int, inner: int) -> None:
@@ -51,7 +53,7 @@ class _Shape:
         self.row = self.taken + 4 * hidden + row(inner)
 
     def block(self, rows: int, threads: int) -> int:
-        """Return the number of rows in a block, such that threads have about equally many rows."""
+        """Return the number of rows in a block, so that threads get about equally many rows."""
         step = most_rows(self.kind)
         most = max(step, min(_MOST, _BYTES // self.row) // step * step)
         blocks = -(-rows // (most * threads)) * threads
@@ -78,7 +80,10 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
     row_count = w.add(length, SPARE_ROWS)
 
     def behind(place: Value, row: int) -> Value:
-        """Return the first cache line after all rows of `row` bytes at `place`."""
+        """Return the address of the first cache line after a block of rows at `place`.
+
+        row: bytes of a row.
+        """
         count = w.add(w.mul(row_count, row), 63)
         return w.at(place, w.mul(w.op(f"lshr i64 {count}, 6"), 64), "i8")
 
@@ -146,7 +151,8 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
     def normed(number: int, x: Value, count: Value, rounded: bool) -> None:
         """Generate x = norm(x + the matmul's sums), in place, for `count` rows of the residual x.
 
-        number: which of the layer's two norms. rounded: store x as bfloat16, too, for a matmul.
+        number: which of the layer's two norms.
+        rounded: whether to store x also as the next matmul's input.
         """
         first = _NORMS + 3 * number
         weight, bias = (
@@ -164,7 +170,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         over(count, normalise_row)
 
     def activate(first: Value, count: Value, panel: Value) -> None:
-        """Apply the activation to the buffer's rows; store them as input of the last matmul."""
+        """Generate the activation of the buffer's rows, stored as input of the last matmul."""
 
         def activate_row(row: Value) -> None:
             place = w.at(inside, w.mul(w.add(first, row), inner_bytes), "i8")
@@ -257,16 +263,15 @@ def rest_of_layer(
     norms: tuple[NormParts, NormParts],
     act: str,
 ) -> Tensor | None:
-    """Compute a post-norm layer from the attention's result on; write the layer's output to
-    residual and return it.
+    """Compute the part of a post-norm layer after attention into residual, and return residual.
 
     attended: [n, width], float32, contiguous: the attention's result before its output projection.
     residual: [n, hidden], float32, contiguous.
     products: the output, up and down projections.
     norms: the norms after attention and after the MLP.
     act: name of the MLP's activation.
-    Returns None where no kernel can be generated, and with so few rows that it is faster if threads
-    share each matmul.
+    Returns None if no kernel can be generated. Also returns None for few rows, for which it is
+    faster to divide each matmul among threads.
     """
     out, up, _ = products
     (hidden, width), (inner, _) = out.shape, up.shape

@@ -1,17 +1,16 @@
-"""Prefill attention over a paged KV cache, as kernels generated for one shape of heads: one launch
-for all entries of a step.
+"""Prefill attention over a paged KV cache: one launch for all entries of a step.
 
-Softmax is online over tiles of keys (FlashAttention-2, arXiv:2307.08691). A work item is one key
-head and a tile of one entry's queries. It copies a tile's keys, transposed, and values once for all
-its rows, so memory does not grow with length. Each query has its own range of visible keys, so
-attention may be bidirectional.
+The kernels are generated for one shape of heads. Softmax is online over tiles of keys
+(FlashAttention-2, arXiv:2307.08691). A work item is one key head and a tile of one entry's queries.
+It copies a tile's keys, transposed, and values once for all its rows, so memory does not grow with
+length. Each query has its own range of visible keys, so attention may be bidirectional.
 
-With AVX512-BF16 or AMX, a bfloat16 KV cache is multiplied as it is. Queries and softmax weights are
-rounded to bfloat16; products are exact, sums and softmax are float32. Elsewhere, and for other
-types, keys and values are converted to float32.
+With AVX512-BF16 or AMX, a bfloat16 KV cache is multiplied without conversion. Queries and softmax
+weights are rounded to bfloat16; products are exact, sums and softmax are float32. On other
+processors, and for other dtypes, keys and values are converted to float32.
 
-Results are batch-invariant. Those of a row that sees all earlier keys do not depend on how its
-prompt was chunked either, since tiles of keys begin at the prompt's beginning.
+Results are batch-invariant. The results of queries that see all earlier keys do not depend on how
+the prompt was chunked either, since tiles of keys begin at the prompt's beginning.
 """
 
 import ctypes
@@ -36,14 +35,14 @@ _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float
 _KEYS_A_TILE = 64
 _ROWS_A_TILE = 96  # the approximate number of rows that share a copied tile of keys
 _ROWS = 6  # rows that are multiplied together, so that their sums stay in registers
-_LEAST = -1e38  # score whose weight is 0; twice as much is still a finite float32
+_LEAST = -1e38  # score whose weight is 0; twice this score is still a finite float32
 
 # Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _Q, _KEYS, _VALUES, _OUT, _TILES, _LAST, _FIRST = range(2, 9)
 _COUNT, _SCALE, _SCRATCH = range(9, 12)
 _NUMBERS, _WORDS = 12, 15  # three words of score modifiers, see scores.py
-# Words of a tile of queries: first token, number of tokens, address of the entry's block table, and
-# number of the entry's keys.
+# Number of words that describe a tile of queries: first token, number of tokens, address of the
+# entry's block table, number of the entry's keys.
 _TILE = 4
 
 
@@ -59,7 +58,7 @@ class PrefillShape:
 
     @property
     def block(self) -> int:
-        """The number of rows (a query of one head each) that are multiplied together."""
+        """The number of rows that are multiplied together; a row is a query of one head."""
         return amx.TILE_ROWS if self.tiled else _ROWS
 
     @property
@@ -96,7 +95,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         shape.head_dim, shape.words, shape.group, w.vector, _KEYS_A_TILE,
     )  # fmt: skip
     per_word = dim // words  # elements per word
-    # vectors of columns at once: with _ROWS rows these fill the registers
+    # vectors of columns that are computed at once; with _ROWS rows they fill the registers
     width = 4 if size == 16 else 2
     names = (_Q, _KEYS, _VALUES, _OUT, _TILES, _LAST, _FIRST)
     q, keys, values, out, tiles, lasts, firsts = (w.argument(name, "ptr") for name in names)
@@ -124,9 +123,9 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         return w.op(f"sext i32 {narrow} to i64")
 
     def lay_out(begin: Value, head: Value, table: Value, length: Value) -> None:
-        """Copy keys [begin, begin + tile) of one head, transposed, and their values to scratch.
+        """Generate the copy of keys [begin, begin + tile) of a head, and their values, to scratch.
 
-        Columns after the last key repeat the last key.
+        Keys are transposed. Columns after the last key repeat the last key.
         """
 
         def mix_pair(at: Value, places: tuple[Value, Value], d: Value) -> None:
@@ -178,9 +177,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         w.loop(0, tile, [], gather_keys, step=size)
 
     def round_store(numbers: Value, line: Value, index: Value | int) -> None:
-        """Store a vector from the line's index-th number on, rounded to bfloat16 where pairs are
-        multiplied.
-        """
+        """Store a vector from element `index` of `line` on, rounded to bfloat16 if shape.pairs."""
         if shape.pairs:
             w.store_pairs(numbers, w.at(line, index, "bfloat"))
         else:
@@ -232,7 +229,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         head: Value,
         masked: bool,
     ) -> Value:
-        """Replace the scores of a block's r-th row by their unnormalised softmax weights.
+        """Replace the scores of a block's r-th row by unnormalised softmax weights.
 
         masked: whether some of the tile's keys are hidden from the row.
 
@@ -280,18 +277,18 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def block_of_tiles(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """Compute the same as `block`, with the same arguments, by AMX tiles.
+        """Generate the computation of `block`, with the same arguments, by AMX tiles.
 
-        Tiles 0 to 3 hold sums, of 16 columns each; tile 4 holds rows.
+        AMX tiles 0 to 3 hold sums of 16 columns each; tile 4 holds rows.
         """
         side = amx.TILE_ROWS
 
         def multiply(
             rows: Value, apart: int, matrix: Value, columns_: int, inner: int, vectors: range
         ) -> None:
-            """Add to AMX's sums the matmul of rows by vectors of columns of a matrix.
+            """Add to AMX's sums the matmul of rows by some columns of a matrix.
 
-            apart: words between two rows. matrix: [inner, columns_] words.
+            apart: words from a row to the next. matrix: [inner, columns_] words.
             vectors: indices of the vectors of 16 columns.
             """
             for step in range(0, inner, side):
@@ -331,10 +328,11 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def block(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """Update the online softmax of a block of rows with the tile of keys at key `begin`.
+        """Update the online softmax of a block of rows with the tile of keys from key `begin` on.
 
-        row: the block's first row in the tile of queries. token: the tile's first token. count: its
-        number of rows. masked: whether some of the tile's keys are hidden from some rows.
+        row: the block's first row in the tile of queries.
+        token, count: first token, and number of rows, of the tile of queries.
+        masked: whether some of the tile's keys are hidden from some rows.
         """
         rows = [w.at(query, w.mul(w.add(row, r), words)) for r in range(_ROWS)]
         vectors = min(width, tile // size)
@@ -380,7 +378,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         table = w.op(f"inttoptr i64 {place_of_table} to ptr")
         num_rows = w.mul(count, group)
         offset = w.mul(w.add(w.mul(token, shape.num_kv_heads), head), group * dim)
-        # elements between two tokens' rows of one key head
+        # elements between the end of a token's rows of one key head and the next token's rows
         apart = (shape.num_kv_heads - 1) * group * dim
 
         def place(row: Value) -> Value:
@@ -454,9 +452,9 @@ class Entries:
 
     spans: per entry: first token, token after the last, address of the int32 block table, number of
         keys. Elements of the table before the block of the first visible key are not read.
-    first, last: [tokens] int32, the first and last visible key of each token; non-decreasing in an
-        entry.
-    kept: the object that owns the block tables, to be kept alive until the last launch.
+    first, last: [tokens] int32, the first and last visible key of each token; non-decreasing within
+        an entry.
+    kept: the owner of the block tables' memory, which must stay alive until the last launch.
     """
 
     def __init__(
@@ -534,9 +532,9 @@ def prefill_for(
     dtype: torch.dtype,
     scored: Scored,
 ) -> CpuPrefill | None:
-    """Return the prefill kernel for a shape, or None where none can be generated.
+    """Return the prefill kernel for a shape, or None if it cannot be generated.
 
-    None is generated where head sizes are no multiple of a vector, or without a compiler.
+    This is so if head sizes are not multiples of a vector, or without a compiler.
     """
     try:
         size = lanes()

@@ -1,6 +1,7 @@
-"""Score modifiers of generated attention kernels: softcap, attention sinks and ALiBi slopes, as
-`kernels.reference.Kernels.attention` defines them. Scored: which of them a layer has; Numbers:
-their values; Places: the code that loads and applies them.
+"""Score modifiers of generated attention kernels: softcap, attention sinks and ALiBi slopes.
+
+`kernels.reference.Kernels.attention` defines them. Scored: the modifiers that a layer has. Numbers:
+the modifiers' values. Places: the code that loads and applies them.
 """
 
 import ctypes
@@ -39,14 +40,14 @@ class Numbers:
         return Scored(self.softcap > 0, self.sinks is not None, self.slopes is not None)
 
     def write_words(self, args: ctypes.Array[ctypes.c_int64], at: int) -> None:
-        """Write the values to three words of args from `at` on, where `Places` reads them."""
+        """Write the values to three words of args from index `at` on, where `Places` reads them."""
         args[at] = bits(self.softcap)
         for place, tensor in ((at + 1, self.sinks), (at + 2, self.slopes)):
             args[place] = 0 if tensor is None else tensor.data_ptr()
 
 
 class Places:
-    """The code by which a kernel loads score modifiers from words `at` to `at + 2` of args.
+    """The generator of code that loads score modifiers from words `at` to `at + 2` of args.
 
     scored: the modifiers that the layer has.
     """
@@ -74,7 +75,8 @@ class Places:
     def change(self, scores: Value, slope: Value, ahead: Value) -> Value:
         """Return a vector of scores with softcap and ALiBi slope applied.
 
-        slope: the result of `slope`. ahead: position of the first score's key minus the query's.
+        slope: the result of `slope`.
+        ahead: the position of the first score's key minus the query's.
         """
         writer = self._writer
         if self._scored.softcap:

@@ -1,5 +1,7 @@
-"""Bidirectional attention over whole texts by generated kernels. Keys and values of a step's texts
-are written to temporary pages, so that two launches serve all texts.
+"""Bidirectional attention over whole texts by generated kernels, in two launches for all texts.
+
+Keys and values of a step's texts are written to temporary pages, from which prefill attention
+reads.
 """
 
 import torch
@@ -17,8 +19,7 @@ _PLAIN = Numbers()
 
 
 class WholeTexts:
-    """The plan of bidirectional attention in a step whose requests are complete texts without a
-    KV cache; the step's layers share it."""
+    """The plan of bidirectional attention in a step of complete texts, which its layers share."""
 
     def __init__(self, meta: AttentionMeta) -> None:
         starts = torch.tensor(meta.query_start_host or meta.query_start.tolist())
@@ -50,7 +51,10 @@ class WholeTexts:
         return entries
 
     def keys(self, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for the current layer's keys and values, [2, pages, heads, _BLOCK, dim]."""
+        """Return memory for a layer's keys and values: [2, pages, heads, _BLOCK, dim].
+
+        All layers with these sizes use the same memory.
+        """
         kind = heads, dim, dtype
         keys = self._keys.get(kind)
         if keys is None:

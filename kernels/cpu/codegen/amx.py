@@ -1,4 +1,4 @@
-"""AMX instructions, for tiles of 16 rows of 64 bytes."""
+"""Functions that write AMX instructions, for tiles of 16 rows of 64 bytes."""
 
 import struct
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def _tile_op(writer: IRWriter, name: str, *given: str) -> None:
 
 
 def configure(writer: IRWriter, shapes: Sequence[tuple[int, int]] = ((TILE_ROWS, 64),) * 8) -> None:
-    """Configure the tiles, which stay configured until `release`.
+    """Write the configuration of the tiles, which is valid until `release`.
 
     shapes: rows, and bytes of a row, of each tile.
     """
@@ -36,12 +36,12 @@ def clear(writer: IRWriter, tile: int) -> None:
 
 
 def load(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    """Load a tile. stride: bytes between the beginnings of two rows."""
+    """Write the load of a tile. stride: bytes from one row's first byte to the next row's."""
     _tile_op(writer, "tileloadd64", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
 
 
 def load_passing(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    """Load a tile with a non-temporal hint, for memory that is not read again soon.
+    """Write the load of a tile with a non-temporal hint, for memory that is not read again soon.
 
     stride: as in `load`.
     """
@@ -53,7 +53,7 @@ def store(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> Non
 
 
 def multiply(writer: IRWriter, sums: int, rows: int, columns: int) -> None:
-    """Add to tile `sums` (16 x 16 float32) the matmul of two bfloat16 tiles.
+    """Write the addition to tile `sums` (16 x 16 float32) of the matmul of two bfloat16 tiles.
 
     sums, rows, columns: indices of tiles. rows: 16 rows of 32 numbers. columns: 32 x 16 numbers,
     stored as 16 rows of 16 pairs: a pair has a column's numbers of two successive rows.
@@ -62,7 +62,7 @@ def multiply(writer: IRWriter, sums: int, rows: int, columns: int) -> None:
 
 
 def multiply_codes(writer: IRWriter, name: str, sums: int, rows: int, columns: int) -> None:
-    """Add to tile `sums` (16 x 16 int32) the matmul of two tiles of 8-bit integers.
+    """Write the addition to tile `sums` (16 x 16 int32) of the matmul of two tiles of bytes.
 
     name: tdpbssd, or tdpbsud if columns are unsigned. sums, rows, columns: indices of tiles.
     rows: 16 rows of 64 signed bytes. columns: 64 x 16 bytes, stored as rows of four bytes per

@@ -7,9 +7,9 @@ from kernels.cpu.codegen.products import dot_pairs
 
 
 class Bfloat16Pairs:
-    """Instructions that multiply pairs of bfloat16, and conversions into such pairs.
+    """The writer of instructions that multiply pairs of bfloat16, and of conversions to pairs.
 
-    Needs `processor.dot_bf16`.
+    It needs `processor.dot_bf16`.
     """
 
     def __init__(self, writer: IRWriter) -> None:
@@ -22,7 +22,7 @@ class Bfloat16Pairs:
         return dot_pairs(self._writer, total, a, b)
 
     def rounded(self, low: Value, high: Value) -> Value:
-        """Return two float32 vectors rounded to bfloat16, one after the other."""
+        """Return the concatenation of two float32 vectors, rounded to bfloat16."""
         narrow, size = f"<{self._size} x bfloat>", self._size
         a, b = (
             self._writer.op(f"fptrunc {self._writer.vector} {half} to {narrow}")
@@ -38,8 +38,8 @@ class Bfloat16Pairs:
 
         kind: i32 for a pair, i16 for one number and 0.
 
-        The processor adds the last product of a pair first. Swapped halves keep the order of adding
-        the numbers one by one.
+        The processor adds the second product of a pair first. With swapped halves products are
+        added in the order of the numbers in memory.
         """
         word = self._writer.load(pointer, kind)
         if kind == "i16":
@@ -54,8 +54,8 @@ class Bfloat16Pairs:
 
         second: None stands for a row of zeros.
 
-        The pairs are in the order that `in_order` undoes: unpacking within 128 bits takes one
-        instruction.
+        Pairs are interleaved within 128-bit parts, which takes one instruction. `in_order` restores
+        the order of the elements.
         """
         writer, size = self._writer, self._size
         rows = [

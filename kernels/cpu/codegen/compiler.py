@@ -1,10 +1,10 @@
 """compile_ir: compile LLVM IR text to functions of this process, without a compiler on the machine.
 
-Triton's library contains LLVM with the code generator of its own processor architecture, which
-returns object code. `object_file` loads the object code into the process. `CompilerUnavailable` is
-raised where that fails: Triton is missing or older than 3.7 (which hides LLVM's symbols); libgomp
-is missing; the machine is neither AArch64 Linux nor x86-64 Linux with AVX2; or executable memory is
-forbidden. Callers then use plain torch.
+Triton's library contains LLVM with the code generator of the machine's architecture, which returns
+object code. `object_file` loads the object code into the process. `CompilerUnavailable` is raised
+if Triton is missing or older than 3.7 (which hides LLVM's symbols), if libgomp is missing, if the
+machine is neither AArch64 Linux nor x86-64 Linux with AVX2, or if executable memory is forbidden.
+Callers then use plain torch.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from kernels.cpu.codegen.processor import CompilerUnavailable, byte_dot, lanes, 
 _INITIALISERS = ("TargetInfo", "Target", "TargetMC", "AsmPrinter")  # LLVM's C names
 
 # Threads that pack weights compile concurrently, but LLVM's registry of targets and its options are
-# global. A second thread would crash while the first one still registers its target.
+# global: a thread would crash if another thread is still registering the target.
 _compiling = threading.Lock()
 
 
@@ -65,21 +65,21 @@ def recording(calls: list[tuple[int, list[int]]], memories: list[object]) -> Ite
 
 
 def keep(memory: object) -> None:
-    """Add an object to this thread's recording, if there is one, so that its memory stays alive."""
+    """Keep an object's memory alive by adding it to this thread's recording, if there is one."""
     if _recording.memories is not None:
         _recording.memories.append(memory)
 
 
 def bits(number: float) -> int:
-    """Return the bits of a float32 as an integer word of a native function's arguments."""
+    """Return the bits of a float32 as an integer, to be passed to a native function."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 class NativeFunction:
     """A generated function, void f(i64 *args), which all threads run at once.
 
-    Threads share the work through the counters args[0] and args[1], which a call sets to 0. The
-    caller sets the other words, among them addresses.
+    Threads divide the work by the counters args[0] and args[1], which are set to 0 at each call.
+    The caller sets the other words of args: numbers and addresses.
     """
 
     def __init__(self, address: int) -> None:
@@ -164,7 +164,7 @@ def _object_code(ir: str) -> bytes:
             raise CompilerUnavailable(f"Triton cannot be imported: {error}") from error
         translate = llvm.translate_to_asm
         try:
-            return bytes(translate(*arguments, False))  # Triton 3.9: one more flag
+            return bytes(translate(*arguments, False))  # Triton 3.9 has one more parameter
         except TypeError:
             return bytes(translate(*arguments))
 

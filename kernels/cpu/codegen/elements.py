@@ -1,5 +1,6 @@
-"""Elementwise functions, as kernels generated for the length of contiguous rows. The function
-"copy" replaces torch's copies in a recorded step (`kernels.cpu.codegen.program`).
+"""Elementwise functions, as kernels generated for the length of rows.
+
+The function "copy" replaces torch's copies in a recorded step (`kernels.cpu.codegen.program`).
 """
 
 import ctypes
@@ -115,9 +116,9 @@ def fits(x: Tensor) -> bool:
 
 
 def apply(name: str, x: Tensor, out: Tensor, other: Tensor | None = None) -> bool:
-    """Write f(x), or f(x) * other, to out, where f is the function called `name`.
+    """Compute f(x), or f(x) * other, into out, where f is the function called `name`.
 
-    Returns False where no kernel can be generated.
+    Returns False if no kernel can be generated.
     x: [n, width] or [n, m, width].
     out, other: [n, width] or [n, m * width]; other may also be one row for all.
     Rows may be slices of longer rows, and the tensors may share memory.

@@ -1,7 +1,7 @@
 """IRWriter: writes LLVM IR text with loops, for kernels whose shapes are known at compile time.
 
-Values and types are strings ("%7", "42"; "i64", "<16 x float>"). Vectors have ``lanes`` elements,
-of float32 unless said otherwise. Addresses need no alignment.
+Values and types are strings ("%7", "42"; "i64", "<16 x float>"). Vectors have ``lanes`` float32
+elements, if a docstring names no other type. Addresses need no alignment.
 """
 
 import struct
@@ -14,7 +14,7 @@ Value = str
 class IRWriter:
     """The body of one function, written instruction by instruction.
 
-    Most functions have the signature void name(ptr %args); `text` takes the signature.
+    Most functions have the signature void name(ptr %args), which is passed to `text`.
     """
 
     def __init__(self, lanes: int) -> None:
@@ -135,11 +135,13 @@ class IRWriter:
     def claim_shares(
         self, counter: Value, threads: Value, total: Value, body: Callable[[Value], None]
     ) -> None:
-        """Write a loop of body(item) over [0, total); threads take runs of items.
+        """Write a loop of body(item) over [0, total); threads take ranges of items.
 
-        A thread's first run is 7/8 of its equal share of all items, so that it streams memory.
-        Later runs are half of its share of the remaining items, at least one item, so that threads
-        end together (guided self-scheduling). counter: address of the i64 that threads share.
+        A thread's first range is 7/8 of an equal share of all items, so that it streams memory.
+        Later ranges are half of an equal share of the remaining items, at least one item, so that
+        threads end together (guided self-scheduling).
+
+        counter: address of the i64 that threads share.
         """
         number = next(self._names)
         take, some = f"take{number}", f"some{number}"
@@ -226,9 +228,9 @@ class IRWriter:
         ]
 
     def _picked(self, value: Value, kind: str, size: int, lanes: range) -> Value:
-        """Return a vector with the lanes `lanes` of `value`, padded with zeros.
+        """Return a vector with a range of lanes of `value`, padded with zeros.
 
-        kind: type of value. size: number of value's lanes.
+        kind: type of value. size: number of value's lanes. lanes: the range.
         """
         chosen = [*lanes, *[size] * (self.lanes - len(lanes))]
         mask = ", ".join(f"i32 {lane}" for lane in chosen)
@@ -251,9 +253,9 @@ class IRWriter:
         return self.op(f"shufflevector {vector} {first_lane}, {vector} poison, {zero}")
 
     def prefetch(self, pointer: Value, to_write: bool = False) -> None:
-        """Prefetch a cache line into the second-level cache, or into the first with `to_write`.
+        """Prefetch a cache line into the second-level cache, or with `to_write` into the first.
 
-        Early prefetches into the first level would evict the data that is being read.
+        Early prefetches into the first-level cache would evict data that is being read.
         """
         self._called.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         how = "i32 1, i32 3" if to_write else "i32 0, i32 2"
@@ -269,14 +271,14 @@ class IRWriter:
     def store_pairs(self, value: Value, pointer: Value) -> None:
         """Store a vector as bfloat16, for `products.dot_pairs`, in one instruction instead of nine.
 
-        It rounds as `store_float` does, but numbers below 1e-38 become 0. Needs
+        It rounds like `store_float`, but numbers below 1e-38 become 0. It needs
         `processor.dot_bf16`.
         """
         narrow = f"<{self.lanes} x bfloat>"
         self.store(self.op(f"fptrunc {self.vector} {value} to {narrow}"), pointer, narrow)
 
     def sum(self, vector: Value) -> Value:
-        """Return the sum of a vector's lanes as a float, added as a tree."""
+        """Return the sum of a vector's lanes as a float, by pairwise summation."""
         name, kind = f"llvm.vector.reduce.fadd.v{self.lanes}f32", self.vector
         self._called.add(f"declare float @{name}(float, {kind})")
         return self.op(f"call reassoc float @{name}(float -0.0, {kind} {vector})")
@@ -290,14 +292,14 @@ class IRWriter:
         return self.op(f"extractelement {self.vector} {vector}, i64 0")
 
     def sums(self, vectors: Sequence[Value]) -> Value:
-        """Return a vector with the sum of the lanes of the i-th vector in lane i, added as trees.
+        """Return a vector whose lane i is the sum of the i-th vector's lanes, added pairwise.
 
-        That takes a few instructions per vector; `sum` takes a dozen that depend on each other.
+        This takes a few instructions per vector; `sum` takes a dozen that depend on each other.
         """
         rows, stride = list(vectors), 1
         while len(rows) > 1:
-            # Lanes whose index has the stride's bit come from the second vector, the others from
-            # the first.
+            # Lanes whose index has the stride's bit set come from the second vector, the others
+            # from the first.
             halves = []
             for a, b in zip(rows[::2], rows[1::2], strict=True):
                 parts = []
@@ -348,7 +350,7 @@ class IRWriter:
             for i in (i for i in range(size) if not i & stride):
                 a, b = rows[i], rows[i | stride]
                 for to, keep in ((i, 0), (i | stride, stride)):
-                    # Lane j comes from b if j has the stride's bit, and from a otherwise.
+                    # Lane j comes from b if j has the stride's bit set, and from a otherwise.
                     lane = (
                         (j & stride and size) + (j ^ (stride ^ keep if j & stride else keep))
                         for j in range(size)
@@ -400,7 +402,8 @@ class IRWriter:
         bits = self.op(f"shl {self.integers} {bits}, {self.whole(23)}")
         bits = self.op(f"add {self.integers} {bits}, {self.whole(0x3F800000)}")
         power = self.binary("fmul", p, self.op(f"bitcast {self.integers} {bits} to {kind}"))
-        # AArch64's BFDOT rounds to odd, so the tiniest weight of a hidden key would change a sum.
+        # Underflows must be exactly 0: AArch64's BFDOT rounds to odd, so even the tiniest weight of
+        # a hidden key would change a sum.
         return self.op(f"select <{lanes} x i1> {low}, {kind} zeroinitializer, {kind} {power}")
 
     def exp_below(self, x: Value) -> Value:
@@ -452,7 +455,7 @@ class IRWriter:
         return self.binary("fsub", self.all(1.0), self.binary("fdiv", self.all(2.0), above))
 
     def counted(self, begin: Value) -> Value:
-        """Return a float vector of begin, begin + 1, and so on. begin: an i64 value."""
+        """Return the float vector (begin, begin + 1, ...). begin: an i64 value."""
         numbers = ", ".join(f"float {constant(float(i))}" for i in range(self.lanes))
         first = self.spread(self.op(f"sitofp i64 {begin} to float"))
         return self.binary("fadd", first, f"<{numbers}>")

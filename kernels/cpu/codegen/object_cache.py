@@ -1,8 +1,8 @@
-"""A cache of object code on disk, since LLVM's output depends only on its arguments.
+"""A cache of object code on disk; LLVM's output depends only on its arguments.
 
 Compiling a small model's kernels would add about a second to each start of a CPU replica. The files
-are next to Triton's own cache, in a folder that only its owner can read or write. A file of another
-user, or with a wrong digest, is ignored: the code is compiled again and the file replaced.
+are next to Triton's own cache, in a folder that only its owner can read or write. If a file belongs
+to another user or has a wrong digest, the code is compiled again and the file replaced.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ _DIGEST = 32  # bytes of the digest at the beginning of a file
 
 
 def cached(inputs: str, compile_code: Callable[[], bytes]) -> bytes:
-    """Return the machine code that `inputs` determine, from the cache or compiled and cached.
+    """Return object code from the cache, or compile and cache it.
 
-    inputs: everything that determines the code, the compiler's version included.
-    If the cache cannot be used, the code is compiled each time.
+    inputs: a text of everything that determines the code, including the compiler's version.
+    If the cache cannot be used, the code is compiled at each call.
     """
     path = (
         cache_folder() / "manta-cpu" / f"{blake2b(inputs.encode(), digest_size=20).hexdigest()}.o"

@@ -1,4 +1,4 @@
-"""load_object: put a relocatable ELF object into executable memory, as a linker would."""
+"""load_object: link a relocatable ELF object into executable memory of this process."""
 
 import ctypes
 import mmap
@@ -12,12 +12,12 @@ _SHT_RELA, _SHT_NOBITS, _SHT_SYMTAB = 4, 8, 2
 # Relocations of x86-64.
 _R_64, _R_PC32, _R_PLT32 = 1, 2, 4
 
-# Relocations of AArch64: data, calls, and the two halves of an address (its page, and 12 bits for
-# the offset in the page, which loads of n bytes encode divided by n).
+# Relocations of AArch64: data, calls, and the two parts of an address. These are its page, and a
+# 12-bit offset in the page, which loads of n bytes encode divided by n.
 _ABS64, _PREL64, _PREL32 = 257, 260, 261
 _JUMP26, _CALL26 = 282, 283
 _PAGE21 = 275
-_LOW12 = {277: 0, 278: 0, 284: 1, 285: 2, 286: 3, 299: 4}  # relocation: bits that are dropped
+_LOW12 = {277: 0, 278: 0, 284: 1, 285: 2, 286: 3, 299: 4}  # relocation: dropped low bits
 
 _code: list[mmap.mmap] = []  # never freed: functions are used until the process ends
 

@@ -1,8 +1,8 @@
 """The processor that kernels are generated for: its vector width, its dot-product and tile
-instructions for small dtypes, and LLVM's names of these.
+instructions for 8- and 16-bit types, and LLVM's names of them.
 
-x86-64 and AArch64 are supported. The message of `CompilerUnavailable` says why a processor has no
-generated kernels.
+x86-64 and AArch64 are supported. If kernels cannot be generated for a processor, the message of
+`CompilerUnavailable` says why.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ _X86 = {
     "AVX512": ("x86-64-v4", 16, ("-prefer-256-bit",)),
     "AVX2": ("x86-64-v3", 8, ()),
 }
-# A NEON register has four lanes. Kernels are written for two registers as one vector, as the 32
-# registers then hold the 16 vectors that AVX2's kernels use.
+# A NEON register has four lanes. A vector of a kernel is two NEON registers, so the 32 registers
+# hold 16 vectors, as many as AVX2 has.
 _NEON_LANES = 8
 
 # Arguments of syscall: 158 is arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). One call allows
@@ -101,7 +101,8 @@ def dot_bf16() -> bool:
 
 @lru_cache(maxsize=1)
 def amx_bf16() -> bool:
-    """Whether the processor multiplies bfloat16 tiles (AMX) and Linux allows this process to.
+    """Whether the processor multiplies bfloat16 tiles (AMX), and Linux lets this process use AMX.
+
     Raises CompilerUnavailable.
     """
     return not aarch64() and dot_bf16() and _has("amx_bf16") and _tiles()
@@ -109,9 +110,9 @@ def amx_bf16() -> bool:
 
 @lru_cache(maxsize=1)
 def amx_int8() -> bool:
-    """Whether the processor multiplies 8-bit tiles (AMX) and Linux allows this process to.
+    """Whether the processor multiplies 8-bit tiles (AMX), and Linux lets this process use AMX.
 
-    AVX512-VNNI is needed, too. Raises CompilerUnavailable.
+    The processor must also have AVX512-VNNI. Raises CompilerUnavailable.
     """
     return byte_dot() == "avx512vnni" and _has("amx_int8") and _tiles()
 
@@ -155,7 +156,7 @@ def _has(flag: str) -> bool:
 
 
 def _has_extension(name: str) -> bool:
-    """Whether Linux reports an extension of an AArch64 processor, named as LLVM names it."""
+    """Whether Linux reports an extension of an AArch64 processor. name: LLVM's name of it."""
     entry, bit = _HWCAPS[name]
     getauxval = ctypes.CDLL(None).getauxval
     getauxval.restype, getauxval.argtypes = ctypes.c_ulong, (ctypes.c_ulong,)

@@ -1,7 +1,8 @@
-"""Instructions whose names differ by architecture: dot products of bytes and of pairs of bfloat16,
-look-ups of bytes in a table, and the pause of a thread that polls.
+"""Functions that write instructions whose names differ by architecture.
 
-A vector of a kernel is two NEON registers, so AArch64's instructions run once for each half.
+These are dot products of bytes and of pairs of bfloat16, look-ups of bytes in a table, and the
+pause of a polling thread. A vector of a kernel is two NEON registers, so AArch64's instructions are
+written once for each half.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ def dot_pairs(writer: IRWriter, total: Value, a: Value, b: Value) -> Value:
 
 
 def fma_pairs(writer: IRWriter, a: Value, b: Value, c: Value) -> Value:
-    """Return `dot_pairs` of vectors whose lanes, as float32, have the bits of a pair."""
+    """Return `dot_pairs` of float32 vectors, each lane of which has the bits of a bfloat16 pair."""
     pairs = f"<{2 * writer.lanes} x bfloat>"
     a, b = (writer.op(f"bitcast {writer.vector} {value} to {pairs}") for value in (a, b))
     return dot_pairs(writer, c, a, b)
@@ -118,7 +119,7 @@ def _dot_i8mm(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool
 
 
 def _dot_signed(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> Value:
-    """Return `dot_bytes` of NEON registers by an instruction whose operands are both signed."""
+    """Return `dot_bytes` of NEON registers, by an instruction that takes only signed operands."""
 
     def dot(total: Value, a: Value) -> Value:
         operands = [(_SUMS, total), (_BYTES, a), (_BYTES, x)]
@@ -126,18 +127,18 @@ def _dot_signed(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bo
 
     if not wide:
         return dot(total, codes)
-    # Codes minus 128 are signed; the products of x and -128 are subtracted again.
+    # Codes minus 128 are signed. Subtract the products of x and -128 from the sum.
     total = dot(total, writer.op(f"xor {_BYTES} {codes}, splat (i8 -128)"))
     return writer.op(f"sub {_SUMS} {total}, {dot('zeroinitializer', 'splat (i8 -128)')}")
 
 
 def _dot_neon(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> Value:
-    """Return `dot_bytes` of NEON registers, for a processor without dot products."""
+    """Return `dot_bytes` of NEON registers, for a processor without dot-product instructions."""
     widened = [
         writer.op(f"{extend} {_BYTES} {value} to <16 x i16>")
         for extend, value in (("zext", codes), ("sext", x))
     ]
-    # A product is at least -255 * 128, which 16 bits hold.
+    # A product is at least -255 * 128, which fits into 16 bits.
     products = writer.op(f"mul <16 x i16> {widened[0]}, {widened[1]}")
     sums = []
     for begin in (0, 8):
@@ -163,7 +164,7 @@ def _by_register(
     operands: Sequence[tuple[str, Value]],
     instruction: Callable[..., Value],
 ) -> Value:
-    """Return the vector of results of an instruction applied to each NEON register of vectors.
+    """Apply an instruction to each NEON register of the operands; return the joined results.
 
     result: type of an element of the result. operands: (type of an element, vector).
     """

@@ -2,9 +2,9 @@
 
 A step of a small model has about two hundred kernels of about ten microseconds. Python takes as
 long to prepare each kernel, and OpenMP wakes its threads for each. A program stores the arguments
-of a recorded step's calls, and one generated function runs them all with a cheap barrier after each
-call. A program is the CPU's counterpart of a CUDA graph: inputs are at fixed addresses, and running
-it on the same inputs gives the same results bit for bit.
+of a recorded step's calls, and one generated function runs them all, with a cheap barrier after
+each call. A program is the CPU's counterpart of a CUDA graph: inputs are at fixed addresses, and a
+replay computes the same results bit for bit.
 
 Torch operations cannot be recorded, except allocations, views and copies of rows. A step with any
 other operation raises NotRecordable, and the caller runs it as usual.
@@ -27,8 +27,8 @@ from kernels.cpu.codegen.processor import CompilerUnavailable
 from kernels.cpu.codegen.products import pause, pause_declaration
 
 _ALIGN = 64  # bytes
-# Polls at the barrier before a thread yields. They take about 50 us, more than threads with cores
-# of their own ever wait. A longer wait means that the awaited thread has lost its core.
+# Polls at the barrier before a thread yields its core. They take about 50 us, longer than any wait
+# if each thread has a core. A longer wait means that the awaited thread has lost its core.
 _LOOKS = 2000
 
 # Indices of the function's arguments in args. The counter that threads write has its own cache
@@ -128,7 +128,10 @@ def _play() -> tuple[NativeFunction, int, int]:
 
 
 def _copied(func: Any, args: Any) -> list[Tensor] | None:
-    """Return the tensors that a torch call concatenates along the last dimension, else None."""
+    """Return the tensors that a clone or cat call copies, if kernels can copy them, else None.
+
+    A cat must be along the last dimension.
+    """
     parts = [args[0]] if func is _aten.clone.default else list(args[0])
     beside = func is _aten.clone.default or (len(args) > 1 and args[1] in (1, -1))
     alike = len(parts) == 1 or all(part.dim() == 2 for part in parts)
@@ -161,7 +164,7 @@ class Buffers:
 class _Memory(TorchDispatchMode):
     """A torch dispatch mode that takes a step's allocations from Buffers.
 
-    A buffer is free again once no tensor uses it, as in eager mode, but its address is fixed.
+    A buffer is free again once no tensor uses it, as in eager mode, but it keeps its address.
     """
 
     def __init__(self, buffers: Buffers, rows: int) -> None:
@@ -174,9 +177,9 @@ class _Memory(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: with the default, torch's first dispatch imports torch._dynamo.
+        """Return False, so that torch's first dispatch does not import torch._dynamo.
 
-        That takes 1.4 s of a CPU engine's start, and nothing here is compiled by it.
+        The import would take 1.4 s of a CPU engine's start, and dynamo is not used here.
         """
         return False
 
@@ -191,7 +194,7 @@ class _Memory(TorchDispatchMode):
         elif func is _aten.to.dtype and args[1] == args[0].dtype:
             return args[0]
         else:
-            with self:  # Decompose composite operations, which inference mode dispatches whole.
+            with self:  # In inference mode composite operations arrive whole: decompose them.
                 out = func.decompose(*args, **kwargs)
             if out is NotImplemented:
                 raise NotRecordable(str(func))
@@ -243,7 +246,7 @@ class Program:
     ) -> None:
         """Run the body for `rows` rows and record its kernels.
 
-        Raises NotRecordable, possibly after some of the body has run, and CompilerUnavailable.
+        Raises CompilerUnavailable, and NotRecordable, possibly after a part of the body has run.
         """
         self._function, give_way, team = _play()
         calls: list[tuple[int, list[int]]] = []
@@ -254,7 +257,7 @@ class Program:
             self.out = body()
         if not calls:
             raise NotRecordable("nothing was launched")
-        # Each call's arguments start at a cache line, because threads count in the first two words.
+        # Each call's arguments start at a cache line, as threads write the first two words.
         width = -(-max(len(words) for _, words in calls) * 8 // _ALIGN) * _ALIGN // 8
         memory = torch.zeros(len(calls) * width + 8, dtype=torch.int64)
         skip = -memory.data_ptr() % _ALIGN // 8

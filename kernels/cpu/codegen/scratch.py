@@ -1,5 +1,5 @@
-"""Scratch memory for generated kernels: one block per Python thread, since a thread's kernels run
-one at a time.
+"""Scratch memory for generated kernels: one block per Python thread, as a thread's kernels run one
+at a time.
 """
 
 import threading
@@ -10,9 +10,9 @@ from kernels.cpu.codegen.compiler import keep
 
 
 class _Scratch(threading.local):
-    # Not a torch tensor: while a step is recorded, torch's allocations come from
-    # `kernels.cpu.codegen.program.Buffers`, which later steps reuse. This memory must outlast the
-    # step.
+    # This is not a torch tensor, because torch's allocations come from
+    # `kernels.cpu.codegen.program.Buffers` while a step is recorded, and later steps reuse those
+    # buffers. Scratch memory must stay valid after the step.
     floats = np.empty(0, np.float32)
 
 

@@ -1,10 +1,9 @@
-"""x @ W.T for 4- or 8-bit weights with a scale per group of inputs, as kernels generated for a
-format.
+"""Matmuls x @ W.T for 4- or 8-bit weights with a scale per group of inputs.
 
-W is packed into panels as in `kernels.cpu.gemm.dense`, with scales next to their codes, so a panel
-is read as one stream. Each row of x is quantised to 8 bits at run time, with a scale per 32
-numbers. Products of a group are summed exactly in integers. Groups are summed in float32 in a fixed
-order, so results are batch-invariant.
+The kernels are generated for a format. W is packed into panels as in `kernels.cpu.gemm.dense`, with
+scales next to their codes, so a panel is read as one stream. Each row of x is quantised to 8 bits
+at run time, with a scale per 32 numbers. Products of a group are summed exactly in integers. Groups
+are summed in float32 in a fixed order, so results are batch-invariant.
 """
 
 from collections.abc import Callable
@@ -51,10 +50,10 @@ from kernels.cpu.gemm.panels import (
 from kernels.packed import BLOCK, Format
 
 _ROWS = {16: 6, 8: 2}  # rows of a tile, by float32 lanes
-# Number of rows from which a panel's 4-bit codes are unpacked to bytes once, not in each tile: with
-# six tiles or more that saves time.
+# Number of rows from which a panel's 4-bit codes are unpacked to bytes once, not in each tile. With
+# six or more tiles this saves time.
 _MANY = 48
-_AHEAD = 4096  # bytes that prefetches run ahead
+_AHEAD = 4096  # distance of prefetches in bytes
 
 
 def fits(form: Format, outputs: int, width: int) -> bool:
@@ -77,9 +76,10 @@ def num_bytes(form: Format, outputs: int, width: int, bias: bool) -> int:
 
 
 def _expanded(form: Format) -> Format | None:
-    """Return the 8-bit format to which panels are expanded for many rows; None if that is slower.
+    """Return the 8-bit format to which panels are expanded for many rows, or None.
 
-    Without VNNI or I8MM a dot product of 8-bit codes takes twice the instructions.
+    Panels are not expanded without VNNI or I8MM, as a dot product of 8-bit codes then takes twice
+    the instructions.
     """
     if form.bits == 8 or processor.byte_dot() in ("", "dotprod"):
         return None
@@ -150,9 +150,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
         return writer.load_as_float(at, NAMES[form.scale])
 
     def words(codes: Value) -> list[tuple[int, int, Value]]:
-        """Return (index of a group of four inputs in the block, half of the panel, codes as bytes)
-        for all codes of a block.
-        """
+        """Load a block's codes: (index of four inputs in the block, half of the panel, bytes)."""
         columns = []
         for word in range(form.bits):
             for half in (0, 1):
@@ -277,7 +275,7 @@ def _driver(
 
 
 def _unpack(writer: IRWriter, form: Format) -> None:
-    """Generate out[i] = the dequantised weights of output ids[i]; ids are int64."""
+    """Generate the look-up out[i] = dequantised weights of output ids[i]; ids are int64."""
     size = writer.lanes
     ids, out, w = (writer.argument(word, "ptr") for word in (X, OUT, W))
     width, chunk_bytes = writer.argument(WIDTH), form.chunk_bytes(2 * size)
@@ -372,7 +370,7 @@ def _functions(form: Format) -> dict[str, NativeFunction]:
     ]
     wide, expanded = _expanded(form), None
     if wide is not None:
-        # the numbers of rows per tile that `panels._all_rows` chooses
+        # all numbers of rows per tile that `panels._all_rows` may choose
         sizes = {rows // -(-rows // most) for rows in range(_MANY, 4 * _MANY)} | {most}
 
         def expanded_tile(writer: IRWriter, rows: int) -> None:
@@ -476,7 +474,7 @@ class PackedBlocks(Panels):
             self._prepare_tiles(rows, threads, norm)
             return
         expanded, wide = 0, _expanded(self.form)
-        if wide is not None and rows >= _MANY:  # one panel of the gate and one of the up projection
+        if wide is not None and rows >= _MANY:  # a gate and an up panel are expanded at a time
             panel = self._width // wide.chunk * wide.chunk_bytes(self._panel)
             expanded = 2 * threads * panel
         self._round(rows, threads, norm, self._width // BLOCK * self.form.x_bytes, expanded)

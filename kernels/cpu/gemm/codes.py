@@ -14,8 +14,8 @@ from kernels.packed import BLOCK, Format
 NAMES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 
 RoundedBlock = tuple[Value, Value, Value]
-"""A block of 32 quantised inputs of a row: the address of its codes, its scale, and the sums of its
-codes for each unit (`Format.x_bytes`); the sums are "" where nothing needs them."""
+"""The addresses for a quantised block of 32 inputs of a row: of its codes, of its scale, and of the
+sums of its codes per unit (`Format.x_bytes`). The last is "" if sums are not needed."""
 
 
 def bytes_type(writer: IRWriter) -> Value:
@@ -33,9 +33,9 @@ def table_of(writer: IRWriter, form: Format) -> Value:
 
 
 def nibbles(writer: IRWriter, raw: Value, table: Value) -> tuple[Value, Value]:
-    """Return the low and the high 4-bit codes of bytes as two vectors of bytes.
+    """Unpack bytes to two vectors of bytes: their low and their high 4-bit codes.
 
-    table: the table of `look_up` whose bytes replace the codes; "" for none.
+    table: a table for `look_up`, whose bytes replace the codes; "" for none.
     """
     integers, kind = writer.integers, bytes_type(writer)
     mask = writer.whole(0x0F0F0F0F)
@@ -66,8 +66,8 @@ def _across(
     """
     rows, stride, lanes = list(vectors), 1, range(writer.lanes)
     while len(rows) > 1:
-        # Lanes whose index has the stride's bit come from the second vector, the others from the
-        # first.
+        # Lanes whose index has the stride's bit set come from the second vector, the others from
+        # the first.
         halves = []
         for a, b in zip(rows[::2], rows[1::2], strict=True):
             parts = []
@@ -87,7 +87,7 @@ def _across(
     return value
 
 
-_TOGETHER = 4  # blocks of a row that are quantised together, to share reductions and divisions
+_TOGETHER = 4  # blocks of a row that are quantised at once, with common reductions and divisions
 
 
 def round_row(
@@ -100,7 +100,7 @@ def round_row(
 ) -> None:
     """Generate the quantisation of a row of x to 8 bits.
 
-    place: number of a block of the row -> addresses of its results.
+    place: index of a block in the row -> addresses of its results.
     norm: weight and eps of an RMS norm to apply first, or None.
     """
     size, kind, integers = writer.lanes, writer.vector, writer.integers
@@ -123,7 +123,7 @@ def round_row(
 
     def larger_bits(values: list[Value]) -> Value:
         best = reinterpret(writer, writer.all(1e-30), kind, integers)
-        # The bits of non-negative floats have the order of the floats; NaN is above all.
+        # Compare non-negative floats by their bits, which have the same order; NaN is the largest.
         for value in values:
             bits = reinterpret(writer, value, kind, integers)
             bits = writer.op(f"and {integers} {bits}, {writer.whole(0x7FFFFFFF)}")
@@ -158,7 +158,7 @@ def round_row(
             inverse = writer.spread(extract(inverses, at))
             whole = []
             for part, value in enumerate(values):
-                # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+                # Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits.
                 shifted = writer.fma(value, inverse, writer.all(12582912.0))
                 whole.append(writer.binary("fsub", shifted, writer.all(12582912.0)))
                 bits = reinterpret(writer, shifted, kind, integers)
@@ -184,7 +184,7 @@ def round_row(
             if form.zero:
                 by_zero = f"splat (float {constant(-form.zero)})"
                 sums = writer.op(f"fmul {floats} {sums}, {by_zero}")
-                # NaN has no integer; 0 will do, as the block's scale is NaN, too.
+                # Quantise NaN to 0; the result is NaN anyway, because the block's scale is NaN.
                 result, of = f"<{count} x i32>", "i32"
                 name = f"llvm.fptosi.sat.v{count}i32.v{count}f32"
                 sums = writer.call(result, name, [(floats, sums)])

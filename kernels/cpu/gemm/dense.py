@@ -1,11 +1,12 @@
-"""x @ W.T for 16- or 32-bit weights and float32 x, as kernels generated for the width of x.
+"""Matmuls x @ W.T for 16- or 32-bit weights and float32 x.
 
-W is packed into panels of two vector registers of outputs. A thread takes a panel, streams it once
-for each dozen rows of x, and keeps their sums in registers. Matmuls are in float32. With bfloat16
-weights and AVX512-BF16 or AMX, x is rounded to bfloat16; then products are exact, and sums are
-float32. AMX is several times as fast from a few rows on, and equally fast for one row. Results are
-batch-invariant. The preceding RMS norm and the following bias, gate and residual are computed in
-the same call, so a layer starts its threads four times.
+The kernels are generated for the width of x. W is packed into panels of two vector registers of
+outputs. A thread takes a panel, streams it once for each dozen rows of x, and keeps the sums in
+registers. Matmuls are in float32. With bfloat16 weights and AVX512-BF16 or AMX, x is rounded to
+bfloat16; then products are exact, and sums are float32. From a few rows on, AMX is several times as
+fast; for one row both are equally fast. Results are batch-invariant. The preceding RMS norm and the
+following bias, gate and residual are computed in the same call, so a layer starts its threads only
+four times.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float
 _DOT = "bfloat dot"  # bfloat16 weights on processors that multiply pairs of bfloat16
 AMX = "bfloat amx"  # bfloat16 weights on processors that multiply tiles of bfloat16
 _ROW_END = 64  # bytes after a quantised row of x, which hold its scale
-_AHEAD = 2048  # weights that prefetches run ahead
+_AHEAD = 2048  # distance of prefetches, in weights
 
 
 def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
@@ -65,7 +66,7 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
         return out
 
     def pair(k: Value, *sums: Value) -> list[Value]:
-        """Return the sums plus the products of two columns of x.
+        """Return the sums plus the products of columns 2 k and 2 k + 1 of x and their weights.
 
         With bfloat16, a lane holds both weights of an output.
         """
@@ -100,9 +101,9 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
 
 
 def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
-    """Generate the same matmul as `_tile`, for rows from `_quantise` and panels of `PackedInt8`.
+    """Generate the matmul of `_tile` for rows from `_quantise` and panels of `PackedInt8`.
 
-    Sums of 8-bit products are exact; the scales are applied to the sums.
+    Sums of 8-bit products are exact; scales multiply the sums.
     """
     size, kind, integers = writer.lanes, writer.vector, writer.integers
 
@@ -123,7 +124,7 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
         return out
 
     end = writer.at("%w", 2 * size * width, "i8")
-    # For each output: its scale, and the excess in its sum from adding 128 to all upper bytes of x.
+    # Per output: its scale, and the part of its sum due to the 128 added to x's upper bytes.
     scales, excess = ([writer.at(end, at + h * size) for h in (0, 1)] for at in (0, 2 * size))
     zero = (integers, "zeroinitializer")
     start = [(integers, writer.load(half, integers)) for half in excess] + [zero, zero]
@@ -147,7 +148,7 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
 def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
     """Generate the RMS norm of all rows into this thread's scratch; return the scratch's address.
 
-    Every thread norms all rows, which costs less than a barrier.
+    Every thread computes the norm of all rows, which costs less than a barrier.
     """
     size = writer.lanes
     weight = writer.argument(NORM, "ptr")
@@ -174,16 +175,16 @@ def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value
 
 
 def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
-    """Generate the same matmul as `_tile`, for bfloat16 rows of x, with dot products of pairs.
+    """Generate the matmul of `_tile` for bfloat16 rows of x, with dot products of pairs.
 
-    A pair's dot product is exact, and summed in float32.
+    A pair's dot product is exact and is added in float32.
     """
     size, kind = writer.lanes, writer.vector
     bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
     sums = [(kind, bias[half]) for _ in range(rows) for half in (0, 1)]
 
     def two(k: Value, *sums: Value) -> list[Value]:
-        """Return the sums plus the products of two pairs of columns of x."""
+        """Return the sums plus the products of pairs 2 k and 2 k + 1 of columns of x."""
         panel = writer.at("%w", writer.mul(k, 8 * size), "i16")
         out = list(sums)
         for line in range(0, 8 * size, 32):
@@ -208,7 +209,7 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
 def round_bf16(
     writer: IRWriter, width: int, source: Value, target: Value, norm: RowNorm | None
 ) -> None:
-    """Generate the rounding of a row of x to bfloat16, after an RMS norm if one is given."""
+    """Generate the rounding of a row of x to bfloat16, after an RMS norm if `norm` is not None."""
     weight, by = "", ""
     if norm is not None:
         weight, eps = norm
@@ -235,8 +236,8 @@ def _rounded_bf16(writer: IRWriter, width: int, num_bytes: int, norm: bool) -> R
 def _quantise(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
     """Generate the quantisation of each row of x to 16 bits, into this thread's scratch.
 
-    A row has its upper bytes plus 128, its lower bytes, and its scale. With 8 bits alone, an
-    outlier would cost all other values their precision.
+    The result of a row is its upper bytes plus 128, its lower bytes, and its scale. With only 8
+    bits, an outlier would reduce the precision of all other values.
     """
     size, kind = writer.lanes, writer.vector
     scratch = writer.at(writer.argument(SCRATCH, "ptr"), offset, "i8")
@@ -259,7 +260,7 @@ def _quantise(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: V
 
         def write(column: Value) -> list[Value]:
             value = writer.load(writer.at(source, column))
-            # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+            # Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits.
             value = writer.fma(value, inverse, writer.all(12582912.0 + 32768.0))
             bits = writer.op(f"bitcast {kind} {value} to {writer.integers}")
             upper = writer.op(f"lshr {writer.integers} {bits}, {writer.whole(8)}")
@@ -316,7 +317,7 @@ def _driver(
 
 
 # Kind of kernel -> (width of x -> bytes of a bfloat16 row of x). Rows for AMX are padded, so that
-# they do not all map to the same sets of the first-level cache.
+# rows do not all map to the same cache sets.
 ROW_BYTES: dict[str, Callable[[int], int]] = {
     _DOT: lambda width: 2 * width,
     AMX: lambda width: 2 * width + _ROW_END,
@@ -434,8 +435,8 @@ class PackedLinear(Panels):
 class PackedInt8(PackedLinear):
     """A weight quantised to 8 bits, with a scale per output.
 
-    Each row of x is quantised to 16 bits at run time, with a scale per row; the two bytes of its
-    numbers are multiplied separately. Needs `has_int8()`.
+    Each row of x is quantised to 16 bits at run time, with a scale per row. The upper and the lower
+    bytes are multiplied separately. `has_int8()` must be true.
     """
 
     @staticmethod

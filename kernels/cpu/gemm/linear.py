@@ -1,8 +1,9 @@
 """Linear layers on the CPU: weights are packed once, and multiplied with float32 activations.
 
-Library matmuls reorder the weight on every call. So `kernels.cpu.gemm.dense` is tried first. Where
-it cannot run, FBGEMM reads 16-bit weights, packed as float16, and computes in float32, too. A
-bfloat16 weight fits float16 exactly unless it is below 6e-5, where the absolute error is 3e-8.
+Library matmuls reorder the weight on every call. So `kernels.cpu.gemm.dense` is tried first. If it
+does not support the machine or weight, FBGEMM reads 16-bit weights, packed as float16, and computes
+in float32. A bfloat16 weight is exact in float16 unless its magnitude is below 6e-5; then the
+absolute error is up to 3e-8.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,7 @@ FLOAT16_MAX = 65504.0
 def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | Packed | None:
     """Pack weight [out, in] into a function from float32 [n, in] to float32 [n, out].
 
-    Returns None if no such function is faster than torch.nn.functional.linear or supports the
-    weight.
+    Returns None if no function supports the weight and is faster than torch.nn.functional.linear.
     """
     if PackedLinear.fits(*weight.shape):
         try:

@@ -1,6 +1,8 @@
 """Panels: the base class of packed weights, and the code generation that matmuls of all weight
-formats share. Threads take panels of two vector registers of outputs, and a tile multiplies a few
-rows of x by a panel. Bias, gate and residual are applied here.
+formats share.
+
+Threads take panels of two vector registers of outputs. A tile function multiplies a few rows of x
+by a panel. Bias, gate and residual are applied here.
 """
 
 import ctypes
@@ -24,12 +26,13 @@ CALLS: dict[str, tuple[bool, bool, str | None]] = {
     "norm": (True, False, None),
     **{gate: (True, False, gate) for gate in GATES},
 }
-"""The functions of a matmul: whether x is normed and the result added, and the gate."""
+"""Name of a generated function of a matmul -> (whether x is normed, whether the result is added to
+out, gate)."""
 
 # Number of rows from which threads share the rounding of rows. For fewer rows each thread rounds
 # all rows itself, which costs less than a barrier.
 TOGETHER = 8
-SPARE_ROWS = 32  # maximum number of rows that the last tile reads beyond the end
+SPARE_ROWS = 32  # maximum number of rows after the end of x that the last tile reads
 
 # Indices of the kernels' arguments in args. The first two words are the threads' work counters.
 X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, THREADS, STRIDE = range(2, 11)
@@ -51,7 +54,7 @@ def store_tile(writer: IRWriter, rows: int, values: list[Value]) -> None:
         place = writer.at("%out", writer.mul("%stride", row))
         for half in (0, 1):
             address = writer.at(place, half * size)
-            # A branch, because adding a masked value would still let NaN in uninitialised memory
+            # This is a branch, because a multiplication by 0 would let NaN of uninitialised memory
             # through.
             value = values[2 * row + half]
             before = writer._block
@@ -77,7 +80,7 @@ def tiles(writer: IRWriter, name: str, sizes: Sequence[int]) -> None:
 
 
 def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
-    """Return gate(g) * u. gate: a key of GATES."""
+    """Return gate(g) * u for two vectors. gate: a key of GATES."""
     scale, cubic = GATES[gate]
     t = g
     if cubic:
@@ -90,17 +93,16 @@ def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
 def gate_buffer(writer: IRWriter, most: int) -> Value:
     """Allocate the buffer that `products` needs for a gate; return its address.
 
-    To be called in the function's entry block. most: rows of the largest tile.
+    It must be called in the function's entry block. most: rows of the largest tile.
     """
     return writer.op(f"alloca [{2 * most * 2 * writer.lanes} x float], align 64")
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The expansion of a panel's codes to bytes and of its scales to float32, for matmuls of many
-    rows.
+    """The expansion of a panel's codes to bytes and scales to float32, for matmuls of many rows.
 
-    Without it each tile would unpack the codes again.
+    With it tiles of rows need not unpack the codes each time.
 
     write(writer, panel, target): generates the code that expands a panel to address `target`.
     num_bytes: bytes of an expanded panel.
@@ -127,11 +129,12 @@ def products(
 ) -> None:
     """Generate this thread's share of the matmul of rows at x by all panels.
 
-    most: rows of the largest tile. x_bytes, w_bytes: bytes of a row and of a panel.
-    add: whether products are added to the output. gate: a key of GATES, or None. buffer: from
-    `gate_buffer`. rows: rounded rows for tiles of `tiled_bf16.tile`, which may be in blocks
-    (`Panels._round`). With `rows` all tiles but the last have `most` rows. Otherwise tiles have
-    about equally many rows.
+    most: rows of the largest tile. x_bytes, w_bytes: bytes of a row of x and of a panel.
+    add: whether results are added to the output.
+    gate: a key of GATES, or None. buffer: from `gate_buffer`, if there is a gate.
+    rows: rounded rows for tiles of `tiled_bf16.tile`, possibly in blocks (`Panels._round`). With
+        them all tiles except the last have `most` rows. Without them tiles have about equally many
+        rows.
     """
     size, tiled = writer.lanes, rows is not None
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
@@ -140,11 +143,11 @@ def products(
         writer.argument(word) for word in (NUM_PANELS, THREADS, BIAS_STEP)
     )
 
-    # arguments: first row, number of rows, address of the result, floats between two of its rows
+    # arguments: first row, number of rows, address of the result, stride of its rows in floats
     Tile = Callable[[Value, Value, Value, Value | int], None]
 
     def of_rows(x: Value, out: Value, num_rows: Value) -> Callable[[Value], None]:
-        """Return a function that generates the matmul of rows at x by a panel, into out."""
+        """Return f(panel), which generates the matmul of the rows at x by a panel into out."""
         single = writer.op(f"icmp sle i64 {num_rows}, {most}") if tiled else ""
 
         def tile_of(panel: Value, place: Value, tiles: str) -> Tile:
@@ -170,7 +173,10 @@ def products(
             return tile
 
         def with_tiles(chosen: Sequence[Value], body: Callable[..., None]) -> None:
-            """Generate body(*tiles), a tile function for each chosen panel, packed or expanded."""
+            """Generate body(*tiles) with a tile function for each chosen panel.
+
+            The code chooses at run time whether panels are packed or expanded.
+            """
             places = [writer.at(w, writer.mul(panel, w_bytes), "i8") for panel in chosen]
 
             def packed() -> None:
@@ -256,7 +262,7 @@ def _all_rows(
 ) -> None:
     """Generate a loop of body(first row, number of rows) over tiles of at most `most` rows.
 
-    even: whether tiles have about equally many rows; otherwise all but the last have `most`.
+    even: whether tiles have about equally many rows; otherwise all except the last have `most`.
     """
     if not even:
 
@@ -297,16 +303,17 @@ def norm_scale(writer: IRWriter, source: Value, width: Value | int, eps: Value) 
 
 
 RowNorm = tuple[Value, Value]
-"""Of an RMS norm: its weight, and eps."""
+"""The weight and the eps of an RMS norm in generated code."""
 
 RoundRow = Callable[[IRWriter, Value, Value, RowNorm | None], None]
-"""(writer, row of x, where it goes, the norm before it): the row as tiles take it."""
+"""f(writer, address of a row of x, target address, norm): generates the rounding of a row, after an
+RMS norm if it is not None."""
 
 
 class RoundedRows:
-    """The generated code that rounds or quantises rows of x into scratch memory.
+    """The generator of code that rounds or quantises rows of x into scratch memory.
 
-    Each thread has its own copy of the rounded rows, or all share the copy of `together`.
+    Each thread has its own copy of the rounded rows, or all threads share the copy of `together`.
     """
 
     def __init__(
@@ -325,14 +332,17 @@ class RoundedRows:
             self._norm = (writer.argument(NORM, "ptr"), eps)
 
     def _round(self, row: Value, target: Value, place: Value) -> None:
-        """Round row `row` of x, and store it as row `place` of the matrix `target`."""
+        """Generate the rounding of row `row` of x to row `place` of the matrix `target`."""
         writer = self._writer
         source = writer.at(self._x, writer.mul(row, self._width))
         place = writer.at(target, writer.mul(place, self.bytes), "i8")
         self._round_row(writer, source, place, self._norm)
 
     def all(self) -> Value:
-        """Return the address of the rounded rows; round them first unless `together` has run."""
+        """Return the address of the rounded rows; generates their rounding for this thread.
+
+        The generated code skips the rounding if the function of `together` has run before.
+        """
         writer, scratch = self._writer, self._scratch
         slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
         self.slot = slot
@@ -351,15 +361,15 @@ class RoundedRows:
         return x
 
     def together(self) -> None:
-        """Round all rows into one copy in scratch memory; each thread rounds some of the rows."""
+        """Generate the rounding of all rows into one copy; each thread rounds some of the rows."""
         scratch = self._scratch
         self._writer.claim("%args", "1", self._count, lambda row: self._round(row, scratch, row))
 
     def blocks(self, body: Callable[[Value, Value, Value], None]) -> None:
         """Generate a loop of body(rounded rows, first row, count) over blocks of rows.
 
-        To be called after `all`. A thread takes a block and rounds it into its own scratch, so that
-        the block stays in the second-level cache of the thread's core.
+        It must be called after `all`. A thread takes a block and rounds it into its own scratch, so
+        that the block stays in the second-level cache of the thread's core.
         """
         writer, length = self._writer, self._block_rows
         own = writer.at(self._scratch, writer.mul(self.slot, writer.mul(length, self.bytes)), "i8")
@@ -388,13 +398,13 @@ def product_functions(
     expanded: tuple[Callable[[IRWriter, int], None], Sequence[int]] | None = None,
     any_rows: bool = False,
 ) -> dict[str, NativeFunction]:
-    """Return {name: compiled function}: those that Panels calls, and `others`; each takes args.
+    """Compile the functions that Panels calls, and `others`: {name: function of args}.
 
     most: rows of the largest tile.
     tile(writer, rows), driver(writer, norm, add, gate): generate the functions' bodies.
     others: (name, generator of its body) of further functions.
     expanded: a tile over expanded panels, and the numbers of rows that it supports.
-    any_rows: whether a single tile function, generated for `most` rows, takes any number (%rows).
+    any_rows: whether a single tile function, generated for `most` rows, takes any number of rows.
     """
     parts: list[tuple[IRWriter, str]] = []
 
@@ -412,7 +422,7 @@ def product_functions(
         kinds_of_tile.append(("expanded_tile", expanded[0], [*expanded[1]]))
     for name, body_of, sizes in kinds_of_tile:
         for rows in sizes:
-            # noinline, so that it is compiled once instead of in each function below.
+            # noinline, so that the tile is compiled once instead of in each function below.
             signature = f"internal void @{name}{rows}({TILE}) noinline"
             write(signature, lambda writer, rows=rows, body_of=body_of: body_of(writer, rows))
         write(
@@ -459,17 +469,18 @@ class Panels(ABC):
         behind: int = 0,
         block_rows: int = 0,
     ) -> None:
-        """Round the rows of x with all threads, or let each thread round its rows in the matmul.
+        """Allocate scratch for rounded rows, and let all threads round the rows now if that pays.
 
-        All threads round now if there are several, rows are many and block_rows is 0. They run the
-        generated function round or round_norm (`RoundedRows.together`).
+        It pays with several threads and many rows, unless threads take blocks of rows. The
+        generated functions round and round_norm do it (`RoundedRows.together`). Otherwise each
+        thread rounds rows in the matmul.
 
         num_bytes: bytes of a rounded row.
-        behind: bytes of expanded panels, which follow the rounded rows in scratch memory.
-        block_rows: rows of a block, if a thread rounds its rows block by block; else 0.
+        behind: bytes for expanded panels, which follow the rounded rows in scratch memory.
+        block_rows: rows of a block if threads take blocks of rows, else 0.
         """
         together = threads > 1 and rows >= TOGETHER and not block_rows
-        # Room for spare rows, because kernels read whole tiles of rows.
+        # Allocate spare rows, because kernels read whole tiles of rows.
         row_count = rows if together else threads * (block_rows or rows)
         rounded = (row_count + SPARE_ROWS) * num_bytes
         self._need(rounded + behind + 64)
@@ -534,8 +545,9 @@ class Panels(ABC):
         return self._run("norm", x, out, self._panels, norm, eps)
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, gate: str) -> Tensor:
-        """Return gate(self(rms_norm(x))) [n, out / 2]. gate: a key of GATES; raises ValueError
-        for others.
+        """Return gate(self(rms_norm(x))), [n, out / 2].
+
+        gate: a key of GATES. Raises ValueError for other gates.
         """
         if gate not in GATES:
             raise ValueError(f"no product is generated for the gate {gate!r}: only {[*GATES]}")

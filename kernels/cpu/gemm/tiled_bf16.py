@@ -1,4 +1,4 @@
-"""x @ W.T in bfloat16 with AMX, as a generated tile function.
+"""The tile function of matmuls x @ W.T in bfloat16 with AMX.
 
 Two tiles of x (32 rows, 32 columns) are multiplied by two tiles of weights (the same 32 columns, 32
 outputs) into four tiles of sums, so each loaded tile is used twice. A panel of weights stays in the
@@ -12,17 +12,17 @@ from kernels.cpu.codegen.ir import IRWriter, Value
 
 MOST = 2 * TILE_ROWS  # maximum rows of x that are multiplied by a panel at once
 AHEAD = "ptr %ahead"
-"""An argument of `tile`: weights that a later call reads, and of which this one asks for
-`LINES_AHEAD` lines a step of 32 columns; null: this call is the only one of its panel, and asks for
-the panel itself."""
+"""The argument of `tile` that is the address of weights which a later call reads. A call prefetches
+`LINES_AHEAD` cache lines of them per step of 32 columns. null: no other call reads the panel, and
+this call prefetches its own weights."""
 LINES_AHEAD = 4
 _COLUMNS = 32  # columns of x in a tile
 ROWS_A_PANEL = MOST * 2 * _COLUMNS // LINES_AHEAD
-"""Of x, whose tiles together ask for a whole panel."""
+"""Rows of x whose tiles together prefetch a whole panel."""
 # maximum number of rows that are rounded together, and maximum bytes of these rows
 _BLOCK, _BLOCK_BYTES = 256, 800 << 10
 _A_THREAD = 64  # rows per thread from which threads take blocks of rows instead of panels
-_FAR = 4096  # bytes of a panel that prefetches run ahead
+_FAR = 4096  # distance of prefetches in bytes
 
 
 def block_rows(rows: int, threads: int, row_bytes: int) -> int:
@@ -48,14 +48,16 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
     buffer = writer.op(f"alloca [{MOST * 2 * TILE_ROWS} x float], align 64")
     panel_line = 4 * TILE_ROWS * 2  # bytes of two columns of x for 32 outputs
     steps = width // _COLUMNS
-    # rows of out that each step prefetches, so that the stores need not wait
+    # rows of out that are prefetched per step, so that stores need not wait
     out_rows = -(-MOST // steps)
     last = writer.sub("%rows", 1)
 
     def rows_of(tiles: range, later: bool) -> None:
-        """Multiply one or two tiles of rows. AMX tiles 0 to 3 are sums, two per tile of rows; tiles
-        4 and 5 are rows of x, 6 and 7 weights. tiles: 0, 1 or both. later: whether to prefetch the
-        next panel.
+        """Generate the multiplication of one or two tiles of rows.
+
+        AMX tiles 0 to 3 are sums, two per tile of rows; 4 and 5 are rows of x, 6 and 7 weights.
+        tiles: the indices of the tiles of rows, 0, 1 or both.
+        later: whether to prefetch the next panel.
         """
         for at in tiles:
             for half in (0, 1):
@@ -89,7 +91,7 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
         writer.loop(0, steps, [], step)
 
         def store_tiles(target: Value, stride: Value | int) -> None:
-            """Store the tiles of sums. stride: floats between two rows of target."""
+            """Generate the store of the tiles of sums. stride: floats between rows of target."""
             for at in tiles:
                 for half in (0, 1):
                     row = writer.at(target, writer.mul(stride, at * TILE_ROWS))

@@ -1,12 +1,13 @@
-"""x @ W.T with AMX for many rows and weights of 4 and 8 bits. Results equal those of
-`kernels.cpu.gemm.blocks` bit for bit.
+"""Matmuls x @ W.T with AMX for many rows and weights of 4 and 8 bits.
+
+Results equal those of `kernels.cpu.gemm.blocks` bit for bit.
 
 A tile multiplication takes 16 rows of x, 16 outputs and the 32 inputs of a block. Its integer sums
 are stored to memory, then loaded and added to 16 float registers, in the order of
 `kernels.cpu.gemm.blocks`. An AMX multiplication takes 16 cycles, and its result is ready after 52.
 A store that waits for the result delays later stores. So a tile is stored two blocks after its
 multiplication, and added three blocks after it. While AMX is in use, half of the 512-bit
-multipliers are off, but the adders are not: so integers are converted to floats by an addition.
+multipliers are off, but the adders are not. So integers are converted to floats by an addition.
 """
 
 from collections.abc import Callable
@@ -51,13 +52,13 @@ _A_THREAD = 64  # rows per thread from which threads take blocks of rows instead
 _PANEL = 2 * TILE_ROWS  # outputs per panel
 _BLOCK_BYTES = _PANEL * BLOCK  # bytes of a panel's codes for one block
 _AHEAD = 3  # blocks between a multiplication and the addition of its sums
-# 1.5 * 2^23: added to an integer below 2^22, it leaves the integer in the low bits
+# 1.5 * 2^23: a float with this value plus an integer below 2^22 has the integer in its low bits
 _MAGIC = 12582912.0
 _MAGIC_BITS = 0x4B400000
 
 
 def _codes(form: Format) -> tuple[int, int]:
-    """Return the smallest and the largest code, minus the zero point."""
+    """Return (smallest code, largest code) of a format, minus the zero point."""
     values = [int(value) for value in form.table] or [0, (1 << form.bits) - 1]
     return min(values) - form.zero, max(values) - form.zero
 
@@ -81,7 +82,7 @@ def _scaled_last(form: Format) -> bool:
 
 
 def _x_bytes(form: Format) -> int:
-    """Return the bytes of a block of 16 rows of x: codes, scales, and sums if offsets exist."""
+    """Return the bytes of a block of 16 quantised rows of x: codes, scales, sums for offsets."""
     return TILE_ROWS * (BLOCK + 4 + (0 if form.offset == "none" else 4))
 
 
@@ -97,7 +98,7 @@ def _panel_bytes(form: Format, width: int) -> int:
 def block_rows(form: Format, width: int, rows: int, threads: int) -> int:
     """Return the rows of a block that a thread multiplies by all panels.
 
-    0: threads share panels instead.
+    Returns 0 if threads divide the panels instead.
     """
     if threads > 1 and rows < _A_THREAD * threads:
         return 0
@@ -110,7 +111,7 @@ def block_rows(form: Format, width: int, rows: int, threads: int) -> int:
 def scratch_bytes(form: Format, width: int, rows: int, threads: int) -> tuple[int, int]:
     """Return (bytes of scratch memory that threads share, bytes of each thread's own scratch).
 
-    Both are whole cache lines.
+    Both are multiples of a cache line.
     """
     block = block_rows(form, width, rows, threads)
     x = -(-(block or rows) // TILE_ROWS) * (width // BLOCK) * _x_bytes(form)
@@ -124,7 +125,7 @@ def scratch_bytes(form: Format, width: int, rows: int, threads: int) -> tuple[in
 def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None:
     """Generate the expansion of a panel of `kernels.cpu.gemm.blocks` to address `target`.
 
-    The result has codes minus the zero point as bytes, then scales and offsets as float32.
+    The expanded panel has codes minus the zero point as bytes, then scales and offsets in float32.
     """
     size, integers = writer.lanes, writer.integers
     kind, blocks = f"<{4 * size} x i8>", form.chunk // BLOCK
@@ -177,9 +178,10 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None
     writer.loop(0, chunks, [], chunk)
 
 
-# w: address of one or two expanded panels (gate and up), `panel_bytes` apart. A tile of rows has
-# 2^shift work items, of 16 outputs each. bias, second_bias: of the first and second panel. stride:
-# floats between two rows of out. kind: index in _KINDS.
+# Arguments of `_products`' function. w: address of one or two expanded panels (gate and up),
+# `panel_bytes` apart. A tile of rows has 2^shift work items, of 16 outputs each. bias, second_bias:
+# addresses of the first and second panel's bias. stride: floats from a row of out to the next.
+# kind: index in _KINDS.
 _PRODUCTS = (
     "i64 %rows, ptr %x, ptr %w, i64 %panel_bytes, ptr %out, i64 %stride, ptr %bias, "
     "ptr %second_bias, i64 %blocks, i64 %shift, i64 %kind"
@@ -243,7 +245,7 @@ def _products(writer: IRWriter, form: Format) -> None:
     last = writer.sub(items, 1)
 
     def item(index: Value) -> list[Value]:
-        """Compute one item: 16 rows and 16 outputs."""
+        """Generate the computation of one work item: 16 rows and 16 outputs."""
         following = [("i64", writer.add(index, 1)), ("i64", last)]
         after = writer.call("i64", "llvm.smin.i64", following)
         half = writer.op(f"and i64 {index}, 1")
@@ -259,10 +261,10 @@ def _products(writer: IRWriter, form: Format) -> None:
         into = writer.at("%out", writer.mul(first, "%stride"))
 
         def step(block: Value, odd: int, sums: list[Value]) -> list[Value]:
-            """Add the sums of `block`, store the tile of block + 1, and multiply block + _AHEAD,
-            which may belong to the next item.
+            """Generate a step of the pipeline over blocks.
 
-            odd: block % 2, which selects the tiles.
+            It adds the sums of `block`, stores the tile of block + 1, and multiplies block +
+            _AHEAD, which may belong to the next item. odd: block % 2, which selects the tiles.
             """
             row = writer.op(f"and i64 {block}, {TILE_ROWS - 1}")
             line = writer.at(writer.at(into, writer.mul(row, "%stride")), writer.mul(half, size))
@@ -336,7 +338,7 @@ def _products(writer: IRWriter, form: Format) -> None:
                 writer.store(value, row_at(row))
 
         def store_tile(chosen: str) -> None:
-            """Write a finished tile of rows to out. chosen: one of _KINDS."""
+            """Generate the store of a finished tile of rows to out. chosen: one of _KINDS."""
             bounds = [("i64", writer.sub("%rows", first)), ("i64", str(TILE_ROWS))]
 
             def row(index: Value) -> list[Value]:
@@ -367,7 +369,7 @@ def _products(writer: IRWriter, form: Format) -> None:
 
 
 class _Rows:
-    """The rows of x quantised to 8 bits, in tiles of 16 rows."""
+    """The generator of code that quantises rows of x to 8 bits, in tiles of 16 rows."""
 
     def __init__(self, writer: IRWriter, form: Format, norm: bool) -> None:
         self._writer, self._form = writer, form
@@ -382,10 +384,10 @@ class _Rows:
         self._last = writer.sub(self.count, 1)
 
     def round(self, first: Value, tile: Value, target: Value) -> None:
-        """Quantise the 16 rows of a tile to the tile's position in `target`.
+        """Generate the quantisation of a tile's 16 rows to the tile's position in `target`.
 
-        first: first row of tile 0.
-        Rows beyond the end repeat the last row, so that their unused results are finite.
+        first: the first row of tile 0.
+        Rows after the end repeat the last row, so that their unused results are finite.
         """
         writer, form = self._writer, self._form
         begin = writer.at(target, writer.mul(tile, self.tile_bytes), "i8")
@@ -408,7 +410,7 @@ class _Rows:
         writer.loop(0, TILE_ROWS, [], row)
 
     def together(self) -> None:
-        """Quantise all tiles of rows into one copy in scratch memory; threads share the tiles."""
+        """Generate the quantisation of all tiles into one copy; threads divide the tiles."""
         writer, scratch = self._writer, self._writer.argument(SCRATCH, "ptr")
         writer.claim(
             "%args", "1", self.tiles(self.count), lambda tile: self.round("0", tile, scratch)
@@ -434,7 +436,7 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
     kind = _KINDS.index(gate or ("add" if add else "plain"))
 
     def of_rows(x: Value, first: Value, count: Value) -> Callable[[Value], None]:
-        """Return a function that multiplies quantised rows [first, first + count) by a panel."""
+        """Return f(panel), which generates the matmul of quantised rows [first, first + count)."""
         into = writer.at(out, writer.mul(first, stride))
 
         def body(panel: Value) -> None:
@@ -495,10 +497,9 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
 
 @lru_cache(maxsize=64)
 def functions(form: Format) -> dict[str, NativeFunction]:
-    """Return {name: function} of `panels.product_functions`, compiled for AMX.
+    """Compile the functions of `panels.product_functions` for AMX: {name: function}.
 
-    The functions round and round_norm, which quantise rows of x, are among them. Each name begins
-    with tiled_.
+    Names begin with tiled_. The functions round and round_norm quantise rows of x.
     """
     parts: list[tuple[IRWriter, str]] = []
 

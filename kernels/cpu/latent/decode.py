@@ -1,13 +1,14 @@
-"""Decode attention over paged latents (multi-head latent attention), and writes of latents to the
-cache: four kernels generated for a shape of heads.
+"""Decode attention over paged latents (multi-head latent attention), and writes of latents.
 
-    write    norm latents, apply rotary embeddings, write latents to their slots
-    absorb   multiply queries by the key up-projection, which gives them a latent's length
+There are four kernels, generated for a shape of heads:
+
+    write    norm latents, apply rotary embeddings, write latents to the cache
+    absorb   multiply queries by the key up-projection, which gives absorbed queries
     attend   per token and group of heads: scores, softmax, weighted sum of latents
     values   multiply the results of `attend` by the value up-projection
 
-A group of heads reads a latent in place, both as key and as value. The scores of several keys and
-heads fill one vector.
+A group of heads reads a latent in place, both as key and as value. A vector holds the scores of
+several keys and heads.
 """
 
 import ctypes
@@ -111,9 +112,9 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.at(array, w.mul(w.add(w.mul(token, shape.heads), head), row))
 
     def multiply_tokens(head: Value, column: Value, token: Value, rows: int) -> None:
-        """Compute `width` vectors of columns, from `column` on, of the absorbed queries of a head.
+        """Generate `width` vectors of columns of a head's absorbed queries, from `column` on.
 
-        They are those of `rows` tokens, from `token` on.
+        Computes `rows` tokens, from `token` on.
         """
         queries = [place(q, w.add(token, row), head, shape.head) for row in range(rows)]
         matrix = w.at(up, w.add(w.mul(head, shape.expanded * shape.rank), column), shape.up)
@@ -170,7 +171,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
 
 def group_of(shape: LatentShape) -> int:
-    """Return the number of heads that read a latent together."""
+    """Return the number of heads in a group, which read each latent once for all of them."""
     return gcd(shape.heads, 4)
 
 
@@ -190,7 +191,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     number_of_lane = ", ".join(f"i32 {lane // group}" for lane in range(size))
 
     def folded(vector: Value, combine) -> Value:  # type: ignore[no-untyped-def]
-        """Combine the lanes that belong to the same head; all of them get the result."""
+        """Reduce the lanes of each head with `combine`; all lanes of a head get the result."""
         distance = group
         while distance < size:
             lane = ", ".join(f"i32 {j ^ distance}" for j in range(size))
@@ -353,8 +354,8 @@ def write(
 ) -> Tensor | None:
     """Norm and rotate latents, write them to the cache, and return rotated queries.
 
-    Arguments are those of `Kernels.latent_write`. Where no kernel can be generated, nothing is
-    written and None returned.
+    Arguments are those of `Kernels.latent_write`. Returns None, and writes nothing, if no kernel
+    can be generated.
     """
     _, heads, head = q.shape
     rank, rope = norm.shape[0], cos_sin.shape[1]
@@ -385,7 +386,7 @@ def attend(
     longest: int,  # upper bound of lengths
     out: Tensor,  # [n, heads * value], contiguous
 ) -> None:
-    """Compute attention over latents into out, for tokens that each see their own number of keys.
+    """Compute decode attention over latents into out; each token has its own number of keys.
 
     shape: from `shape_of`, which returns None on machines without a compiler.
     """

@@ -1,5 +1,4 @@
-"""Prefill attention over paged latents (multi-head latent attention), as a kernel generated for a
-shape of heads.
+"""Prefill attention over paged latents (multi-head latent attention), generated per shape of heads.
 
 Latents are expanded to keys and values one tile at a time, in memory that stays in the processor's
 cache, for all queries of a head. Softmax is online (FlashAttention-2, arXiv:2307.08691). A work
@@ -7,8 +6,8 @@ item is a head and a block of queries. Results are batch-invariant, and do not d
 prompt was chunked, since tiles begin at the prompt's beginning.
 
 With AVX512-BF16 and bfloat16 latents and weights, all operands are bfloat16, as on a GPU, and sums
-are float32. Otherwise all is float32. A pair of bfloat16 takes the memory of a float32: a "unit"
-below is either.
+are float32. Otherwise everything is float32. A "unit" below is four bytes: a pair of bfloat16, or a
+float32.
 """
 
 import ctypes
@@ -165,10 +164,12 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         w.loop(0, tile, [], gather_keys, step=size)
 
     def make(head: Value, first: int, count: int, put) -> None:  # type: ignore[no-untyped-def]
-        """Expand latents to elements [first, first + count) of a head's keys and values.
+        """Generate the expansion of a tile's latents to part of a head's keys or values.
+
+        Expands to elements [first, first + count) of the head's rows in `up`.
 
         put(element - first, column, vectors for each of _MADE elements): stores results. A column
-        is a key's index in the tile.
+            is a key's index in the tile.
         """
 
         def expand_elements(element: Value) -> list[Value]:
@@ -195,18 +196,18 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
         w.loop(0, count, [], expand_elements, step=_MADE)
 
-    def put_key(element: Value, at: Value, found: list[list[Value]]) -> None:
+    def put_key(element: Value, at: Value, vectors: list[list[Value]]) -> None:
         for r in range(0, _MADE, unit):
             line = w.mul(w.op(f"udiv i64 {w.add(element, r)}, {unit}"), tile)
             for v in range(width):
-                value = paired(found[r][v], found[r + 1][v]) if dot else found[r][v]
+                value = paired(vectors[r][v], vectors[r + 1][v]) if dot else vectors[r][v]
                 w.store(value, w.at(keys, w.add(w.add(line, at), v * size)))
 
-    def put_value(element: Value, at: Value, found: list[list[Value]]) -> None:
+    def put_value(element: Value, at: Value, vectors: list[list[Value]]) -> None:
         """Store elements of values transposed, so that numbers of adjacent keys are adjacent."""
-        for r, vectors in enumerate(found):
+        for r, row in enumerate(vectors):
             place = w.add(w.mul(w.add(element, r), tile), at)
-            for v, value in enumerate(vectors):
+            for v, value in enumerate(row):
                 store(value, transposed, w.add(place, v * size))
 
     def store(value: Value, array: Value, at: Value) -> None:
@@ -382,8 +383,8 @@ def prefill(
     function = _function(shape)
     assert function is not None
     threads, args = torch.get_num_threads(), (ctypes.c_int64 * _WORDS)()
-    # Each block of queries expands its keys anew, so use several only if heads are fewer than
-    # threads.
+    # Each block of queries expands the keys again, so use several blocks only if there are fewer
+    # heads than threads.
     queries = min(_MOST, max(_TILE, -(-len(q) * shape.heads // threads)), len(q))
     args[_Q], args[_OUT], args[_CACHE] = q.data_ptr(), out.data_ptr(), cache.data_ptr()
     args[_UP], args[_TABLE], args[_SCALE] = up.data_ptr(), table.data_ptr(), bits(scale)

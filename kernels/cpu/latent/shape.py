@@ -12,7 +12,7 @@ NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"
 
 @dataclass(frozen=True)
 class LatentShape:
-    """The sizes of a latent attention, as `Kernels.latent_attention` defines them."""
+    """The sizes and dtypes of a latent attention; for names see `Kernels.latent_attention`."""
 
     heads: int
     nope: int
@@ -30,14 +30,12 @@ class LatentShape:
 
     @property
     def kept(self) -> int:
-        """The number of elements of a cached latent with its shared rotary key."""
+        """The number of elements of a cached latent and its shared rotary key."""
         return self.rank + self.rope
 
     @property
     def expanded(self) -> int:
-        """The number of elements to which a latent expands per head: those of a key's non-rotary
-        part, and of a value.
-        """
+        """The number of elements to which a latent expands per head: non-rotary key and value."""
         return self.nope + self.value
 
     @property
@@ -62,7 +60,7 @@ def fits(q: Tensor, rank: int, rope: int) -> bool:
 
 
 def shape_of(q: Tensor, cache: Tensor, up: Tensor) -> LatentShape | None:
-    """Return the shape of these tensors, or None where no kernels can be generated for it."""
+    """Return the shape of these tensors, or None if no kernels can be generated for it."""
     heads, both, rank = up.shape
     rope = cache.shape[3] - rank
     if not fits(q, rank, rope) or both % lanes() or not up.is_contiguous():

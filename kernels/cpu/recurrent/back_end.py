@@ -1,5 +1,7 @@
-"""Recurrent: the base class of both CPU back ends for recurrent layers, norms, activations and
-gates. It uses generated kernels where the machine supports them, and torch otherwise.
+"""Recurrent: the base class of both CPU back ends, for recurrent layers, norms, activations and
+gates.
+
+It uses generated kernels if the machine supports them, and torch otherwise.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ Step = Callable[[list[Tensor], AttentionMeta], Tensor]
 def _gated(name: str, gate_up: Tensor) -> Tensor | None:
     """Return f(first half) * second half of gate_up [n, 2 * size] for the activation f = `name`.
 
-    Returns None where no kernel can be generated.
+    Returns None if no kernel can be generated.
     """
     size = gate_up.shape[-1] // 2
     if gate_up.dim() != 2 or not elements.fits(gate_up):
@@ -32,9 +34,10 @@ def _gated(name: str, gate_up: Tensor) -> Tensor | None:
 
 class Recurrent(Kernels):
     def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
-        """Return step(rows, meta), a layer in plain torch where no kernel can be generated.
+        """Return step(rows, meta), a layer in plain torch, if no kernel can be generated for it.
 
-        rows: tensors [num_tokens, ...]. Deterministic mode overrides this method.
+        rows: the layer's input tensors, [num_tokens, ...] each. Deterministic mode overrides this
+            method.
         """
         return step(rows, meta)
 

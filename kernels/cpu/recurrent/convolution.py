@@ -1,5 +1,6 @@
-"""Depthwise causal convolutions, as kernels generated for the number of channels. The kernels of
-most recurrent layers begin with such a convolution (`Convolution`).
+"""Depthwise causal convolutions, as kernels generated for the number of channels.
+
+The kernels of most recurrent layers contain such a convolution (`Convolution`).
 """
 
 import ctypes
@@ -28,7 +29,7 @@ from kernels.metadata import AttentionMeta
 
 # Indices of the kernel's arguments in args.
 _X, _X_STRIDE, _CONV, _BIAS, _TAIL = range(FIRST, FIRST + 5)
-OWN = FIRST + 5  # first index for a kernel that begins with a convolution
+OWN = FIRST + 5  # first index of the other arguments of a kernel that contains a convolution
 _BEFORE, _BEFORE_STRIDE, _BEHIND, _BEHIND_STRIDE, _OUT, _WORDS = range(OWN, OWN + 6)
 _BLOCK = 8  # vectors of channels per work item
 
@@ -42,7 +43,7 @@ def put_convolution(
 
 
 class Convolution:
-    """The convolution of `Kernels.causal_conv` inside a generated kernel.
+    """The generator of the convolution of `Kernels.causal_conv` inside a kernel.
 
     gated: whether x is multiplied by a gate before the convolution.
     """
@@ -65,10 +66,12 @@ class Convolution:
     def run(
         self, entry: Entry, first: Value, size: int, found: Callable[[Value, list[Value]], None]
     ) -> None:
-        """Generate found(token, vectors) for each token of an entry, then the update of the tail.
+        """Generate the convolution of an entry's tokens, and the update of the tail.
 
-        vectors: the convolved channels [first, first + size) of the token.
-        token: the token's index in the step.
+        It covers channels [first, first + size).
+
+        found(token, vectors): called to generate the use of a token's convolved channels; token is
+            the token's index in the step.
         """
         w, taps = self._w, self._taps
         some = parts(size, w.lanes)
@@ -92,9 +95,9 @@ class Convolution:
         w.when(entry.begins, begin)
 
         def input_of(token: Value) -> Callable[[int, int], Value]:
-            """Return load(offset, count), which loads channels of a token's input.
+            """Return load(offset, count), which loads `count` channels of a token's input.
 
-            token: the token's index in the entry; negative: an input in the tail.
+            token: the token's index in the entry; a negative index is an input in the tail.
             """
             early = w.op(f"icmp slt i64 {token}, 0")
             inside = w.call("i64", "llvm.smax.i64", [("i64", token), ("i64", "0")])
@@ -109,7 +112,7 @@ class Convolution:
             def product(at: int, count: int) -> Value:
                 left, other = (w.load_some(w.at(from_, at), count) for from_ in (own, gate))
                 value = w.binary("fmul", left, other)
-                # The tail may have NaN, so select one value instead of multiplying by 0.
+                # The tail may have NaN, so select an address instead of multiplying values by 0.
                 row = w.op(f"select i1 {early}, ptr {old}, ptr {own}")
                 before = w.load_some(w.at(row, at), count)
                 return w.op(f"select i1 {early}, {w.vector} {before}, {w.vector} {value}")
@@ -133,7 +136,7 @@ class Convolution:
         write_loop(w, 0, entry.count, token)
 
         def keep(tap: Value) -> None:
-            # In ascending order, since each row of the tail is computed from later rows.
+            # Write rows in ascending order, since each row of the tail is read from later rows.
             load = input_of(w.add(w.sub(entry.count, taps - 1), tap))
             target = w.at(tail_at, w.mul(tap, self._channels))
             for at, count in some:
@@ -217,7 +220,7 @@ def causal_conv(
     Arguments are those of `Kernels.causal_conv`. gates: `before` and `behind` of
     `Kernels.short_conv`.
 
-    Returns None where no kernel can be generated.
+    Returns None if no kernel can be generated.
     """
     function = _function(*conv.shape, bias is not None, silu, gates is not None)
     if function is None or not rows_of(x, *(gates or ())):

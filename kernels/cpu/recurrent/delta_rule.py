@@ -2,13 +2,13 @@
 generated for a shape of heads.
 
     mix     convolutions, normalised queries and keys, decays and betas; a work item is a head
-    walk    recurrent states, and the norm and gate of results; a work item is a value head
+    walk    recurrent states, and norm and gate of the results; a work item is a value head
 
 Columns of a head's state are independent. So `walk` processes a few columns of a prompt's state at
-a time, which stay in the first-level cache. One pass per token applies the decay, adds the
-correction, and multiplies the state by the token's query and the next token's key. Kimi's decay
-differs by key element, that is, by row of the state. Multiplying the decayed state by a key equals
-multiplying the state by the decayed key.
+a time, which stay in the first-level cache. For each token it passes once over these columns: it
+applies the decay, adds the correction, and multiplies the state by the token's query and by the
+next token's key. Kimi has a decay per key element, that is, per row of the state. The decayed state
+times a key equals the state times the decayed key.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ from kernels.cpu.recurrent.entries import (
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import EPS, DeltaInputs
 
-# Indices in `args` of the arguments of the kernels `mix` and `walk`.
+# Indices of the kernels' arguments in args.
 _MIXED, _A, _A_STRIDE, _B, _B_STRIDE, _DECAY, _DT_BIAS, _MOST = range(OWN, OWN + 8)
 _STATE, _Z, _Z_STRIDE, _NORM, _EPS, _OUT, _SCRATCH, _WORDS = range(OWN + 8, OWN + 16)
 _COLUMNS = 2  # vectors of a state's columns that are processed at once
@@ -61,9 +61,9 @@ class DeltaShape:
 
     @property
     def sides(self) -> int:
-        """The number of vectors that `mix` writes for each token and key head.
+        """The number of vectors that `mix` writes per token and key head.
 
-        They are a query and a key; with a decay per key element also the decays and a decayed key.
+        These are a query and a key, and with a decay per key element also decays and a decayed key.
         """
         return 4 if self.by_key else 2
 
@@ -83,10 +83,11 @@ class DeltaShape:
 
 
 class _Mixed:
-    """The output of `mix` for all tokens of the step.
+    """The layout of the output of `mix` for all tokens of the step.
 
-    In memory: queries, keys, and with a decay per key element the decays and decayed keys, each
-    [heads, tokens, key_size]; values by head; decays per head, by token; betas by token.
+    In memory are first queries and keys, and with a decay per key element decays and decayed keys,
+    each [heads, tokens, key_size]. Then come values by head, decays per head by token, and betas by
+    token.
     """
 
     def __init__(self, w: IRWriter, shape: DeltaShape, tokens: Value) -> None:
@@ -99,7 +100,7 @@ class _Mixed:
         self._betas = w.at(self._decays, w.mul(tokens, shape.value_heads))
 
     def key(self, head: Value, token: Value, side: int = 0) -> Value:
-        """Return the address of one of the vectors of a token and head.
+        """Return the address of a vector of a token and head.
 
         side: 0: query, 1: key, 2: decays of the key's elements, 3: decayed key.
         """
@@ -173,7 +174,7 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
                 w.when(w.op(f"xor i1 {query}, true"), lambda: decayed(token, values))
 
         def decayed(token: Value, values: list[Value]) -> None:
-            """Store the decay of each element of a key, and the decayed key."""
+            """Generate the store of the decay of each key element, and of the decayed key."""
             own = w.sub(head, shape.key_heads)
             first = w.mul(own, shape.key_size)
             line = w.at(a, w.add(w.mul(token, a_stride), first))
@@ -209,16 +210,15 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
 
 
 class _Walk:
-    """The generated update of a value head's state over the tokens of a sequence (entry)."""
+    """The generator of the update of a value head's state by the tokens of a sequence (entry)."""
 
     def __init__(self, w: IRWriter, shape: DeltaShape, mixed: _Mixed, tile: Value) -> None:
         self._w, self._shape, self._mixed, self._tile = w, shape, mixed, tile
 
     def rows(self, start: list[Value], body) -> list[Value]:  # type: ignore[no-untyped-def]
-        """Generate a loop of carried = body(row, carried) over the state's rows, unrolled by up to
-        four.
+        """Generate a loop of carried = body(row, carried) over the state's rows.
 
-        start: the first carried values. Returns the last ones.
+        The loop is unrolled by up to four. start: the initial values. Returns the final values.
         """
         w, keys = self._w, self._shape.key_size
         step = next(step for step in (4, 2, 1) if keys % step == 0)
@@ -235,24 +235,31 @@ class _Walk:
         return self._w.spread(self._w.load(self._w.at(line, row), "float"))
 
     def _looking(self, key_head: Value, token: Value) -> Value:
-        """Return the address of the vector k for which k @ state, before the token's decay, is the
-        `known` of `_correction`: the key, or the decayed key with a decay per key element.
+        """Return the address of the vector to multiply by the state before the token's decay.
+
+        It is the key, or with a decay per key element the decayed key. The product is the `known`
+        of `_correction`.
         """
         return self._mixed.key(key_head, token, 3 if self._shape.by_key else 1)
 
     def _left(self, value: Value, row: Value, decay: Value) -> Value:
-        """Return the row `value` of the state after its decay. decay: from `_correction`."""
+        """Return a row of the state after the decay.
+
+        value: a vector of the row before the decay. decay: from `_correction`.
+        """
         factor = self._number(decay, row) if self._shape.by_key else decay
         return self._w.binary("fmul", value, factor)
 
     def _correction(
         self, head: Value, token: Value, column: Value, counts: list[int], known: list[Value]
     ) -> tuple[Value, list[Value]]:
-        """Return the decay of a token, and the correction beta * (v - key @ decayed state).
+        """Return a token's decay and its correction, beta * (v - key @ decayed state).
 
-        The decay is the address of a number per row with a decay per key element, else a vector.
-        column: first column of the state. counts: used lanes of each vector of columns. known: the
-        product of the vector of `_looking` and the state, by vector of columns.
+        With a decay per key element, the decay is the address of a number per row, else a vector.
+
+        column: first column of the state.
+        counts: used lanes of each vector of columns.
+        known: the product of `_looking`'s vector and the state, for each vector of columns.
         """
         w, mixed, by_key = self._w, self._mixed, self._shape.by_key
         if by_key:
@@ -313,9 +320,10 @@ class _Walk:
         self, head: Value, key_head: Value, first: Value, end: Value, state: Value, column: Value,
         counts: list[int], raw: Value, wide: int,
     ) -> None:  # fmt: skip
-        """Generate the update for tokens [first, end); `lone` is that for one token.
+        """Generate the update for tokens [first, end); for a single token see `lone`.
 
-        raw: address of the results; a token's results are `wide` numbers after the previous ones.
+        raw: address of the results. wide: floats from a token's results to the next token's.
+        Other arguments are those of `lone`.
         """
         w, values, tile = self._w, self._shape.value_size, self._tile
         mixed, width = self._mixed, len(counts) * w.lanes
@@ -336,7 +344,7 @@ class _Walk:
         def token(index: Value, *known: Value) -> list[Value]:
             decay, wrong = self._correction(head, index, column, counts, list(known))
             query, key = mixed.key(key_head, index), mixed.key(key_head, index, 1)
-            # The last token has no next key; its own key is read, and the result is not used.
+            # The last token has no next key. Read its own key; the product is not used.
             last = [("i64", w.add(index, 1)), ("i64", w.sub(end, 1))]
             following = self._looking(key_head, w.call("i64", "llvm.smin.i64", last))
 
@@ -384,7 +392,10 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
     matrix = shape.key_size * shape.value_size
 
     def by_columns(most: int, body) -> None:  # type: ignore[no-untyped-def]
-        """Generate body(first column, used lanes of each vector) for `most` vectors at a time."""
+        """Generate body(first column, used lanes of each vector) for `most` vectors at a time.
+
+        The calls cover all columns of the state.
+        """
         full = shape.value_size // (most * size) * most * size
 
         def group(column: Value) -> list[Value]:
@@ -401,9 +412,9 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
         mine = w.at(state, w.mul(row, matrix))
         w.when(entry.begins, lambda: clear(w, mine, matrix))
 
-        def finish(token: Value, found: Value) -> None:
-            """Norm and gate a token's results. found: their address."""
-            values = [w.load(w.at(found, at)) for at, _ in every]
+        def finish(token: Value, results: Value) -> None:
+            """Generate the norm and gate of a token's results. results: their address."""
+            values = [w.load(w.at(results, at)) for at, _ in every]
             mean = w.op(f"fdiv float {square_sum(w, values)}, {constant(shape.value_size)}")
             scale = w.spread(inverse_root(w, w.op(f"fadd float {mean}, {eps}")))
             gate = w.at(z, w.add(w.mul(token, z_stride), w.mul(head, shape.value_size)))
@@ -444,11 +455,11 @@ def _functions(shape: DeltaShape) -> tuple[NativeFunction, NativeFunction] | Non
 
 
 def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
-    """Return the normed and gated results of a delta rule, and advance tails and states.
+    """Return the normed and gated results of a delta rule; update tails and states in place.
 
     The rule is `Kernels.kimi_delta` for heads with `by_key`, else `Kernels.gated_delta`.
 
-    Returns None where no kernel can be generated.
+    Returns None if no kernel can be generated.
     """
     x, z, a, b, heads, tail, state, _ = inputs
     shape = DeltaShape(

@@ -1,8 +1,8 @@
-"""Entries, the sequences of a step in generated kernels of recurrent layers, and their helpers.
+"""Entries, the sequences of a step in generated kernels of recurrent layers, and helper functions.
 
 Each kernel processes an entry's tokens one after the other, for decodes and prompts alike, and the
 state in memory is the state after the last token. So a token's results do not depend on how its
-prompt was chunked, bit for bit. On a CPU this costs nothing: the matmuls of a chunked formulation
+prompt was chunked, bit for bit. On a CPU this is as fast as a chunked formulation, whose matmuls
 would take the same number of operations.
 """
 
@@ -19,13 +19,13 @@ from kernels.metadata import AttentionMeta
 
 # Indices of the kernels' arguments in args. The first two words are the threads' work counters.
 _ROWS, _STARTS, _LENGTHS, _COUNT, _TOKENS = range(2, 7)
-FIRST = 7  # first index for a kernel's own arguments
+FIRST = 7  # index of the first argument that differs between kernels
 _MANY = 1 << 13
 TOKENS = 64  # tokens that are processed at once, so that their inputs stay in the cache
 
 
 def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, tokens: int) -> None:
-    """Write the step's entries and its number of tokens to a kernel's arguments."""
+    """Write a step's entries and its number of tokens to a kernel's arguments `args`."""
     rows, starts, lengths = meta.rows, meta.query_start, meta.kv_len
     assert rows is not None and rows.is_contiguous() and lengths.is_contiguous()
     args[_ROWS], args[_STARTS], args[_LENGTHS] = (
@@ -38,13 +38,13 @@ def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, token
 def threads_for(numbers: int) -> int:
     """Return the number of threads for a kernel whose result has `numbers` elements.
 
-    For few elements it is one, as waking other threads would cost more.
+    It is one for few elements, as waking other threads would take longer.
     """
     return torch.get_num_threads() if numbers >= _MANY else 1
 
 
 def clear_padding(out: Tensor, meta: AttentionMeta) -> Tensor:
-    """Return out, with rows after the last entry's end set to zero."""
+    """Set the rows of out after the last entry's end to zero, and return out."""
     starts = meta.query_start_host
     end = int(meta.query_start[-1]) if starts is None else starts[-1]
     if end < len(out):
@@ -53,7 +53,7 @@ def clear_padding(out: Tensor, meta: AttentionMeta) -> Tensor:
 
 
 def rows_of(*tensors: Tensor) -> bool:
-    """Whether kernels can read the tensors: 4-byte elements, contiguous in the last dimension."""
+    """Whether kernels can read all tensors: 4-byte elements, contiguous in the last dimension."""
     return all(tensor.dtype.itemsize == 4 and tensor.stride(-1) == 1 for tensor in tensors)
 
 
@@ -94,9 +94,9 @@ class Entries:
         return Entry(row, begin, count, w.op(f"icmp eq i64 {length}, {count}"))
 
     def claim(self, items: int, body: Callable[[Entry, Value], None]) -> None:
-        """Generate a loop of body(entry, item) over entries that have tokens, and `items` items.
+        """Generate a loop of body(entry, item) over all entries with tokens, and items [0, items).
 
-        Threads share the pairs.
+        Threads divide the pairs of entry and item.
         """
         w = self._writer
 
@@ -116,7 +116,7 @@ def between(w: IRWriter, item: Value, begin: int, end: int, body: Callable[[Valu
 
 
 def parts(size: int, lanes: int) -> list[tuple[int, int]]:
-    """Return (first, count) for each of the vectors that cover `size` numbers."""
+    """Return (first, count) for each vector of `lanes` lanes that is needed for `size` numbers."""
     return [(at, min(lanes, size - at)) for at in range(0, size, lanes)]
 
 
@@ -133,7 +133,7 @@ def write_loop(
 
 
 def by_tokens(w: IRWriter, count: Value, body: Callable[[Value, Value], None]) -> None:
-    """Generate a loop of body(first, end) over chunks of at most TOKENS of `count` tokens."""
+    """Generate a loop of body(first, end) over chunks of at most TOKENS tokens out of `count`."""
 
     def piece(first: Value) -> list[Value]:
         after = [("i64", w.add(first, TOKENS)), ("i64", count)]
@@ -165,7 +165,7 @@ def square_sum(w: IRWriter, values: list[Value]) -> Value:
 
 
 def sums_of_lanes(w: IRWriter, vectors: list[Value]) -> Value:
-    """Return a vector of the sums of each vector's lanes."""
+    """Return a vector whose lane i is the sum of the i-th vector's lanes."""
     columns = w.transpose([*vectors, *["zeroinitializer"] * (w.lanes - len(vectors))])
     while len(columns) > 1:
         columns = [
@@ -182,9 +182,9 @@ def inverse_root(w: IRWriter, number: Value) -> Value:
 
 
 def own_scratch(w: IRWriter, word: int, floats: int) -> Value:
-    """Return the address of this thread's `floats` numbers in the scratch memory of args[word].
+    """Return the address of this thread's `floats` numbers in the scratch memory at args[word].
 
-    To be called once per kernel.
+    It must be called once per kernel.
     """
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     return w.at(w.argument(word, "ptr"), w.mul(thread, floats))

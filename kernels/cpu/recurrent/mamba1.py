@@ -1,8 +1,8 @@
 """Mamba-1 (arXiv 2312.00752), as a kernel generated for a number of channels.
 
-A work item has one channel per lane of a vector. The channels' states are transposed into
-registers, one element of all channels' states in each, for all tokens of a sequence (an entry of
-the step). For a single token transposing states and rates does not pay: registers hold one
+A work item has one channel per lane of a vector. For several tokens of a sequence (an entry of the
+step), the channels' states are transposed first, so that a register holds one state element of all
+channels. For a single token, transposing states and rates takes too long. A register then holds one
 channel's state, and only the new states are transposed, to be multiplied by C.
 """
 
@@ -42,16 +42,15 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
     strides = [w.argument(word) for word in _STRIDES]
     rates, skip, state, out = (w.argument(word, "ptr") for word in (_RATES, _SKIP, _STATE, _OUT))
 
-    # Values of channels in memory, to be read one at a time; from a register each would take a
-    # shuffle.
+    # Channels' values in memory, from which scalars are loaded; a register would need a shuffle.
     steps, all_stepped = (w.op(f"alloca [{size} x float], align 64") for _ in range(2))
 
     def columns_of(lines: list[Value]) -> list[Value]:
-        """Return a vector per column of a matrix of which `lines` are the rows."""
+        """Transpose a matrix in registers: return a vector per column. lines: its rows."""
         return w.transpose([*lines, *["zeroinitializer"] * (size - len(lines))])
 
     def transposed(place: Value, rows: int) -> list[Value]:
-        """Return a vector per column of a matrix [rows, width] at address `place`."""
+        """Load a matrix [rows, width] from address `place`; return a vector per column."""
         columns: list[Value] = []
         for at, count in parts(width, size):
             lines = [w.load_some(w.at(place, row * width + at), count) for row in range(rows)]
@@ -69,8 +68,8 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
         ) -> list[Value]:
             """Generate one token's results; return the elements of the new states.
 
-            update(step, step * x, address of B): yields these elements in order. The results are
-            summed in this order, so both ways of computing elements give the same bits.
+            update(step, step * x, address of B): yields the elements of the new states in order.
+                Results are summed in this order, so both layouts of states give the same bits.
             """
             row = w.add(entry.begin, index)
             x, dt, b, c, gate = (
@@ -151,9 +150,9 @@ def _function(channels: int, width: int) -> NativeFunction | None:
 
 
 def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor | None:
-    """Return the gated results of Mamba-1 (`Kernels.mamba1`), and advance the states in place.
+    """Return the gated results of Mamba-1 (`Kernels.mamba1`); update states in place.
 
-    Where no kernel can be generated, nothing is written and None returned.
+    Returns None, and writes nothing, if no kernel can be generated.
     """
     x, dt, b, c, rates, skip, gate, state = inputs
     function = _function(*rates.shape)

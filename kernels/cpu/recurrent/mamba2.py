@@ -3,8 +3,8 @@
     mix     convolutions, steps and decays; a work item is a head, or a group of B or C
     walk    recurrent states; a work item is a head
 
-Rows of a head's state are independent. `walk` processes one row per lane of a vector at a time. The
-rows stay in the first-level cache, and their results make one vector.
+Rows of a head's state are independent. `walk` processes as many rows at a time as a vector has
+lanes. These rows stay in the first-level cache, and their results fill one vector.
 """
 
 import ctypes
@@ -66,9 +66,9 @@ class Mamba2Shape:
 
 
 class _Mixed:
-    """The output of `mix` for all tokens of the step.
+    """The layout of the output of `mix` for all tokens of the step.
 
-    In memory: x by head, B and C by group, steps and decays by token.
+    In memory are x by head, then B and C by group, then steps and decays by token.
     """
 
     def __init__(self, w: IRWriter, shape: Mamba2Shape, tokens: Value) -> None:
@@ -87,8 +87,9 @@ class _Mixed:
         return self._row(self._x, head, token, self._shape.head_size)
 
     def shared(self, group: Value, token: Value) -> Value:
-        """Return the address of a token's B or C for a group; groups of C have the numbers after
-        those of B.
+        """Return the address of a token's B or C for a group.
+
+        group: 0 .. groups - 1 for B, then groups .. 2 * groups - 1 for C.
         """
         return self._row(self._shared, group, token, self._shape.state_size)
 
@@ -164,8 +165,9 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
     whole = width - width % size
 
     def tile(head: Value, own: Value, first: Value, end: Value, row: Value, rows: int) -> None:
-        """Generate the update of rows [row, row + rows) of the state at `own` by the tokens [first,
-        end), and their results.
+        """Generate the update of rows [row, row + rows) of the state at `own`, and their results.
+
+        The rows are updated by the tokens [first, end).
         """
         group = w.op(f"udiv i64 {head}, {shape.heads // shape.groups}")
         skipped = w.spread(w.load(w.at(skip, head), "float"))
@@ -234,9 +236,9 @@ def _functions(shape: Mamba2Shape) -> tuple[NativeFunction, NativeFunction] | No
 def mamba2(
     x: Tensor, dt: Tensor, heads: Mamba2Heads, tail: Tensor, state: Tensor, meta: AttentionMeta
 ) -> Tensor | None:
-    """Return the results of Mamba-2 (`Kernels.mamba2`), and advance tails and states in place.
+    """Return the results of Mamba-2 (`Kernels.mamba2`); update tails and states in place.
 
-    Where no kernel can be generated, nothing is written and None returned.
+    Returns None, and writes nothing, if no kernel can be generated.
     """
     shape = Mamba2Shape(
         heads.heads,
