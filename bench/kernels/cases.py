@@ -1,4 +1,4 @@
-"""The cases of measure.py: every kernel at llama-8b's sizes, attention also at others."""
+"""The cases of measure.py: every kernel at llama-8b's sizes, attention also at other sizes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +37,7 @@ Make = Callable[[], KernelWork]
 cuda = kernels_for("cuda")
 
 
-# KV lengths of the requests, and the target share of copy bandwidth.
+# Case of decode attention -> (KV lengths of the requests, target share of copy bandwidth).
 DECODES: dict[str, tuple[list[int], float | None]] = {
     "64 x 4096": ([4096] * 64, 0.9),
     "256 x 1024": ([1024] * 256, 0.9),
@@ -48,7 +48,7 @@ DECODES: dict[str, tuple[list[int], float | None]] = {
     "256 x 100..1948": ([100 + 1848 * i // 255 for i in range(256)], None),
     "32768 + 31 x 1024": ([32768] + [1024] * 31, None),
 }
-# Names of DECODES that are measured with a quantised KV cache, and targets for fp8.
+# Name of DECODES that is measured with a quantised KV cache -> target for fp8.
 CODED: dict[str, float | None] = {
     "64 x 4096": 0.85,
     "256 x 1024": 0.85,
@@ -56,14 +56,14 @@ CODED: dict[str, float | None] = {
     "1 x 32768": None,
     "256 x 512": None,
 }
-# KV and query lengths of the requests.
+# Case of prefill attention -> (KV lengths, query lengths) of the requests.
 PREFILLS = {
     "8 x 1024": ([1024] * 8, [1024] * 8),
     "4 x 2048": ([2048] * 4, [2048] * 4),
     "2048 after 6144": ([8192], [2048]),
     "64 x 128": ([128] * 64, [128] * 64),
 }
-# Patches of pictures, and elements of a tower's 16 heads.
+# Case of a vision tower -> (patches of each picture, elements of each of the tower's 16 heads).
 TOWERS = {
     "64 x 1040/heads of 72": ([1040] * 64, 72),
     "1 x 8160/heads of 72": ([8160], 72),
@@ -71,14 +71,15 @@ TOWERS = {
 }
 FAST = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PREFILL_TARGET = 0.95  # share of FlashAttention 3's rate
-# Prompts whose attention libraries compute, too: keys, and heads if they differ from the model's.
+# Prompts that are also computed by attention libraries: number of keys, and heads if not the
+# model's.
 PROMPTS = {
     "1 x 2048": (2048, {}),
     "1 x 32768": (32768, {}),
     "1 x 8192/16 and 8 heads of 256": (8192, {"heads": 16, "kv_heads": 8, "dim": 256}),
     "1 x 8192": (8192, {}),
 }
-# Outputs and inputs of a weight, and numbers of rows of x.
+# GEMM -> (outputs, inputs, numbers of rows of x).
 LINEARS = {
     "8b qkv": ((6144, 4096), (1, 2, 64, 128, 256, 512)),
     "8b o": ((4096, 4096), (1, 2, 64, 128, 256, 512)),
@@ -121,14 +122,14 @@ def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -
     meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), block_size)
     kv = caches(s, copies_for(num_bytes), num_blocks, block_size)
     cuda.prepare(meta, s.heads, kv[0][0])
-    # Prepare q in between, as a model does: attention reads the plan before it waits
-    # (kernels/launch/pdl.py).
+    # Another kernel must run between plan and attention, as in a model, because attention reads the
+    # plan before gdc_wait (kernels/launch/pdl.py).
     q = s.random(len(kv_len), s.heads, s.dim)
     calls = [partial(cuda.attention, AttentionInputs(q, k, v, s.dim**-0.5), meta) for k, v in kv]
     return KernelWork(calls, num_bytes, target=target)
 
 
-# (q, k_cache, v_cache, meta) -> a function that computes the same with a library
+# (q, k_cache, v_cache, meta) -> a function that computes the attention with a library
 Library = Callable[[Tensor, Cache, Cache, AttentionMeta], Callable[[], object]]
 
 
@@ -141,7 +142,7 @@ def prefill(
 ) -> KernelWork:
     """Make a case of prefill attention.
 
-    target: the wanted share of the peer's speed.
+    target: the target share of the peer's speed.
     libraries: peers for a single prompt without a prefix.
     """
     meta, num_blocks = meta_of(s, kv_len, query_len, 0, 16)
@@ -158,7 +159,7 @@ def prefill(
 
 
 def tower(s: Sizes, lengths: list[int], dim: int) -> KernelWork:
-    """Make a case of a tower's rotation and attention over whole pictures."""
+    """Make a case of a vision tower's rotary embedding and attention over whole pictures."""
     tokens, heads = sum(lengths), 16
     qkv = [s.random(tokens, 3 * heads * dim) for _ in range(2)]
     starts = s.ints([0, *accumulate(lengths)])
@@ -174,7 +175,7 @@ def tower(s: Sizes, lengths: list[int], dim: int) -> KernelWork:
 def torch_attention(backend: SDPBackend) -> Library:
     """Return torch's attention with a backend, as a Library.
 
-    Keys are contiguous, with one KV head per query head: a library's fastest form.
+    Keys are contiguous, with one KV head per query head, which is fastest for a library.
     """
 
     def make(
@@ -195,14 +196,14 @@ def torch_attention(backend: SDPBackend) -> Library:
 def any_gpus_attention(
     q: Tensor, k_cache: Cache, v_cache: Cache, meta: AttentionMeta
 ) -> Callable[[], object]:
-    """Return a call of the prefill kernel that runs on any GPU, rather than Hopper's own."""
+    """Return a call of the prefill kernel for all GPUs, instead of Hopper's kernel."""
     out = torch.empty_like(q)
     inputs = AttentionInputs(q, k_cache, v_cache, q.shape[2] ** -0.5)
     return partial(attention_prefill, inputs, meta, out)
 
 
 def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
-    """Make a case of a GEMM, tuned for its rows as at an engine's start."""
+    """Make a case of a 16-bit GEMM, tuned for this number of rows as at an engine's start."""
     num_bytes = size * width * s.dtype.itemsize
     weights = [s.random(size, width) for _ in range(copies_for(num_bytes) + 1)]
     x = s.random(rows, width)
@@ -244,8 +245,8 @@ def packed_linear(
 ) -> KernelWork:
     """Make a case of a GEMM with packed weights of random codes.
 
-    Bytes count codes and scales. The library has 16-bit weights.
-    units: use the kernel `mma4`, whatever its table says.
+    Bytes count codes and scales. The library multiplies 16-bit weights.
+    units: whether to use the kernel `mma4` even if its table of tiles has none for this case.
     """
     form = form_of(to, width)
     num_bytes = PackedWeight.num_bytes(form, size, width)
@@ -253,8 +254,8 @@ def packed_linear(
     weights = [random_weight(s, form, size, width) for _ in range(copies)]
     x = s.random(rows, width)
     dense = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
-    # Chosen by rows, because without a device no check says that packed_few fits, and tests on the
-    # CPU should run the kernel that a device would.
+    # Choose by the number of rows, because without a device the check of packed_few fails, and
+    # tests on the CPU should run the kernel that a device would run.
     other = to in ("mxfp4", "fp8-block")
     product = packed_few if rows <= FEW and not other else cuda.packed_linear
     if rows == 1 and form.code == "e4m3":
@@ -277,8 +278,9 @@ def rounded_rows(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
 
 
 def rounded_gate(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
-    """Make a case of a gate that quantises rows to 8 bits for the next GEMM. The peer does both
-    separately.
+    """Make a case of a gate that quantises rows to 8 bits for the next GEMM.
+
+    The peer computes gate and quantisation separately.
     """
     num_bytes = rows * s.inner * (2 * s.dtype.itemsize + 1.0)
     xs = [s.random(rows, 2 * s.inner) for _ in range(copies_for(num_bytes))]
@@ -330,9 +332,7 @@ def plain_activation(s: Sizes, rows: int, name: str) -> KernelWork:
 
 
 def shared_gate(s: Sizes, rows: int) -> KernelWork:
-    """Make a case of a shared expert: its output times the sigmoid of each token's gate, plus
-    the residual.
-    """
+    """Make a case of a shared expert's gate: output * sigmoid(gate of the token) + residual."""
     num_bytes = 4.0 * rows * s.hidden * s.dtype.itemsize
     gate = s.random(1, s.hidden)
     inputs = [[s.random(rows, s.hidden) for _ in range(3)] for _ in range(copies_for(num_bytes))]
@@ -340,9 +340,7 @@ def shared_gate(s: Sizes, rows: int) -> KernelWork:
 
 
 def output_gate(s: Sizes, rows: int) -> KernelWork:
-    """Make a case of attention output times the sigmoid of gates that are interleaved with
-    queries.
-    """
+    """Make a case of output gates: attention output * sigmoid(gates interleaved with queries)."""
     width = s.heads * s.dim
     num_bytes = 3.0 * rows * width * s.dtype.itemsize
     inputs = [
@@ -399,9 +397,7 @@ def rope(s: Sizes, rows: int, head_norm: bool, gated: bool = False) -> KernelWor
 
 
 def assembly(s: Sizes, rows: int, what: str) -> KernelWork:
-    """Make a case of assembling a step's inputs, or of updating block tables, for decodes after
-    1,000 tokens.
-    """
+    """Make a case of `assemble` or of updates of block tables, for decodes after 1,000 tokens."""
     blocks = 64
     tokens = torch.zeros(rows + 1, 1025, dtype=torch.int32, device=s.device)
     table = torch.zeros(rows + 1, blocks, dtype=torch.int32, device=s.device)
@@ -450,9 +446,9 @@ def adapters(s: Sizes, rows: int, part: int) -> KernelWork:
 
 
 def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> dict[str, Make]:
-    """Return functions that make each case, by name.
+    """Return the case's name -> a function that makes the case.
 
-    libraries: more peers for prompt attention; the first one gives the ratio.
+    libraries: more peers for prompt attention; the ratio is relative to the first one.
     """
     cases: dict[str, Make] = {}
     for name, (kv_len, target) in DECODES.items():
@@ -527,7 +523,7 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
         for part, name in enumerate(("qkv", "o", "gate_up", "down")):
             cases[f"adapters/{name}/{rows}"] = partial(adapters, s, rows, part)
     cases |= mixer_cases(s)
-    # Last, because a library may fail in any way.
+    # These cases come last, because a library may fail in any way.
     others = {**(libraries or {}), **{name: torch_attention(kind) for name, kind in FAST.items()}}
     others["any GPU's"] = any_gpus_attention
     for name, (keys, other) in PROMPTS.items():

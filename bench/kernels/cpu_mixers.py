@@ -1,11 +1,12 @@
-"""Recurrent layers and latent attention on the CPU against transformers, alternating in one
-process. GEMMs are excluded: both sides are given their results.
+"""Recurrent layers and latent attention on the CPU against transformers, alternating.
+
+Both sides run in one process. GEMMs are excluded: both sides get the GEMMs' results.
 
     python -m bench.kernels.cpu_mixers --out bench/results
 
-A ratio is transformers' best time divided by ours, of as many rounds as fit into some seconds.
-transformers computes in float32, as Manta does on a CPU, and also in bfloat16, as its checkpoints
-are loaded.
+A ratio is transformers' best time divided by ours, over as many rounds as fit into some seconds.
+transformers computes in float32, as Manta does on a CPU, and also in bfloat16, the dtype in which
+it loads checkpoints.
 """
 
 import argparse
@@ -48,9 +49,9 @@ class Given(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that transformers and Manta's kernels compute.
+    """A layer that both transformers and Manta's kernels compute.
 
-    widths: widths of the GEMM results that are given.
+    widths: widths of the GEMM results that both sides get.
     make: returns transformers' layer of a dtype with `Given` for its GEMMs, and its configuration.
     run: calls Manta's kernels.
     """
@@ -119,7 +120,7 @@ def kimi_linear() -> Layer:
         layer.g_a_proj, layer.g_b_proj, layer.b_proj = torch.nn.Identity(), *products[4:]
         return layer, config
 
-    mixed: list[Tensor] = []  # our GEMM computes the first three together
+    mixed: list[Tensor] = []  # the first three, concatenated, as our GEMM computes them together
 
     def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
         if not mixed:
@@ -224,10 +225,10 @@ def jamba() -> Layer:
 
 
 def deepseek_v2_lite() -> Layer:
-    """Make a layer of latent attention.
+    """Make a layer of latent attention with DeepSeek-V2-Lite's sizes.
 
-    Our latents and up-projection are bfloat16, as in a checkpoint; transformers has the
-    up-projection in its own dtype. Both sides compute this GEMM themselves.
+    Our latents and up-projection are bfloat16, as in a checkpoint. transformers has the
+    up-projection in the dtype of its side. Both sides compute the up-projection's GEMM.
     """
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as theirs
 
@@ -271,7 +272,10 @@ LAYERS: dict[str, Callable[[], Layer]] = {
 
 
 def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
-    """Return the calls of one request's step: "ours", and transformers' by dtype name."""
+    """Return calls of the layer for one request: "ours" and, by dtype name, transformers'.
+
+    tokens: tokens of the request in the step; 1: a decode.
+    """
     from transformers import DynamicCache
 
     inputs = [torch.randn(tokens, width) for width in layer.widths]
@@ -314,7 +318,7 @@ def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
 
 
 def best_of(calls: dict[str, Call], seconds: float) -> dict[str, float]:
-    """Time the calls alternately. Returns the best milliseconds of each, of at least three runs."""
+    """Time the calls alternately; return the best milliseconds of each, of at least three runs."""
     best = dict.fromkeys(calls, float("inf"))
     end, turns = time.perf_counter() + seconds, 0
     while turns < 4 or time.perf_counter() < end:

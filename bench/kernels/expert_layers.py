@@ -1,6 +1,4 @@
-"""The layers of experts that benches run: sizes of models, random weights in 16 bits and packed,
-and a step's tokens with their experts.
-"""
+"""The MoE layers of the benches: sizes of models, random weights (16 bits, packed) and steps."""
 
 from dataclasses import dataclass
 
@@ -12,12 +10,12 @@ from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.packed import E2M1, Format, PackedWeight
 
-COPIES = 8  # routings per CUDA graph, so that no launch finds its weights in the cache
+COPIES = 8  # routings per CUDA graph, so that no launch's weights are in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The sizes of a layer of experts. experts: their number; chosen: experts per token."""
+    """The sizes of an MoE layer. experts: number of experts. chosen: experts per token."""
 
     experts: int
     chosen: int
@@ -71,7 +69,7 @@ MXFP4, FP8 = Bits("MXFP4", 4.5 / 16), Bits("FP8", 0.5)
 
 
 def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
-    """Make packed experts of the same sizes with random codes."""
+    """Make packed experts with random codes, and with the sizes of `stack`."""
 
     def packed(weight: Tensor) -> PackedWeight:
         form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
@@ -91,7 +89,7 @@ def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
 
 @dataclass(slots=True)
 class Step:
-    """One layer's work on a number of tokens, with COPIES different routings."""
+    """The inputs of one MoE layer for a number of tokens, with COPIES different routings."""
 
     model: str
     layer: Layer
@@ -99,7 +97,7 @@ class Step:
     x: Tensor
     logits: list[Tensor]
     routed: list[tuple[Tensor, Tensor]]
-    met: float  # mean number of experts with tokens
+    met: float  # mean number of experts that have tokens
 
     @classmethod
     def make(cls, model: str, layer: Layer, stack: ExpertWeights, tokens: int) -> "Step":

@@ -1,4 +1,4 @@
-"""Each launch of a mixture of experts on a CUDA device, and sweeps over its tiles.
+"""The time of each launch of an MoE layer on a CUDA device, and sweeps over its tiles.
 
     python -m bench.kernels.experts
     python -m bench.kernels.experts --model gpt-oss-20b --tokens 1 256
@@ -7,11 +7,11 @@
     python -m bench.kernels.experts --sweep fp8 --model qwen3-30b-a3b --tokens 1 8 32 256 1024
 
 A row has microseconds, and the rate at which the weights of experts with tokens are read, as a
-share of copy bandwidth; from 1,024 tokens on the rate of operations, as a share of a large
-matmul's. A sweep tries tiles for each launch separately, then the best ones together, and prints
-the best next to the engine's own. Kernels are compiled in several processes before timing. A tile
-whose result differs from the result of the engine's tile is reported and not timed. The sweep of
-FP8 experts ends with the tables of constants that it found.
+share of copy bandwidth. From 1,024 tokens on it has the rate of operations instead, as a share of a
+large matmul's rate. A sweep tries tiles for each launch separately, then the best ones together,
+and prints the best next to the engine's tile. Kernels are compiled in several processes before
+timing. A tile whose result differs from the result of the engine's tile is reported and not timed.
+The sweep of FP8 experts ends with tables of the best constants.
 """
 
 import argparse
@@ -65,7 +65,7 @@ _BEST = 4  # number of launches of a sweep that are printed
 
 
 def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:
-    """Yield (name, bytes of weights, calls to time) for each launch, and for all together."""
+    """Yield (name, bytes of weights, calls to time) for each launch and for the whole layer."""
     kernels, layer, stack, x = kernels_for("cuda"), step.layer, step.stack, step.x
     router = random(layer.experts, layer.hidden)
     routing, residual = Routing(layer.chosen), torch.zeros_like(x)
@@ -141,7 +141,7 @@ def down_tiles(places: int) -> Iterator[tuple[int, int, int]]:
 
 
 def near(pairs: float) -> list[int]:
-    """Return tile row counts to try, for a number of pairs per expert."""
+    """Return the numbers of rows per tile to try, for a number of pairs per expert."""
     return [size for size in (16, 32, 64, 128) if pairs / 2 <= size <= max(16, 3 * pairs)] or [128]
 
 
@@ -150,7 +150,7 @@ def grouped_tiles(pairs: float, halves: int) -> Iterator[Tile]:
 
     halves: 2 for the first GEMM, whose weights are gate and up.
     """
-    many = pairs > 24  # enough rows for operations to matter, and so wide tiles
+    many = pairs > 24  # so many rows that operations limit the speed, and wide tiles are faster
     every = product(
         near(pairs),
         (64, 128, 256) if many else (32, 64, 128),
@@ -177,10 +177,10 @@ def packed_tiles(pairs: float) -> Iterator[packed_moe.PackedTile]:
 
 
 def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.PairTile]:
-    """Yield tiles to try for few tokens.
+    """Yield tiles to try for a few tokens.
 
-    places: experts whose rows a program processes together: 1, or a token's experts rounded up to a
-    power of two.
+    places: experts whose rows a program computes together: 1, or a token's experts rounded up to a
+        power of two.
     """
     if bits is MXFP4:
         for rows, units, warps in product((1, 2, 4, 8, 16), (8, 16, 32, 64), (1, 2)):
@@ -195,7 +195,7 @@ def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.PairTile]:
 
 
 def rounded_tiles(pairs: float, halves: int) -> Iterator[Tile]:
-    """Yield tiles to try for a GEMM with 8-bit floats on both sides.
+    """Yield tiles to try for a GEMM whose operands are both 8-bit floats.
 
     Tiles with fewer rows than an expert has pairs are left out: they would read all weights again.
     halves: as in `grouped_tiles`.
@@ -250,15 +250,15 @@ class Sweep:
         self.compilers = Compilers()
 
     def compile(self, choices: Iterable[Choice]) -> None:
-        """Start compiling the choices' kernels in other processes, without launching them."""
+        """Start to compile the choices' kernels in other processes, without launching them."""
         with self.compilers.collecting():
             for choice in choices:
                 for tile in choice.tiles:
-                    with suppress(Exception):  # the timing of the tile raises and reports it again
+                    with suppress(Exception):  # the timing reports the error
                         choice.calls(tile)[0]()
 
     def best(self, choice: Choice) -> list[Any]:
-        """Return the two fastest tiles; print the fastest, and the one that the engine uses."""
+        """Time a choice's tiles and return the two fastest; print the fastest and the engine's."""
         today = choice.tiles[0]
         rows: dict[Any, Timed] = {}
         try:
@@ -277,7 +277,7 @@ class Sweep:
                     print(f"  {choice.name} {remark}: {tile}", flush=True)
                     continue
                 us = time_us(calls, 5)
-            except Exception as error:  # one that does not fit the device
+            except Exception as error:  # a tile that does not fit the device
                 print(f"  {choice.name} {tile}: {str(error)[:80]}", flush=True)
                 continue
             if choice.num_bytes:
@@ -290,7 +290,7 @@ class Sweep:
 
 
 def _numbers(result: object) -> Tensor:
-    """Return the result of a launch as float32; of several results the last."""
+    """Return the result of a launch, or the last of several results, as float32."""
     output = result[-1] if isinstance(result, tuple) else result
     assert isinstance(output, Tensor)
     return output.float()
@@ -324,8 +324,9 @@ def by_expert_choices(
     up: SortedLaunch,
     down: SortedLaunch,
 ) -> list[Choice]:
-    """Return the choices for a layer sorted by expert. share: bytes of weights relative to 16
-    bits.
+    """Return the choices for a layer whose pairs are sorted by expert.
+
+    share: bytes of weights relative to 16 bits.
     """
     layer, x = step.layer, step.x
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
@@ -379,7 +380,7 @@ def packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice
     layer, x = step.layer, step.x
     today = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     others: list[packed_moe.PackedTile] = []
-    if bits is MXFP4 or len(x) <= 32:  # for other cases e4m3 kernels take too long
+    if bits is MXFP4 or len(x) <= 32:  # in other cases the kernel takes too long with e4m3
         others = list(packed_tiles(len(x) * layer.chosen / layer.experts))
     up = SortedLaunch(f"up in {bits.name}", packed_up, [today.up, *others])
     down = SortedLaunch(f"down in {bits.name}", packed_down, [today.down, *others])
@@ -387,8 +388,9 @@ def packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice
 
 
 def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice]:
-    """Return the choices for kernels that process pairs singly, and for whole layers also sorted
-    by expert.
+    """Return the choices for kernels that compute each pair separately, and for whole layers.
+
+    Whole layers are also timed with pairs sorted by expert.
     """
     x, layer = step.x, step.layer
     inners = [random(len(x) * layer.chosen, layer.size) for _ in step.routed]
@@ -425,7 +427,7 @@ def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Ch
 
 
 def rounded_choices(step: Step, packed: PackedExperts) -> list[Choice]:
-    """Return the choices for launches with FP8 weights and inputs, quantisation included."""
+    """Return the choices for launches with FP8 weights and inputs, including quantisation."""
     layer, x = step.layer, step.x
     today = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     each_has = len(x) * layer.chosen / layer.experts
@@ -435,10 +437,9 @@ def rounded_choices(step: Step, packed: PackedExperts) -> list[Choice]:
 
 
 def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: list[Tile]) -> Choice:
-    """Return a choice of the whole layer with 16-bit inputs (None), or with FP8 inputs and these
-    tiles.
+    """Return a choice of the whole layer: with 16-bit inputs (None), or FP8 inputs and these tiles.
 
-    Results of the two differ by the quantisation of inputs.
+    The results differ by the quantisation of inputs.
     """
     layer, x = step.layer, step.x
     today = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
@@ -465,9 +466,9 @@ def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: lis
 class Found:
     """The best tiles of FP8 experts, in the form of the kernels' tables."""
 
-    few: dict[int, tuple[few_moe.PairTile, few_moe.PairTile]]  # tiles of both GEMMs, by tokens
-    rounded: dict[float, Tiles]  # by pairs per expert
-    pays: dict[int, bool]  # whether quantised inputs are faster, by tokens
+    few: dict[int, tuple[few_moe.PairTile, few_moe.PairTile]]  # tokens -> tiles of both GEMMs
+    rounded: dict[float, Tiles]  # pairs per expert -> tiles
+    pays: dict[int, bool]  # tokens -> whether quantised inputs are faster
 
     def tell(self) -> None:
         print("kernels/experts/few_packed.py: UP8, DOWN8, by tokens")
@@ -515,7 +516,7 @@ def sweep_fp8(steps: list[Step], sweep: Sweep) -> None:
 
 
 def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
-    """Sweep the launches of each step in turn, after starting to compile all kernels."""
+    """Start to compile all kernels, then sweep the launches of each step."""
     sweeps: list[tuple[Step, str, list[Choice]]] = []
     for step in steps:
         small = len(step.x) <= MOST
@@ -540,7 +541,10 @@ def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
 
 
 def tell(step: Step, copy: float, rate: float) -> None:
-    """Print a line for each launch. copy, rate: bytes/s and FLOP/s that the device reaches."""
+    """Time each launch of a step and print a line for it.
+
+    copy, rate: the device's best bytes/s and FLOP/s.
+    """
     for launch, num_bytes, calls in launches(step):
         us = time_us(calls)
         line = f"  {launch:<22}{us:9.2f} us"

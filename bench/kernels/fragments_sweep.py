@@ -1,5 +1,7 @@
-"""MXFP4 experts in the layout of matrix instructions (`kernels.experts.fragments`) against the
-layout of spans, on one GPU: sweeps of tiles, and recommended settings.
+"""MXFP4 experts in fragments (`kernels.experts.fragments`) against the usual layout, on one GPU.
+
+It sweeps tiles and recommends settings. Fragments have the order of MMA operands; the usual layout
+is that of `Format.span`.
 
     python -m bench.kernels.fragments_sweep
 
@@ -36,12 +38,12 @@ from kernels.launch.compiling import Compilers
 from kernels.packed import E2M1, Format, PackedWeight
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
-FEW = 16  # maximum number of tokens for kernels that process (token, expert) pairs singly
-BITS = 4.5 / 16  # bytes relative to what `Layer` counts
+FEW = 16  # maximum number of tokens for kernels that compute each (token, expert) pair separately
+BITS = 4.5 / 16  # bytes of MXFP4 relative to the 16 bits that `Layer` counts
 _CHECKED = 64  # maximum number of tokens of a case that are checked
 # Ratio to the time with the engine's tile; smaller gains are within the noise between two runs.
 _PAYS = 0.97
-# Tiles to try by GEMM: for single pairs (in down, rows are a token's experts), and by number of
+# Tiles to try: for single pairs, by GEMM (in down, rows are a token's experts); then by number of
 # columns.
 UP_ALONE = [
     *(
@@ -64,7 +66,7 @@ DOWN_ALONE = [
 
 
 def columns(pairs: float) -> tuple[int, ...]:
-    """Return column counts of tiles to try, for an average number of pairs per expert."""
+    """Return the numbers of columns per tile to try, for a mean number of pairs per expert."""
     if pairs <= 2:
         return (8,)
     if pairs <= 6:
@@ -111,7 +113,7 @@ class Case:
     want: Tensor  # float64 [sample, hidden]
     times: dict[str, float] = field(default_factory=dict)
     best: dict[str, list[tuple[float, FragmentTile]]] = field(default_factory=dict)
-    ways: dict[str, "Ways"] = field(default_factory=dict)  # by GEMM
+    ways: dict[str, "Ways"] = field(default_factory=dict)  # GEMM -> ways to compute it
 
     @property
     def tokens(self) -> int:
@@ -123,7 +125,7 @@ class Case:
 
 
 def make_packed(layer: Layer) -> tuple[PackedExperts, PackedExperts]:
-    """Return the same random MXFP4 experts twice: in the layout of spans, then of fragments.
+    """Return the same random MXFP4 experts twice: in the usual layout, and in fragments.
 
     Scales are 2^-9 to 2^-5.
     """
@@ -149,7 +151,7 @@ def make_packed(layer: Layer) -> tuple[PackedExperts, PackedExperts]:
 
 
 def rows_of(weight: PackedWeight, count: int, expert: int) -> Tensor:
-    """Return the weights of one expert in float64, from the layout of spans."""
+    """Return the dequantised weights of one expert in float64; weight has the usual layout."""
     rows = weight.shape[0] // count
     part = PackedWeight(weight.form, rows, weight.shape[1], None, weight.codes.device)
     part.codes = weight.codes[expert * rows : (expert + 1) * rows]
@@ -160,7 +162,7 @@ def rows_of(weight: PackedWeight, count: int, expert: int) -> Tensor:
 def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the float64 results of the sampled tokens.
 
-    Returns the inner values of each pair's expert, and the output of each token.
+    Returns the values between the two GEMMs for each (token, expert) pair, and each token's output.
     """
     x = step.x[sample].double()
     weights, ids = (tensor[sample] for tensor in step.routed[0])
@@ -182,9 +184,9 @@ def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to compute a matmul or layer, with one launch for each routing.
+    """A way to compute a GEMM or a whole layer, with one call per routing.
 
-    check: returns the distance of the first launch's result from float64."""
+    check: returns the distance of the first call's result from the float64 result."""
 
     calls: list[Callable[[], Tensor]]
     check: Callable[[Tensor], float]
@@ -230,8 +232,8 @@ def up_ways(case: Case) -> Ways:
 def down_ways(case: Case) -> Ways:
     """Return the ways to compute the down GEMM.
 
-    Inputs are the sample's inner values, and random values for other tokens. Torch sums over
-    experts.
+    Inputs are the sample's float64 inner values, and random values for other tokens. Torch sums
+    over experts.
     """
     step = case.step
     order = [sort(ids, case.new.count) for _, ids in step.routed]
@@ -310,9 +312,7 @@ class Sweep:
         return self.until - time.monotonic()
 
     def us(self, case: Case, label: str, way: Way, bound: float) -> float | None:
-        """Time a way in microseconds. Returns None if it is wrong, fails, or there is no time
-        left.
-        """
+        """Return a way's microseconds, or None if it is wrong or fails, or no time is left."""
         if self.left() < 0:
             return None
         try:
@@ -327,7 +327,7 @@ class Sweep:
             return None
 
     def product(self, case: Case, part: str) -> None:
-        """Find each way's best tile for one GEMM."""
+        """Time all ways and tiles for one GEMM, and keep the best tile of each way."""
         up = part == "up"
         layer = case.step.layer
         num_bytes = case.step.met * (layer.up_bytes if up else layer.down_bytes) * BITS
@@ -357,7 +357,10 @@ class Sweep:
 
 
 def agreed(cases: list[Case], key: str) -> FragmentTile | None:
-    """Return the tile with the smallest worst slowdown against the cases' best tiles, if any."""
+    """Return the best common tile of several cases, or None.
+
+    It has the smallest maximum slowdown relative to each case's own best tile.
+    """
     worst: dict[FragmentTile, float] = {}
     seen: dict[FragmentTile, int] = {}
     for case in cases:
@@ -428,10 +431,10 @@ def main() -> None:
             sample = torch.randperm(tokens, device="cuda")[:_CHECKED]
             expected = products(step, old, sample)
             case = Case(f"{model}, {tokens}", step, old, new, dense, sample, *expected)
-            # The (token, expert) pairs are sorted here, so that timings leave the sort out.
+            # This sorts the (token, expert) pairs, so that the sort is not timed.
             case.ways = {"up": up_ways(case), "down": down_ways(case)}
             cases.append(case)
-    # Order by size, so that output that is cut off still has whole groups.
+    # Order by size, so that truncated output still has whole groups.
     cases.sort(key=lambda case: args.tokens.index(case.tokens))
     print(f"weights and float64 are there, {sweep.left():.0f} s left", flush=True)
     with compilers.collecting():
@@ -439,7 +442,7 @@ def main() -> None:
             for part, ways in case.ways.items():
                 for name, make in ways.items():
                     for tile in tiles_of(case, name, part == "up"):
-                        with suppress(Exception):  # its timing raises and reports it again
+                        with suppress(Exception):  # the timing raises and reports the error again
                             make(tile).calls[0]()
     print(f"{compilers.jobs} kernels are being compiled, {sweep.left():.0f} s left", flush=True)
     for case in cases:

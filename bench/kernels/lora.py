@@ -1,9 +1,9 @@
 """The time that LoRA adds to a step of llama-8b on a CUDA device: `python -m bench.kernels.lora
 [sweep]`.
 
-Rows have Zipf-distributed adapters on all seven linear layers. Times are of one decoder layer's
-four calls, minus the activation that one of them replaces. Calls run in CUDA graphs over so many
-layers that no weights stay in the L2 cache.
+Tokens have Zipf-distributed adapters on all seven linear layers. Times are of one decoder layer's
+four LoRA calls, minus the activation that one of the calls replaces. Calls run in CUDA graphs over
+so many layers that no weights stay in the L2 cache.
 """
 
 import sys

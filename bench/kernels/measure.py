@@ -1,10 +1,10 @@
-"""The measurement of a kernel's time on a CUDA device, compared with the device's best rate and
-with libraries.
+"""The measurement of a kernel's time on a CUDA device, relative to the device's best rate and to
+libraries.
 
 `python -m bench.kernels.table` runs the cases of bench/kernels/cases.py and saves the results.
 Times are of CUDA graphs over so much data that none of it stays in the L2 cache, as with a model's
-weights and keys. Data below 5 MB stays in the cache, as in a model's step, and may be faster than a
-copy.
+weights and keys. Data below 5 MB stays in the cache, as in a model's step; such a kernel may exceed
+the rate of a copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,21 +16,21 @@ from torch import Tensor
 
 Calls = Sequence[Callable[[], object]]
 BYTES, OPERATIONS = "TB/s", "TFLOP/s"  # units of a kernel's work
-_COLD = 300e6  # bytes that a graph touches before it reuses data
-_MOST_COPIES = 64  # limits copies of small data, which stay in the cache, as in a model's step
-_BUSY = 200_000  # cycles to occupy the device while the measured graphs are launched
+_COLD = 300e6  # bytes that a graph reads or writes before it reuses data
+_MOST_COPIES = 64  # maximum copies; so small data stays in the cache, as in a model's step
+_BUSY = 200_000  # clock cycles for which the device sleeps while the measured graphs are launched
 
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """The calls of a kernel to time; each does the same work on different data."""
+    """A kernel's calls to time; each computes the same on different data."""
 
     calls: Calls
     amount: float  # minimum bytes or operations of one call
     unit: str = BYTES
-    target: float | None = None  # share of the rate of `against`
+    target: float | None = None  # target share of the rate of `against`
     against: str = ""  # a library; "": the device's copy bandwidth or large-matmul rate
-    # calls that compute the same with other libraries, by name
+    # name of a library -> calls that compute the same with it
     libraries: Mapping[str, Calls] = field(default_factory=dict)
 
 
@@ -49,8 +49,9 @@ Timer = Callable[[Calls], float]
 
 
 def time_us(calls: Calls, repeats: int = 20) -> float:
-    """Return the microseconds of one call: the median over `repeats` replays of a CUDA graph of
-    all calls.
+    """Return the mean microseconds per call in a CUDA graph of all calls.
+
+    It is the median over `repeats` replays.
     """
     calls[0]()
     torch.cuda.synchronize()
@@ -76,7 +77,7 @@ def _events_ms(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
-    """Return the distance between two results, relative to the norm of the wanted one."""
+    """Return the distance between two results, relative to the norm of the expected result."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
@@ -84,7 +85,7 @@ def copy_bandwidth() -> float:
     """Measure a large device-to-device copy in bytes per second, read plus written."""
     source = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    # Not in a graph, which may use the slower copy engine.
+    # Do not use a graph, which may copy by the slower copy engine.
     return 2 * source.nbytes / min(_events_ms(lambda: target.copy_(source), 10)) * 1e3
 
 
@@ -95,7 +96,7 @@ def matmul_rate() -> float:
 
 
 def copies_for(num_bytes: float) -> int:
-    """Return the number of copies of the data that exceeds the cache."""
+    """Return the number of copies of data of this size that exceed the L2 cache."""
     return max(1, min(_MOST_COPIES, int(_COLD // num_bytes) + 1))
 
 
@@ -118,7 +119,7 @@ def measure(case: str, work: KernelWork, best: Best, timer: Timer) -> dict[str, 
     for name, calls in work.libraries.items():
         try:
             library_us = timer(calls)
-        except Exception as error:  # a library may not support this shape; our row does without it
+        except Exception as error:  # a library may not support this shape: leave it out
             row[f"{name}_failed"] = str(error)[:200]
             continue
         row[f"{name}_us"] = round(library_us, 2)

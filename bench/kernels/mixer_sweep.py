@@ -1,13 +1,13 @@
-"""Sweeps of launch parameters of latent attention and of recurrent layers on one GPU.
+"""Sweeps of launch parameters of latent attention and recurrent layers on one GPU.
 
-It prints values for the tables and constants in kernels/recurrent and kernels/attention/latent.
+They print values for the tables and constants in kernels/recurrent and kernels/attention/latent.
 
     python -m bench.kernels.mixer_sweep --only "delta prefill" "kimi prefill" latent
 
-For each case it prints the microseconds of each kernel with the engine's launches, then with one
+For each case they print the microseconds of each kernel with the engine's launches, then with one
 launch changed at a time. At the end come a table per case, fastest first, and the recommended
-constants. Every variant first runs in another process, so that a variant that faults or hangs is
-only left out.
+constants. Every variant first runs in another process, so that a variant that crashes or hangs is
+merely left out.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def said(change: Change) -> str:
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a constant within the context; a table becomes one that always returns `value`."""
+    """Replace a module's constant within the context; a table then returns `value` for any key."""
     old = getattr(module, name)
     table = callable(old) and not callable(value)
     setattr(module, name, (lambda *_: value) if table else value)
@@ -181,7 +181,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def latents(lengths: list[int], heads: int) -> KernelWork:
-    """Make a case of latent decodes without the GEMMs around them, with blocks of 64 tokens."""
+    """Make a case of latent decodes with blocks of 64 tokens, without the surrounding GEMMs."""
     num_bytes, count = float(sum(lengths)) * (RANK + ROPE) * LLAMA.dtype.itemsize, len(lengths)
     meta, num_blocks = meta_of(LLAMA, lengths, [1] * count, count, 64)
     copies = range(copies_for(num_bytes))
@@ -222,7 +222,7 @@ def variants(only: list[str]) -> Iterator[Variant]:
 
 
 def by_kernel(work: KernelWork) -> str:
-    """Return a text with the microseconds of each kernel of a call."""
+    """Return a text with the microseconds of each kernel in one of the case's calls."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -239,7 +239,7 @@ def by_kernel(work: KernelWork) -> str:
 
 
 def first(work: KernelWork) -> Any:
-    """Return the result of the first of a case's calls."""
+    """Return the result of a case's first call."""
     import torch
 
     output = work.calls[0]()
@@ -248,7 +248,7 @@ def first(work: KernelWork) -> Any:
 
 
 def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
-    """Make the variant's case and return use(case), both with the variant's change in force.
+    """Make a variant's case and return use(case), both with the variant's constants.
 
     Random numbers are the same in each call.
     """
@@ -296,7 +296,7 @@ def main() -> int:
                 if not variant.change:
                     wanted[variant.case] = output
                     parts = f"\n    {run(variant, by_kernel)}"
-            except RuntimeError as error:  # after a CUDA error no later variant can run
+            except RuntimeError as error:  # a CUDA error ends this process's use of CUDA
                 row = row._replace(remark=str(error).splitlines()[0])
                 dead = f"not run after {variant.what}" if "CUDA" in str(error) else ""
         rows.setdefault(variant.case, []).append(row)

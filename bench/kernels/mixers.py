@@ -1,6 +1,7 @@
-"""The cases of measure.py for latent attention and recurrent layers. Sizes are those of
-DeepSeek-V2-Lite, Qwen3-Next, Kimi Linear, Granite 4 H Small (Mamba-2) and LFM2 2.6B (short
-convolutions).
+"""The cases of measure.py for latent attention and recurrent layers.
+
+Sizes are those of DeepSeek-V2-Lite, Qwen3-Next, Kimi Linear, Granite 4 H Small (Mamba-2) and LFM2
+2.6B (short convolutions).
 """
 
 from collections.abc import Callable
@@ -24,15 +25,16 @@ HEADS, RANK, ROPE, NOPE, VALUE = 16, 512, 64, 128, 128
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 16, 32, 128, 4
 MAMBA_HEADS, MAMBA_SIZE, STATE_SIZE = 128, 64, 128
 MAMBA1_CHANNELS, MAMBA1_STATE = 8192, 16
-LATE = 3  # decodes after which deferred updates are written to a delta rule's state
+LATE = 3  # maximum deferred updates of a delta rule's state; the next decode writes the state
 SHORT, SHORT_TAPS = 2048, 3
 # KV lengths of the requests
 DECODES = {"64 x 4096": [4096] * 64, "1 x 32768": [32768]}
 
 
 def latent_decode(s: Sizes, kv_len: list[int]) -> KernelWork:
-    """Make a case of absorbed latent decodes, with the GEMMs around them: each latent is read
-    once for all heads.
+    """Make a case of latent decodes with absorbed queries, and with the surrounding GEMMs.
+
+    Bytes count each latent once for all heads.
     """
     num_bytes = float(sum(kv_len)) * (RANK + ROPE) * s.dtype.itemsize
     meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), 16)
@@ -46,7 +48,7 @@ def latent_decode(s: Sizes, kv_len: list[int]) -> KernelWork:
 def latent_prefill(s: Sizes, length: int) -> KernelWork:
     """Make a case of latent prefill.
 
-    Operations count the expansion to each head's keys and values, and attention.
+    Operations count the expansion of latents to each head's keys and values, and attention.
     """
     meta, num_blocks = meta_of(s, [length], [length], 0, 16)
     meta.query_start_host, meta.kv_len_host = [0, length], [length]
@@ -61,8 +63,9 @@ def latent_prefill(s: Sizes, length: int) -> KernelWork:
 
 
 def latent_chunk(s: Sizes, length: int, before: int) -> KernelWork:
-    """Make a case of an absorbed chunk, as in a CUDA graph, which does not know the number of
-    keys.
+    """Make a case of a chunk with absorbed queries, as in a CUDA graph.
+
+    A CUDA graph cannot expand keys, because it does not know their number.
     """
     meta, num_blocks = meta_of(s, [before + length], [length], 0, 16)
     caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(2)]
@@ -94,8 +97,9 @@ def _with_rows(s: Sizes, kv_len: list[int], query_len: list[int]) -> AttentionMe
 
 
 def mamba2(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
-    """Make a case of Mamba-2. Bytes count states and convolution tails, read and written, and
-    tokens.
+    """Make a case of Mamba-2.
+
+    Bytes count states and convolution tails, each read and written, and tokens.
     """
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
@@ -153,14 +157,14 @@ def _positions(meta: AttentionMeta, decodes: bool) -> list[AttentionMeta]:
 
 
 def _states(state: Tensor, late: Tensor, decodes: bool) -> float:
-    """Return the bytes of states that a call of `_positions` reads and writes.
+    """Return the mean bytes of states that a step of `_positions` reads and writes.
 
-    Decodes read the state and the deferred tokens; prompts read and write the state once.
+    Decodes read the state and deferred updates. Prompts read and write the state once.
     """
     if not decodes:
         return 2.0 * state.nbytes
-    # Over LATE + 1 steps, 0, 1, ... LATE deferred entries are read and LATE written, and the state
-    # is written once.
+    # Over LATE + 1 steps, 0, 1, ... LATE deferred updates are read, LATE updates are written, and
+    # the state is written once.
     return state.nbytes * (1 + 1 / (LATE + 1)) + late.nbytes * (0.5 + 1 / (LATE + 1))
 
 

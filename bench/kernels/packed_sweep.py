@@ -1,12 +1,14 @@
 """Sweeps of launch parameters of GEMMs with 4- and 8-bit weights at llama-8b's shapes on one GPU.
-It prints the best values for their tables.
+
+They print the best values for the kernels' tables.
 
     python -m bench.kernels.packed_sweep
     python -m bench.kernels.packed_sweep --only "fp8-block, 8 tokens" --seconds 90
 
-Launches first run once in several processes, which compiles them. Then each is timed in CUDA graphs
-over so many weights that none stays in the cache, and its result is compared with that of another
-kernel. The last lines have the recommended settings, and the time of a layer as an engine runs it.
+Launches first run once in several processes, which compiles their kernels. Then each is timed in
+CUDA graphs over so many weights that none stays in the cache, and its result is compared with that
+of another kernel. The last lines have the recommended settings, and the time of a layer as in an
+engine.
 """
 
 import argparse
@@ -35,8 +37,8 @@ from kernels.packed import PackedWeight
 SHAPES = {name: LINEARS[f"8b {name}"][0] for name in ("qkv", "o", "gate_up", "down")}
 SECONDS, COMPILING = 155, 0.45  # seconds of the whole run, and the share of it for first launches
 EPS, GATE = 1e-5, "silu"
-AGAINST = "the other way"  # launch of other kernels, with whose results all others are compared
-LAYER = "layer"  # not a table: a GEMM with the operations that an engine fuses around it
+AGAINST = "the other way"  # a launch of another kernel, whose result is the expected one
+LAYER = "layer"  # instead of a table's name: the GEMM with the operations that an engine fuses
 LAYERS = {
     "fp8-block": (1, 2, 8, 32, 64, 128, 256),
     "int4": (1, 16, 64, 128, 256),
@@ -71,7 +73,7 @@ BLOCKS = {
         *((128, 64, 8, 4), (128, 64, 4, 4)),
     ],
 }
-# Tiles of `packed_dot` for 4 bits, and whether scales are multiplied into codes.
+# (tile of `packed_dot` for 4 bits, whether codes and not sums are scaled)
 LATE = {
     16: [
         *((64, 16, 32, 2, 3), (64, 16, 32, 2, 4), (64, 16, 32, 2, 5), (64, 16, 32, 4, 4)),
@@ -90,7 +92,7 @@ EARLY = {
         *((128, 128, 32, 8, 3), (128, 128, 32, 8, 2)),
     ],
 }
-# The same with 8 bits.
+# Tiles of `packed_dot` for 8 bits.
 BYTES = {
     16: [(64, 16, 128, 2, 3), (64, 16, 128, 2, 4), (64, 16, 128, 4, 4)],
     64: [(64, 64, 128, 4, 3), (128, 64, 128, 8, 3), (128, 64, 128, 4, 3)],
@@ -102,7 +104,7 @@ BYTES = {
 class Step(NamedTuple):
     """The inputs of one GEMM of a layer, for a number of tokens.
 
-    x: [tokens, in]. pair: for the MLP's down GEMM, the gate and up outputs from which x follows.
+    x: [tokens, in]. pair: for the MLP's down GEMM, the gate and up outputs that give x.
     """
 
     shape: str
@@ -111,7 +113,7 @@ class Step(NamedTuple):
     pair: Tensor | None
     norm: Tensor
     residual: Tensor
-    rounded: tuple[Tensor, Tensor]  # x in 8 bits by groups of 128, and scales
+    rounded: tuple[Tensor, Tensor]  # x quantised to 8 bits in groups of 128, and scales
 
 
 class Try(NamedTuple):
@@ -151,8 +153,7 @@ def weights_of(s: Sizes, to: str, shape: str, many: bool) -> list[PackedWeight]:
     """Return random weights of a shape.
 
     to: the name of the weight format.
-    many: whether to return several, more than fit in the L2 cache, so that calls in turn find none
-        of them there; else one.
+    many: whether to return more weights than fit in the L2 cache, for calls in turn; else one.
     """
     outputs, width = SHAPES[shape]
     form = form_of(to, width)
@@ -171,9 +172,10 @@ def around(step: Step) -> dict[str, Any]:
 
 
 def whole(step: Step, weight: PackedWeight) -> Tensor:
-    """Compute the GEMM with the operations around it in an engine's step.
+    """Compute the GEMM with the operations that an engine's step fuses or runs around it.
 
-    The gate belongs to gate and up, or to the quantisation before the down GEMM.
+    The MLP's gate is computed after the gate and up GEMM, or in the quantisation before the down
+    GEMM.
     """
     how = around(step)
     x = step.x
@@ -189,7 +191,7 @@ def case_of(to: str, tokens: int) -> str:
 
 
 def tries(s: Sizes = LLAMA) -> Iterator[Try]:
-    """Yield all launches to try, grouped by case and shape, each group beginning with AGAINST."""
+    """Yield all launches to try, grouped by case and shape; each group begins with AGAINST."""
     launch: Any
     for to, counts in LAYERS.items():
         for tokens, shape in product(counts, SHAPES):
@@ -265,9 +267,7 @@ def _dot(step: Step, launch: Any, weight: PackedWeight) -> Tensor:
 
 
 def _worthwhile(step: Step, tile: tuple[int, ...], split: int) -> bool:
-    """Whether a launch does not split the columns, or has no more programs than run on a GPU at
-    once.
-    """
+    """Whether to try a launch: it has no splits, or few enough programs for one wave."""
     programs = -(-SHAPES[step.shape][0] // tile[0]) * -(-step.tokens // tile[1])
     return split == 1 or split * programs <= 132 * 4
 
@@ -298,7 +298,7 @@ def now(table: str, to: str, shape: str, tokens: int) -> str:
 
 
 def layer_lines(found: Found) -> Iterator[str]:
-    """Yield the time of a layer's four GEMMs by case, where all of them were timed."""
+    """Yield a line with the time of a layer's four GEMMs for each case in which all were timed."""
     for (what, case), shapes in found.items():
         if what == LAYER and len(shapes) == len(SHAPES):
             total = sum(times[None] for times in shapes.values())
@@ -307,7 +307,7 @@ def layer_lines(found: Found) -> Iterator[str]:
 
 
 def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Iterator[str]:
-    """Yield lines: each shape's fastest and used launch, and the best tile for all of SHAPES.
+    """Yield lines: each shape's fastest launch, the engine's launch, and the best tile for SHAPES.
 
     today: returns the launch that the engine uses (`now`).
     """
@@ -344,7 +344,7 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
 
 
 def check(each: Try, wanted: Tensor | None) -> tuple[Tensor, str]:
-    """Return a launch's result, and a remark on its distance from the wanted result."""
+    """Run a launch; return its result, and a remark on the distance from the expected result."""
     each.step.residual.zero_()
     output = each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
     output = output.clone()  # a copy, as the result may be the residual's memory
@@ -389,13 +389,13 @@ def main() -> int:
         line = f"{trial.what:<15} {trial.case:<22} {trial.step.shape:<8} {trial.launch}"
         weights = weights_of(LLAMA, trial.to, trial.step.shape, True)
         error, remark, us = failed.get(number, ""), "", 0.0
-        error = "" if error == NO_TIME else error  # without time it is compiled when it is timed
+        error = "" if error == NO_TIME else error  # not compiled in time: the timing compiles it
         try:
             if not error:
                 output, remark = check(trial, wanted)
                 wanted = output if wanted is None else wanted
                 us = time_us([partial(trial.call, weight) for weight in weights], 10)
-        except Exception as caught:  # one that does not fit the device
+        except Exception as caught:  # a launch that does not fit the device
             error = str(caught)
         print(f"{line}: {error[:120] or f'{us:.2f} us'}  {remark}".rstrip(), flush=True)
         if not error and not remark.startswith(WRONG):

@@ -1,4 +1,4 @@
-"""The cases of measure.py for sampling: the edits of logits, and the choice of tokens."""
+"""The cases of measure.py for sampling: edits of logits, and the choice of tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,15 +16,16 @@ from kernels.sampling.logprobs import logprobs
 
 
 def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
-    """Make sampling parameters: temperature 1, and the named values of
-    kernels/sampling/layout.py.
+    """Make the device's table of sampling parameters, with temperature 1.
+
+    values: other parameters, by their names in kernels/sampling/layout.py.
     """
     words = torch.zeros(rows, layout.NUM_WORDS, dtype=torch.int32)
     words[:, layout.ROW] = torch.arange(rows)
     words[:, layout.SEED] = torch.arange(rows)
     words[:, layout.LOGPROBS] = 5
     for at, count in ((layout.BIAS_IDS, layout.MAX_BIAS), (layout.STOP_IDS, layout.MAX_STOP)):
-        # used only if NUM_BIAS and NUM_STOP are set
+        # these words are used only if NUM_BIAS and NUM_STOP are set
         words[:, at : at + count] = torch.arange(count)
     fields = {"INV_TEMPERATURE": 1.0, "TOP_P": 1.0, "LOG_MIN_P": -torch.inf, "REPETITION": 1.0}
     for name, value in {**fields, **values}.items():
@@ -39,7 +40,8 @@ def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
 def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
     """Make a case of sampling.
 
-    Bytes count one pass over the logits, which sampling needs; logit edits touch some of them.
+    Bytes count one pass over the logits, which any sampling needs. Edits of a few logits count only
+    these.
     """
     num_bytes: float = rows * s.vocab * s.dtype.itemsize
     logits = [s.random(rows, s.vocab) * 2.5 for _ in range(copies_for(num_bytes))]
@@ -92,7 +94,7 @@ def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
 
 
 def sampling_cases(s: Sizes) -> dict[str, Callable[[], KernelWork]]:
-    """Return functions that make each case, by name."""
+    """Return the case's name -> a function that makes the case."""
     cases: dict[str, Callable[[], KernelWork]] = {}
     for rows in (1, 256):
         for how in ("greedy", "temperature"):

@@ -1,4 +1,4 @@
-"""The sizes of the timed kernels' inputs, and step metadata with scattered blocks."""
+"""The sizes of the timed kernels' inputs, and metadata of steps with scattered KV blocks."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ LLAMA = Sizes()
 def meta_of(
     s: Sizes, kv_len: list[int], query_len: list[int], num_decodes: int, block_size: int
 ) -> tuple[AttentionMeta, int]:
-    """Return metadata of requests with scattered blocks, and the number of blocks."""
+    """Return a step's metadata with KV blocks in random order, and the number of blocks."""
     blocks = [-(-n // block_size) for n in kv_len]
     order = torch.randperm(sum(blocks)).int().split(blocks)
     table = torch.zeros(len(kv_len), max(blocks), dtype=torch.int32)

@@ -2,7 +2,7 @@
 
     python -m bench.kernels.sums --ranks 2
 
-It prints a JSON line for each size: microseconds of an all-reduce by one-shot, two-shot and NCCL;
+It prints a JSON line for each size: microseconds of an all-reduce by one-shot, two-shot and NCCL,
 and of the all-reduce with residual and norm, fused and separate. The last line has the sizes at
 which the fastest algorithm changes, for `engine.parallel.peer_group.CROSSINGS`.
 
@@ -10,8 +10,8 @@ which the fastest algorithm changes, for `engine.parallel.peer_group.CROSSINGS`.
 alone and with the norm. It prints a line for each setting, a table, and the best settings for
 `kernels.all_reduce` and CROSSINGS.
 
---one-gpu: all ranks are processes on the first GPU, where they alternate, and NCCL is left out. It
-tests the measurement; its times are meaningless.
+--one-gpu: all ranks are processes on the first GPU, where they alternate, and NCCL is left out.
+This is for testing the measurement; the times are meaningless.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SETTINGS = tuple((programs, tile) for programs in (64, 128) for tile in (1 << 14
 SWEPT = tuple(1 << power for power in (13, 16, 18, 20, 21, 22, 23, 24))  # bytes
 HIDDEN = (4096, 8192, 2048)
 TOKENS = (1, 64, 128, 256, 512, 1024, 2048, 8192)
-SMALL = 256 << 10  # largest all-reduce, in bytes, that single streams wait for
+SMALL = 256 << 10  # maximum bytes of the all-reduces that determine a single stream's latency
 
 Line = dict[str, Any]
 Setting = tuple[int, int]  # programs, tile
@@ -62,7 +62,7 @@ def measure(
     ways: Collection[str],
     repeats: int = 20,
 ) -> Line:
-    """Measure the microseconds of one size by each algorithm in `ways`. All ranks must call it."""
+    """Measure the microseconds of one size by each algorithm in `ways`; all ranks must call it."""
     x = torch.ones(rows, columns, device=device).bfloat16() / 64
     residual, weight, memory = torch.zeros_like(x), x[0].clone(), group.memory
 
@@ -88,10 +88,10 @@ def measure(
 
 
 def crossings(lines: list[Line]) -> tuple[int, int]:
-    """Return two sizes in bytes: up to the first, one-shot is fastest; up to the second, one-shot
-    or two-shot is as fast as NCCL or faster.
+    """Return two sizes in bytes, at which the fastest algorithm changes.
 
-    This holds for all measured sizes up to these.
+    For all measured sizes up to the first, one-shot is fastest. Up to the second, one-shot or
+    two-shot is at least as fast as NCCL.
     """
     none = float("inf")
     times = [
@@ -117,7 +117,7 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
     }
     lines: dict[Setting, list[Line]] = {}
     for programs, all_reduce.TILE in SETTINGS:
-        # All ranks reset the shared memory while none uses it.
+        # All ranks reset the shared memory while no rank uses it.
         torch.cuda.synchronize(device)
         group.least(0)
         region.zero_()
@@ -142,8 +142,9 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
 
 
 def over_the_first(lines: dict[Setting, list[Line]], setting: Setting) -> tuple[float, float]:
-    """Return geometric means of the setting's times relative to the first setting: for small
-    all-reduces, and for others.
+    """Return a setting's times relative to the first setting: (small all-reduces, others).
+
+    Both are geometric means.
     """
 
     def mean(small: bool) -> float:
@@ -206,7 +207,7 @@ def rank(number: int, size: int, port: int, one_gpu: bool, swept: bool) -> None:
     torch.cuda.set_device(device)
     if one_gpu:
         rendezvous.BACKEND = "gloo"
-    if swept:  # the largest memory of all settings
+    if swept:  # allocate enough memory for all settings
         all_reduce.PROGRAMS = max(programs for programs, _ in SETTINGS)
         all_reduce.LARGEST = SWEPT[-1]
     store = TCPStore("127.0.0.1", port, is_master=not number, wait_for_workers=False)
@@ -265,7 +266,7 @@ def main() -> None:
 
 
 def _free_port() -> int:
-    """Return a free port, which a TCPStore has bound for a moment."""
+    """Return a free port, by binding a TCPStore to it for a moment."""
     return int(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
 
 

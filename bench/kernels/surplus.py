@@ -3,11 +3,11 @@
     python -m bench.kernels.surplus --out bench/results
 
 The host launches an upper bound of blocks of queries (`AttentionMeta.most_blocks`), and blocks
-without queries end at once. Each step is launched as it is, and with thousands of additional empty
-blocks. The difference gives the cost of an empty block. This cost times the number of launched
-blocks without work is the maximum that an exact grid would save. It is reported as a share of the
-attention's time, and of a layer's time (this attention and the layer's matmuls). The rest of a step
-is left out, so the true share is smaller. The run takes half a minute on one GPU, mostly for
+without queries end at once. Each step is launched unchanged, and with thousands of additional empty
+blocks. The difference gives the time of an empty block. This time multiplied by the number of
+launched blocks without work is the maximum that an exact grid would save. It is reported as a share
+of the attention's time, and of a layer's time (this attention and the layer's matmuls). The rest of
+a step is left out, so the true share is smaller. The run takes half a minute on one GPU, mostly for
 compilation.
 
 Cases are kernels of `kernels.attention.candidates` times steps; `in a graph` is a step that a CUDA
@@ -40,7 +40,7 @@ class Step(NamedTuple):
     """The sequences of a step: decodes and prompts' chunks."""
 
     decodes: int  # number of decodes
-    chunks: list[int]  # tokens of each prompt or chunk
+    chunks: list[int]  # tokens of each prompt's chunk
     before: int = 0  # tokens of each chunk's request that earlier steps computed
     graph: bool = False  # whether a graph replays the step
 
@@ -56,8 +56,9 @@ STEPS = {
 
 
 def layout_of(s: Sizes, step: Step) -> tuple[AttentionMeta, int]:
-    """Return a step's metadata and the number of blocks of keys. Decodes have one key each, as
-    prefill attention reads none of them.
+    """Return a step's metadata and the number of KV blocks.
+
+    Decodes have one key each, as prefill attention does not read their keys.
     """
     queries = [1] * step.decodes + step.chunks
     keys = [1] * step.decodes + [step.before + chunk for chunk in step.chunks]
@@ -88,7 +89,7 @@ def with_blocks(call: Callable[[], object], extra: int) -> tuple[Callable[[], ob
 
 
 def price(s: Sizes, step: Step, kernel: Kernel, timer: Timer, extra: int = EXTRA) -> dict[str, Any]:
-    """Return times of one launch of a kernel for a step, and the cost of its empty blocks."""
+    """Return the times of a kernel's launch for a step, and the time of its empty blocks."""
     meta, num_blocks = layout_of(s, step)
     tokens = step.decodes + sum(step.chunks)
     q = s.random(tokens, s.heads, s.dim)
@@ -130,7 +131,7 @@ def matmuls_us(s: Sizes, tokens: int, timer: Timer) -> float:
 
 
 def kernels_of(s: Sizes) -> dict[str, Kernel]:
-    """Return the kernel for any GPU, and the one that an engine chooses here if it is another."""
+    """Return the kernel for all GPUs, and the kernel that an engine chooses here if they differ."""
     from kernels.attention.candidates import CHUNK_ATTENTION
     from kernels.attention.prefill import attention_prefill
     from kernels.candidates import first_fit

@@ -1,6 +1,7 @@
-"""The common parts of launch sweeps. Each launch runs once in another process before any launch is
-timed, and its result is compared with the expected one. The table of times ends with recommended
-settings.
+"""The common functions of launch sweeps.
+
+Each launch runs once in another process before any launch is timed, and its result is compared with
+the expected one. The table of times ends with recommended settings.
 """
 
 import math
@@ -65,7 +66,7 @@ def pays(us: float, today: float) -> bool:
 def to_set(rows: Iterable[Timed]) -> str:
     """Return a text with each table's fastest launch, if its gain is large enough.
 
-    It advises to time these launches together, as each was changed alone.
+    The text advises to time these launches together, as only one was changed at a time.
     """
     ran = sorted(row for row in rows if row.right)
     if not ran:
@@ -90,11 +91,12 @@ def lines(rows: Iterable[Timed], most: int | None = None) -> Iterator[str]:
 def first_launches(module: str, arguments: list[str], count: int, seconds: float) -> dict[int, str]:
     """Run each of a module's `count` launches once, in several processes.
 
-    This fills Triton's cache, and finds launches that fault or hang before anything is timed. A
+    This fills Triton's cache, and finds launches that crash or hang before anything is timed. A
     process is `python -m MODULE ARGUMENTS --these NUMBERS`, which calls `launch_these`. If it dies
     at a launch, another process runs the remaining numbers.
-    Returns the reason by number for failed launches; NO_TIME for launches not reached within
-    `seconds`. Raises SystemExit without a CUDA device.
+
+    Returns {number of a failed launch: reason}; the reason is NO_TIME for launches not reached
+    within `seconds`. Raises SystemExit without a CUDA device.
     """
     if not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device here")
@@ -118,9 +120,7 @@ def first_launches(module: str, arguments: list[str], count: int, seconds: float
 
 
 def launch_these(numbers: list[int], launch: Callable[[int], object]) -> None:
-    """Run launches in a process of `first_launches`, and print the number of each finished
-    launch.
-    """
+    """Run launches in a process of `first_launches`; print each finished launch's number."""
     for number in numbers:
         launch(number)
         torch.cuda.synchronize()
@@ -128,7 +128,7 @@ def launch_these(numbers: list[int], launch: Callable[[int], object]) -> None:
 
 
 def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, str]:
-    """Run launches in one process. Return (number that finished, why the next one did not)."""
+    """Run launches in one process; return (count of finished launches, why the next one failed)."""
     ran, late = 0, False
     with (
         TemporaryFile("w+") as errors,
@@ -137,7 +137,7 @@ def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, st
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            start_new_session=True,  # so that an assembler that it waits for is killed, too
+            start_new_session=True,  # so that a running assembler can be killed with the process
         ) as process,
     ):
         assert process.stdout is not None
@@ -160,5 +160,5 @@ def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, st
 
 
 def _end(pid: int) -> None:
-    with suppress(ProcessLookupError):  # it has ended already
+    with suppress(ProcessLookupError):  # the process has ended already
         os.killpg(pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""Every kernel alone on one GPU: time, rate, and share of the device's best rate or a library's.
+"""Every kernel alone on one GPU: time, rate, and rate relative to the device's best or a library's.
 
     python -m bench.kernels.table --out bench/results
 
-The device's best is measured in the same run: the bandwidth of a large copy for kernels bound by
-memory, the rate of a large matmul for others. --only selects cases by the beginning of their names.
+The device's best rate is measured in the same run: the bandwidth of a large copy for memory-bound
+kernels, the rate of a large matmul for others. --only selects cases by how their names begin.
 --fa3 also runs FlashAttention 3 on a long prompt, if vLLM, which contains it, is installed. A
 failing case gives a row with its error, and the exit code is 1.
 
@@ -24,9 +24,7 @@ COMPILE_S = 60
 
 
 def fa3() -> dict[str, Callable[..., Callable[[], object]]]:
-    """Return FlashAttention 3 in vLLM's build, with contiguous keys and with the same pages as
-    ours.
-    """
+    """Return calls of vLLM's FlashAttention 3: with contiguous keys, and with our pages."""
     from vllm.vllm_flash_attn.flash_attn_interface import (  # type: ignore[import-not-found]
         flash_attn_varlen_func,
     )
@@ -88,12 +86,12 @@ def main() -> int:
     if not cases:
         parser.error(f"--only: no case begins with {' or '.join(args.only)}")
     if args.these is not None:
-        # No tuning here: other processes would disturb its timings.
+        # Do not tune GEMMs here, as other processes would disturb the timings.
         kernels_for("cuda").tune_linear = lambda weights, sizes, add: None
         all_rows = list(cases.values())
         launch_these(args.these, lambda number: all_rows[number]().calls[0]())
         return 0
-    # Failing cases fail again when timed; others are compiled now.
+    # This compiles the cases' kernels. A failing case fails again, and is reported, when timed.
     first_launches("bench.kernels.table", ["--only", *args.only], len(cases), COMPILE_S)
     print(f"compiled after {time.perf_counter() - began:.1f} s", flush=True)
     best = measure.Best(measure.copy_bandwidth(), measure.matmul_rate())
