@@ -3,11 +3,13 @@
 routing, scaling: the real functions in a simulated fleet, against other policies; seeded, so rows
 are equal on any machine. overload: routers and replicas in virtual time with slow engines, at ten
 times their capacity. beside: a dataset's rows beside interactive requests, with the real scheduler.
-roles: prompts at some replicas and answers at others, against both at all. tiers: conversations
-beyond a device's KV cache, with the real scheduler and host tier, against no tier.
-costs: the time of a routing decision and of prefix reports here. calibrate:
-the cost of a real replica's step here, and the simulator's error. --out FOLDER writes
-simulate-NAME-DATE.json and .jsonl, --pictures FOLDER the pictures of docs/. On a GPU machine:
+roles: separate prefill and decode replicas, against replicas that do both. tiers: conversations
+that exceed the device's KV cache, with the real scheduler and host tier, against no tier. costs:
+the time of a routing decision and of prefix reports on this machine. calibrate: the cost of a real
+replica's step on this machine, and the simulator's error.
+
+--out FOLDER writes simulate-NAME-DATE.json and .jsonl, --pictures FOLDER the charts of docs/. On a
+GPU machine:
     calibrate --model FOLDER --name llama-8b --set load_format=dummy --out FOLDER
 """
 

@@ -1,14 +1,14 @@
-"""Batch work during interactive requests, in virtual time.
+"""Batch work beside interactive requests, in virtual time.
 
-Routers, replica server and scheduler are the service's own; a `Speed` gives the duration of the
-device's steps. Interactive requests arrive as a Poisson process, at a share of the rate that a full
-engine answers. Rows of a dataset, as Ray Data's Serve stage sends them, always outnumber the
+Routers, replica server and scheduler are the service's code; a `Speed` gives the duration of the
+device's steps. Interactive requests arrive as a Poisson process, at a share of the rate of a
+saturated engine. Rows of a dataset, sent as by Ray Data's Serve stage, always outnumber the
 engine's slots. The same arrivals are simulated without rows and with rows, with several seeds:
 
 p99_ttft: 99th percentile of the interactive requests' time to first token, over the requests of all
     seeds, with rows and without. The note has the mean and the worst ratio of a seed.
-idle_used: output tokens/s of the rows, against the idle share of their tokens/s without interactive
-    requests: the mean of all seeds. The note has the minimum over seeds.
+idle_used: output tokens/s of the rows, divided by their tokens/s without interactive requests times
+    the idle share of the engine: the mean of all seeds. The note has the minimum over seeds.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ LOADS = (0.3, 0.6, 0.9)
 class BesideCase:
     """An engine and the median lengths of its requests, in tokens.
 
-    seconds: virtual seconds of a run, of which the first fifth does not count.
+    seconds: virtual seconds of a run; the first fifth is not measured.
     """
 
     speed: Speed
@@ -52,7 +52,7 @@ class BesideCase:
     seconds: float
 
 
-# Costs of a step, a sequence and a prompt token as `calibrate` has measured them.
+# Costs of a step, a sequence and a prompt token, as measured by `calibrate`.
 CASES = {
     "default": BesideCase(
         Speed("cpu", 0.0108, 0.00051, 0.00116, 60_000, 64, 512), 100, 30, 60, 20, 160.0
@@ -74,9 +74,9 @@ class BesideRun:
 
     seconds: virtual seconds of the measured part of the run.
     firsts: seconds to the first token of each interactive request in the measured part.
-    answers: interactive requests that ended in it. refused: those that the router refused.
-    rows, row_tokens: rows of the dataset that ended in it, and output tokens of rows.
-    preemptions: their number in the whole run.
+    answers: interactive requests that ended in the measured part. refused: refused requests.
+    rows, row_tokens: rows of the dataset that ended in the measured part, and their output tokens.
+    preemptions: number of preemptions in the whole run.
     """
 
     seconds: float
@@ -133,12 +133,12 @@ class _Load:
                     self._outcome.firsts.append(first)
         except Overloaded as refusal:
             self._outcome.refused += counts
-            await asyncio.sleep(refusal.retry_after or 1.0)  # before the next request of a user
+            await asyncio.sleep(refusal.retry_after or 1.0)  # the user then sends the next request
             return
         self._outcome.answers += self._counts()
 
     async def user(self, dice: Random) -> None:
-        """Ask for one answer after the other."""
+        """Send one user's interactive requests, one after the other."""
         while self._loop.time() < self.end:
             await self.ask(_length(dice, self._case.prompt), _length(dice, self._case.output))
 
@@ -195,17 +195,18 @@ async def _run(case: BesideCase, rate: float, users: int, rows: int, seed: int) 
 def run(
     case: BesideCase, rate: float = 0.0, users: int = 0, rows: int = 0, seed: int = 1
 ) -> BesideRun:
-    """Simulate a case.
+    """Simulate a case and return its figures.
 
     rate: interactive requests per second.
-    users: interactive users who ask again once they have an answer.
-    rows: rows of a dataset in flight.
+    users: interactive users, each of whom sends a request once the previous one is answered.
+    rows: number of a dataset's rows in flight.
     """
     return virtual_time.run(_run(case, rate, users, rows, seed))
 
 
 def measure(name: str, seed: int) -> dict[str, BesideRun]:
-    """Return a case's runs by name: full of each kind of request; each load without, with rows."""
+    """Return {name: run} of a case: saturated by each kind of request; each load without and with
+    rows."""
     case = CASES[name]
     slots = case.speed.max_num_seqs
     full = run(case, users=slots, seed=seed)
@@ -218,10 +219,10 @@ def measure(name: str, seed: int) -> dict[str, BesideRun]:
 
 
 def all_rows(quick: bool = False) -> tuple[list[RoutingRow], list[dict[str, Any]]]:
-    """Measure interactive requests with and without a dataset's rows beside them, at each load.
+    """Measure interactive requests with and without a dataset's rows, at each load.
 
     Returns (two rows of the table for each case and load, a line for each run).
-    quick: the case "default" and one seed only.
+    quick: whether to run only the case "default" with one seed.
     """
     names, seeds = (["default"], SEEDS[:1]) if quick else (list(CASES), SEEDS)
     pairs = [(name, seed) for name in names for seed in seeds]

@@ -1,7 +1,7 @@
 """The cost of the real engine's steps on this machine, and the simulator's error.
 
-Two seeded runs with random arrivals are made with the engine. The routers' step-cost model
-(step_cost.py) is fitted to the first run. The second run is predicted: each stretch of steps by the
+The engine serves two seeded runs with random arrivals. The routers' step-cost model (step_cost.py)
+is fitted to the first run. The second run is predicted: the time of each stretch of steps by the
 fit, and times to first token by SimReplica with the same arrivals.
 """
 
@@ -27,8 +27,9 @@ from engine.sampling_params import SamplingParams
 class Load:
     """The requests of a run.
 
-    rate: requests per second. prompts: prompt lengths to choose from. outputs: range of output
-    lengths. rows, step_tokens: the engine's limits.
+    rate: requests per second.
+    prompts: prompt lengths to choose from. outputs: range of output lengths.
+    rows, step_tokens: the engine's max_num_seqs and token budget of a step.
     """
 
     rate: float
@@ -51,14 +52,14 @@ LOADS = {  # by device; about half of the capacity of a typical replica
     "cuda": Load(20.0, 400, (100, 400, 1000, 2000), (50, 200), 256, 2048),  # 8B
 }
 _WARM = 0.2  # share of the requests sent before the two runs, to compile kernels
-_PASSES = 100  # passes over the stretches, so that the prior has almost no weight
+_PASSES = 100  # number of fits to the same stretches, so that the prior has almost no weight
 
 
 @dataclass(slots=True)
 class Observed:
     """The observations of a run on the real engine, with which the simulation is compared.
 
-    firsts: seconds to the first token, by request. gaps: mean seconds per later token.
+    firsts: seconds to the first token, per request. gaps: mean seconds per later token.
     """
 
     frames: list[EngineStats]
@@ -73,7 +74,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A stretch of the engine's work: steps, tokens and busy seconds."""
+    """A stretch of consecutive steps of the engine: their number, tokens and busy seconds."""
 
     steps: int
     outputs: int
@@ -183,7 +184,7 @@ def compare(
 
 
 def fit(stretches: list[Stretch]) -> StepCostModel:
-    """Fit the cost of steps to stretches of work."""
+    """Fit the routers' step-cost model to stretches of steps."""
     model = StepCostModel(StepCost.mean([]), fade=1.0)
     for stretch in stretches * _PASSES:
         model.observe(stretch.steps, stretch.outputs, stretch.prompts, stretch.seconds)
@@ -198,7 +199,7 @@ def simulate(real: Observed, cost: StepCost) -> list[Job]:
 
 
 def intervals(frames: list[EngineStats]) -> list[Stretch]:
-    """Join an engine's frames into stretches of at least STRETCH busy seconds."""
+    """Combine an engine's frames into stretches of at least STRETCH busy seconds."""
     stretches: list[Stretch] = []
     began = frames[0]
     for stats in frames:

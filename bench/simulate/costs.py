@@ -1,5 +1,4 @@
-"""The cost of routing itself: microseconds of a decision, and of recording the prefixes that each
-replica has.
+"""The cost of routing: microseconds of a decision, and of recording each replica's prefixes.
 
 Costs are CPU times, the best of many rounds, so other load on the machine matters little.
 """
@@ -25,14 +24,14 @@ _PAIRS = 50_000
 def all_rows() -> list[RoutingRow]:
     """Return rows with the costs of a routing decision and of recording prefixes.
 
-    Measured are the CPU time of a decision for each fleet of _GOALS, of hashing and recording a
-    prompt's prefixes, and the bytes that routers send each other.
+    Measured are the CPU time of a decision for each fleet of _GOALS, the CPU time of hashing and
+    recording a prompt's prefixes, and the bytes that routers send each other.
     """
     dice = Random(1)
     tokens = [dice.randrange(50_000) for _ in range(PROMPT)]
     prefix_hashes = hash_prefix(tokens)
     num_hashes = len(pack_hashes(prefix_hashes))
-    # The maximum number of hashes per second: a replica that computes only new prompts.
+    # Maximum number of hashes per second of a replica, if it computes only new prompts.
     a_second = num_hashes / (PROMPT * GPU.token)
     rows = [decision(count) for count in _GOALS]
     rows += [
@@ -74,7 +73,7 @@ def decision(count: int) -> RoutingRow:
 
 
 def best(work: Callable[[], object], rounds: int = 30, times: int = 50) -> float:
-    """Return the microseconds of one call."""
+    """Return the CPU microseconds of one call of `work`, the best of `rounds` rounds."""
     least = 1.0
     for _ in range(rounds):
         began = time.process_time()
@@ -104,7 +103,7 @@ def _recorded(prefix_hashes: list[bytes]) -> None:
 
 
 def _memory(count: int) -> float:
-    """Return the bytes per (prefix, replica) pair."""
+    """Return the memory of the prefix index in bytes per (prefix, replica) pair."""
     dice, index = Random(3), PrefixIndex()
     tracemalloc.start()
     for _ in range(_PAIRS):

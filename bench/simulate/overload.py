@@ -1,9 +1,8 @@
-"""Overload: the real routers and replica servers in virtual time, over in-memory connections, with
-simulated engines whose steps are as long as a CPU's.
+"""Overload of real routers and replica servers in virtual time, with simulated slow engines.
 
-All code between a request and its engine is the service's own: admission, queue, routing, channel,
-replica server. So its behaviour with engines that are busy for seconds is simulated quickly and
-reproducibly.
+Connections are in memory, and the engines' steps are as long as a CPU's. All code between a request
+and its engine is the service's: admission, queue, routing, channel, replica server. So the
+service's behaviour with engines that are busy for seconds is simulated quickly and reproducibly.
 """
 
 import asyncio
@@ -24,9 +23,9 @@ from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
 
 PROMISE = 2.0  # target seconds to the first token: scaling.ttft
-WAIT = 2 * PROMISE  # accepted seconds in an overload
+WAIT = 2 * PROMISE  # accepted seconds to the first token in an overload
 
-# The default model with one core per engine: twice the costs that `calibrate` measured with two.
+# The default model on one core per engine: twice the costs that `calibrate` measured on two cores.
 CORE = Speed("cpu", 0.021, 0.0010, 0.0023, 60_000, 64, 512)
 # Two engines on one core: a step of a full batch takes 0.17 s, and a request of 32 tokens 6 s.
 HALF = Speed("cpu", 0.042, 0.0020, 0.0046, 60_000, 64, 512)
@@ -36,10 +35,10 @@ QUARTER = HALF.slower(2)
 
 @dataclass(slots=True)
 class Asked:
-    """One request; times are monotonic seconds, -1 for never.
+    """The times of one request in monotonic seconds; -1 stands for never.
 
-    at: its arrival. first: the time of its first token.
-    sent: when it was sent to a replica. retry_after: seconds, if it was refused.
+    at: arrival. sent: when it was sent to a replica. first: first token.
+    retry_after: the Retry-After seconds, if the request was refused.
     """
 
     at: float
@@ -63,8 +62,9 @@ class Found:
     began: float = 0.0
 
     def good(self, since: float, until: float, wait: float = WAIT) -> float:
-        """Return the answers per second that ended in [since, until) with the first token within
-        `wait` seconds.
+        """Return the good answers per second that ended in [since, until).
+
+        An answer is good if its first token came within `wait` seconds.
         """
         count = sum(
             since <= request.end - self.began < until and request.first - request.at <= wait
@@ -74,8 +74,9 @@ class Found:
         return count / (until - since)
 
     def first(self, share: float, since: float = 0.0) -> float:
-        """Return the quantile of the seconds to the first token of admitted requests. share:
-        e.g. 0.99.
+        """Return a quantile of the seconds to the first token of admitted requests.
+
+        share: the quantile, such as 0.99. since: requests that arrived earlier are left out.
         """
         waits = sorted(
             request.first - request.at
@@ -97,9 +98,7 @@ Lengths = Callable[[Random], tuple[int, int]]  # prompt, output tokens
 
 
 def alike(dice: Random) -> tuple[int, int]:
-    """Draw equal lengths, so that requests of a batch end together and the whole batch is
-    replaced.
-    """
+    """Return equal lengths, so that all requests of a batch end and are replaced together."""
     return 24, 32
 
 
@@ -108,7 +107,7 @@ def mixed(dice: Random) -> tuple[int, int]:
 
 
 def chats(dice: Random) -> tuple[int, int]:
-    """Draw (prompt tokens, output tokens) of a request, which occupies its row for some 25 s."""
+    """Draw (prompt tokens, output tokens) of a request that occupies a slot for about 25 s."""
     return dice.randrange(20, 100), dice.randrange(50, 350)
 
 
@@ -173,7 +172,7 @@ async def _run(
 
 
 def closed(speeds: Sequence[Speed], lengths: Lengths, *, seconds: float = 40.0) -> Found:
-    """Run a closed loop at two routers, with as many users as the engines have slots."""
+    """Run a closed loop through two routers, with as many users as the engines have slots."""
     users = sum(speed.max_num_seqs for speed in speeds)
     return virtual_time.run(_run(speeds, 2, lengths, seconds, 0.0, users))
 
@@ -202,10 +201,11 @@ CASES = {
 
 
 def case(name: str) -> tuple[float, Found, float]:
-    """Measure a closed loop and a flood of ten times its rate.
+    """Measure a closed loop, and a flood of ten times the loop's rate.
 
-    Returns the loop's answers per second, the flood, and the flood's first seconds that do not
-    count: two rounds of the batch, since the flood starts with empty engines.
+    Returns the loop's answers per second, the run of the flood, and the number of the flood's first
+    seconds that are not measured. The latter are two rounds of the batch, since the flood starts
+    with empty engines.
     """
     lengths, speed = CASES[name]
     speeds = (speed, speed)
@@ -215,7 +215,7 @@ def case(name: str) -> tuple[float, Found, float]:
 
 
 def rows() -> list[RoutingRow]:
-    """Measure, for each case, a minute of a flood with ten times a closed loop's rate."""
+    """Measure each case: a minute of a flood of ten times a closed loop's rate; return the rows."""
     rows = []
     for name in CASES:
         capacity, flood, begin = case(name)

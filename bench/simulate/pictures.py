@@ -13,12 +13,12 @@ class Line:
     label: str
     points: Sequence[tuple[float, float]]
     steps: bool = False  # constant until the next point
-    colour: int = -1  # index in the palette; default: the line's index in the panel
+    colour: int = -1  # index in the palette; -1: the line's index in the panel
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes. log: whether the horizontal axis is logarithmic."""
+    """A chart with one pair of axes. log: whether the horizontal axis is logarithmic."""
 
     title: str
     x: str

@@ -14,12 +14,12 @@ from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import FORWARDED_HASHES, STRIDE
 from deployments.routing.route import route
 
-_NEWS = 0.05  # seconds between a replica's frames to a router that has no tokens in a step
+_NEWS = 0.05  # seconds between a replica's frames to a router without tokens in its steps
 _FRAME_GAP = 0.02  # seconds within which frames are merged, to speed up the simulation
 
 
 class _Counting:
-    """A policy that counts the requests in flight at each replica, from sending to end."""
+    """The base class of policies that count each replica's requests in flight."""
 
     name = ""
     popular = False
@@ -70,9 +70,9 @@ class TwoChoices(_Counting):
 
 
 class OurSlots(TwoChoices):
-    """The policy of two choices in front of engines with Manta's adapter slots.
+    """The policy of two choices in front of engines with Manta's eviction of adapters.
 
-    Gains over this policy are due to routing alone.
+    Manta's gain over this policy is due to routing alone.
     """
 
     name = "two-choices, our slots"
@@ -80,13 +80,15 @@ class OurSlots(TwoChoices):
 
 
 class PrefixTree(TwoChoices):
-    """A policy that takes the longest match in a tree of sent prompts, unless loads are too uneven.
+    """A policy that chooses the longest match in a tree of sent prompts, unless loads are uneven.
 
-    threshold: share of the prompt that must match; else the replica with the smallest tree is
-    taken.
-    uneven: (largest - smallest, largest / smallest) requests in flight beyond which load decides.
-    SGLang's router has (64, 1.5) and takes the least loaded replica. Ray Serve LLM's prefix router
-    has no such limit, and falls back to two choices for a poor match.
+    threshold: share of the prompt that must match; otherwise the replica with the smallest tree is
+        chosen.
+    uneven: (largest - smallest, largest / smallest) requests in flight above which the least loaded
+        replica is chosen.
+
+    SGLang's router has uneven = (64, 1.5). Ray Serve LLM's prefix router has no such limit, and
+    uses two choices for a poor match.
     """
 
     def __init__(self, name: str, threshold: float, uneven: tuple[float, float] | None) -> None:

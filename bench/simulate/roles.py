@@ -1,9 +1,9 @@
-"""Roles: some replicas compute prompts and others answers, against all replicas doing both.
+"""Roles: separate prefill and decode replicas, against replicas that do both.
 
-A discrete-event simulation with the simulator's replicas. Moving a prompt's KV blocks to another
-replica takes their bytes divided by the rate of the network; there they count as cached. Each case
-has one workload: at one rate of arrival, and with all requests at once, for the tokens/s of full
-replicas.
+This is a discrete-event simulation with the simulator's replicas. Moving a prompt's KV blocks to
+another replica takes their bytes divided by the network's rate; at the other replica they count as
+cached. Each case has one workload. It is simulated at one rate of arrival, and with all requests at
+once, which gives the tokens/s of saturated replicas.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from deployments.routing.prefix_index import HASH_BYTES, STRIDE
 from deployments.simulation.speed import Speed
 
 TOKEN_BYTES = 131_072  # bytes of a token's keys and values of an 8B model in bfloat16
-LOAD = 0.7  # share of the tokens/s that replicas doing both can reach
+LOAD = 0.7  # load as a share of the maximum tokens/s of replicas that do both
 REQUESTS = 400
 # (replicas, prompt, output, bytes/s of the network)
 CASES = (
@@ -33,7 +33,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class RolesOutcome:
-    """The latencies and the rate of a run with prefill and decode replicas.
+    """The latencies and the rate of a simulated run.
 
     gap: 99th percentile of the seconds between two tokens of a stream.
     first: mean seconds to the first token.
@@ -50,7 +50,7 @@ def run(
 ) -> RolesOutcome:
     """Simulate one fleet.
 
-    prefills: replicas that compute prompts for the others; 0: all do both.
+    prefills: number of replicas that compute prompts for the others; 0: all replicas do both.
     work: (arrival, prompt tokens, output tokens) of each request.
     """
     dice, order = Random(SEED), count()
@@ -127,15 +127,18 @@ def run(
 def best_split(
     speed: Speed, replicas: int, prompt: int, output: int, network: float
 ) -> tuple[int, RolesOutcome]:
-    """Return how many of the replicas should compute prompts, and their full rate."""
+    """Return the best number of prefill replicas, and the outcome with saturated replicas."""
     work = [(0.0, prompt, output)] * REQUESTS
     runs = [(n, run(speed, n, replicas - n, work, network)) for n in range(1, replicas)]
     return max(runs, key=lambda one: one[1].rate)
 
 
 def all_rows() -> Iterator[RoutingRow]:
-    """Yield three rows for each case: tokens/s when full, and at one rate of arrival the 99th
-    percentile between tokens and the mean to the first token."""
+    """Yield three rows for each case.
+
+    They are the tokens/s of saturated replicas and, at one rate of arrival, the p99 of the time
+    between tokens and the mean time to first token.
+    """
     for replicas, prompt, output, network in CASES:
         name = f"{replicas} x 8B, {prompt} in, {output} out, {network / 1e9:g} GB/s"
         full = run(GPU, 0, replicas, [(0.0, prompt, output)] * REQUESTS, network)

@@ -14,14 +14,14 @@ from deployments.simulation.speed import Speed
 
 LOAD = 0.8  # share of the fleet's capacity
 SEED = 1
-# With a single seed, Zipf exponent 2 gives between 4.9 and 5.9 times fewer loads.
+# Several seeds, because with exponent 2 a single seed gives between 4.9 and 5.9 times fewer loads.
 ADAPTER_SEEDS = (1, 2, 3, 4)
 _ROUTERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A fleet and a workload. seconds: simulated time, of which the first third is warm-up."""
+    """A fleet and a workload. seconds: simulated time; its first third is a warm-up."""
 
     name: str
     speeds: tuple[Speed, ...]
@@ -43,7 +43,8 @@ class RoutingRow:
 def fleet(kind: str, count: int) -> tuple[Speed, ...]:
     """Return the replicas' speeds.
 
-    kind: "mixed": a quarter CPUs, a tenth slow GPUs; "slow": a tenth slow GPUs; "gpu": all equal.
+    kind: "mixed": a quarter of CPUs, a tenth of slow GPUs; "slow": a tenth of slow GPUs; "gpu":
+        equal GPUs.
     """
     slow = 0 if kind == "gpu" else max(1, count // 10)
     cpu = count // 4 if kind == "mixed" else 0
@@ -57,9 +58,7 @@ def mix(kind: str, count: int) -> Mix:
 
 
 def capacity(speeds: Sequence[Speed], work: Sequence[Job]) -> float:
-    """Return the maximum requests per second of a fleet, if each possible prefix is cached and all
-    batches are full.
-    """
+    """Return the maximum requests/s of a fleet, with full batches and all possible cache hits."""
     count = len(work)
     computed = (sum(job.prompt for job in work) - ideal_hits(work)) / count
     output = sum(job.output for job in work) / count
@@ -130,9 +129,7 @@ def compare(case: Case) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
 
 
 def _ideal(case: Case) -> float:
-    """Return the hit rate of requests after the warm-up in a cache that keeps all earlier
-    prompts.
-    """
+    """Return the hit rate after the warm-up of a cache that contains all earlier prompts."""
     work = jobs(case.mix, case.rate, case.seconds, _ROUTERS, SEED)
     before = [job for job in work if job.arrival < case.seconds / 3]
     after = work[len(before) :]
@@ -178,8 +175,9 @@ def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], lis
 
 
 def _fewest_loads(work: Sequence[Job], slots: int, since: float) -> int:
-    """Return the fewest possible loads, by Belady's rule: the adapter that is needed last is
-    evicted.
+    """Return the minimum number of adapter loads, by Belady's rule.
+
+    The rule evicts the adapter whose next use is furthest in the future.
     """
     following: list[int] = [0] * len(work)
     last: dict[str, int] = {}
@@ -214,7 +212,7 @@ def all_rows(quick: bool = False) -> Iterator[tuple[list[RoutingRow], list[Routi
     """Simulate the routing policies on each fleet and workload; yield (rows, outcomes) of each.
 
     Adapters whose popularity follows Zipf's law come last.
-    quick: of the fleets only the one of four replicas.
+    quick: whether to simulate only the fleet of four replicas.
     """
     for kind, count, seconds in CASES:
         if not quick or count == 4:

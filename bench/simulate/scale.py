@@ -1,8 +1,8 @@
 """Scale: the cost of routers with a thousand replicas, whose engines are simulated.
 
-Routers, replica servers and channels are the service's own. Some cases run over real sockets in
-several processes, for memory and CPU time. The others run in virtual time in one process, for more
-routers than this machine has cores.
+Routers, replica servers and channels are the service's code. Some cases run over real sockets in
+several processes, to measure memory and CPU time. The others run in virtual time in one process,
+with more routers than this machine has cores.
 """
 
 import asyncio
@@ -43,14 +43,15 @@ from loadtest.measure.figures import sample_at
 
 DECISION_US, MEMORY_MB = 100.0, 200.0  # limits of a decision's time and of a router's memory
 PROMPT = 512  # tokens of a request
-# Requests/s of each replica in virtual time, and output tokens: one stream at a time on average.
+# Requests/s per replica in virtual time, and output tokens of a request: on average one stream runs
+# per replica.
 BUSY, OUTPUT = 5.0, 40
-# Steps of half a second, so that two cores can carry a thousand simulated engines.
+# Steps take half a second, so that two cores can run a thousand simulated engines.
 SLOW_STEPS = replace(GPU, base=0.5, max_num_seqs=32)
-# Heartbeats of a channel go on while a busy machine starts everything.
+# Timeouts are long, because the machine is busy while everything starts.
 _PATIENT = ChannelLimits(handshake=60.0, heartbeat=1.0, timeout=60.0)
 PAIRS = 2**19 - 1  # (prefix, replica) pairs of a full index of prefixes
-_SHORT = 4  # output tokens of a request where steps are slow
+_SHORT = 4  # output tokens of a request with SLOW_STEPS
 _HOSTS = 2  # processes that run the replicas
 
 
@@ -59,14 +60,13 @@ class RouterFigures:
     """The costs and memory of one router in a run.
 
     connected_s: seconds from the list of replicas until all were connected.
-    decisions_us: for each request the CPU microseconds of deciding whether and to which replica it
-        is sent.
+    decisions_us: for each request the CPU microseconds of admission and of the choice of replica.
     requests_us: for each request the CPU microseconds until it is sent.
     ages_s: for each request the age of the chosen replica's stats.
     frames: frames received in `seconds`.
-    cpu_s: CPU time of the process in that time.
-    memory_mb: growth of the process's memory by replicas and requests.
-    index_mb: further growth by a full index of prefixes.
+    cpu_s: CPU time of the process in `seconds`.
+    memory_mb: growth of the process's memory due to replicas and requests.
+    index_mb: further growth due to a full index of prefixes.
     first_s: seconds to the first token of each answered request.
     refused: number of refused requests.
     """
@@ -86,8 +86,9 @@ class RouterFigures:
 
 @contextmanager
 def counted_frames() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns how many messages routers of this process have received from
-    replicas since the beginning of the block.
+    """Count the messages that this process's routers receive from replicas within the context.
+
+    Yields a function that returns the count.
     """
     receive, count = ReplicaClient.receive, 0
 
@@ -103,7 +104,7 @@ def counted_frames() -> Iterator[Callable[[], int]]:
 def decide(
     dispatcher: Dispatcher, request: GenerationRequest, wanted: RoutingRequest, now: float
 ) -> RoutingDecision | None:
-    """Decide whether a request may be sent, and where, as a router does; nothing is sent."""
+    """Compute a router's decision for a request, admission and replica, without sending it."""
     dispatcher.queue.admit(request.key)
     room = dispatcher.queue.check(request)
     return route(wanted, dispatcher.replicas.fleet, dispatcher.random, now, with_room=room)
@@ -181,7 +182,7 @@ async def start_replica(speed: Speed, host: str) -> tuple[ReplicaServer, dict[st
 
 
 def _host(parent: Connection, count: int, speed: Speed) -> None:
-    """Run `count` replicas in this process until the parent ends the run."""
+    """Run `count` replicas in this process until the parent process ends the run."""
 
     async def hold() -> None:
         started = [await start_replica(speed, "127.0.0.1") for _ in range(count)]
@@ -201,7 +202,7 @@ def _router(
     number: int,
     pairs: int,
 ) -> None:
-    """Run one router in this process, and send its figures to the parent."""
+    """Run one router in this process, and send its figures to the parent process."""
 
     async def run() -> RouterFigures:
         figures = RouterFigures()
@@ -244,7 +245,7 @@ def over_sockets(
     pairs: int = PAIRS,
     speed: Speed = SLOW_STEPS,
 ) -> list[RouterFigures]:
-    """Run routers and replicas in processes of their own, and return the routers' figures.
+    """Run routers and replicas in several processes, and return each router's figures.
 
     rate: requests/s of each router.
     pairs: pairs of prefix hash and holder in the index whose memory is measured.
@@ -268,7 +269,7 @@ def over_sockets(
         process.start()
         clients.append((process, ours))
     for _, pipe in clients:
-        pipe.recv()  # connected
+        pipe.recv()  # wait until the router is connected
     for _, pipe in clients:
         pipe.send("begin")
     figures: list[RouterFigures] = [pipe.recv() for _, pipe in clients]
@@ -352,7 +353,7 @@ def _row(case: str, ours: float, wanted: float, unit: str, note: str = "") -> Ro
 
 
 def decision_us(replicas: int) -> float:
-    """Return the microseconds of CPU of a decision among connected replicas, the best of many."""
+    """Return the CPU microseconds of a decision among connected replicas, the best of many."""
 
     async def measure() -> float:
         service = Service([GPU] * replicas, 1, DispatchLimits(channel=_PATIENT), SimEngine)
@@ -378,7 +379,7 @@ def all_rows(quick: bool) -> tuple[list[RoutingRow], list[dict[str, Any]]]:
     the microseconds of a routing decision, then routers and replicas over real sockets, then in
     virtual time.
 
-    quick: the largest fleets are a tenth as large.
+    quick: whether to make the largest fleets a tenth as large.
     """
     part = 10 if quick else 1
     rows: list[RoutingRow] = []

@@ -1,8 +1,9 @@
 """The scaling cases: demand over time, policies, and rows of results.
 
-Work flows through a first-come-first-served queue in ticks of one second. It arrives with Poisson
-noise, and n ready replicas do n seconds of it per second. A request waits for the backlog that it
-finds divided by the current capacity, plus `FIRST`. Replicas cost from the scaling decision on.
+Work flows through a first-come-first-served queue in ticks of one second. Work arrives with Poisson
+noise, and n ready replicas do n seconds of work per second. A request waits for the backlog at its
+arrival divided by the current capacity, plus `FIRST`. Replicas cost money from the scaling decision
+on.
 """
 
 import math
@@ -31,7 +32,7 @@ CPU = PoolModel(
 )
 PROMISE = ServiceObjective()
 FIRST = 0.25  # seconds to the first token with no queue
-PROMPT, OUTPUT = 500, 200  # tokens of a request that are computed
+PROMPT, OUTPUT = 500, 200  # computed tokens of a request
 _POINTS = 240  # points of a line in a picture
 LATENCY = 5.0  # seconds of a request, for policies that count requests in flight
 
@@ -40,20 +41,20 @@ Shape = Callable[[float], float]
 
 
 def step(t: float) -> float:
-    """Return the load at second t, in GPU replicas that it occupies: 2, after 15 minutes 20."""
+    """Return the load at second t in occupied GPU replicas: 2, after 15 minutes 20."""
     return 2.0 if t < 900 else 20.0
 
 
 def daily(t: float) -> float:
-    """Return the load at second t of a day that is shortened to four hours.
+    """Return the load at second t in occupied GPU replicas, for a day compressed to four hours.
 
-    It is a cosine between 3 GPU replicas that it occupies at night and 30 in the afternoon.
+    It is a cosine between 3 at night and 30 in the afternoon.
     """
     return 16.5 - 13.5 * math.cos(2 * math.pi * t / 14_400)
 
 
 def flash(t: float) -> float:
-    """Return the load at second t, in GPU replicas that it occupies.
+    """Return the load at second t in occupied GPU replicas.
 
     After half an hour at 6 it rises to 30 within two minutes, stays for ten, and falls back within
     five.
@@ -65,7 +66,7 @@ def flash(t: float) -> float:
 
 
 def leak(t: float) -> float:
-    """Return the load at second t, in GPU replicas that it occupies.
+    """Return the load at second t in occupied GPU replicas.
 
     It is 8 and grows by 5 every half hour.
     """
@@ -73,7 +74,7 @@ def leak(t: float) -> float:
 
 
 def quiet(t: float) -> float:
-    """Return the load at second t, in GPU replicas that it occupies.
+    """Return the load at second t in occupied GPU replicas.
 
     It is 0, then 0.03, which a CPU replica can serve, 4 for an hour, 0.03 again, and 0.
     """
@@ -95,10 +96,10 @@ CASES: dict[str, tuple[Shape, float]] = {
 class ScalingRun:
     """The cost and the latencies of one policy on one demand.
 
-    cost: GPU replica hours; CPU hours count by their price. in_time: share of requests within the
-    target.
-    turns: changes of direction of the GPU count.
-    minutes: per minute, requests that arrived in it, and those within the target.
+    cost: GPU replica hours; CPU replica hours count by their price.
+    in_time: share of requests within the target.
+    turns: number of changes between growth and shrinking of the GPU count.
+    minutes: for each minute, the requests that arrived, and those within the target.
     """
 
     case: str
@@ -124,7 +125,7 @@ class ScalingRun:
 
 
 class ScalingPolicy:
-    """A policy whose target(now, ...) returns every second how many replicas there should be."""
+    """A policy whose target(now, ...) returns the wanted number of replicas every second."""
 
     name = ""
 
@@ -153,8 +154,8 @@ class MantaScaling(ScalingPolicy):
 class ServeDefault(ScalingPolicy):
     """Ray Serve's policy: requests in flight, averaged over 30 s, divided by a target.
 
-    It scales up after 30 s (from none at once) and down after 600 s. The target is the best
-    possible: the requests in flight of a replica at the utilisation that Manta allows.
+    It scales up after 30 s (from zero immediately) and down after 600 s. The target is the best
+    possible one: a replica's requests in flight at the utilisation that Manta allows.
     """
 
     name = "serve"
@@ -184,8 +185,9 @@ class ServeDefault(ScalingPolicy):
 
 
 class Clairvoyant(ScalingPolicy):
-    """A policy that knows the demand: it starts replicas in time, stops at once, and plans for
-    97 % utilisation.
+    """A policy that knows the future demand.
+
+    It starts replicas in time, stops them immediately, and plans for 97 % utilisation.
     """
 
     name = "clairvoyant"
@@ -203,7 +205,7 @@ class Clairvoyant(ScalingPolicy):
         return {"gpu": max(1, math.ceil(coming / 0.97)), "cpu": 0}, ""
 
 
-_CPU_SHARE = CPU.work(PROMPT, OUTPUT) / GPU.work(PROMPT, OUTPUT)  # CPU replicas that equal one GPU
+_CPU_SHARE = CPU.work(PROMPT, OUTPUT) / GPU.work(PROMPT, OUTPUT)  # CPU replicas per GPU replica
 
 
 def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
@@ -216,7 +218,7 @@ def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
     first = max(1, math.ceil(shape(0) / 0.92)) if shape(0) else 0
     ready = {"gpu": first, "cpu": 0}
     starting: dict[str, list[float]] = {"gpu": [], "cpu": []}
-    queue: deque[list[float]] = deque()  # [second of arrival, work left, requests]
+    queue: deque[list[float]] = deque()  # [second of arrival, remaining work, requests]
     backlog = served = in_time = 0.0
     way, last_way = 0, 0
     arrived: deque[int] = deque(maxlen=2)
@@ -343,7 +345,7 @@ def all_rows() -> Iterator[tuple[list[RoutingRow], list[ScalingRun]]]:
 
 
 def picture(case: str, runs: list[ScalingRun]) -> str:
-    """Draw load and replicas, waiting requests, and the share within the target, over time."""
+    """Return an SVG of load and replicas, waiting requests, and the share within the target."""
     every = max(1, len(runs[0].at) // _POINTS)
     load = [(now / 60, work) for now, work, _, _, _ in runs[0].at[::every]]
     counts = [Line("work", load, colour=2)]

@@ -1,8 +1,9 @@
-"""KV beyond the device's pool, in virtual time: the workloads of `bench.versus.tiers` with the
-engine's own scheduling and host tier, on a simulated device with simulated copies.
+"""A host tier for KV blocks that exceed the device's pool, in virtual time.
 
-A `Speed` gives the duration of steps; copies take their bytes divided by a rate in each direction.
-A step waits for the stores of the blocks that it writes, as on CUDA.
+The workloads of `bench.versus.tiers` run with the engine's scheduling and host tier, on a simulated
+device with simulated copies. A `Speed` gives the duration of steps. Copies take their bytes divided
+by a rate, separately in each direction. A step waits until blocks that it overwrites are stored, as
+on CUDA.
 """
 
 import time
@@ -23,7 +24,7 @@ from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.memory.host_plan import HostPlan, Pairs
 from engine.scheduling.memory.host_tier import HostTier
 
-_QUEUE_BYTES = 8 << 30  # bytes of stores that may wait, as in `CudaCopies`
+_QUEUE_BYTES = 8 << 30  # maximum bytes of waiting stores, as in `CudaCopies`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class TierCase:
     sizes: Sizes
 
 
-# Costs of a step, a sequence and a prompt token, and the rate of copies, as on an H200.
+# Costs of a step, of a sequence and of a prompt token, and the rate of copies, as on an H200.
 CASES = {
     "llama-8b": TierCase(
         Speed("gpu", 0.0043, 0.00005, 0.000024, SIZES.pool, 64, 8192, ahead=True),
@@ -59,11 +60,11 @@ CASES = {
         Sizes(8192, 3.0, 1024, 128, 32, 4, 2048),
     ),
 }
-_LEAST_TOKENS = 256  # minimum number of tokens that are loaded rather than computed, as on CUDA
+_LEAST_TOKENS = 256  # fewer cached tokens are computed again instead of loaded, as on CUDA
 
 
 class Copies:
-    """Copies in virtual time (`HostCopies`), one after the other in each direction."""
+    """A `HostCopies` in virtual time: copies of each direction run one after the other."""
 
     def __init__(self, device: "TierDevice", block_bytes: int, rate: float) -> None:
         self._device = device
@@ -108,7 +109,7 @@ class Copies:
         return done
 
     def before(self, batch: Batch) -> float:
-        """Return the time at which the stores of the blocks that a step writes are done."""
+        """Return the time at which all stores of blocks that a step overwrites are finished."""
         blocks = {block for _, _, block in batch.new_blocks}
         ends = (end for end, sources, _ in self._stores if not sources.isdisjoint(blocks))
         return max(ends, default=0.0)
@@ -123,7 +124,7 @@ class Copies:
 
 
 class TierDevice(Device):
-    """A device whose steps wait for stores."""
+    """A simulated device whose steps wait for stores of blocks that they overwrite."""
 
     copies: Copies | None = None
 
@@ -151,7 +152,7 @@ def clocks_of(device: Device) -> Iterator[None]:
 
 
 class TierEngine:
-    """An engine in virtual time, with a host tier or without."""
+    """An engine in virtual time, with or without a host tier."""
 
     def __init__(self, case: TierCase, store: str = "") -> None:
         """Set up the engine. store: `host_kv_store`; "" = no host tier."""
@@ -199,7 +200,7 @@ class TierEngine:
 
 
 def run(case: TierCase, store: str = "") -> dict[str, float]:
-    """Run the workloads on a new engine; return the result of each. store: see `TierEngine`."""
+    """Run the workloads on a new engine; return {workload: result}. store: see `TierEngine`."""
     engine = TierEngine(case, store)
     with clocks_of(engine.device):
         side = Side(engine.generate, engine.copied if store else None, {})
@@ -209,7 +210,7 @@ def run(case: TierCase, store: str = "") -> dict[str, float]:
 def all_rows(quick: bool = False) -> tuple[list[RoutingRow], list[dict[str, Any]]]:
     """Return a row for each workload and `host_kv_store`, and the results of each run.
 
-    quick: a small pool.
+    quick: whether to use a small pool.
     """
     name = "quick" if quick else "llama-8b"
     none = run(CASES[name])

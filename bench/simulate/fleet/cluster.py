@@ -1,4 +1,4 @@
-"""run(replicas, policy, jobs): simulates a fleet in discrete events. The policy chooses each
+"""run(speeds, policy, work): the discrete-event simulation of a fleet, whose policy chooses each
 job's replica.
 """
 
@@ -17,10 +17,10 @@ NOWHERE = -1  # a policy's choice while no replica is ready
 
 
 class RoutingPolicy(Protocol):
-    """A policy that chooses replicas by the events that a router learns of."""
+    """A policy that chooses replicas from the events that a router observes."""
 
     name: str
-    # whether its engines evict the least popular adapter instead of the least recently used one
+    # whether the engines evict the least popular adapter instead of the least recently used one
     popular: bool
 
     def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None: ...
@@ -28,11 +28,11 @@ class RoutingPolicy(Protocol):
     def choose(self, job: Job, now: float) -> int: ...
 
     def frame(self, replica: SimReplica, now: float) -> None:
-        """Learn that a replica has finished a stretch of steps."""
+        """Update the policy after a replica has finished a stretch of steps."""
         ...
 
     def first(self, job: Job, now: float) -> None:
-        """Learn that a job's first token has come."""
+        """Update the policy after a job's first token."""
         ...
 
     def end(self, job: Job, now: float) -> None: ...
@@ -42,8 +42,9 @@ class RoutingPolicy(Protocol):
 class RoutingOutcome:
     """The outcome of a simulated run.
 
-    jobs: jobs that arrived after the warm-up. pending: jobs among them without a first token at the
-    end, at second `stopped`. loads: adapter loads after the warm-up.
+    jobs: jobs that arrived after the warm-up.
+    pending: jobs among them that had no first token when the run ended, at second `stopped`.
+    loads: adapter loads after the warm-up.
     """
 
     policy: str
@@ -94,8 +95,7 @@ def run(
     seed: int = 1,
     tick: Callable[[float, Sequence[SimReplica], Sequence[Job]], None] | None = None,
 ) -> RoutingOutcome:
-    """Serve `work` until every job has its first token, at most `patience` seconds after the
-    last arrival.
+    """Simulate until every job has its first token, or `patience` seconds after the last arrival.
 
     tick: called each second with the time, the replicas, and the jobs for which no replica was
         ready; the policy then chooses again for these jobs.

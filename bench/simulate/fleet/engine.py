@@ -1,7 +1,7 @@
-"""SimEngine: a SimReplica in place of an engine process, behind a real ReplicaServer.
+"""SimEngine: a SimReplica that replaces an engine process behind a real ReplicaServer.
 
-Like the engine's loop it accepts requests only between two steps. A frame has the state at the end
-of its step, without later arrivals.
+Like the engine's loop, it accepts requests only between two steps. A frame has the state at the end
+of a step, without later arrivals.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from engine.messages import Delta, EngineRequest, StepFrame
 
 
 class SimEngine(VirtualEngine):
-    """A simulated engine, whose scheduling is simulated as well."""
+    """A simulated engine with the interface of an engine process; scheduling is simulated, too."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 per step, chunked prefill, a KV limit, a prefix cache and adapter slots.
 
 It is simpler than the engine in three ways. A request reserves KV memory for its whole length when
-it starts, so there is no preemption. Shared blocks count for each request that uses them.
-Attention's growth with context is part of a step's constants.
+it starts, so there is no preemption. Shared blocks count for each request that uses them. The time
+of a step does not depend on the lengths of contexts.
 """
 
 from collections import OrderedDict, deque
@@ -25,7 +25,7 @@ _FRAMES = 0.2  # longest stretch of equal steps simulated at once, in seconds
 class Job:
     """A request; times are in seconds.
 
-    prefix_hashes: of the prompt. full_prefix_hashes: of prompt and output.
+    prefix_hashes: hashes of the prompt's blocks. full_prefix_hashes: those of prompt and output.
     """
 
     arrival: float
@@ -36,10 +36,10 @@ class Job:
     adapter: str = ""
     router: int = 0
     replica: int = -1
-    expected: float = 0.0  # seconds to the first token, as the router expected
+    expected: float = 0.0  # seconds to the first token that the router expected
     cached: int = 0
     left: int = 0  # prompt tokens not yet computed
-    first: float = -1.0  # time of its first token
+    first: float = -1.0  # time of the first token
     end: float = -1.0
     number: int = field(default_factory=count(1).__next__)
 
@@ -48,11 +48,13 @@ class Job:
 
 
 class SimReplica:
-    """A simulated replica. Call `submit`, then `begin` when idle, and `finish` at the time that
+    """A simulated replica.
+
+    The caller calls `submit`, then `begin` if the replica is idle, and `finish` at the time that
     `begin` returned.
 
-    popular: whether the least requested adapter is evicted, as in our engine, rather than the least
-    recently used one.
+    popular: whether to evict the least requested adapter, as in our engine, instead of the least
+        recently used one.
     """
 
     def __init__(self, index: int, speed: Speed, routers: int, *, popular: bool = False) -> None:
@@ -63,11 +65,11 @@ class SimReplica:
         self.computing: list[Job] = []
         self.decoding: list[tuple[int, Job]] = []  # heap by the step in which each request ends
         self.of_router = [0] * routers  # running requests by router
-        # By router: requests that no frame to this router has counted yet.
+        # Per router: requests that no frame to this router has counted yet.
         self.taken: list[list[int]] = [[] for _ in range(routers)]
         self.tokens = 0  # reserved KV tokens
         self.cache: OrderedDict[bytes, None] = OrderedDict()
-        # time when usable; least recently used first
+        # adapter -> time from which it is usable; least recently used first
         self.adapters: OrderedDict[str, float] = OrderedDict()
         self.using: dict[str, int] = {}  # running requests by adapter
         self.wanted: dict[str, int] = {}  # running and waiting requests by adapter
@@ -100,7 +102,8 @@ class SimReplica:
     def begin(self, now: float) -> float:
         """Start the next step, or a stretch of equal steps.
 
-        Returns its end or the next time that something can change, or 0.0 without work.
+        Returns the time at which to call `finish`: the end, or the next time at which something
+        can change. Returns 0.0 without work.
         """
         speed = self.speed
         budget = speed.chunk - len(self.decoding)
@@ -118,7 +121,7 @@ class SimReplica:
             chunk.append((job, length))
             budget -= length
         later = self._admit(now, budget, chunk)
-        # nothing was launched before these arrived
+        # No step was launched before these requests arrived.
         if self.late and not chunk and not self.decoding:
             self._take_late()
             later = self._admit(now, budget, chunk)
@@ -141,8 +144,9 @@ class SimReplica:
         return now + self.steps * self.seconds
 
     def interrupt(self, now: float) -> float:
-        """End the current stretch with the current step, because a request arrived. Returns its
-        end.
+        """End the current stretch after the current step, because a request arrived.
+
+        Returns the new time of its end.
         """
         if self.steps > 1:
             self.steps = min(self.steps, int((now - self.began) / self.seconds) + 1)
@@ -181,7 +185,7 @@ class SimReplica:
         return ended
 
     def stats(self) -> EngineStats:
-        """Return a frame's contents."""
+        """Return the statistics that a frame of this replica contains."""
         free = max(0, self.speed.kv_tokens - self.tokens)
         return EngineStats(
             step=self.step,
@@ -209,10 +213,10 @@ class SimReplica:
     def _admit(self, now: float, budget: int, chunk: list[tuple[Job, int]]) -> float:
         """Admit waiting requests in order, skipping those whose adapter is loading.
 
-        budget: prompt tokens of the step that are left.
-        chunk: gets (request, its prompt tokens in the step).
+        budget: the step's remaining prompt tokens.
+        chunk: list to which (request, its prompt tokens in the step) are appended.
 
-        Returns when the first of these adapters will be loaded, or 0.
+        Returns the time at which the first loading adapter will be usable, or 0.
         """
         later = 0.0
         skipped: list[Job] = []
@@ -255,7 +259,7 @@ class SimReplica:
         self.late.clear()
 
     def _load(self, adapter: str, now: float) -> float:
-        """Load an adapter. Returns when it is usable; infinity if all slots are in use."""
+        """Load an adapter; return the time from which it is usable, inf if all slots are in use."""
         if adapter in self.adapters:
             self.adapters.move_to_end(adapter)
             return self.adapters[adapter]
@@ -270,22 +274,24 @@ class SimReplica:
             else:
                 victim = min(victims, key=self._rank, default=None)
             if victim is None:
-                return now + 0.01  # a slot may have become free by then
+                return now + 0.01  # try again then, as a slot may be free
             del self.adapters[victim]
         self.loads += 1
         self.adapters[adapter] = now + self.speed.adapter_seconds
         return self.adapters[adapter]
 
     def _rank(self, adapter: str) -> tuple[bool, float]:
-        """Return (whether requests wait for an adapter, its popularity); the least is evicted."""
+        """Return an adapter's sort key for eviction: (whether requests wait for it, popularity).
+
+        The adapter with the smallest key is evicted.
+        """
         assert self.popularity is not None
         return self.wanted.get(adapter, 0) > 0, self.popularity[adapter]
 
     def _keep(self, prefix_hashes: list[bytes]) -> None:
         cache = self.cache
-        for prefix_hash in reversed(
-            prefix_hashes
-        ):  # the beginning of a prefix is worth more than its end
+        # In reverse order, so that a prefix's last blocks are evicted first.
+        for prefix_hash in reversed(prefix_hashes):
             cache[prefix_hash] = None
             cache.move_to_end(prefix_hash)
         room = max(0, self.speed.kv_tokens - self.tokens) // STRIDE + 16

@@ -4,9 +4,9 @@ GPU: Llama 3.1 8B in bfloat16 on an H200, fitted to bench/results of 2026-11-21:
 ms per token, 256 streams at 11.5 ms, prompts at 35,600 tokens/s. The fit gives 6.0 ms for a step of
 64 streams; 5.9 ms was measured.
 
-CPU: assumed, about the default model's. `bench.simulate calibrate` measured 10 ms per step, 0.75 ms
-per sequence and 1.1 ms per prompt token on two idle cores, and 26, 2.2 and 2.2 on busy ones. An 8B
-model would be slower still: a small one keeps the two kinds comparable.
+CPU: assumed, similar to the default model's speed. `bench.simulate calibrate` measured 10 ms per
+step, 0.75 ms per sequence and 1.1 ms per prompt token on two idle cores, and 26, 2.2 and 2.2 ms on
+busy cores. An 8B model would be slower; with a small one both kinds of replicas are comparable.
 """
 
 from deployments.simulation.speed import Speed

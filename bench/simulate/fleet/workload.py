@@ -49,8 +49,8 @@ def _jobs(mix: Mix, rate: float, seconds: float, routers: int, dice: Random) -> 
     prefixes = [_take_hashes(new, _length(dice, mix.prefix) // STRIDE) for _ in range(mix.groups)]
     group_sums = _zipf(mix.groups, 1.0)
     adapter_sums = _zipf(mix.adapters, mix.zipf) if mix.adapters else []
-    turns = 4  # turns per conversation, so one start stands for four requests
-    # Later turns follow a start, so fewer conversations start than requests arrive.
+    turns = 4  # turns (requests) per conversation
+    # Each start of a conversation gives several requests, so starts are rarer than requests.
     starts = rate * (1 - mix.chat + mix.chat / turns)
     chat = mix.chat / turns / (1 - mix.chat + mix.chat / turns)
     quiet = (1 - mix.burst / 5) / 0.8  # rate outside bursts, for a mean of 1
@@ -117,7 +117,7 @@ def _job(
 
 
 def ideal_hits(work: list[Job]) -> int:
-    """Return the prompt tokens that a single cache without limits would hit."""
+    """Return the number of prompt tokens that a single unlimited cache would hit."""
     seen: set[bytes] = set()
     hits = 0
     for job in work:
@@ -143,7 +143,7 @@ def _take_hashes(new: Iterator[bytes], count: int) -> list[bytes]:
 
 
 def _rooted(prefix_hash: bytes, adapter: str) -> bytes:
-    """Return the prefix hash of a text under an adapter, which differs per adapter."""
+    """Return a prefix hash that also depends on the adapter."""
     mark = int.from_bytes(adapter.encode()[:8], "little") * 0x9E3779B97F4A7C15 % 2**64
     return (int.from_bytes(prefix_hash, "little") ^ mark).to_bytes(8, "little")
 
