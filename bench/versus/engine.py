@@ -1,9 +1,9 @@
-"""Manta's engine against vLLM's on one GPU, offline, alternating: prints and saves ratios.
+"""Manta's engine against vLLM's on one GPU, offline and alternating.
 
     python -m bench.versus.engine --model LLAMA QWEN --name llama-8b qwen3-0.6b --runs 3
 
-With --change Manta runs against itself, with and without the change. For example the cost of
-deterministic mode, and whether blocks of one token are as fast as blocks of sixteen:
+With --change Manta runs against itself, with and without the change. Examples are the cost of
+deterministic mode, and blocks of one token against blocks of sixteen:
 
     python -m bench.versus.engine --model LLAMA --name llama-8b --change deterministic=true
     python -m bench.versus.engine --model LLAMA --name llama-8b --change block_size=1
@@ -13,12 +13,12 @@ With --against FOLDER the other side is the Manta of another checkout, usually o
     python -m bench.versus.engine --model LLAMA --name llama-8b --against ../manta-before
 
 vLLM must be installed in this interpreter's environment. A model is a folder that needs only a
-config.json: weights are random on both sides. Sampling is greedy, end tokens are ignored, and
-prefix caches are off, except for `conversations` and `second_turn`, whose ratio is of milliseconds
-and best below 1. Each run has its own process, since both engines need the whole device. Sides
-alternate, and the best run of each side counts. Every run's raw line is saved at once. --resume
-continues from the day's lines in --out with the missing runs, for environments that limit a
-command's duration.
+config.json: weights are random on both sides. Sampling is greedy, and end tokens are ignored.
+Prefix caches are off, except for `conversations` and `second_turn`. The ratio of `second_turn` is
+of milliseconds, so below 1 is better. Each run has its own process, since both engines need the
+whole device. Sides alternate, and the best run of each side counts. Every run's raw line is saved
+immediately. --resume continues from the day's lines in --out with the missing runs, for
+environments that limit a command's duration.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from loadtest.scenario.workloads import Request
 MAX_MODEL_LEN = 9216
 MAX_NUM_SEQS = 1024
 MEMORY_FRACTION = 0.85
-# Workloads without --workloads, by model: the columns of docs/performance.md.
+# Workloads of a model if --workloads is missing: the columns of docs/performance.md.
 ALL = ["single", "uniform", "dialogue", "prefill"]
 TABLE = {  # models that do not run ALL
     "qwen3-0.6b": ALL[:3],
@@ -49,14 +49,14 @@ TABLE = {  # models that do not run ALL
     "gpt-oss-20b": ALL[:2],
     "gemma-3-12b": ALL[:3],
     "deepseek-v2-lite": ["single", "uniform", "prefill"],
-    "qwen3-next-24": [  # layers of qwen3-next, of 48: 75 GiB
+    "qwen3-next-24": [  # 24 of qwen3-next's 48 layers: 75 GiB
         *("single", "uniform", "prefill"),
         *offline.OURS,
     ],
 }
 
-PLAIN = "manta-as-it-is"  # Manta without the change
-BEFORE = "manta-before"  # Manta of another checkout
+PLAIN = "manta-as-it-is"  # the side Manta without the change
+BEFORE = "manta-before"  # the side Manta of another checkout
 # names of this module in older checkouts
 _FORMER = ("bench.versus_engine", "loadtest.versus_engine")
 
@@ -64,7 +64,7 @@ _FORMER = ("bench.versus_engine", "loadtest.versus_engine")
 def _needs(names: list[str]) -> dict[str, Any]:
     """Return the engine options that the workloads need.
 
-    Workloads of one call need the same: run_side starts an engine per such group.
+    All workloads of a call need the same options, as run_side starts an engine per such group.
     """
     return {key: value for name in names for key, value in offline.NEEDS.get(name, {}).items()}
 
@@ -88,7 +88,7 @@ def run_manta(
     side: str = "manta",
     load_format: str = "dummy",
 ) -> None:
-    """Start Manta's engine and run each workload once. Prints a JSON line per workload.
+    """Start Manta's engine, run each workload once, and print a JSON line for each.
 
     change: engine options that differ. side: the label of the lines.
     """
@@ -133,9 +133,9 @@ def run_vllm(
     change: dict[str, Any] | None = None,
     load_format: str = "dummy",
 ) -> None:
-    """Start vLLM's engine and run each workload once. Prints a JSON line per workload.
+    """Start vLLM's engine, run each workload once, and print a JSON line for each.
 
-    Settings are vLLM's defaults, except those that must equal Manta's, and the change.
+    Settings are vLLM's defaults, except `change` and those that must equal Manta's.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -155,7 +155,7 @@ def run_vllm(
         "enable_prefix_caching": needs.get("prefix_caching", False),
         # Recurrent states in float32, as in Manta; vLLM's default is 16 bits for most models.
         "mamba_ssm_cache_dtype": "float32",
-        # FlashInfer's kernels, vLLM's default for DeltaNet, need nvcc; these need only Triton.
+        # vLLM's default for DeltaNet, FlashInfer's kernels, needs nvcc; these need only Triton.
         "additional_config": {"gdn_prefill_backend": "triton"},
         **({"worker_cls": WORKER} if drawn else {}),
         **(change or {}),
@@ -200,7 +200,8 @@ def run_side(
 ) -> Iterator[Line]:
     """Yield the lines of one run as they arrive, from one process per group of workloads.
 
-    Workloads of a group need the same engine options. names: empty to measure only the start.
+    Workloads of a group need the same engine options.
+    names: the workloads; empty to measure only the start.
     """
     module, folder = "bench.versus.engine", None
     if side == BEFORE:
@@ -238,8 +239,11 @@ def compare(
     """Alternate two sides and print the table.
 
     Sides are Manta and vLLM, Manta with and without a change, or Manta and an older checkout.
-    models: label -> folder. names: of workloads; empty for those of TABLE. against: another
-    checkout.
+
+    models: label -> folder.
+    names: names of workloads; empty for those of TABLE.
+    against: the folder of another checkout.
+
     Writes <out>/<title>-<date>.json (the table) and .jsonl (the raw lines); with a change,
     change-<change>-<date>; against another checkout, before-after-<its commit>-<date>.
     """
@@ -262,7 +266,7 @@ def compare(
     harness = Harness(out, name, ("model", "run", "side"), finished, resume)
     harness.run(product(models, range(runs), sides), run_piece)
     raw = harness.raw
-    # includes the models of earlier calls
+    # the lines include the models of earlier calls
     labels = dict.fromkeys(line["model"] for line in raw.all)
     rows = [row for label in labels for row in _rows(label, raw.all, other)]
     configs = {
@@ -274,7 +278,7 @@ def compare(
 
 
 def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str, Any]]:
-    """Return the rows of one model: each workload that both sides ran, and when each was ready."""
+    """Return the rows of one model: each workload that both sides ran, and the time until ready."""
     mine = [line for line in lines if line["model"] == label]
     did = [
         dict.fromkeys(

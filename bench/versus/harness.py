@@ -1,5 +1,4 @@
-"""Harness: runs the pieces of a comparison in order, saves their lines and resumes an interrupted
-run.
+"""Harness: the runner of a comparison's pieces, which saves their lines and can be resumed.
 
 A piece is one run of one side: a tuple of the values that identify it, such as model, run number
 and side. Each line of a piece has these values as fields.
@@ -25,11 +24,11 @@ Piece = tuple[Any, ...]
 
 
 class SideFailed(Exception):
-    """Raised when a side ends before it is done."""
+    """Raised when a side's process ends before it has printed all results."""
 
 
 class Harness:
-    """A comparison's raw lines, and its pieces that remain to be run."""
+    """A comparison's raw lines, and the runner of the pieces that are missing in them."""
 
     def __init__(
         self,
@@ -41,8 +40,8 @@ class Harness:
     ) -> None:
         """Create the day's file, or resume it with its finished pieces.
 
-        fields: names of the values of a piece; None for values that a line lacks.
-        finished: whether lines are a complete piece; incomplete pieces run again.
+        fields: names of the values of a piece. A line without a field has the value None.
+        finished: (piece, its lines) -> whether the piece is complete. Incomplete pieces run again.
         """
         self._fields, self._finished = fields, finished
         self.raw = RawLines(out, name, self._whole if resume else None)
@@ -53,7 +52,7 @@ class Harness:
         return self._whole(self.raw.all)
 
     def missing(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Return the pieces without lines, each once."""
+        """Return the pieces that have no lines yet, without duplicates."""
         there = {self._piece(line) for line in self.raw.all}
         return [piece for piece in dict.fromkeys(pieces) if piece not in there]
 
@@ -68,9 +67,10 @@ class Harness:
         """Run the missing pieces and save their lines.
 
         expected: returns the seconds that a piece takes. A piece that would not end within
-        `seconds` is not started.
-        go_on: whether other pieces run after a failure.
-        Returns the pieces that were not started, and those that failed. Raises SideFailed.
+            `seconds` is not started.
+        go_on: whether to run other pieces after a failure; otherwise SideFailed is raised.
+
+        Returns (pieces that were not started, pieces that failed).
         """
         end = time.monotonic() + seconds
         left, failed = [], []
@@ -94,7 +94,7 @@ class Harness:
                 failed.append(piece)
                 print(f"{name} failed: {failure}", flush=True)
             finally:
-                getattr(lines, "close", lambda: None)()  # closing a generator ends its server
+                getattr(lines, "close", lambda: None)()  # closing the generator ends the server
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
         for piece in left:
             name = " ".join(map(str, piece))
@@ -107,9 +107,9 @@ class Harness:
     def run_sides(
         self, sides: Iterable[str], run_piece: Callable[[Piece], Iterable[Line]]
     ) -> dict[str, Any]:
-        """Run each side that is missing; return the configuration of each.
+        """Run each missing side; return {side: its configuration}.
 
-        For a harness whose pieces are sides alone. Raises SystemExit if a side fails.
+        It is for comparisons whose pieces are sides. Raises SystemExit if a side fails.
         """
         try:
             self.run([(side,) for side in sides], run_piece)
@@ -137,9 +137,12 @@ def lines_of(
     """Run a program in its own session, and yield its JSON lines as they arrive.
 
     Other output goes to this process's stderr.
+
     folder: working directory, and first import path.
-    seconds: time limit, after which it is killed with its children, which would hold device memory.
-    Raises SideFailed after the last line, with the cause and the end of the log.
+    seconds: time limit, after which the program and its children are killed; children would
+        otherwise hold device memory.
+
+    Raises SideFailed after the last line if the program fails, with the cause and the log's end.
     """
     variables = dict(os.environ if environment is None else environment)
     if folder is not None:
@@ -201,9 +204,9 @@ def _json_of(text: str) -> Line | None:
 
 
 def explain(log: list[str]) -> str:
-    """Return the line that names the cause, and the last 40 lines.
+    """Return the log's line that names the cause of a failure, and the last 40 lines.
 
-    The first exception is the cause; later ones are of processes that waited for the failed one.
+    The cause is the first exception; later ones come from processes that waited for the failed one.
     """
     error = re.compile(r"(?:^|\s)(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S")
     cause = next((line.strip() for line in log if error.search(line)), "no exception was printed")

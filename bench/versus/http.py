@@ -8,16 +8,18 @@ random. Prefix caches are off, sampling is greedy, end tokens are ignored. First
 the same requests offline with the server's settings and as many concurrent requests: an upper bound
 for the endpoint.
 
-The load is `manta loadtest`'s client, a closed loop in eight processes. `itl_ms` are undivided gaps
-between chunks. If any request of a load fails or gets too few tokens, the comparison ends. `client`
-in a line says why the client may have been the bottleneck. --ray-llm-path is put before PYTHONPATH
-for Ray Serve LLM only, which needs the Ray version of its vLLM.
+`manta loadtest`'s client sends the load, as a closed loop in eight processes. `itl_ms` are gaps
+between chunks, not divided by the chunks' tokens. If any request of a load fails or gets too few
+tokens, the comparison ends. `client` in a line says why the client may have been the bottleneck.
+--ray-llm-path is prepended to PYTHONPATH for Ray Serve LLM only, which needs the Ray version of its
+vLLM.
 
-Each line is saved at once. The whole run takes up to 16 minutes, and a server that is interrupted
-keeps running. For environments that limit a command's duration: with --seconds no side is started
-that is not expected to end in this time, and --resume continues from the day's lines in --out with
-the incomplete sides. The exit code is 3 while sides are missing. Nothing is started while another
-program has the port or the device's memory, since its answers would count for the wrong side.
+Each line is saved immediately. The whole run takes up to 16 minutes. If the run is interrupted, a
+server keeps running. For environments that limit a command's duration: with --seconds no side is
+started that is not expected to end in this time, and --resume continues from the day's lines in
+--out with the incomplete sides. The exit code is 3 while sides are missing. Nothing is started
+while another program uses the port or the device's memory, since its answers would count for the
+wrong side.
 """
 
 import argparse
@@ -53,9 +55,9 @@ WARM = 64  # warm-up requests of another workload, all at once
 PACKAGES = {"manta": ("transformers",), "vllm": ("vllm",), "ray-serve-llm": ("vllm",)}
 PEERS = ("vllm", "ray-serve-llm")
 READY_S, STOP_S, LOAD_S = 240, 60, 420
-# Expected seconds of each side for llama-8b on an H200, with a margin.
+# Side -> expected seconds for llama-8b on an H200, with a margin.
 EXPECTED = {"offline": 110, "manta": 140, "vllm": 190, "ray-serve-llm": 560}
-# Queue limit of Manta's routers: the peers refuse no requests, so neither do these.
+# Queue limit of Manta's routers, so high that they refuse no requests, like the peers.
 QUEUE_SECONDS = 120
 PORT = 8000
 URL = f"http://127.0.0.1:{PORT}"
@@ -111,11 +113,11 @@ def clients_of(streams: int) -> int:
 
 
 def run_offline(model: str) -> None:
-    """Run Manta's engine in this process with each number of streams. Prints JSON lines."""
+    """Run Manta's engine in this process with each number of streams; print JSON lines."""
     from engine import LLM
 
-    # One engine with the server's settings for all: with fewer rows it would have fewer graphs and
-    # not be the engine behind the endpoint.
+    # Use one engine with the server's settings for all numbers of streams. With smaller
+    # max_num_seqs it would have fewer CUDA graphs and differ from the endpoint's engine.
     with LLM(
         model,
         load_format="dummy",
@@ -139,7 +141,7 @@ def run_offline(model: str) -> None:
 
 
 def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> list[int]:
-    """Generate all requests with `streams` in flight. Returns the output tokens of each.
+    """Run all requests with `streams` in flight; return the number of output tokens of each.
 
     Requests and streams are divided as among the load tester's processes.
     """
@@ -151,7 +153,7 @@ def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> lis
             for _, num_out in some
         ]
         prompts = [ids for ids, _ in some]
-        # No progress bar, as there are many threads.
+        # Show no progress bar, as there are many threads.
         outputs = llm.generate(prompts, params, detokenize=False, progress=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
@@ -163,8 +165,8 @@ def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> lis
     def run_one(number: int) -> None:
         (counts[number],) = run([requests[number]])
 
-    # Threads, not asyncio: a thread wakes only at the end of its request, a coroutine with every
-    # token, which would lower the offline result.
+    # Use threads instead of asyncio: a thread wakes only at the end of its request, a coroutine
+    # with every token, which would lower the offline result.
     with ExitStack() as pools:
         futures = []
         for client in range(clients):
@@ -184,8 +186,8 @@ def command_of(
 ) -> list[str]:
     """Return the command that starts a side's server.
 
-    config_text: Manta's configuration, with names of values in braces.
-    changes: values that differ from, or are added to, those of the comparison.
+    config_text: Manta's configuration as a format string.
+    changes: values that replace, or are added to, the comparison's values for it.
     """
     values = {
         "model": model,
@@ -240,11 +242,12 @@ def server(
     config_text: str = MANTA,
     changes: Mapping[str, Any] | None = None,
 ) -> Iterator[float]:
-    """Run a server and yield the seconds until it answered. Ends the server and its child
-    processes.
+    """Run a server within the context; yield the seconds until it answered.
+
+    The server and its child processes are ended afterwards.
 
     config_text, changes: see `command_of`.
-    Raises SystemExit if it does not start, or another server is running.
+    Raises SystemExit if the server does not start, or another server is running.
     """
     refuse_if_held(side)
     with tempfile.TemporaryDirectory() as name:
@@ -279,9 +282,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], side: str, log: Path) ->
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT to the process's session, which has only its own children, then SIGKILL to the
-    rest.
-    """
+    """Send SIGINT to the process and its children (its session), then SIGKILL to the remaining."""
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -294,16 +295,17 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def held() -> str:
-    """Return a text of what a leftover server still occupies: the port, or much device memory.
+    """Return a text that names what a leftover server occupies: the port, or much device memory.
 
-    Returns "" if nothing. A server takes memory before it answers.
+    Returns "" if neither is occupied. Memory is checked because a server takes it before it
+    answers.
     """
     try:
         socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
         return f"port {PORT}"
     except TimeoutError:
         return f"port {PORT}"
-    except OSError:  # no process listens
+    except OSError:  # no process listens on the port
         pass
     import torch
 
@@ -314,8 +316,9 @@ def held() -> str:
 
 
 def refuse_if_held(side: str) -> None:
-    """Raise SystemExit if a server of an earlier call still runs, as it would answer in this
-    side's place.
+    """Raise SystemExit if a server of an earlier call still runs.
+
+    It would answer instead of this side's server.
     """
     if what := held():
         raise SystemExit(f"{side} is not started: another program has {what}; end it first")
@@ -341,14 +344,15 @@ def load(
     copies: int = 1,
     seed: int = 0,
 ) -> Line:
-    """Send the first `count` requests of a workload. Returns the load tester's line.
+    """Send the first `count` requests of a workload; return the load tester's result line.
 
-    work: a named workload, sent greedily, or a scenario's `work`.
-    arrivals: a scenario's, as `closed(8)`.
+    work: the name of a workload, with greedy sampling, or a scenario's `work`.
+    arrivals: a scenario's `arrivals`, such as `closed(8)`.
     copies: how often each request is sent, each time with a different prompt.
-    seed: the scenario's, by which the prompts of `work` are drawn.
-    ok in the line: requests that got all their tokens.
-    Raises SystemExit if the load takes too long.
+    seed: the scenario's seed, by which the prompts of `work` are drawn.
+
+    The line's `ok` is the number of requests that got all their tokens. Raises SystemExit if the
+    load takes too long.
     """
     if isinstance(work, str):
         work = {"name": work, "copies": copies, "sampling": {"temperature": 0}}
@@ -391,14 +395,14 @@ def load(
 
 
 def closed(streams: int) -> dict[str, Any]:
-    """Return a scenario's arrivals of a closed loop with `streams` requests in flight."""
+    """Return a scenario's `arrivals` for a closed loop with `streams` requests in flight."""
     return {"kind": "closed", "concurrency": streams}
 
 
 def whole_load(url: str, side: str, streams: int, count: int, workload: str) -> Line:
-    """Run a load. Raises SystemExit unless all requests got all their tokens.
+    """Run a load and return its line. Raises SystemExit unless all requests got all their tokens.
 
-    A server that refuses requests has less work, and its results would not be comparable.
+    A server that refuses requests has less work, so its results would not be comparable.
     """
     clients = clients_of(streams)
     line = load(url, side, workload, arrivals=closed(streams), count=count, clients=clients)
@@ -430,7 +434,7 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run the missing sides. Writes the table once all are there. Returns the exit code."""
+    """Run the missing sides, and write the table once all have run; return the exit code."""
     harness = Harness(args.out, "versus-http", ("label",), finished, args.resume)
     left, _ = harness.run(
         [(side,) for side in ("offline", "manta", *args.peers)],
@@ -469,9 +473,7 @@ def finished(piece: Piece, lines: list[Line]) -> bool:
 
 
 def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
-    """Compute rows <label>/<streams>/<peer>: tokens/s, then time to first token and p99 ITL in
-    ms.
-    """
+    """Compute rows <label>/<streams>/<peer>: tokens/s, time to first token and p99 ITL in ms."""
 
     def find(side: str, streams: int) -> dict[str, Any]:
         return next(x for x in lines if x["label"] == side and x.get("concurrency") == streams)

@@ -1,17 +1,17 @@
-"""Requests with pictures on one GPU, Manta's engine against vLLM's, offline; and text alone.
+"""Requests with pictures, and with text only, on one GPU: Manta's engine against vLLM's, offline.
 
     python -m bench.versus.images --model FOLDER --name qwen3-vl-8b --turns 2
 
 FOLDER has config.json, the files of the tokenizer and of the image processor; weights are random on
-all sides. Engines get Pillow's images, so that their resizing is included. Each picture is new and
-random, as in vLLM's `random-mm`. Each side has its own process, started once, with vLLM's defaults
-except for settings that must equal Manta's. The best turn counts.
+all sides. Engines get Pillow images, so that their resizing is included. Each picture is new and
+random, as in vLLM's `random-mm`. Each side has its own process, started once. vLLM has its default
+settings, except those that must equal Manta's. The best turn counts.
 
 - `first` is the time to the only token of a single request with a large picture, `again` the time
   of the same prompt with the same picture: medians in milliseconds; ratios below 1 are better.
-- `load` and `mixed` are requests/s of `--streams` at a time; each, or every second one, has a
-  picture.
-- `text` is tokens/s of prompts without pictures. Its peer is Manta with the language model alone.
+- `load` and `mixed` are requests/s with `--streams` requests at a time. In `load` each request has
+  a picture, in `mixed` every second one.
+- `text` is tokens/s of prompts without pictures. Its peer is Manta with only the language model.
 """
 
 import argparse
@@ -31,14 +31,14 @@ from bench.report.result_file import Line, print_ratios, versions
 from bench.versus.harness import Harness, Piece, lines_of
 from bench.versus.vllm_weights import NOTE, WORKER, check_drawn
 
-TEXT = "manta-text"  # Manta with the language model alone
+TEXT = "manta-text"  # the side Manta with only the language model
 SIDES = ("manta", "vllm", TEXT)
 LARGE, SMALL = (1920, 1080), (640, 427)
 MAX_MODEL_LEN = 16_384
 MEMORY_FRACTION = 0.85
 REPEATS = 5
-WORDS = 4  # numbers of four digits before a picture, and as many behind it
-TEXT_WORDS = 64  # about as many tokens as a prompt with a small picture
+WORDS = 4  # four-digit numbers before a picture, and as many after it
+TEXT_WORDS = 64  # numbers in a text prompt: about as many tokens as a prompt with a small picture
 
 
 class Prompt(NamedTuple):
@@ -48,12 +48,12 @@ class Prompt(NamedTuple):
     picture: Pillow.Image | None
 
 
-# (prompts, tokens of each answer) -> the tokens that each answer has
+# (prompts, requested tokens of each answer) -> the number of tokens of each answer
 Generate = Callable[[list[Prompt], int], list[int]]
 
 
 class Prompts:
-    """A maker of prompts that are all different.
+    """A generator of prompts that are all different.
 
     placeholder: the text of a picture.
     """
@@ -76,7 +76,7 @@ class Prompts:
 
 
 def run_manta(model: str, streams: int) -> tuple[Generate, dict[str, Any]]:
-    """Start Manta's engine. Returns a function that generates, and the configuration."""
+    """Start Manta's engine; return a function that generates, and the configuration."""
     from engine import LLM, SamplingParams
 
     config: dict[str, Any] = {
@@ -101,7 +101,7 @@ def run_manta(model: str, streams: int) -> tuple[Generate, dict[str, Any]]:
 
 
 def run_vllm(model: str, streams: int) -> tuple[Generate, dict[str, Any]]:
-    """Start vLLM's engine. Returns a function that generates, and the configuration."""
+    """Start vLLM's engine; return a function that generates, and the configuration."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     config: dict[str, Any] = {
@@ -133,7 +133,7 @@ def run_vllm(model: str, streams: int) -> tuple[Generate, dict[str, Any]]:
 
 
 def text_folder(model: Path, folder: Path) -> Path:
-    """Write the language model of a Qwen3-VL folder as a model of its own."""
+    """Write the language model of a Qwen3-VL folder as a separate model folder; return its path."""
     text = json.loads((model / "config.json").read_text())["text_config"]
     text.pop("rope_scaling", None)
     text |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -144,9 +144,9 @@ def text_folder(model: Path, folder: Path) -> Path:
 
 
 def run_side(side: str, model: Path, args: argparse.Namespace) -> None:
-    """Start a side and run its workloads; the first turn is a warm-up.
+    """Start a side, run its workloads, and print a JSON line for each; the first turn is a warm-up.
 
-    Prints a JSON line for each. Raises SystemExit if an answer is too short.
+    Raises SystemExit if an answer is too short.
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +189,7 @@ UNITS = {"first": "ms", "again": "ms", "load": "req/s", "mixed": "req/s", "text"
 
 
 def rows_of(label: str, lines: Sequence[Line]) -> list[Line]:
-    """Compute a row of each workload that two sides ran."""
+    """Compute a row for each workload that two sides ran."""
     rows: list[Line] = []
     for name, unit in UNITS.items():
         results: dict[str, list[float]] = {}

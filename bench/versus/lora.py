@@ -2,25 +2,25 @@
 
     python -m bench.versus.lora --model FOLDER --name llama-8b --resume
 
-FOLDER needs only a config.json: weights are random on both sides. Adapters are random too, of rank
-16 on all linear layers, in a temporary folder. The workload is `dialogue`; each request has one of
-N adapters by Zipf, with as many slots as adapters. N = 0 is an engine without LoRA. For other N a
-side starts once, warms up, and runs with adapters, without, and with adapters in one process.
-`kept` is the best output tokens/s with adapters divided by the side's best without, N = 0 included:
-unused slots must cost nothing. Both sides read the same files and give each request the same
-adapter.
+FOLDER needs only a config.json: weights are random on both sides. Adapters are also random, of rank
+16 on all linear layers, in a temporary folder. The workload is `dialogue`. Each request has one of
+N Zipf-distributed adapters; there are as many slots as adapters. N = 0 is an engine without LoRA.
+For other N a side starts once, warms up, and runs with adapters, without, and with adapters in one
+process. `kept` is the best output tokens/s with adapters divided by the side's best without,
+including N = 0: unused slots must cost nothing. Both sides read the same files and give each
+request the same adapter.
 
-A third side, `loads`, is Manta alone: inter-token times of one of 64 streams while 32 adapters are
+A third side, `loads`, is only Manta: inter-token times of one of 64 streams while 32 adapters are
 added, read, copied to the device and used once, against the times while as many requests, equally
 spaced, use a loaded adapter.
 
-Each line is saved at once. For environments that limit a command's duration: no piece is started
-that is not expected to end within --seconds, and --resume continues from the day's lines in --out.
-The exit code is 3 while pieces are missing. If a side fails, the end of its output is printed, the
-others continue, and the exit code is 1.
+Each line is saved immediately. For environments that limit a command's duration: no piece is
+started that is not expected to end within --seconds, and --resume continues from the day's lines in
+--out. The exit code is 3 while pieces are missing. If a side fails, the end of its output is
+printed, the other sides continue, and the exit code is 1.
 
---cpu tries Manta's sides without a GPU: a small model (with 32,000 tokens in its vocabulary), few
-and short requests.
+--cpu tries Manta's sides without a GPU, with a small model (with a vocabulary of 32,000 tokens) and
+a few short requests.
 """
 
 import argparse
@@ -43,10 +43,10 @@ from loadtest.scenario import workloads
 
 RANK = 16
 WORKLOAD = "dialogue"
-# runs of one process, without and with adapters
+# runs of one process: of an engine without LoRA, and of an engine with adapters
 OFF, ON = ("none", "none"), ("adapters", "none", "adapters")
 STREAMS, STREAM_TOKENS, LOADED = 64, 4096, 32  # load of the measurement while adapters load
-LOAD_SECONDS = 0.4  # least seconds between two loads
+LOAD_SECONDS = 0.4  # minimum seconds between two loads
 SIDES = ("manta", "vllm", "loads")
 # Seconds for llama-8b on an H200: start and warm-up, a run without adapters, a run with 64.
 EXPECTED = {"manta": (60, 20, 26), "vllm": (75, 20, 45)}
@@ -65,7 +65,7 @@ VLLM_ENVIRONMENT = {
 def runs_of(side: str, count: int) -> tuple[str, ...]:
     """Return the names of the runs in a side's process with `count` adapters.
 
-    The side `loads`, which loads adapters, has one run.
+    The side `loads` has a single run.
     """
     if side == "loads":
         return ("loads",)
@@ -81,7 +81,7 @@ def expected_seconds(side: str, count: int) -> int:
 
 
 def writing_seconds(count: int, made: int) -> int:
-    """Return the seconds to make the missing adapters. made: number that exists."""
+    """Return the expected seconds to make the missing adapters. made: the number that exists."""
     return round(max(0, count - made) * WRITE_SECONDS)
 
 
@@ -106,16 +106,16 @@ def build_requests(cpu: bool) -> list[workloads.Request]:
 
 
 def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
-    """Make random adapters out/a<made> .. out/a<count - 1> in PEFT's format. Returns their total
-    number.
+    """Make random adapters out/a<made> .. out/a<count - 1> in PEFT's format.
+
+    Returns the number of existing adapters.
     """
     if count <= made:
         return made
     import torch
     from safetensors.torch import save_file
 
-    # Thousands of small copies take minutes with a thread for each of 64 cores, and slow down the
-    # sides that run meanwhile.
+    # With 64 threads, thousands of small copies would take minutes and slow down running sides.
     torch.set_num_threads(1)
 
     config = json.loads((model / "config.json").read_text())
@@ -141,7 +141,7 @@ def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
         "target_modules": [name.split(".")[1] for name in shapes],
         "base_model_name_or_path": str(model),
     }
-    # Slices of one random tensor: drawing billions of numbers would take longer than the
+    # Use slices of one random tensor, as drawing billions of numbers would take longer than the
     # comparison.
     generator = torch.Generator().manual_seed(0)
     pool = (torch.randn(1 << 24, generator=generator) * 0.02).bfloat16()
@@ -167,7 +167,7 @@ def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
 
 
 def pick(count: int, requests: int) -> list[int]:
-    """Return the adapter of each request; [] without adapters."""
+    """Return the adapter's number for each request, or [] without adapters."""
     if not count:
         return []
     rng = random.Random(1)
@@ -334,7 +334,7 @@ def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
 
 
 def plan(args: argparse.Namespace) -> list[Piece]:
-    """Return the pieces with alternating sides, cases with adapters after those without."""
+    """Return the pieces, with alternating sides and cases without adapters first."""
     pieces: list[Piece] = [
         (side, LOADED if side == "loads" else count, start)
         for count in sorted(args.counts)
@@ -346,7 +346,7 @@ def plan(args: argparse.Namespace) -> list[Piece]:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Alternate the sides and print the shares. Returns the exit code.
+    """Alternate the sides and print each side's `kept`; return the exit code.
 
     Writes <out>/versus-lora-<date>.json, and the lines in .jsonl.
     """

@@ -1,14 +1,16 @@
-"""Kernels of latent attention and delta rules against vLLM's on one GPU, alternating: decodes of
-FlashMLA and FlashAttention 3, chunks of flash-linear-attention in Triton.
+"""Kernels of latent attention and delta rules against vLLM's on one GPU, alternating.
+
+Peers are FlashMLA and FlashAttention 3 for decodes, and flash-linear-attention in Triton for
+prompts.
 
     python -m bench.versus.mixer_kernels --out bench/results
 
-Decodes attend to the same latents on both sides, absorbed, without the GEMMs around them.
-FlashMLA's plans and ours are made before. Blocks have 64 tokens, which FlashMLA needs; blocks of
-16, the engine's default, have their own case. For prompts ours is everything between a layer's
-GEMMs: convolution, gates, norms, and the rule. `vllm` is the same as its layer runs it. `fla` is
-the rule alone, given normed queries and keys, decays and betas; the ratio is not relative to it if
-vllm ran.
+Decodes attend to the same latents on both sides, with absorbed queries and without the surrounding
+GEMMs. Both sides' plans are made before the timing. Blocks have 64 tokens, which FlashMLA needs;
+blocks of 16, the engine's default, have their own case. For prompts ours is everything between a
+layer's GEMMs: convolution, gates, norms, and the rule. `vllm` is the same part of vLLM's layer.
+`fla` is only the rule, given normed queries and keys, decays and betas; the ratio is not relative
+to `fla` if `vllm` ran.
 
 A row's ratio is the fastest comparable peer's time divided by ours. `differs` is the distance
 between the results. A peer that is missing or fails is named in the raw lines, and the others
@@ -48,10 +50,10 @@ Peers = dict[str, Callable[[], Calls]]
 
 
 class Case:
-    """A case: our calls, and peers that are made when needed.
+    """A case: our calls, and functions that make the peers' calls.
 
     read: converts a side's result to a common form.
-    parts: peers that do only a part of the work, for which no ratio is reported.
+    parts: peers that compute only a part, for which no ratio is reported.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ def decode(s: Sizes, kv_len: list[int], heads: int, block_size: int) -> Case:
         )
 
         both = torch.cat((latent_q, rotated), dim=-1)[:, None]
-        plan, _ = get_mla_metadata()  # the first call fills it
+        plan, _ = get_mla_metadata()  # the first call of the kernel fills the plan
         lengths = (meta.block_table, meta.kv_len, RANK, plan)
         return [
             partial(
@@ -133,8 +135,8 @@ def decode(s: Sizes, kv_len: list[int], heads: int, block_size: int) -> Case:
 def _prompt(work: Any, rule: Callable[..., Calls], layer: Callable[..., Calls] | None) -> Case:
     """Make the case of a prompt from the work of `mixers.delta` or `mixers.kimi`.
 
-    rule: the peer's rule, given the values that the layer's other parts compute from the inputs.
-    layer: the peer's whole layer, given our inputs; None if it has none.
+    rule: makes calls of the peer's rule from the values that precede the rule in a layer.
+    layer: makes calls of the peer's whole layer from our inputs; None if it has none.
     """
     call = work.calls[0]
     x, z, a, b, heads, tail, state, meta, *_ = call.args
@@ -272,7 +274,7 @@ def cases(s: Sizes) -> dict[str, Callable[[], Case]]:
 
 
 def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a case: each side's best of TURNS, and failures; the row comes last."""
+    """Yield the lines of a case: each side's best of TURNS, failures, and at last the row."""
     with torch.inference_mode():
         wanted = case.read("ours", case.ours[0]())
         sides: dict[str, Calls] = {"ours": case.ours}
@@ -284,7 +286,7 @@ def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
                 torch.cuda.synchronize()
                 sides[peer] = calls
                 differs[peer] = round(float((output - wanted).norm() / wanted.norm()), 4)
-            except Exception as error:  # another package may raise anything
+            except Exception as error:  # another package may raise any exception
                 yield {
                     "case": name,
                     "side": peer,
@@ -326,8 +328,9 @@ def compile_all(only: list[str]) -> None:
 
 
 def compile_share(chosen: dict[str, Callable[[], Case]], index: int, count: int) -> None:
-    """Run every count-th launch that peers autotune, from the index-th on, and ours in the first
-    process.
+    """Run this process's share of the launches that peers autotune, and in process 0 also ours.
+
+    The share is every count-th launch, from launch `index` on.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -348,7 +351,7 @@ def compile_share(chosen: dict[str, Callable[[], Case]], index: int, count: int)
             for peer in case.peers.values():
                 try:
                     peer()[0]()
-                except Exception as error:  # it will fail again and be reported then
+                except Exception as error:  # the timing reports the failure
                     print(error, file=sys.stderr)
 
 

@@ -1,5 +1,7 @@
-"""The offline workloads, and which result of each counts: the load tester's workloads, one
-request after a long context, and conversations that continue from the prefix cache.
+"""The offline workloads, and the choice of each workload's result.
+
+They are the load tester's workloads, one request after a long context, and conversations that
+continue from the prefix cache.
 """
 
 import random
@@ -9,7 +11,7 @@ from typing import Any
 from loadtest.scenario import workloads
 from loadtest.scenario.workloads import Request
 
-# takes requests; returns the tokens of each, and the seconds for all
+# requests -> (output tokens of each, seconds of the whole run)
 Generate = Callable[[list[Request]], tuple[list[list[int]], float]]
 
 LONG_CONTEXT, DECODED = 131_072, 256
@@ -18,7 +20,7 @@ HISTORY, NEXT, TIMES = 8192, 64, 5
 
 
 class Turned:
-    """The conversations of one run, with token counts of all prompts and answers."""
+    """The conversations of a run, and the token counts of all prompts and answers so far."""
 
     def __init__(self, generate: Generate, count: int, opening: int, seed: int = 0) -> None:
         self.generate, self.rng = generate, random.Random(seed)
@@ -64,7 +66,10 @@ def _speeds(num_in: int, num_out: int, seconds: float) -> dict[str, Any]:
 
 
 def decode_128k(generate: Generate) -> dict[str, Any]:
-    """Measure the decoding of one long request. The better of two prompt times is subtracted."""
+    """Measure the decoding of one long request, whose prompt time is subtracted.
+
+    The prompt time is the better of two measurements.
+    """
     rng = random.Random(0)
     length = LONG_CONTEXT - DECODED - 1
     ids = [rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in range(length)]
@@ -74,7 +79,7 @@ def decode_128k(generate: Generate) -> dict[str, Any]:
 
 
 def conversations(generate: Generate) -> dict[str, Any]:
-    """Measure the time of all turns, prompts included."""
+    """Measure the time of all turns of conversations, including prompts."""
     turned = Turned(generate, CONVERSATIONS, OPENING)
     for turn in range(TURNS):
         if turn:
@@ -98,18 +103,18 @@ def second_turn(generate: Generate) -> dict[str, Any]:
 OURS: dict[str, Callable[[Generate], dict[str, Any]]] = {
     f.__name__: f for f in (decode_128k, conversations, second_turn)
 }
-# Engine options of workloads that need other than the defaults.
+# Workload -> the engine options that it needs, if they differ from the defaults.
 NEEDS: dict[str, dict[str, Any]] = {
     "decode_128k": {"max_model_len": LONG_CONTEXT},
     "conversations": {"prefix_caching": True},
     "second_turn": {"prefix_caching": True},
 }
-# the result that counts; else out_tok_s
+# workload -> its result, if it is not out_tok_s
 FIGURES = {"prefill": "total_tok_s", "second_turn": "first_token_ms"}
 
 
 def measure(name: str, generate: Generate) -> dict[str, Any]:
-    """Run a workload. Raises KeyError if it does not exist."""
+    """Run a workload and return its results. Raises KeyError if it does not exist."""
     if name in OURS:
         return OURS[name](generate)
     requests = workloads.build(name)
@@ -136,7 +141,7 @@ def by_engine(names: Iterable[str]) -> list[list[str]]:
 def best(name: str, lines: Iterable[dict[str, Any]]) -> float:
     """Return the best result of a workload over several runs' lines.
 
-    It is output tokens/s; for prefill all tokens/s, which is its work; for second_turn
+    It is output tokens/s; for prefill the tokens/s of prompts and outputs; for second_turn
     milliseconds.
     """
     key = FIGURES.get(name, "out_tok_s")

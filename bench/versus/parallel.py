@@ -1,5 +1,6 @@
-r"""Manta on several GPUs of one machine against vLLM, and against Manta on one GPU: the whole table
-in one command, alternating.
+r"""Manta on several GPUs of one machine against vLLM, and against Manta on one GPU, alternating.
+
+One command makes the whole table.
 
     python -m bench.versus.parallel --model LLAMA70B LLAMA8B bench/models/qwen3-30b-a3b \
         --name llama-70b llama-8b qwen3-30b-a3b --ranks 2 --runs 3 --out bench/results
@@ -29,9 +30,9 @@ from bench.versus.engine import best, run_side
 from bench.versus.harness import Harness, Piece, lines_of
 
 PAIRED = ["single", "uniform"]  # workloads for tensor parallelism
-STAGED = ["uniform"]  # workloads for pipeline parallelism, which gains only with many streams
-SUMS = (None, None, "sums")  # the piece that measures all-reduces, which has no model
-STAGED_MODELS = ("llama-8b",)  # models that fit on one GPU, too
+STAGED = ["uniform"]  # workloads for pipeline parallelism, which is faster only with many streams
+SUMS = (None, None, "sums")  # the piece that measures all-reduces, without a model
+STAGED_MODELS = ("llama-8b",)  # models for pipeline parallelism, which must also fit on one GPU
 
 
 def sides_of(label: str, ranks: int, vllm: bool) -> list[tuple[str, str, list[str], list[str]]]:

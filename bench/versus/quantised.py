@@ -2,9 +2,9 @@
 
     python -m bench.versus.quantised --model LLAMA --name llama-8b --formats fp8 int4 --runs 3
 
-LLAMA is a folder with the config.json of a model in 16 bits. A weight format is this folder with a
-`quantization_config`, which both engines read, and random weights. `fp8` has e4m3 weights with a
-scale per channel and e4m3 activations with a scale per token; `w8a8` is the same in integers.
+LLAMA is a folder with the config.json of a model in 16 bits. For a weight format a
+`quantization_config` is added, which both engines read; weights are random. `fp8` has e4m3 weights
+with a scale per channel and e4m3 activations with a scale per token; `w8a8` has integers instead.
 `fp8-block` has e4m3 weights with a scale per 128 x 128 block, and the activations that each engine
 uses for them. `int4` has symmetric weights in groups of 128 and 16-bit activations. `mxfp4` has
 experts in e2m1 with a scale per 32 (as in the files of gpt-oss or of compressed-tensors). The head
@@ -123,7 +123,7 @@ def with_format(model: Path, name: str, folder: Path) -> Path:
     config = json.loads((model / "config.json").read_text())
     chosen = FORMATS[name].config
     if name == "mxfp4" and config.get("model_type") == "gpt_oss":
-        chosen = GPT_OSS  # gpt-oss has all experts of a layer in one tensor
+        chosen = GPT_OSS  # a format with all experts of a layer in one tensor
     if chosen:
         config["quantization_config"] = chosen
     target = folder / name
@@ -133,7 +133,7 @@ def with_format(model: Path, name: str, folder: Path) -> Path:
 
 
 def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
-    """Return what one run measures, in order: (PLAIN or a format, side, engine options) each.
+    """Return the measurements of one run in order: (PLAIN or a format, side, engine options).
 
     own: whether vLLM is left out.
     """
@@ -146,8 +146,9 @@ def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
 
 
 def rows_of(label: str, lines: list[Line]) -> list[Line]:
-    """Compute rows <label>-<format>/<workload>: `ratio` to vLLM if it ran, `own` to Manta's
-    bfloat16.
+    """Compute rows <label>-<format>/<workload>.
+
+    `ratio` is relative to vLLM, if it ran; `own` is relative to Manta's bfloat16.
     """
     plain = [line for line in lines if line["model"] == PLAIN]
     names = dict.fromkeys(line["workload"] for line in plain if "workload" in line)
@@ -171,7 +172,10 @@ def rows_of(label: str, lines: list[Line]) -> list[Line]:
 def measure(
     model: Path, formats: list[str], names: list[str], runs: int, raw: RawLines, own: bool
 ) -> None:
-    """Run the measurements that are missing in raw, and save their lines. own: no vLLM."""
+    """Run the measurements that are missing in raw, and save their lines.
+
+    own: whether vLLM is left out.
+    """
     there = {_of(line) for line in raw.all}
     with tempfile.TemporaryDirectory() as parent:
         folders = {name: with_format(model, name, Path(parent)) for name in formats}
@@ -184,7 +188,7 @@ def measure(
 
 
 def _of(line: Line) -> tuple[str, int, str, str]:
-    """Return the key that identifies a line's measurement."""
+    """Return the values that identify a line's measurement."""
     return line["model"], line["run"], line["side"], line.get("workload", "")
 
 

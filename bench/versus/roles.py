@@ -1,15 +1,15 @@
-"""Prefill and decode on separate replicas, against replicas that do both, on two GPUs.
+"""Separate prefill and decode replicas, against replicas that do both, on two GPUs.
 
     python -m bench.versus.roles --model FOLDER --name llama-8b --out bench/results
 
-FOLDER has config.json and a tokenizer; weights are random. `manta serve` runs twice, one after the
-other: `together` has two replicas, `apart` a pool with `role: prefill` and one with `role: decode`,
-of one replica each. The load is `manta loadtest`'s: prompts of `--tokens-in` tokens without
-repetition, answers of `--tokens-out` tokens, sent at constant rates (`--rates`, requests/s), then
-in a closed loop of `--streams`.
+FOLDER has config.json and a tokenizer; weights are random. `manta serve` runs twice. The side
+`together` has two replicas; the side `apart` has a pool with `role: prefill` and one with `role:
+decode`, of one replica each. `manta loadtest` sends the load: prompts of `--tokens-in` tokens
+without repetition, answers of `--tokens-out` tokens, at constant rates (`--rates`, requests/s),
+then in a closed loop of `--streams`.
 
-Rows compare tokens/s, the p99 of times between chunks and the median time to first token, `apart`
-to `together`. At a constant rate, tokens/s are those of the load as long as the servers keep up.
+Rows compare `apart` with `together`: tokens/s, the p99 of times between chunks, and the median time
+to first token. At a constant rate, tokens/s equal those of the load if the servers keep up.
 """
 
 import argparse
@@ -47,7 +47,7 @@ FIGURES = {"out_tok_s": "tok/s", "itl_ms_p99": "ms", "ttft_ms_p50": "ms"}
 
 
 def loads(args: argparse.Namespace) -> dict[str, tuple[dict[str, Any], int]]:
-    """Return the arrivals of each load by its name, and its number of requests."""
+    """Return {name of a load: (its arrivals, its number of requests)}."""
     named: dict[str, tuple[dict[str, Any], int]] = {}
     for rate in args.rates:
         named[f"{rate:g}/s"] = ({"kind": "constant", "rate": rate}, math.ceil(rate * args.period))
@@ -73,7 +73,7 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
     with server("manta", args.model, "", config, values) as ready:
         yield {"config": {"yaml": config, "ready_s": ready, **values}}
         load(URL, side, work, arrivals=closed(4), count=8, clients=1)
-        # Each load has its own seed, so that no prompt is in a cache from an earlier load.
+        # Each load has its own seed, so that no prompt is cached from an earlier load.
         for seed, (name, (arrivals, count)) in enumerate(loads(args).items(), 1):
             line = load(URL, side, work, arrivals=arrivals, count=count, clients=4, seed=seed)
             if line["failed"] or line["ok"] != count:
@@ -85,7 +85,7 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
 
 
 def rows_of(label: str, lines: list[Line], names: list[str]) -> list[Line]:
-    """Compute rows <label>/<load>/<figure>, `apart` to `together`."""
+    """Compute rows <label>/<load>/<figure>, which compare `apart` with `together`."""
     by_load = {(line["side"], line["load"]): line for line in lines if "load" in line}
     return [
         ratio_row(

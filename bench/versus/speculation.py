@@ -1,14 +1,14 @@
-"""Speculation by model drafters on one GPU: Manta's engine with and without drafts, against vLLM's.
+"""Speculation with draft models on one GPU: Manta's engine with and without drafts, and vLLM's.
 
     python -m bench.versus.speculation --model LLAMA --name llama-8b --method eagle3 \\
         --rates 0.75 0.55 0.40
     python -m bench.versus.speculation --model QWEN --name qwen3-next-24 --method mtp --rates 0.85
 
-LLAMA is a folder that needs only a config.json: weights, the drafter's too, are random on both
+LLAMA is a folder that needs only a config.json: weights, also the drafter's, are random on both
 sides. So acceptance is synthetic: --rates has the probability that each draft of a step is accepted
-if all earlier ones are, and both sides accept drafts by chance at these rates. All work is done:
-drafts are computed, verified and sampled. The EAGLE-3 drafter is one layer of the model's own sizes
-with a vocabulary of 32,000 tokens, as in published drafters. Each run has its own process, and the
+if all earlier ones are, and both sides accept drafts by chance at these rates. Drafts are
+nevertheless computed, verified and sampled. The EAGLE-3 drafter is one layer with the model's sizes
+and a vocabulary of 32,000 tokens, as in published drafters. Each run has its own process, and the
 best run of a side counts.
 
 A row has the output tokens/s with drafts, divided by those of vLLM with drafts of equal number and
@@ -31,7 +31,7 @@ from bench.versus.harness import Harness, Piece
 
 WORKLOADS = ("single", "streams64", "streams256")
 DRAFT_VOCABULARY = 32_000
-# side -> (the engine's side, whether it drafts)
+# side -> (engine, whether it uses drafts)
 SIDES = {
     "manta": ("manta", True),
     "vllm": ("vllm", True),
@@ -63,10 +63,10 @@ def write_eagle3(model: Mapping[str, Any], folder: Path) -> None:
 
 
 def options(side: str, method: str, drafter: Path | None, rates: Sequence[float]) -> list[str]:
-    """Return an engine's options KEY=JSON for drafts of stated rates.
+    """Return an engine's options KEY=JSON for drafts with synthetic acceptance rates.
 
     side: "manta" or "vllm".
-    drafter: the folder of the drafter; None = the model's own layer.
+    drafter: the folder of the drafter; None = the model's own MTP layer.
     """
     named = {} if drafter is None else {"model": str(drafter)}
     if side == "manta":
@@ -77,14 +77,17 @@ def options(side: str, method: str, drafter: Path | None, rates: Sequence[float]
         **named,
         "num_speculative_tokens": len(rates),
         "rejection_sample_method": "synthetic",
-        # vLLM's rates are probabilities that a draft and all earlier ones are accepted
+        # vLLM's rates are the probabilities that a draft and all earlier drafts are accepted
         "synthetic_acceptance_rates": [round(rate, 6) for rate in accumulate(rates, mul)],
     }
     return [f"speculative_config={json.dumps(theirs)}"]
 
 
 def rows_of(case: str, lines: list[Line]) -> list[Line]:
-    """Return a row for each workload that both of Manta's sides ran; null where vLLM's did not."""
+    """Return a row for each workload that both of Manta's sides ran.
+
+    The ratio is None if vLLM did not run the workload.
+    """
     rows = []
     for name in dict.fromkeys(line["workload"] for line in lines if "workload" in line):
         done = {line["side"] for line in lines if line.get("workload") == name}
@@ -115,9 +118,9 @@ def compare(
 ) -> None:
     """Run the sides in turns, print the table and save it with the raw lines.
 
-    folder: of the model.
-    case: a label, also of the drafter.
-    common: options KEY=JSON of both engines.
+    folder: the model's folder.
+    case: a label of model and drafter.
+    common: options KEY=JSON for both engines.
     """
     harness = Harness(out, "versus-speculation", ("case", "run", "side"), resume=resume)
     with tempfile.TemporaryDirectory() as scratch:

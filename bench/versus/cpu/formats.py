@@ -1,20 +1,21 @@
 r"""Weight formats against other engines on this machine's CPU, alternating.
 
-It prints ratios and, on a quiet machine, writes the result file.
+The bench prints ratios and, on a quiet machine, writes the result file.
 
     python -m bench.versus.cpu.formats --workload FILE --out bench/results \
         --ours bf16=default:none --ours q4_1=default:gguf --ours q4_0=smol-Q4_0.gguf:gguf \
         --peer q4_0:llama.cpp='VENV/bin/python peer.py smol-Q4_0.gguf'
 
 --ours FORMAT=MODEL:QUANTIZATION is run by `bench.versus.cpu.side`. --peer FORMAT:NAME=COMMAND is a
-command line, to which --workload FILE is added. It prints a line `RESULT {json}` with
-prefill_tok_s, single_decode_tok_s, batch_tok_s and peak_rss_mb, as defined in
-`bench.versus.cpu.side`. With FORMAT,FORMAT:NAME=COMMAND one command per round is compared with
-several formats.
-Each round starts every side anew, one after the other, and a side's best quiet round counts. Rounds
-in which other processes were busy do not count, and without a quiet round of each side nothing is
-written. The result file is versus-cpu-DATE.json with cases FORMAT/COLUMN/NAME. In the column
-`memory` (peak MB) less is better.
+command line, to which --workload FILE is appended. The command must print a line `RESULT {json}`
+with prefill_tok_s, single_decode_tok_s, batch_tok_s and peak_rss_mb, as defined in
+`bench.versus.cpu.side`. With FORMAT,FORMAT:NAME=COMMAND one run of the command per round is
+compared with several formats.
+
+Each round starts every side again, one after the other, and a side's best quiet round counts.
+Rounds in which other processes were busy do not count, and without a quiet round of each side
+nothing is written. The result file is versus-cpu-DATE.json with cases FORMAT/COLUMN/NAME. In the
+column `memory` (peak MB) less is better.
 """
 
 import argparse
@@ -34,15 +35,15 @@ from bench.report.result_file import last_result, print_ratios, ratio_row, write
 from bench.versus.cpu.side import COLUMNS, KEYS
 
 MEMORY = "peak_rss_mb"  # peak memory of all processes of a side
-BUSY = 0.05  # most cores that other processes may keep busy
+BUSY = 0.05  # maximum number of cores that other processes keep busy in a quiet round
 
 
 @dataclass(slots=True)
 class Side:
     """An engine of the comparison, with its command and its measured rounds.
 
-    formats: formats that it is compared in. name: "" for ours.
-    rounds: its output in each round, and `other`, the cores that other processes kept busy.
+    formats: the formats in which the engine is compared. name: "" for ours.
+    rounds: the engine's output in each round, plus `other`, the cores that other processes used.
     """
 
     formats: tuple[str, ...]
@@ -56,16 +57,12 @@ class Side:
 
     @property
     def memory(self) -> tuple[float, float] | None:
-        """Return the least peak memory of a round in MB, and the cores that others kept busy in
-        it.
-        """
+        """Return the smallest peak memory of a round in MB, and the cores that others used."""
         peaks = [(figures[MEMORY], figures["other"]) for figures in self.quiet if MEMORY in figures]
         return min(peaks, default=None)
 
     def best(self, column: str) -> tuple[float, float] | None:
-        """Return the best tokens per second of a round, and the cores that others kept busy in
-        it.
-        """
+        """Return the best tokens/s of a round, and the cores that other processes used in it."""
         rates = [
             (figures[KEYS[column]], figures["other"])
             for figures in self.quiet
@@ -75,7 +72,7 @@ class Side:
 
 
 def ours(text: str, workload: Path, repeat: int) -> Side:
-    """Parse a side of ours: FORMAT=MODEL:QUANTIZATION."""
+    """Parse one of our sides: FORMAT=MODEL:QUANTIZATION."""
     form, separator, source = text.partition("=")
     model, colon, quantization = source.rpartition(":")
     if not (separator and colon):
@@ -95,7 +92,7 @@ def peer(text: str, workload: Path) -> Side:
 
 
 def _busy() -> float:
-    """Return the CPU seconds of the whole machine so far."""
+    """Return the CPU seconds that the whole machine has used so far."""
     with open("/proc/stat") as file:
         ticks = [int(number) for number in file.readline().split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
@@ -108,7 +105,7 @@ def _own() -> float:
 
 
 def _name(word: str) -> str:
-    """Return a word of a command line, with paths shortened to their last part."""
+    """Return a word of a command line; a path is shortened to its last part."""
     return Path(word).name if word.startswith("/") else word
 
 
@@ -126,9 +123,9 @@ def turn(side: Side) -> dict[str, Any]:
 
 
 def rows(sides: list[Side]) -> list[dict[str, Any]]:
-    """Return a row for each peer and column that both sides have, peak memory included.
+    """Return a row for each peer and each column that both sides have, including peak memory.
 
-    busy: cores that other processes kept busy in the busier of the two rounds that count.
+    A row's `busy` is the number of cores that other processes used, in the busier of both rounds.
     """
     mine = {side.formats[0]: side for side in sides if not side.name}
     lines: list[dict[str, Any]] = []
@@ -190,7 +187,7 @@ def main() -> None:
         )
     if args.out:
         commands = {f"{','.join(side.formats)}:{side.name}": side.command for side in sides}
-        # absolute paths of this machine mean nothing elsewhere
+        # shorten this machine's absolute paths
         config = {"sides": {key: [*map(_name, command)] for key, command in commands.items()}}
         write(args.out, "versus-cpu", config, result_rows, lines)
 

@@ -5,7 +5,7 @@
 Both sides have the same model, prompts and output lengths, bfloat16 weights, greedy sampling, and
 ignore end tokens. They alternate in one run, each with all cores while the other idles, and the
 best round of each counts. A third side is Manta with `quantization: int8`, whose rows end in
-"manta-int8-weights"; it is no comparison of equals, and left out if the processor does not support
+"manta-int8-weights". It has different weights, and is left out if the processor does not support
 it.
 
     single        one prompt at a time, 64 tokens
@@ -42,7 +42,7 @@ def lengths(case: str) -> list[int]:
 
 
 def manta(folder: str, quantization: Any = "none") -> Callable[[str, list[list[int]]], None]:
-    """Start the engine, and return a function that runs a case."""
+    """Start Manta's engine, and return a function that runs a case."""
     from engine import LLM, SamplingParams
 
     llm = LLM(

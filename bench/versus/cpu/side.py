@@ -1,12 +1,12 @@
-"""Manta's engine on the CPU with a workload of token ids; prints `RESULT {json}`.
+"""A run of Manta's engine on the CPU with a workload of token ids; prints `RESULT {json}`.
 
-It is one round of `bench.versus.cpu.formats`.
+It is our side's round in `bench.versus.cpu.formats`.
 
     python -m bench.versus.cpu.side MODEL --workload FILE --quantization gguf
 
 The workload has a JSON object per line: kind (single, prefill or batch), prompt_ids, max_tokens.
-Sampling is greedy, end tokens are ignored, there is no prefix cache. Each column runs once to warm
-up, then the best of --repeat counts.
+Sampling is greedy, end tokens are ignored, and there is no prefix cache. Each kind runs once to
+warm up; then the best of --repeat runs counts.
     prefill  tokens of the first such prompt / seconds to its first token
     single   (tokens - 1) / (seconds of all - seconds to the first)
     batch    new tokens of all such requests, submitted at once / seconds to the last
@@ -25,13 +25,13 @@ COLUMNS = ("prefill", "single", "batch")
 KEYS = {"prefill": "prefill_tok_s", "single": "single_decode_tok_s", "batch": "batch_tok_s"}
 
 Generate = Callable[[list[list[int]], list[int]], None]
-"""(prompts, tokens of each): returns when all are done."""
+"""f(prompts, output tokens of each): generates all outputs and returns then."""
 
 
 def measure(
     generate: Generate, requests: list[dict[str, Any]], columns: list[str], repeat: int
 ) -> dict[str, float]:
-    """Return tokens per second, by the key in KEYS."""
+    """Measure each column; return {value of KEYS: tokens per second}."""
 
     def best(rows: list[dict[str, Any]], counts: list[int]) -> float:
         seconds = []
