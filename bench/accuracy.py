@@ -6,10 +6,10 @@ Next-token distributions are compared with those of float32 weights and activati
 
 The reference has the file's own weights in float32. A row has, over all tokens: the mean KL
 divergence from the reference (nats), the share of equal most likely tokens, and perplexity relative
-to the reference. gguf-file is the model's file; other gguf rows quantise its weights once more with
-`gguf.quants`, so they include both errors. convert rows are the folders that `manta convert
---quantization NAME` makes of the file in 16 bits, as run on the CPU. kv rows are bfloat16 with an
-8- or 4-bit KV cache.
+to the reference. gguf-file is the model's file. Other gguf rows quantise its weights once more with
+`gguf.quants`, so they include both errors. convert rows are folders that `manta convert
+--quantization NAME` makes of the file in 16 bits, run on the CPU. kv rows are bfloat16 with an 8-
+or 4-bit KV cache.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from kernels.kv.format import KVFormat
 from kernels.packed import unpacked
 
 ROOT = Path(__file__).parent.parent
-TEXT = ROOT / "LICENSE"  # two excerpts are used besides the prompts, which are short
+TEXT = ROOT / "LICENSE"  # two excerpts are texts, too, because the prompts are short
 PIECE = 256
 BLOCK = 16
 
@@ -100,8 +100,9 @@ def quantised(values: Tensor, kind: str) -> Tensor:
 
 
 def filled(model: Model, tensor: Callable[[str], Tensor]) -> Model:
-    """Fill a model's parameters, and return the model. tensor: returns a checkpoint tensor by
-    name.
+    """Fill a model's parameters, and return the model.
+
+    tensor: name of a checkpoint tensor -> the tensor.
     """
     for parameter in model.parameters():
         at = 0
@@ -140,7 +141,7 @@ def model_of(case: str, weights: Weights) -> Model:
 
 
 def converted(folder: Path, name: str) -> Model:
-    """Convert a model in 16 bits to a quantisation and build it.
+    """Convert a 16-bit model to a quantised one, and build it.
 
     folder: the model's folder. name: the quantisation's name.
     """

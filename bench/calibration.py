@@ -1,12 +1,12 @@
-"""The accuracy cost of 4 bits on real models, with and without a calibration text.
+"""The accuracy cost of 4-bit weights on real models, with and without a calibration text.
 
     python -m bench.calibration --calibrate text.txt --models default gemma.gguf --out bench/results
 
 Next-token distributions are compared with those of the model's 16-bit weights in float32. Texts are
-the shipped prompts and the first 512 tokens of LICENSE, which the calibration text must not have.
-Models run on the CPU, where activations are rounded too. `int4` is `manta convert --quantization
-int4`, `int4-calibrated` has `--calibrate` too; kv rows are bfloat16 with quantised keys and values.
-`bits` counts codes, scales and zero points of the rounded matrices, without those that stay in 16
+the shipped prompts and the first 512 tokens of LICENSE; the calibration text must not contain them.
+Models run on the CPU, which also rounds activations. `int4` is `manta convert --quantization int4`;
+`int4-calibrated` also has `--calibrate`. kv rows are bfloat16 with a quantised KV cache. `bits`
+counts codes, scales and zero points of the quantised matrices, without matrices that stay in 16
 bits.
 """
 
@@ -63,7 +63,7 @@ def bits_of(folder: Path) -> float:
     for entry in entries:
         if entry.name.endswith(_ROUNDED[0]):
             stem = entry.name.removesuffix(_ROUNDED[0])
-            # int32 words of 8 codes where there are zero points, else of 4
+            # an int32 word has 8 codes if there are zero points, else 4
             codes = 8 if f"{stem}.weight_zero_point" in names else 4
             weights += entry.num_bytes // 4 * codes
     return 8 * stored / weights

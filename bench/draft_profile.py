@@ -1,4 +1,4 @@
-r"""The profile of steps with drafts of a model on a GPU: plain, with a reading drafter, verifying.
+r"""The profile of steps with drafts on a GPU: without drafts, with the drafter only, and verifying.
 
     python -m bench.draft_profile --model bench/models/qwen3-next-24 --name qwen3-next-24 \
         --set max_num_seqs=64 --out bench/results
@@ -6,14 +6,14 @@ r"""The profile of steps with drafts of a model on a GPU: plain, with a reading 
 FOLDER needs only a config.json: weights are random, and drafts are accepted by chance. The engine's
 own loop runs three kinds of step, for each number of streams:
 
-    plain    no drafts, and the drafter reads nothing
-    reads    no drafts, but the drafter reads each token; the time beyond `plain` is that of the
-             drafter's pass
-    drafts   each step verifies the drafts of the last one, and computes the next; the time beyond
-             `reads` is that of the rows of drafts, of advancing states by the accepted tokens, and
-             of sampling
+    plain    no drafts, and the drafter does not run
+    reads    no drafts, but the drafter processes each token; the time beyond `plain` is that of the
+             drafter
+    drafts   each step verifies the previous step's drafts, and computes the next drafts; the time
+             beyond `reads` is for the rows of drafts, for updating states by the accepted tokens,
+             and for sampling
 
-A kernel's time is its own duration, so that sums may exceed a step where kernels overlap.
+A kernel's time is its own duration, so sums may exceed a step if kernels overlap.
 """
 
 import argparse
@@ -38,9 +38,9 @@ PROMPT = 128
 
 
 class ForcedLengths(ModelLengths):
-    """A controller of draft lengths that always or never drafts, as `case` says.
+    """A controller of draft lengths that always or never drafts.
 
-    case: one of CASES.
+    case: one of CASES, which determines whether it drafts.
     """
 
     def __init__(self, most: int) -> None:
@@ -98,9 +98,9 @@ def kernels_of(core: EngineCore) -> dict[str, tuple[float, float]]:
 def report(
     core: EngineCore, lengths: ForcedLengths, streams: int, top: int
 ) -> list[dict[str, Any]]:
-    """Measure CASES with `streams` requests, print each one's added time, and return the rows.
+    """Measure CASES with `streams` requests, print the added time per case, and return the rows.
 
-    top: number of kernels to print, those with the most added time first.
+    top: the number of kernels to print, ordered by added time.
     """
     start(core, streams)
     rows, before = [], dict[str, tuple[float, float]]()

@@ -93,10 +93,9 @@ def texts_of(case: str) -> list[list[int]]:
 
 
 def save(folder: Path, sizes: dict[str, Any], dtype: str = "float32") -> Any:
-    """Save a random model with sentence-transformers' files and a tokenizer, without which
-    embedders load nothing.
+    """Save a random model with a tokenizer and the files that sentence-transformers needs.
 
-    Returns the model in transformers.
+    Returns transformers' model.
     """
     import torch
     from transformers import AutoConfig, AutoModel
@@ -135,7 +134,7 @@ def is_decoder(model: Any) -> bool:
 
 
 def timed(embed: Embed) -> Side:
-    """Return a side that runs in this process."""
+    """Return a side that runs `embed` in this process and measures its times."""
 
     def run(texts: Sequence[list[int]]) -> tuple[Vectors, float, float]:
         begin, cpu = time.perf_counter(), time.process_time()
@@ -182,7 +181,7 @@ def manta(folder: Path, dtype: str = "float32") -> Embed:
     from engine.pooling import as_array
     from engine.sampling_params import SamplingParams
 
-    # No prefix cache: a decoder would find the texts of the previous round in it.
+    # No prefix cache: a decoder would reuse the texts of the previous round.
     config = EngineConfig(model=str(folder), device="cpu", dtype=dtype, prefix_caching=False)
     core, _ = build(config)
     params = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
@@ -241,7 +240,7 @@ def compare(
         for case in CASES:
             texts = texts_of(case)
             tokens = sum(map(len, texts))
-            # a warm-up that does not count
+            # This run is a warm-up and is not timed.
             ours, *theirs = (run(texts)[0] for run in sides.values())
             differences = [float(np.abs(ours - vectors).max()) for vectors in theirs]
             for other, difference in zip(list(sides)[1:], differences, strict=True):

@@ -4,22 +4,23 @@ their duration, and measurements.
     MANTA_TEST_MODEL=SmolLM2.gguf python -m bench.gpu_checks --model LLAMA --name llama-8b \
         --out bench/results
 
-It runs from a checkout, on a machine with a CUDA device: every test with the mark gpu (but for
-those with the mark long, of ten minutes), every kernel against float64, and with --model (a folder
-with a config.json) one request of 32,768 and one of 131,072 tokens. MANTA_TEST_MODEL is for
-machines that cannot download the default model.
+It runs from a checkout, on a machine with a CUDA device. It runs every test with the mark gpu
+(except those with the mark long, which take ten minutes), and every kernel against float64. With
+--model (a folder with a config.json), it also runs one request of 32,768 and one of 131,072 tokens.
+MANTA_TEST_MODEL is for machines that cannot download the default model.
 
-The tests are collected first and cut into parts of a few tests, each in its own process, so that a
-failing or hanging part does not affect others. A test that hangs ends its process, and the
-part's other tests run in another. First come tests with the mark two_gpus, which see
-all devices, then those with the mark whole_gpu, which have a device for themselves. Then each
-device runs parts of its own, --at-once of them concurrently, since most need few GB. Kernels' tests
-that have no gpu mark follow; their slow references take most of the time, and --marked leaves them
-out. The long requests come last.
+The tests are collected first and divided into parts of a few tests, each in its own process. So a
+failing or hanging part does not affect others. A hanging test ends its process, and the part's
+other tests run in a new process.
 
---seconds limits the whole run. --resume goes on with the day's lines in --out: it runs the tests
-that did not pass: first those that never began, then those that failed or were cut off. The exit
-code is 1 unless all tests ran and passed; `not run` in the result file is the number of tests
+First come tests with the mark two_gpus, which see all devices. Tests with the mark whole_gpu come
+next; each has a device for itself. Then each device runs --at-once parts concurrently, since most
+need few GB. Kernel tests without a gpu mark follow. Their slow references take most of the time;
+--marked leaves them out. The long requests come last.
+
+--seconds limits the whole run. --resume continues from the day's lines in --out. It runs the tests
+that did not pass: first those that never began, then those that failed or were interrupted. The
+exit code is 1 unless all tests ran and passed. `not run` in the result file is the number of tests
 without an outcome.
 """
 
@@ -44,14 +45,14 @@ from bench.report.result_file import Line, RawLines, commit, versions
 FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
 SPLIT = FIRST[1]  # the file that takes longest: each of its functions is a part
 PART_TESTS = 12  # maximum number of tests in a part, of other files
-TEST_SECONDS = 240  # time limit of a test, which else counts as hanging; the longest take 160
+TEST_SECONDS = 240  # time limit after which a test counts as hanging; the longest take 160
 GPU = "gpu and not long"
 ALONE, TOGETHER = "whole_gpu", "two_gpus"  # marks
 LONG = ("32768", "131072")  # tokens of the long requests
-# Threads of each part. References are small models on the CPU, which take several times as long
-# with 64 threads and slow down other parts.
+# CPU threads of each part. References are small models on the CPU. With 64 threads they would take
+# several times as long and slow down other parts.
 CPU_THREADS = "8"
-# lines of pytest's own calls in a traceback of a hanging test
+# pytest's own frames in the traceback of a hanging test
 _PYTESTS = re.compile(r'^ *File ".*/(?:_pytest|pluggy|pytest)/.*\n', re.MULTILINE)
 # fields of a line that are not measurements
 _PLAIN = {"part", "case", "outcome", "seconds", "why", "commit"}
@@ -60,13 +61,13 @@ _PLAIN = {"part", "case", "outcome", "seconds", "why", "commit"}
 class CheckPart(NamedTuple):
     name: str
     command: list[str]
-    alone: bool = False  # whether it needs a device for itself
-    together: bool = False  # whether it needs all devices
+    alone: bool = False  # whether the part needs a device for itself
+    together: bool = False  # whether the part needs all devices
     tests: tuple[str, ...] = ()  # node ids, which follow the command; () if the command has all
 
 
 def collect(root: Path, extra: Sequence[str] = ()) -> tuple[dict[str, set[str]], Line]:
-    """Return {node id: marks} of the tests that need a GPU, and the line of the collection.
+    """Collect the tests that need a GPU; return {node id: marks} and the collection's result line.
 
     extra: more arguments for pytest.
     """
@@ -93,8 +94,9 @@ def collect(root: Path, extra: Sequence[str] = ()) -> tuple[dict[str, set[str]],
 
 
 def _pytest(extra: Sequence[str]) -> list[str]:
-    """Return pytest's command line; its process prints all threads' tracebacks and ends if a test
-    takes TEST_SECONDS.
+    """Return pytest's command line.
+
+    If a test takes TEST_SECONDS, the process prints all threads' tracebacks and ends.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines"]
     command += ["-o", f"faulthandler_timeout={TEST_SECONDS}"]
@@ -143,7 +145,7 @@ def other_parts(
     for path in sorted(root.glob("tests/**/test_*.py")) if not marked else ():
         if "tests.kernels.oracle" in path.read_text():
             file = str(path.relative_to(root))
-            # four processes each, as their references are slow Python
+            # use four processes, as references are slow Python
             parts.append(
                 CheckPart(f"{file} ({mark})", [*_pytest(extra), "-n", "4", "-m", mark, file])
             )
@@ -157,8 +159,10 @@ def other_parts(
 def remaining(parts: Sequence[CheckPart], earlier: Sequence[Line]) -> list[CheckPart]:
     """Return the parts with the tests that have not passed in an earlier run.
 
-    earlier: the lines of that run. Tests that failed or were cut off come after those that never
-    began, and so do parts that consist of such tests: a hanging test does not delay other tests.
+    earlier: the lines of that run.
+
+    Tests that failed or were interrupted come after those that never began, and so do parts of only
+    such tests. So a hanging test does not delay other tests.
     """
     outcomes = {line["case"]: line["outcome"] for line in earlier}
 
@@ -258,7 +262,7 @@ def ended(lines: list[Line], unfinished: str) -> list[Line]:
 
 
 def latest(lines: Sequence[Line]) -> list[Line]:
-    """Return the last line of each case; its field `earlier` has an earlier outcome, if failed."""
+    """Return the last line of each case; its field `earlier` has an earlier failed outcome."""
     cases: dict[str, Line] = {}
     for line in lines:
         before = cases.get(line["case"], {})
@@ -289,7 +293,7 @@ def rows_of(lines: list[Line], tests: Sequence[str] = ()) -> list[Line]:
 
 
 class Devices:
-    """The devices' slots for parts: a device has several slots; some parts need a whole device."""
+    """The slots of all devices, of which a part takes one, or all slots of a device."""
 
     def __init__(self, names: Sequence[str], at_once: int) -> None:
         self._at_once = at_once
@@ -391,7 +395,7 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
             try:
                 runs = [pool.submit(run_one, part, places.take(part)) for part in todo]
                 for future in runs:
-                    future.result()  # raise a part's exception here
+                    future.result()  # raises the exception of a part
             finally:
                 for process in list(_running):
                     _end(process)

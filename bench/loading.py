@@ -1,6 +1,6 @@
-"""Loading speed: weights from files against a plain copy, and engine starts against vLLM.
+"""Loading speed: weights from files against a plain copy, and engine starts against vLLM's.
 
-Weights are read from files in the page cache to the device, against a copy of as many bytes from
+Weights are loaded from files in the page cache to the device, against a copy of as many bytes from
 host memory. Engine starts are timed until ready, against vLLM with its default loader.
 
     python -m bench.loading --gb 16 --out bench/results          # on the machine with the GPU
@@ -12,14 +12,14 @@ the experts of 26 layers with separate tensors for each expert, as on the Hub. S
 Rows:
 
 `<n>gb-<case>/copy_ratio`: `ratio` is the seconds of the copy divided by those of loading, the best
-round of each. `pinned_ratio` (CUDA) is relative to a copy from pinned memory, which no file reader
-gets for free. `host_bytes` is the peak growth of the process's memory, excluding weights in host
-memory.
+round of each. `pinned_ratio` (CUDA) is relative to a copy from pinned memory, which is faster, but
+which a file reader has to fill first. `host_bytes` is the peak growth of the process's memory,
+excluding weights in host memory.
 
 `<n>gb-dense/ready`: seconds from constructing an engine until it serves, each start in its own
 process (case `ready`; only with vLLM installed). The best of --starts counts, since a first start
-also compiles kernels. 16 GB take about a minute for the copies, and for `ready` --starts starts of
-Manta and of vLLM, so 2 to 3 minutes with compiled kernels. --resume keeps the day's lines of other
+also compiles kernels. 16 GB take about a minute for the copies. `ready` takes --starts starts of
+Manta and of vLLM, 2 to 3 minutes with compiled kernels. --resume keeps the day's lines of other
 cases, so that each case can be run separately.
 """
 
@@ -57,8 +57,9 @@ _SOURCE = 1 << 30  # bytes of host memory that are copied repeatedly
 
 
 def dense(gb: float) -> dict[str, Any]:
-    """Return the configuration of a llama-8b-like model of `gb` GB; below 6 GB with narrower
-    layers.
+    """Return the configuration of a model of `gb` GB that is like llama-8b.
+
+    Below 6 GB it has narrower layers.
     """
     narrow = 1 if gb >= 6 else 2
     hidden, inner = 4096 // narrow, 14336 // narrow
@@ -71,7 +72,7 @@ def dense(gb: float) -> dict[str, Any]:
 def moe(gb: float, layers: int = 26) -> dict[str, Any]:
     """Return the configuration of a Qwen3-MoE with 393 tensors per layer.
 
-    384 of them are of experts, which are narrower than qwen3-30b-a3b's.
+    384 of the tensors belong to experts, which are narrower than qwen3-30b-a3b's.
     """
     # A layer has about 75 h^2 weights: 3 * 128 * h * (3/16 h) in experts, the rest in attention.
     hidden = max(256, round(math.sqrt(gb * GB / 2 / layers / 75) / 256) * 256)
@@ -136,7 +137,7 @@ def tensors(folder: Path) -> list[tuple[str, list[int]]]:
 def make(folder: Path, config: dict[str, Any]) -> list[int]:
     """Write the folder's checkpoint, and return the bytes of each tensor."""
     (folder / "config.json").write_text(json.dumps(config))
-    # An engine needs a tokenizer, too: one token for each row of the head.
+    # An engine also needs a tokenizer: make one with a token for each row of the head.
     words = {f"<{id}>": id for id in range(config["vocab_size"])}
     Tokenizer(WordLevel(words, "<0>")).save(str(folder / "tokenizer.json"))
     names = tensors(folder)
@@ -181,7 +182,7 @@ def load(folder: Path, device: str) -> None:
 
 
 def copy(source: Tensor, sizes: Sequence[int], device: str) -> list[Tensor]:
-    """Copy bytes into new tensors of these sizes, starting over at the source's end."""
+    """Copy bytes from `source` to new tensors of these sizes; restart at the source's end."""
     pieces, at = [], 0
     for size in sizes:
         tensor = torch.empty(size, dtype=torch.uint8, device=device)
@@ -210,7 +211,7 @@ def timed(device: str, work: Callable[[], Any]) -> float:
 
 
 class _Peak:
-    """The peak growth of this process's own memory."""
+    """A recorder of the peak growth of this process's memory."""
 
     def __enter__(self) -> "_Peak":
         self._stop = threading.Event()
@@ -235,9 +236,7 @@ def _resident() -> int:
 
 
 def against_copy(folder: Path, sizes: list[int], device: str, rounds: int) -> Line:
-    """Time loading, and copies of as many bytes, in alternation. Returns the seconds of each
-    round.
-    """
+    """Time loading against copies of as many bytes, alternating; return each round's seconds."""
     total = sum(sizes)
     source = torch.empty(min(_SOURCE, total), dtype=torch.uint8).random_()
     ways: dict[str, Callable[[], Any]] = {
@@ -271,7 +270,7 @@ def starts(folder: Path, count: int) -> Iterator[Line]:
 
 
 def rows(lines: list[Line]) -> list[Line]:
-    """Compute the rows from all lines, those of earlier calls included."""
+    """Compute the table's rows from all lines, including those of earlier calls."""
     rows = [_copy_row(line) for line in lines if "seconds" in line]
     for case in dict.fromkeys(line["case"] for line in lines if "ready_s" in line):
         ours, peer = (
@@ -331,8 +330,8 @@ def main() -> None:
         try:
             sizes = make(folder, config)
             if "ready" in labels and "ready" in names:
-                # Run before this process has a context on the device, as both engines want the
-                # whole device.
+                # Time starts before this process has a context on the device, as both engines need
+                # the whole device.
                 for line in starts(folder, args.starts):
                     raw.keep({"case": labels["ready"], **line})
             if names[-1] in labels:

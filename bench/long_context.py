@@ -1,12 +1,13 @@
-"""One long request at a time: time to first token, speed after it, and memory.
+"""One long request at a time: time to first token, decoding speed, and memory.
 
     python -m bench.long_context --model FOLDER --tokens 1024 8192 32768 131072 --out FOLDER
 
 FOLDER needs only a config.json: weights are random. `default`, or a .gguf file, is read as it is.
-If the model has fewer positions than the longest request, they are raised, and the result says so.
-Each length runs twice and the second run counts; --once for lengths that take minutes on a CPU. The
-KV cache of the longest request must fit; the table at the start shows it. `peak_gib` is the
-device's peak memory; on the CPU this process's, weights included (VmHWM).
+If the model has fewer positions than the longest request, the configuration is changed, and the
+result file says so. Each length runs twice and the second run counts. With --once it runs once, for
+lengths that take minutes on a CPU. The KV cache of the longest request must fit; the table at the
+start shows it. `peak_gib` is the device's peak memory; on the CPU the process's, including weights
+(VmHWM).
 """
 
 import argparse

@@ -1,6 +1,8 @@
-"""The cost of loading adapters to other requests: inter-token times of one of many streams while
-adapters are added, read, copied to the device and used once. The baseline has as many requests,
-equally spaced, that use a loaded adapter. `bench.versus.lora` runs this in a separate process.
+"""The cost of loading adapters for other requests.
+
+Measured are the inter-token times of one of many streams while adapters are added, read, copied to
+the device and used once. The baseline has as many requests, equally spaced, that use a loaded
+adapter. `bench.versus.lora` runs this in a separate process.
 """
 
 import time
@@ -11,7 +13,7 @@ from typing import Any
 
 SLOTS = 8
 TURNS = 2
-WARM_TOKENS = 16  # tokens of each stream after which all prompts are computed
+WARM_TOKENS = 16  # tokens of each stream to wait for, so that all prompts are computed
 
 
 def measure(
@@ -57,7 +59,7 @@ def measure(
             took = time.perf_counter() - start
 
         def disturb() -> None:
-            # Rest as long as the loads took, because steps grow with the streams.
+            # Run the baseline as long as the loads, because steps become longer with the streams.
             nonlocal rested
             start = time.perf_counter()
             for number in range(count):

@@ -1,5 +1,6 @@
-"""A random load of some minutes that needs more KV memory than the device has: all requests must
-finish, by preemption, and the device must never run out of memory.
+"""A random load that needs more KV memory than the device has.
+
+All requests must finish, by preemption, and the device must never run out of memory.
 
     python -m bench.memory_load --model FOLDER --seconds 600 --out bench/results
 
@@ -25,7 +26,7 @@ from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 
-# bytes: sampling graphs are captured on first use, and memory pools fragment
+# allowed growth in bytes: sampling graphs are captured on first use, and memory pools fragment
 _GROWTH = 256 << 20
 
 
@@ -33,9 +34,9 @@ _GROWTH = 256 << 20
 class Report:
     """The counts and memory figures of one load on an engine.
 
-    seconds: duration. reserved_early, reserved: device bytes after a tenth of the time, and at the
-    end.
-    moments: state every ten seconds, if reporting was on.
+    seconds: duration.
+    reserved_early, reserved: device bytes after a tenth of the time, and at the end.
+    moments: the engine's state every ten seconds, if progress was printed.
     """
 
     seconds: float = 0.0
@@ -89,8 +90,11 @@ def draw(rng: random.Random, number: int, longest: int, vocab: int) -> EngineReq
 
 
 def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) -> Report:
-    """Keep 1.5 times as many requests in the engine as can run until the limit, then abort them.
+    """Load the engine until the limit, then abort the remaining requests; return the counts.
 
+    1.5 times as many requests are in the engine as can run.
+
+    limit: the duration, in `unit`.
     unit: "s", or engine "steps", which do not depend on the machine's load.
     say: whether to print progress.
     """
@@ -110,7 +114,7 @@ def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) 
             number += 1
         if open_ids and rng.random() < 0.05 * len(open_ids) / wanted:
             core.abort([rng.choice(sorted(open_ids))])
-        if now >= limit:  # the remaining requests would take as long again
+        if now >= limit:  # do not finish the remaining requests, which would take long
             core.abort(sorted(open_ids))
         for delta in core.step():
             report.output_tokens += len(delta.token_ids)

@@ -1,12 +1,12 @@
-"""Ray Data's stages against the engine offline, and batch work during interactive requests.
+"""Ray Data's stages against the engine offline, and batch work beside interactive requests.
 
     python -m bench.ray_batches --rows 10000 --out bench/results
     python -m bench.ray_batches --cases engine-stage --rows 400 --set device=cpu num_threads=2
 
-Rows have prompts and answers of mixed lengths. `offline` has all rows in one `LLM` at once.
-`engine-stage` runs an engine in a Ray Data actor, `serve-stage` asks a replica behind a router.
-Rates are output tokens/s between the ends of the first and the last tenth of the rows, so that
-starts and ends do not count; `whole_s` has all of it. `ours` is the stage, `peer` offline.
+Rows have prompts and answers of mixed lengths. `offline` submits all rows to one `LLM` at once.
+`engine-stage` runs an engine in a Ray Data actor; `serve-stage` sends requests to a replica behind
+a router. Rates are output tokens/s without the first and the last tenth of the rows, so that starts
+and ends do not count; `whole_s` is the time of the whole run. `ours` is the stage, `peer` offline.
 
 `beside` sends interactive requests to the same application, in turns for --seconds without and
 --seconds with a dataset in work, at each of --loads. A load is a share of the requests/s that the
@@ -89,9 +89,9 @@ async def _ends(llm: LLM, rows: list[Row]) -> list[tuple[float, int]]:
 
 
 def offline(folder: str, fields: Row, rows: list[Row]) -> Line:
-    """Return the result line of one engine that has all rows at once.
+    """Return the result line of one engine that gets all rows at once.
 
-    Its handles are awaited, since polling would take a core."""
+    The bench awaits the requests' handles, since polling would take a core."""
     with LLM(folder, **fields) as llm:
         began = time.time()
         ends = asyncio.run(_ends(llm, rows))
@@ -318,7 +318,10 @@ def table(lines: list[Line]) -> list[Line]:
 
 @contextlib.contextmanager
 def cluster(config: MantaConfig) -> Iterator[None]:
-    """Start Ray and Serve, whose processes, unlike this one, get the application's variables."""
+    """Start Ray and Serve within the context, with the application's environment variables.
+
+    This process does not get these variables.
+    """
     before = dict(os.environ)
     os.environ.update({**cluster_environment(config, ""), **LOOP})
     with contextlib.ExitStack() as stack:

@@ -2,7 +2,7 @@
 
     python -m bench.sampling_speed --model FOLDER --name llama-8b --out bench/results
 
-Weights are random. A row's ratio is its share of greedy throughput.
+Weights are random. A row's ratio is its throughput divided by that of greedy sampling.
 """
 
 import argparse
@@ -30,7 +30,7 @@ RUNS = 2  # the best run counts
 
 
 def measure(model: str, together: list[int], fields: dict[str, Any]) -> dict[str, float]:
-    """Return output tokens/s by "kind/requests"."""
+    """Measure each kind of sampling; return {"kind/number of requests": output tokens/s}."""
     from engine import LLM, SamplingParams
 
     rows = {}

@@ -1,23 +1,25 @@
-"""The throughput of one, two and four replicas, and how soon a new replica answers.
+"""The throughput of one, two and four replicas, and the time until a new replica answers.
 
-One, two and four engine replicas run behind one server's routers. Rows compare throughput with the
-multiple of one replica's, and the time from a scaling decision to the new replica's first answer
-with its target.
+The engine replicas run behind one server's routers. Rows compare throughput with the multiple of
+one replica's throughput, and the time from a scaling decision to the new replica's first answer
+with the target.
 
     python -m bench.scale_out --model FOLDER --name llama-8b --replicas 1 2 4 --out bench/results
 
-It needs as many GPUs; --cpu tries it without. FOLDER is as for bench.versus.http, and the load is
-that of `manta loadtest`. The server runs throughout. Each step deploys a higher count, as `serve
-deploy` does, while single requests arrive; the new replica's first answer is timed from the
-decision. Then the first requests of the `dialogue` workload are sent: for each replica as many
-streams, and each request once, with a different prompt.
+It needs as many GPUs as replicas; --cpu tries it without GPUs. FOLDER is as for bench.versus.http,
+and `manta loadtest` sends the load. The server runs throughout. Each step deploys a higher count,
+as `serve deploy` does, while single requests arrive. The new replica's first answer is timed from
+the scaling decision. Then the first requests of the `dialogue` workload are sent, with the same
+number of streams per replica. Each request is sent once per replica, each time with a different
+prompt.
 
-Later requests of the workload would instead have other lengths, by chance a few per cent longer or
-shorter, and throughput depends on them. Dividing by the mean length does not correct this, because
-the end of a run depends on the longest request. Prompts differ, so that no router prefers a replica
-for equal prompts. Each client process gets the lengths that one of them has with a single replica.
+Later requests of the workload are not sent, because their lengths are by chance a few per cent
+longer or shorter, and throughput depends on lengths. Dividing by the mean length does not correct
+this, because the end of a run depends on the longest request. Prompts differ, so that no router
+prefers a replica for equal prompts. Each client process gets the same lengths as a client process
+of a single replica.
 
-Each line is saved at once, with the second `at_s` of the run. --resume continues from the day's
+Each line is saved immediately, with its time `at_s` in the run. --resume continues from the day's
 lines in --out with the missing counts, for environments that limit a command's duration.
 """
 
@@ -39,7 +41,7 @@ from bench.report.result_file import Line, RawLines, print_ratios, ratio_row, ve
 from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 from bench.versus.http import LOAD_S, READY_S, closed, load
 
-ROUTERS = 4  # routers for each replica of the largest fleet that is measured
+ROUTERS = 4  # routers per replica of the largest measured fleet
 FIRST_ANSWER_S = 15.0  # target in seconds
 SCALES = 0.95
 
@@ -108,7 +110,7 @@ class Server:
         deploy(serve_config(self.configure(replicas)))
 
     def answered(self) -> dict[str, float]:
-        """Return the output tokens by replica, from the metrics of some router."""
+        """Return {replica: output tokens}, from the metrics of one router."""
         text = self._get("/metrics") or ""
         lines = {}
         for line in text.splitlines():
@@ -140,8 +142,8 @@ def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
     """Deploy more replicas, and time each new replica's first answer from the decision, in
     seconds.
     """
-    # After a start a router may not yet know all replicas. A replica that it hears of later would
-    # count as new, with its earlier answers.
+    # After a start a router may not yet know all replicas. A replica that appears in its metrics
+    # later would count as new, although it has answered before.
     old: set[str] = set()
     limit = time.monotonic() + READY_S
     while len(old := old | server.answered().keys()) < have:
@@ -177,7 +179,7 @@ def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, url: str, replicas: int, share: float = 1.0) -> Line:
-    """Run the load and return its line. share: share of each replica's requests that is sent."""
+    """Run the load and return its result line. share: the share of the requests to send."""
     clients = min(args.streams, 1 if args.cpu else 8)
     line = load(
         url,
@@ -198,13 +200,16 @@ def missing(counts: list[int], lines: list[Line]) -> list[int]:
 
 
 def whole(lines: list[Line]) -> list[Line]:
-    """Drop the lines of a scale-up without a measured throughput; it is done again."""
+    """Return the lines without those of a scale-up whose throughput was not measured.
+
+    Such a scale-up is repeated.
+    """
     done = {line["replicas"] for line in lines if "out_tok_s" in line}
     return [line for line in lines if line["label"] != "grow" or line["to"] in done]
 
 
 def rows_of(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compute rows <name>/<replicas>: tokens/s against one replica's times the number.
+    """Compute rows <name>/<replicas>: tokens/s against the number of replicas times one replica's.
 
     Further rows have the longest time to a first answer against the target.
     """
@@ -247,7 +252,7 @@ def main() -> int:
         raw.keep({**line, "at_s": round(time.monotonic() - began, 1)})
 
     if counts := missing(args.replicas, raw.all):
-        # Start from the next smaller count, so that the scale-up is timed.
+        # Start with the next smaller count, so that the scale-up can be timed.
         have = max((count for count in args.replicas if count < counts[0]), default=counts[0])
         with tempfile.TemporaryDirectory(prefix="so") as folder:
             os.environ["TMPDIR"] = folder  # a short path, because haproxy puts sockets in it

@@ -1,24 +1,25 @@
-r"""Speculation by look-up: edits, summaries, copies and chat with and without drafts, in turns.
+r"""Speculation by n-gram look-up: edits, summaries, copies and chat with and without drafts.
 
     python -m bench.speculation --out bench/results
     python -m bench.speculation --model FOLDER --device cuda --streams 1 64 256
     python -m bench.speculation --host --streams 1 8 64 256
 
-The sides are engines in this process: `off`, `own` (drafts from the request's own text, vLLM's
-ngram) and `auto` (also from earlier answers). Each round has new documents, whose names and numbers
-are random, so no request is repeated. Sampling is greedy. A row has a side's output tokens/s
-divided by those of `off`, the best round of each, with the time of prompts; and the number of equal
-texts. On the CPU in float32 all texts are equal: tests/parity/test_speculation.py.
+The sides are engines in this process, which alternate: `off`, `own` (drafts from the request's own
+text, like vLLM's ngram) and `auto` (also from earlier answers). Each round has new documents, whose
+names and numbers are random, so no request is repeated. Sampling is greedy. A row has a side's
+output tokens/s, including the time of prompts, divided by those of `off`, the best round of each;
+and the number of equal texts. On the CPU in float32 all texts are equal:
+tests/parity/test_speculation.py.
 
-    edit       a text in which a name has to be replaced, and code with a function to rename
-    copy       a text to be repeated
-    summarise  a text to be put into three sentences
-    chat       a question
+    edit       replace a name in a text; rename a function in code
+    copy       repeat a text
+    summarise  summarise a text in three sentences
+    chat       answer a question
 
---host: without a model and a device, the host's microseconds per step where no text repeats, for
-answers of 512 random tokens, one batch ahead. Rows have a side's time divided by that of `off`. The
-side `model` has three drafts of a drafter for each request in each step, of which 1.33 are accepted
-on average.
+--host measures the host's microseconds per step without a model and a device. No text repeats,
+answers have 512 random tokens, and one batch is launched ahead. Rows have a side's time divided by
+that of `off`. The side `model` has three drafts of a drafter for each request in each step, of
+which 1.33 are accepted on average.
 """
 
 import argparse
@@ -164,7 +165,7 @@ def measure(
 
 
 def table(lines: Sequence[Line]) -> list[Line]:
-    """Return a row for each case and side: tokens a second, against those of `off`."""
+    """Return a row for each case and side: tokens/s, against those of `off`."""
     best: dict[tuple[str, int, str], Line] = {}
     counts: dict[tuple[str, int, str], Line] = {}
     for line in lines:
@@ -226,7 +227,7 @@ class DoneStep:
 
 
 class ThreeDrafts(ModelLengths):
-    """A controller of draft lengths that does its usual work, but then chooses three drafts."""
+    """A controller of draft lengths that does its usual work, but always chooses three drafts."""
 
     def begin_step(self, entries: int) -> int:
         return max(3, super().begin_step(entries))
@@ -259,13 +260,14 @@ class HostSide:
         self._streams, self._added = streams, 0
 
     def steps(self, count: int) -> float:
-        """Run this many steps; return the seconds of one."""
+        """Run `count` steps; return the mean seconds of a step."""
         core = self._core
         seconds = 0.0
         for _ in range(count):
             while len(core.scheduler.requests) < self._streams:
                 self._added += 1
-                first = min(self._added / self._streams, 1.0)  # so that ends are spread over time
+                # The first requests have different lengths, so that ends are spread over time.
+                first = min(self._added / self._streams, 1.0)
                 params = SamplingParams(max_tokens=int(512 * first), ignore_eos=True)
                 ids = self._runner.take(400)
                 core.add_request(EngineRequest(self._added, ids, len(ids), params, 0))
@@ -285,7 +287,7 @@ def measure_host(streams: Sequence[int], rounds: int) -> Iterator[Line]:
         for turn in range(8 * rounds + 4):
             for name, side in sides.items():
                 seconds = side.steps(256)
-                if turn >= 4:  # in the first turns the controller still tries drafts
+                if turn >= 4:  # in the first turns the controller still tries out drafts
                     turns[name].append(1e6 * seconds)
         for name, figures in turns.items():
             line = {"streams": count, "side": name, "host_us": round(median(figures), 2)}
@@ -345,7 +347,7 @@ def main() -> None:
         **chosen,
         "quantization": "gguf" if blocks else options.quantization,
         "prefix_caching": False,  # otherwise results depend on the previous rounds
-        "max_num_seqs": 8 * max(options.streams),  # rows of drafts too
+        "max_num_seqs": 8 * max(options.streams),  # drafts take rows, too
         "max_model_len": 2048,
         "kv_cache_bytes": 2**20 * 64 * max(8, *options.streams),
     }

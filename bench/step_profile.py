@@ -1,14 +1,14 @@
-"""The profile of a step on a GPU: the time of each kind of kernel, its lower bound, and idle gaps.
+"""The profile of a step on a GPU: time and lower bound of each kind of kernel, and idle gaps.
 
     python -m bench.step_profile --model FOLDER --name llama-8b --out bench/results
 
 FOLDER needs only a config.json: weights are random. The engine's own loop runs three kinds of step:
 one decode, 256 decodes, and 255 decodes with 768 prompt tokens.
 
-A kernel's time is the time that it adds: under programmatic dependent launch the next kernel
-starts while the previous one ends, and the overlap counts for the previous one. The lower bound of
-a kind of kernel is its bytes divided by a copy's bandwidth, or its operations divided by a large
-matmul's rate, whichever is longer. Both are measured in the same run.
+A kernel's time is the time that it adds to the step: under programmatic dependent launch kernels
+overlap, and the overlap counts for the earlier kernel. The lower bound of a kind of kernel is its
+bytes divided by a copy's bandwidth, or its operations divided by a large matmul's rate, whichever
+is longer. Bandwidth and rate are measured in the same run.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CHUNK = 768  # prompt tokens of a mixed step
 BOUNDARY = "_assemble_kernel"  # the first kernel of a step
 COPY = "Memcpy"
 
-# Kinds of kernels by name; the first match counts.
+# Kinds of kernels, by their names; the first matching kind is used.
 KINDS = (
     ("decode attention", re.compile(r"_decode_kernel|_merge_kernel|_plan_kernel")),
     ("prefill attention", re.compile(r"_prefill_kernel|flash|fmha")),
@@ -46,7 +46,7 @@ KINDS = (
     ("expert choice", re.compile(r"^_(few_route|topk)_kernel")),
     ("expert sort", re.compile(r"^_(sort|count|place)_kernel")),
     ("expert sum", re.compile(r"^_sum_kernel")),
-    # the library's name for GEMMs of 16-bit inputs with 32-bit outputs, such as routers
+    # cuBLAS's name of GEMMs with 16-bit inputs and 32-bit outputs, such as routers
     ("router product", re.compile(r"^nvjet_sm\d+_tss_")),
     ("products", re.compile(r"gemv|nvjet|gemm|cutlass|few_rows|splitk|cublas", re.IGNORECASE)),
     (
@@ -73,14 +73,14 @@ class TimeLine:
 
     steps: int = 0
     step_us: float = 0.0
-    idle_us: float = 0.0  # gaps of any kind
+    idle_us: float = 0.0  # all gaps between kernels
     between_us: float = 0.0  # gaps between two steps
     kinds: dict[str, float] = field(default_factory=dict)
-    # microseconds and launches per step
+    # name of a kernel -> microseconds and launches per step
     names: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def launches(self, kind: str) -> float:
-        """Return how many kernels of a kind are launched per step."""
+        """Return the number of kernels of a kind that are launched per step."""
         return sum(count for name, (_, count) in self.names.items() if kind_of(name) == kind)
 
 
@@ -128,10 +128,10 @@ def products_floor_us(
     bandwidth: float,
     rate: float,
 ) -> float:
-    """Return the lower bound of a step's GEMM time in microseconds. The head gets sampled rows
-    only.
+    """Return the lower bound of a step's GEMM time in microseconds.
 
     parameters: (name, (outputs, inputs), bytes per element) of each matrix.
+    tokens: rows of x. samples: rows of x for the head, which computes only sampled rows.
     bandwidth: bytes/s. rate: operations/s.
     """
     total = 0.0
@@ -146,8 +146,8 @@ def products_floor_us(
 class Mixture:
     """The sizes of a layer's experts on this device, for bounds of its GEMMs.
 
-    here: experts on this device. choices: all experts. chosen: experts per token. num_bytes: of all
-    experts here.
+    here: experts on this device. choices: all experts. chosen: experts per token.
+    num_bytes: bytes of all experts on this device.
     """
 
     here: int
@@ -162,9 +162,9 @@ class Mixture:
 def mixture_floors_us(
     mixtures: Sequence[Mixture], step: "Step", line: TimeLine, bandwidth: float, rate: float
 ) -> dict[str, float]:
-    """Return lower bounds by kind, for the kernels of experts.
+    """Return {kind: lower bound in microseconds} for the kernels of MoE experts.
 
-    Experts with tokens are as many as under even routing on average; their weights are read once.
+    The number of experts with tokens is the mean under even routing. Their weights are read once.
     """
     element, floors = step.element, dict.fromkeys(("experts up", "experts down"), 0.0)
     floors |= dict.fromkeys(("expert choice", "expert sort", "expert sum", "router product"), 0.0)
@@ -179,8 +179,7 @@ def mixture_floors_us(
             floors[kind] += max(read, 2 * pairs_here * share * mixture.hidden / rate)
         router = (mixture.choices + tokens) * mixture.hidden * element
         logits = 4 * tokens * mixture.choices
-        # With few tokens, norm, router GEMM and routing are one launch, which does not write the
-        # logits.
+        # With few tokens, norm, router GEMM and routing are one launch, which writes no logits.
         of_choice = router + tokens * mixture.hidden * element if fused else logits
         floors["expert choice"] += (of_choice + 8 * pairs) / bandwidth
         floors["router product"] += (router + logits) / bandwidth
@@ -195,19 +194,18 @@ class Step:
 
     tokens: int
     samples: int
-    prompt: int  # tokens of a prompt that is computed in the step
+    prompt: int  # prompt tokens in the step
     keys: float  # keys that decodes read
     block_size: int
-    element: int  # bytes of an activation, key or value element
+    element: int  # bytes of an element of activations, keys and values
 
 
 def floors_us(
     config: ModelConfig, step: Step, line: TimeLine, bandwidth: float, rate: float
 ) -> dict[str, float]:
-    """Return lower bounds by kind, for the kinds that ran.
+    """Return {kind: lower bound in microseconds} for the kinds of kernels that ran.
 
-    Fused operations are not counted twice: norms, gates and rotary embeddings count as often as
-    they were launched.
+    Norms, gates and rotary embeddings count once per launch, so fused ones are not counted twice.
     """
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     seen = step.prompt * (step.prompt + 1) / 2
@@ -219,8 +217,8 @@ def floors_us(
         "rope and KV write": line.launches("rope and KV write")
         * (row * 2 * (heads + 2 * kv_heads) * dim),
         "sampling": step.samples * config.vocab_size * step.element,
-        # Block ids are read and written. For each token an id is read and written, and a position
-        # and a slot are written.
+        # Block ids are read and written. Per token an id is read and written, and a position and a
+        # slot are written.
         "assembly": step.keys / step.block_size * 8 + step.tokens * 20,
     }
     floors = {kind: count / bandwidth * 1e6 for kind, count in num_bytes.items()}
@@ -258,9 +256,7 @@ def _mixtures(model: Any) -> list[Mixture]:
 
 
 def _record(core: EngineCore, feed: Any) -> tuple[list[Kernel], float]:
-    """Record STEPS rounds of the loop. Returns the kernels, and the mean number of keys that
-    decodes read.
-    """
+    """Record STEPS rounds of the loop; return the kernels, and the mean keys that decodes read."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -282,7 +278,7 @@ def _record(core: EngineCore, feed: Any) -> tuple[list[Kernel], float]:
 
 
 def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], float]:
-    """Record steps with `running` decoding requests, and leave the core empty.
+    """Record steps with `running` decoding requests; then abort all requests.
 
     chunk: prompt tokens of a new request in each step, 0 for none.
     """

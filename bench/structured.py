@@ -1,18 +1,18 @@
-r"""Enforcement of JSON schemas: how many documents of test suites are judged correctly.
+r"""Enforcement of JSON schemas: the share of test suites' documents that are judged correctly.
 
-The suites are JSON Schema's own and MaskBench.
+The suites are JSON Schema's official one and MaskBench.
 
     python -m bench.structured --suite json/tests/draft2020-12 --maskbench maskbench/data \
         --tokenizer FOLDER --out bench/results
 
---suite: of the JSON-Schema-Test-Suite, which is in the source distribution of jsonschema:
+--suite: a folder of the JSON-Schema-Test-Suite, which is in jsonschema's source distribution:
     pip download --no-deps --no-binary jsonschema jsonschema==4.26.0
---maskbench: of github.com/guidance-ai/jsonschemabench; --sample of its files, evenly spread.
---tokenizer: tokenizer for the documents; without one they are split into bytes.
+--maskbench: the folder of github.com/guidance-ai/jsonschemabench; --sample files, evenly spread.
+--tokenizer: tokenizer for the documents; without it they are split into bytes.
 
 A document is accepted if the grammar of its schema, compiled as for `strict: true`, accepts it
-token by token. Its properties are put into the schema's order first, the only order that is ever
-generated. For comparison: llguidance alone, without the preprocessing of
+token by token. Its properties are first put into the schema's order, the only order in which the
+engine generates them. The comparison is llguidance alone, without the preprocessing of
 `engine.structured.json_schema`.
 """
 
@@ -33,7 +33,7 @@ from engine.structured.constraint import Constraint
 from engine.structured.grammar import Grammar
 from engine.structured.step_grammars import StepGrammars
 
-# name, schema, and (document, whether it is valid) pairs
+# (name, schema, pairs of a document and whether it is valid)
 Case = tuple[str, Any, list[tuple[Any, bool]]]
 
 OUTCOMES = ("right", "refused", "invalid_accepted", "valid_rejected", "failed")
@@ -85,7 +85,7 @@ def in_order(value: Any, schema: Any) -> Any:
 
 
 class Judge:
-    """A judge that compiles schemas and feeds them documents.
+    """A checker that compiles schemas to grammars and tests documents against them.
 
     It records compile and mask times in CPU milliseconds of this thread, as wall-clock times would
     include other programs.
@@ -112,7 +112,7 @@ class Judge:
             if error.code != "unsatisfiable_schema":
                 counts["refused"] = len(tests)
                 return counts
-            matcher = None  # no document is valid, so none is written
+            matcher = None  # no document is valid, so all are rejected
         self.compile_ms.append((time.thread_time() - began) * 1e3)
         for document, valid in tests:
             try:
@@ -135,7 +135,7 @@ class Judge:
                 mask, _ = self._filler.fill([constraint])
                 self.mask_ms.append((time.thread_time() - began) * 1e3)
                 if not mask[0, token >> 5] >> (token & 31) & 1:
-                    return False  # it would not be sampled
+                    return False  # the mask forbids the token, so it would not be sampled
             if own.try_consume_tokens([token]) != 1:
                 assert not masks, "a mask allows what the grammar does not"
                 return False

@@ -1,4 +1,4 @@
-"""The gain of each technique inside Manta: the workload runs with the technique on and off.
+"""The gain of each technique inside Manta: a workload runs with the technique on and off.
 
     python -m bench.ablations --out bench/results
     python -m bench.ablations admission continuous-batching --simulated
@@ -64,8 +64,7 @@ def _folder(args: argparse.Namespace) -> Path:
 def write(out: Path, rows: list[AblationRow], options: dict[str, Any]) -> list[AblationRow]:
     """Write the result files, and return all rows.
 
-    Earlier rows of the same day for other techniques are kept, so that single techniques can be run
-    again.
+    Rows of other techniques in the day's file are kept, so that single techniques can be run again.
     """
     today = datetime.date.today().isoformat()
     stem = out / f"ablations-{today}"

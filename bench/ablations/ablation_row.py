@@ -1,4 +1,4 @@
-"""AblationRow: a technique's throughput when on and off, and the ratio that its authors claim."""
+"""AblationRow: throughput with a technique on and off, and the ratio that its authors claim."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +20,7 @@ TECHNIQUES = {
 
 @dataclass(frozen=True)
 class AblationRow:
-    """The throughput with a feature (ours) and without it (peer).
+    """The throughput with a technique (ours) and without it (peer).
 
     case: begins with the technique's name. how: "simulated", or "measured" on this machine.
     claimed: the ratio that the technique's authors claim. For continuous-batching and

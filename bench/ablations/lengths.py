@@ -31,10 +31,10 @@ def widely_different(count: int, seed: int = 0) -> Sizes:
 
 
 def batches(sizes: Sizes, size: int, *, fill_prompts: bool = True) -> list[Sizes]:
-    """Return static batches in the order of the requests.
+    """Return the requests' lengths in static batches of `size` requests, in order.
 
-    Each request is padded to the batch's longest output, and prompt if fill_prompts, since a static
-    batch computes the padding.
+    Outputs are padded to the batch's longest output, and with fill_prompts prompts to its longest
+    prompt, since a static batch computes the padding.
     """
     filled = []
     for at in range(0, len(sizes), size):

@@ -1,8 +1,8 @@
-"""Ablations measured on this machine's CPU: a feature switched on and off in alternation, best of
-several rounds. They use the default model unless stated otherwise, with engine and client in one
-process.
+"""Ablations measured on this machine's CPU: a technique is switched on and off in alternation.
 
-The measure is CPU time of one core, which is stable on a busy machine, too.
+The best of several rounds counts. If a docstring names no other model, the default model is used,
+with engine and client in one process. Measured is the CPU time of one core, which is stable also on
+a busy machine.
 """
 
 import contextlib
@@ -43,8 +43,9 @@ def _core(folder: Path, **fields: Any) -> EngineCore:
 
 
 def _serve(core: EngineCore, groups: Sequence[Sizes]) -> float:
-    """Return the CPU seconds to serve the groups one after another, each group's requests at
-    once.
+    """Return the CPU seconds to serve the groups of requests one after another.
+
+    The requests of a group are submitted at once.
     """
     begin = time.process_time()
     number = 0
@@ -69,8 +70,8 @@ def _in_turns(rounds: int, *sides: Callable[[], float]) -> list[float]:
 def _unfused() -> Iterator[None]:
     """Disable the CPU back end's generated kernels within the context.
 
-    Torch runs each operation separately, FBGEMM the matmuls with 16-bit weights, and decodes are
-    padded to one length.
+    Torch then runs each operation separately, and FBGEMM the matmuls with 16-bit weights. Decodes
+    are padded to one length.
     """
     with (
         mock.patch.object(PackedLinear, "fits", staticmethod(lambda weight: False)),
@@ -80,8 +81,9 @@ def _unfused() -> Iterator[None]:
 
 
 def fusion(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
-    """Measure fused and unfused kernels: prompts of 5, 13, 27 and 51 tokens, outputs of equal
-    length.
+    """Measure fused against unfused kernels.
+
+    Prompts have 5, 13, 27 and 51 tokens, and outputs are equally long.
     """
     output = max(4, int(32 * scale))
     rows = []
@@ -145,17 +147,17 @@ TINY = {
 
 
 VOCAB = (
-    # vocabulary of the detokenization model: with the tokenizer's own, the head would dominate a
+    # vocabulary of the detokenization model; with the tokenizer's, the head would take most of a
     # step
     1024
 )
 
 
 def detokenization(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
-    """Measure detokenization in the engine's loop against another process, with 256 streams.
+    """Measure detokenization in the engine's loop against detokenization in another process.
 
-    The model has two tiny layers and the default model's tokenizer. The CPU time of the loop's
-    process counts, since this process limits throughput if each has its own core.
+    There are 256 streams. The model has two tiny layers and the default model's tokenizer. Only the
+    loop's process is timed, since it limits throughput if each process has its own core.
     """
     count, output = max(16, int(256 * scale)), 64
     tokenizer = Tokenizer.load(folder)
@@ -197,8 +199,9 @@ def _chunk(text: str) -> bytes:
 def _beside(
     fields: dict[str, Any], tokenizer: Tokenizer, prompts: list[str], params: SamplingParams
 ) -> float:
-    """Return the engine process's CPU seconds where another process detokenises. All requests
-    arrive at once.
+    """Return the engine process's CPU seconds if another process detokenises.
+
+    All requests arrive at once.
     """
     with LLM(**fields, tokenizer=tokenizer) as llm:
         begin = _processor_seconds(llm.pid)

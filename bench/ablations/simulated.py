@@ -1,10 +1,10 @@
 """Simulated ablations: Manta's own core, scheduler and block manager with a device that only
 computes how long a step takes.
 
-A step takes the longer of memory traffic and arithmetic on an A100-80G: it reads the weights once
-and each request's KV cache once, with two operations per weight and token. Both sides of a ratio
-have the same step times, so only the ablated technique matters. Gains of the original systems from
-their own kernels and hosts are not included.
+The time of a step is that of its memory traffic or of its arithmetic on an A100-80G, whichever is
+longer. A step reads the weights once and each request's KV cache once, with two operations per
+weight and token. Both sides of a ratio have the same step times, so only the ablated technique
+matters. Gains of the original systems from their own kernels and hosts are not included.
 """
 
 import json
@@ -67,7 +67,7 @@ class _Done:
 
 
 class TimedRunner:
-    """An `engine.scheduling.core.Runner` that only adds up step times. Each sampled token is 9."""
+    """An `engine.scheduling.core.Runner` that only adds up step times; each sampled token is 9."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -109,7 +109,7 @@ def serve(
     free_blocks: Callable[[int], FreeBlocks] = FreeList,
     **changes: Any,  # fields of CoreConfig
 ) -> SimulatedRun:
-    """Serve requests of these sizes until all have finished."""
+    """Serve requests of these sizes until all have finished; return the figures of the run."""
     values: dict[str, Any] = {
         "max_num_seqs": 1024,
         "max_num_batched_tokens": 8192,
@@ -167,9 +167,7 @@ class _AtOnce(Executor):
 
 
 def _store(names: Sequence[str]) -> AdapterStore:
-    """Return a store with adapters of these names, without weights, all of which fit on the
-    device.
-    """
+    """Return a store of adapters with these names and without weights; all fit on the device."""
     at_once = _AtOnce()
     store = AdapterStore(FakeLoader(), len(names), 1 << 20, disk=at_once, device=at_once)
     with tempfile.TemporaryDirectory(prefix="manta-ablations-") as folder:
@@ -188,9 +186,7 @@ def _store(names: Sequence[str]) -> AdapterStore:
 def serve_in_batches(
     sizes: Sizes, size: int, device: SimulatedDevice, *, fill_prompts: bool = True, **options: Any
 ) -> SimulatedRun:
-    """Serve static batches, whose requests start together and end with the longest; see
-    `batches`.
-    """
+    """Serve static batches (`batches`), whose requests start together and end with the longest."""
     groups = batches(sizes, size, fill_prompts=fill_prompts)
     parts = [serve(group, device, **options) for group in groups]
     steps = sum(part.steps for part in parts)
@@ -250,8 +246,9 @@ def paged_kv_under_load(scale: float) -> list[AblationRow]:
 
 
 def paged_kv_and_admission(scale: float) -> list[AblationRow]:
-    """Simulate the gains of token-granular KV memory and of exact peak admission over reserved
-    slots, where slots are scarce.
+    """Simulate paged KV memory with two admission policies against reserved slots.
+
+    There are few slots, so that throughput depends on the use of memory.
     """
     rows = []
     for name, device, count, claims in (
@@ -273,10 +270,11 @@ def paged_kv_and_admission(scale: float) -> list[AblationRow]:
 
 
 def contiguous_kv(scale: float) -> list[AblationRow]:
-    """Simulate blocks against one contiguous region per request, of its whole length, by first fit.
+    """Simulate blocks against one contiguous region per request, allocated by first fit.
 
-    Regions are compared with blocks under two admission policies: by a request's whole length, as
-    for regions, so that only gaps and unused parts of regions differ; and by its known tokens.
+    A region has a request's whole length. Blocks are admitted by two policies. By a request's whole
+    length, as for regions, only gaps and unused parts of regions make a difference. The other
+    policy admits by a request's known tokens.
     """
     rows = []
     for name, sizes, capacity, rate in (
@@ -303,8 +301,9 @@ def contiguous_kv(scale: float) -> list[AblationRow]:
 
 
 def admission(scale: float) -> list[AblationRow]:
-    """Simulate Manta's admission policies: widely different lengths, all at once, with KV memory
-    for 16,000 tokens.
+    """Simulate Manta's admission policies for requests of widely different lengths.
+
+    All requests arrive at once; KV memory is for 16,000 tokens.
     """
     sizes, count = widely_different(int(600 * scale)), int(600 * scale)
     served = {
@@ -323,8 +322,8 @@ def admission(scale: float) -> list[AblationRow]:
 def continuous_batching(scale: float) -> list[AblationRow]:
     """Simulate continuous against static batching, at several limits of concurrent requests.
 
-    Static batches run until their longest output ends. Authors claim 2 to 3 times; the rows have
-    the ratios of steps that these lengths allow.
+    Static batches run until their longest output ends. The technique's authors claim 2 to 3 times;
+    the rows have the ratios of steps that these lengths allow.
     """
     rows = []
     sizes = sharegpt(int(1024 * scale))
@@ -409,10 +408,11 @@ def paged_kv_capacity(scale: float) -> list[AblationRow]:
 
 
 def multi_adapter_batches(scale: float) -> list[AblationRow]:
-    """Simulate two adapters, requested in blocks of 16 or alternately.
+    """Simulate one adapter per step against all adapters in one step, for two adapters.
 
-    It compares one adapter per step, first come first served (`batching: split`), with all adapters
-    in one step. LoRA matmuls cost nothing here: only the number of requests per step differs.
+    Adapters are requested in blocks of 16 or alternately. One adapter per step is first come first
+    served (`batching: split`). LoRA matmuls take no time here, so only the number of requests per
+    step differs.
     """
     rows = []
     sizes = [(128, 128)] * int(256 * scale)

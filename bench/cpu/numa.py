@@ -1,9 +1,9 @@
-"""Engines bound to the nodes of a machine (NUMA), beside the same engines unbound, in turns.
+"""Engines bound to a machine's NUMA nodes against the same engines unbound, alternating.
 
     python -m bench.cpu.numa --out bench/results
 
-A machine of one node is refused, as the sides would be equal. Each side decodes the same requests;
-the best of all rounds counts. Cases:
+A machine with one node is refused, as the sides would be equal. Each side decodes the same
+requests, and its best round counts. Cases:
 
     nodes/N       one replica with a rank on each of N nodes, against one replica on one node
     replicas/N    N replicas, one per node, against N unbound replicas (tokens/s)
@@ -44,7 +44,7 @@ def side(model: str, layout: str, numa: str, nodes: int, requests: int, tokens: 
     if layout == "ranks":
         options["tensor_parallel"] = nodes
     elif layout == "replicas" and numa == "none":
-        # as many threads as a bound replica has
+        # use as many threads as a bound replica has
         options["num_threads"] = min(len(node.cores) for node in read_nodes())
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     with contextlib.ExitStack() as ends:

@@ -7,9 +7,9 @@ Each rank of the split model has one core.
     python -m bench.cpu.parallel --by pipeline_parallel            # in stages of layers
 
 Cases: `single` is one stream, `batch` eight at once, `prompt` a long prompt and one token. Both
-engines run all the time and alternate; the other one sleeps. `ratio` is the seconds of one rank
-divided by those of several, the best rounds of each: 1 is as fast. `same` is the share of equal
-outputs, which float32 guarantees to be all.
+engines run in alternation; the other one sleeps meanwhile. `ratio` is the seconds of one rank
+divided by those of several, the best rounds of each: at 1 they are equally fast. `same` is the
+share of equal outputs, which is 1 in float32.
 """
 
 import argparse
@@ -30,8 +30,9 @@ CASES = {"single": (1, 32, 96), "batch": (8, 32, 64), "prompt": (1, 480, 1)}
 
 
 def turn(llm: LLM, case: str, number: int) -> tuple[float, list[list[int]]]:
-    """Return seconds and outputs of one round. Prompts differ each round, so none is in the
-    prefix cache.
+    """Run one round; return its seconds and outputs.
+
+    Prompts differ in each round, so that none is in the prefix cache.
     """
     requests, prompt, output = CASES[case]
     draw = random.Random(f"{case} {number}")

@@ -1,19 +1,20 @@
-"""Decode steps on the CPU: their costs besides matmuls, and how fast matmuls are.
+"""Decode steps on the CPU: the time besides matmuls, and the speed of matmuls.
 
-Rows have the share that is not matmuls, the cost of more rows, the gain of more cores, and how
-close matmuls are to the machine's limits.
+Rows have the share of a step that is not matmuls, the cost of more rows, the gain of more cores,
+and matmul speeds relative to the machine's limits.
 
     python -m bench.cpu.steps --quantization gguf w8a8 none --out bench/results
 
 Each format and number of threads has its own process, and the best of many short runs counts.
-"Matmuls" are all matrices of the decoder once, as one program, and the head. Cases:
+"Matmuls" means one multiplication by each of the decoder's matrices, as one program, and by the
+head. Cases:
 
     FORMAT/others/N      share of a step of N decodes that is not matmuls
     FORMAT/host/N        share outside of all kernels: scheduler, assembly, sampling, Python
     FORMAT/verify/N      seconds of a step with N tokens of one request / with one (speculation)
     FORMAT/cores/N       seconds of a step of N decodes on one core / on all
-    FORMAT/cores/read    the same for a streaming read, which bounds matmuls of one row
-    FORMAT/cores/peak    the same for multiply instructions, which bound matmuls of many rows
+    FORMAT/cores/read    seconds of a streaming read on one core / on all; bounds one-row matmuls
+    FORMAT/cores/peak    seconds of multiply instructions likewise; bounds matmuls of many rows
     FORMAT/bandwidth     share of a streaming read's bandwidth that matmuls of one row achieve
     FORMAT/peak          share of the multiply rate that matmuls of 512 rows achieve
 """
@@ -38,7 +39,7 @@ READ = 256 << 20
 
 
 def best(run: Callable[[], object], seconds: float) -> float:
-    """Return the seconds of the shortest run of those that fit into `seconds`."""
+    """Run a function repeatedly for about `seconds`; return the seconds of its shortest run."""
     run()
     end, least = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:
@@ -49,7 +50,7 @@ def best(run: Callable[[], object], seconds: float) -> float:
 
 
 def read_bandwidth(threads: int) -> float:
-    """Measure the bytes per second of all threads together, each streaming its own memory."""
+    """Measure the bytes/s of all threads together, each of which streams its own memory."""
     import ctypes
 
     import torch
@@ -79,7 +80,7 @@ def read_bandwidth(threads: int) -> float:
 
     writer.claim_shares("%args", str(threads), str(READ // part), stream)
     function = compile_ir(module([(writer, "void @stream(ptr %args)")]))["stream"]
-    # written once, as all untouched pages would map to the same page of zeros
+    # Write the memory once, as untouched pages would all map to the same page of zeros.
     memory = torch.ones(READ, dtype=torch.uint8)
     huge_pages.collapse()
     args = (ctypes.c_int64 * 8)()
@@ -88,7 +89,7 @@ def read_bandwidth(threads: int) -> float:
 
 
 def peak(quantization: str, threads: int) -> float:
-    """Measure the operations per second of the instruction that a format's matmuls use."""
+    """Measure the operations/s of the multiply instruction that a format's matmuls use."""
     import ctypes
 
     from kernels.cpu.codegen import compiler, processor
@@ -127,9 +128,7 @@ def peak(quantization: str, threads: int) -> float:
 
 
 def products_of(model: Any, rows: int) -> Callable[[], object]:
-    """Return a function that multiplies by all of a decoder's matrices once, with this many
-    rows.
-    """
+    """Return a function that multiplies `rows` rows by each matrix of a decoder once."""
     import torch
 
     from kernels.cpu.codegen.program import Buffers, Program
@@ -186,11 +185,10 @@ class Kernels:
 
 
 def checking(core: Any, count: int) -> Callable[[], object]:
-    """Return a step that verifies `count` tokens of the only running request, as speculative
-    decoding would.
+    """Return a step that verifies `count` tokens of the only running request.
 
-    Each token is a decode with one more key than the previous one. They are the prompt's last
-    tokens, recomputed, so nothing changes.
+    As in speculative decoding, each token is a decode with one more key than the previous one. The
+    tokens are the prompt's last ones, recomputed, so the KV cache does not change.
     """
     from engine.batch import Batch
 
@@ -226,7 +224,7 @@ def side(model: str, quantization: str, threads: int, seconds: float) -> dict[st
         started: set[int] = set()
         while len(started) < running:
             started |= {delta.id for delta in core.step() if delta.token_ids}
-        # stop before contexts have grown much
+        # The time is limited, so that contexts do not grow much.
         step, inside = kernels.of_the_shortest(core.step, min(seconds, 2.0))
         figures[f"step-{running}"], figures[f"host-{running}"] = step, step - inside
         if running == 1:
@@ -243,7 +241,7 @@ def side(model: str, quantization: str, threads: int, seconds: float) -> dict[st
     figures["bytes"] = sum(linear.num_bytes for linear in decoder.linears())
     head = decoder.config.vocab_size * decoder.config.hidden_size
     figures["bytes"] += int(figures["bytes"] / figures["weights"] * head) if specs else 0
-    # Alternate, as the machine's other load differs from minute to minute.
+    # Alternate, as other load on the machine changes from minute to minute.
     for _ in range(2):
         for key, count in (("read", threads), ("read-1", 1)):
             figures[key] = max(figures.get(key, 0.0), read_bandwidth(count))
@@ -294,7 +292,7 @@ def main() -> None:
         for threads in (1, cores):
             command = [sys.executable, "-m", "bench.cpu.steps", "--model", args.model]
             command += ["--quantization", name, "--seconds", str(args.seconds)]
-            # set as in the engine process (engine.process.lifeline)
+            # the engine process sets these, too (engine.process.lifeline)
             threads_of = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "30000"}
             done = subprocess.run(
                 [*command, "--side", str(threads)],

@@ -1,1 +1,1 @@
-"""A fleet of GPU and CPU replicas on one machine under a day's load in minutes."""
+"""A fleet of GPU and CPU replicas on one machine, under a day's load compressed to minutes."""

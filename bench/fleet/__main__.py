@@ -1,17 +1,18 @@
-"""A real fleet of GPU and CPU replicas on one machine, and what the simulator predicts of it.
+"""A real fleet of GPU and CPU replicas on one machine, against the simulator's prediction.
 
-One name is served by a pool `gpu` and a pool `cpu`, both of 0 to 2 replicas, on a Ray of its own.
-The load tester replays a day's trace of some minutes through HTTP: a diurnal curve with bursts.
+A pool `gpu` and a pool `cpu`, both of 0 to 2 replicas, serve one model name on their own Ray
+cluster. The load tester replays a day's trace, compressed to some minutes, through HTTP: a diurnal
+curve with bursts.
 
     python -m bench.fleet --rate 150 --gpu-set max_num_seqs=8       # a GPU and 16 cores
     python -m bench.fleet --gpu-device cpu --minutes 1 --rate 3     # to try it without a GPU
 
-`two-choices`, the router of Ray Serve, is left out: requests reach engines over Manta's own
-channels, and no option chooses another policy. Texts are compared with those of the quiet fleet
-before the load. A replica costs from the decision to start it until its end. `manta plan --trace`
+Ray Serve's router (`two-choices`) is left out: requests reach engines over Manta's own channels,
+and no option chooses another policy. Texts are compared with those of the quiet fleet before the
+load. A replica costs money from the decision to start it until its end. `manta plan --trace`
 predicts the trace with step costs and start times fitted to the runs. The prediction does not
-include --kills (kills of a replica of each pool, and of a router). All processes of a configuration
-end with it, or when its time is over.
+include --kills, which kills a replica of each pool and a router. All processes of a configuration
+are ended after it, or when its time is over.
 """
 
 import argparse
@@ -33,12 +34,12 @@ from bench.report.result_file import Line, print_ratios, ratio_row, versions
 from bench.versus.engine import engine_fields
 from bench.versus.harness import Harness, Piece, lines_of
 
-_AROUND_S = 420  # seconds of a configuration without the load: starts, references, emptying
+_AROUND_S = 420  # seconds of a configuration besides the load: starts, reference texts, emptying
 _EMPTY_S = 90  # seconds for the pools to become empty
 
 
 def run_here(args: argparse.Namespace, name: str, folder: Path) -> Line:
-    """Serve a configuration in this process's Ray, replay the day, and return the line."""
+    """Serve a configuration in this process's Ray, replay the day, and return the result line."""
     from rich.console import Console
 
     from bench.scale_out import Server
@@ -84,14 +85,14 @@ def run_here(args: argparse.Namespace, name: str, folder: Path) -> Line:
 
 
 def run_bounded(args: argparse.Namespace, name: str) -> Iterator[Line]:
-    """Run a configuration in a process of its own, and end all processes that it leaves."""
+    """Run a configuration in its own process, and end all processes that remain after it."""
     from deployments.cli.serving.processes import kill, mark, marked, table, variable
 
     server, bound = mark(), 60 * args.minutes + _AROUND_S
     command = [sys.executable, "-m", "bench.fleet", *sys.argv[1:], "--here", name]
-    # A short path, because Ray and haproxy put sockets in it.
+    # Use a short path, because Ray and haproxy create sockets in it.
     with tempfile.TemporaryDirectory(prefix="fl", ignore_cleanup_errors=True) as folder:
-        # Serve's threads would start another Ray when ours has ended.
+        # Otherwise Serve's threads would start another Ray once ours has ended.
         alone = {"RAY_ENABLE_AUTO_CONNECT": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         environment = {**os.environ, **variable(server), **alone, "TMPDIR": folder}
         try:

@@ -1,6 +1,6 @@
-"""The prediction of a configuration's day, as by `manta plan --trace`.
+"""The simulator's prediction of a configuration's day, by the functions of `manta plan --trace`.
 
-Costs of steps and times of starts are those of the runs in the same result file.
+Step costs and start times come from the runs in the same result file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ def predict(
 ) -> dict[str, Any]:
     """Return times to the first token, replica seconds and cost of a day.
 
-    measured: pool -> result of `Watch.measured`. seconds: time after the last answer, in which the
-    pools become empty.
+    measured: pool -> result of `Watch.measured`.
+    seconds: time after the last answer, during which the pools become empty.
     """
     speeds: dict[str, Speed] = {}
     for name, pool in config["pools"].items():

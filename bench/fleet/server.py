@@ -1,4 +1,4 @@
-"""The servers of a comparison: their configurations, a record of their replicas, and kills."""
+"""The servers of a comparison: configurations, a record of their replicas over time, and kills."""
 
 import argparse
 import asyncio
@@ -24,7 +24,7 @@ ROWS = {"gpu": 64, "cpu": 16}  # concurrent sequences of a replica
 STEP_TOKENS = {"gpu": 2048, "cpu": 512}
 MAXIMUM = 2  # replicas of a pool
 _START_SECONDS = 10.0  # assumed start time of a replica until one is measured
-_BESIDE = 6  # cores for GPU replicas, routers and the client
+_BESIDE = 6  # cores that CPU replicas leave to GPU replicas, routers and the client
 _STATS = ("step", "output_tokens", "prompt_tokens", "busy_seconds", "total_blocks", "block_size")
 
 
@@ -60,7 +60,7 @@ def configuration(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 class Watch:
-    """Records what Serve and a router report, once a second, while the block runs."""
+    """A recorder that polls Serve and a router once a second while its context runs."""
 
     def __init__(self, pools: Sequence[str]) -> None:
         # (time.monotonic(), {pool: (ready, starting, stopping replicas)})
@@ -112,10 +112,10 @@ class Watch:
         return [next(same) for _, same in groupby(ready, key=itemgetter(1))]
 
     def measured(self, pool: str, engine: Mapping[str, Any]) -> dict[str, float]:
-        """Return the fitted cost of a pool's steps, its rates and the seconds of a start.
+        """Return the fitted cost of a pool's steps, its rates, and the seconds of a start.
 
-        Returns {} if its engines have run too few steps. A start lasts from the scaling decision
-        until the replica is ready.
+        Returns {} if the pool's engines have run too few steps. A start lasts from the scaling
+        decision until the replica is ready.
         """
         mine = [runs for name, runs in self.frames.items() if name.startswith(f"engine-{pool}")]
         fitted = fit([stretch for frames in mine for stretch in intervals(frames)])

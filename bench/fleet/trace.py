@@ -1,4 +1,4 @@
-"""A day's load within minutes: a seeded trace, and the scenario that replays it."""
+"""A day's load compressed to minutes: a seeded trace, and the scenario that replays it."""
 
 import json
 import math
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from loadtest.scenario.arrivals import TraceRow, rng_of, schedule
 
-# Number of different questions; they are few, so that a quiet server can answer all beforehand.
+# Number of different questions, few enough that a quiet server can answer all of them first.
 QUESTIONS = 16
 PROMPTS, OUTPUTS = (32, 400), (16, 64)  # tokens
 _SLICES = 96  # quarters of an hour
-_NIGHT, _NOON = 0.03, 0.6  # rates as shares of the peak rate, which only bursts reach
+_NIGHT, _NOON = 0.03, 0.6  # rates as shares of the peak rate, which only bursts have
 _BURSTS, _BURST = 2, 3  # number of bursts, and quarters of an hour of each
-_STEADY = 0.5  # share of the peak rate
+_STEADY = 0.5  # rate of the steady shape, as a share of the peak rate
 SHAPES = ("day", "diurnal", "bursts", "steady")
 
 
@@ -44,7 +44,7 @@ def _add_bursts(rates: list[float], peak: float, seed: int, count: int) -> None:
 
 
 def trace_of(seconds: float, peak: float, seed: int, shape: str = "day") -> list[TraceRow]:
-    """Return a day's requests, which share QUESTIONS questions. shape: see `rates_of`."""
+    """Return a day's requests, each with one of QUESTIONS questions. shape: see `rates_of`."""
     rng = rng_of(seed, "questions")
     questions = [(rng.randint(*PROMPTS), rng.randint(*OUTPUTS)) for _ in range(QUESTIONS)]
     segments = [(seconds / _SLICES, rate, rate) for rate in rates_of(shape, peak, seed)]

@@ -1,12 +1,12 @@
-"""Requests with pictures, by the engine alone: time to first token of one, requests/s of many.
+"""Requests with pictures, by the engine alone: time to first token, and requests/s under load.
 
     python -m bench.images --model bench/models/qwen3-vl-8b --out bench/results
 
 Weights and pictures are random. `first/...` is the time to the first token of a single request:
 with a new picture, then with the same picture after another text (its embeddings are cached), then
-with the whole prompt again. `load/...` runs --streams concurrent requests, four times as many in
-all, each with a picture of its own. Pictures are decoded and resized before the clock starts, since
-routers do that.
+with the same prompt again. `load/...` runs --streams concurrent requests, four times as many in
+total, each with a different picture. Pictures are decoded and resized before the clock starts,
+since routers do that.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def firsts(core: EngineCore, requests: Requests, size: tuple[int, int]) -> dict[
 
 
 def load(core: EngineCore, waiting: Iterator[EngineRequest], streams: int) -> dict[str, float]:
-    """Run requests, `streams` of them at a time; return requests/s and output tokens/s."""
+    """Run all requests, `streams` at a time; return requests/s and output tokens/s."""
     begin = time.perf_counter()
     for _, request in zip(range(streams), waiting, strict=False):
         core.add_request(request)
@@ -126,7 +126,7 @@ def main() -> None:
         width, height = map(int, named.split("x"))
         measured(f"first/{named}", firsts(core, requests, (width, height)))
     width, height = map(int, args.load.split("x"))
-    for _ in range(2):  # the second counts; the first compiles missing kernels
+    for _ in range(2):  # the second run counts; the first compiles missing kernels
         waiting = [
             requests.request(requests.prompt((width, height)), args.output)
             for _ in range(4 * args.streams)

@@ -1,12 +1,12 @@
-"""Measures what a picture costs a router: base64, header, decoding, resizing and hashing of a JPEG.
+"""The CPU time of a picture in a router: base64, header, decoding, resizing and hashing of a JPEG.
 
     python -m bench.images.intake --model bench/models/qwen3-vl-8b --out bench/results
 
 `stage/...` has the CPU time of one picture by stage, the minimum of --repeats. `resize_alone_ms` is
 the CPU time of Pillow's own resize, and `..._wall_ms` the wall-clock time. `processes/N` runs N
 routers' intakes at once, each over --count pictures: CPU time per picture (without the start of the
-processes) and pictures/s of all. The picture is generated from seed 0, and its file is as large as
-a photograph's.
+processes) and pictures/s of all. The picture is generated from seed 0; its file is as large as that
+of a photograph.
 """
 
 import argparse
@@ -35,7 +35,7 @@ AT_ONCE = 4  # concurrent requests of a router
 
 
 def photograph(width: int, height: int) -> bytes:
-    """Return a JPEG with details of all sizes, of about 0.4 bytes per pixel."""
+    """Return a JPEG with details of all sizes, at about 0.4 bytes per pixel like a photograph."""
     random = np.random.default_rng(0)
     pixels = np.full((height, width, 3), 128.0)
     for side in (2, 8, 32, 128, 512):
@@ -46,11 +46,11 @@ def photograph(width: int, height: int) -> bytes:
     file = io.BytesIO()
     Pillow.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
     data = file.getvalue()
-    return data + bytes(-len(data) % 3)  # so that base64 of more bytes can be appended
+    return data + bytes(-len(data) % 3)  # a multiple of 3, so that base64 can be appended
 
 
 def least_ms(work: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
-    """Return the minimum time of some work in milliseconds, by this clock."""
+    """Run some work `repeats` times; return its minimum time in milliseconds, by this clock."""
     times = []
     for _ in range(repeats):
         begin = clock()
@@ -60,7 +60,7 @@ def least_ms(work: Callable[[], object], repeats: int, clock: Callable[[], float
 
 
 def cpu_ms(work: Callable[[], object], repeats: int) -> float:
-    """Return the minimum CPU time of some work in milliseconds, over all threads."""
+    """Run some work `repeats` times; return its minimum CPU time over all threads, in ms."""
     return least_ms(work, repeats, time.process_time)
 
 
@@ -93,9 +93,9 @@ def stages(url: str, processor: ImageProcessor, repeats: int) -> dict[str, float
 
 
 async def take(url: str, processor: ImageProcessor, count: int) -> None:
-    """Read `count` pictures by a router's intake, headers then pixels, AT_ONCE at a time.
+    """Read `count` pictures by a router's intake, first headers, then pixels, AT_ONCE at a time.
 
-    Each picture has different bytes after its end, as an intake decodes equal files only once.
+    Each picture has different bytes appended, because an intake decodes equal files only once.
     """
     intake = ImageIntake()
     waiting = iter(range(count))
@@ -133,7 +133,7 @@ def picture(model: str, size: tuple[int, int]) -> tuple[str, ImageProcessor]:
 
 
 def together(model: str, size: tuple[int, int], count: int, processes: int) -> dict[str, float]:
-    """Return CPU ms per picture and pictures/s of several routers, for `count` pictures each."""
+    """Run several routers' intakes, each over `count` pictures; return CPU ms and pictures/s."""
     context = multiprocessing.get_context("spawn")
     begin, times = context.Barrier(processes), context.Queue()
     routers = [
@@ -166,7 +166,7 @@ def main() -> None:
     width, height = map(int, args.size.split("x"))
     url, processor = picture(args.model, (width, height))
     lines: list[dict[str, Any]] = []
-    ImageIntake()  # Pillow's memory as in a router
+    ImageIntake()  # configures Pillow's memory as in a router
 
     def measured(case: str, line: dict[str, float]) -> None:
         lines.append({"case": case, **line})

@@ -11,9 +11,9 @@ rows-near     the same without gaps between rows, to show the cost of the gaps
  gather        an index kernel into a buffer on the device, then one copy of 2 MiB per block
  blocks        one copy of 2 MiB per block, from a pool [blocks, layers, 2, ...]
 
-Each method is measured to the host, to the device, and in both directions at once; `submit_us` is
-the host's time for each block. `matmul` compares the time of matmuls alone and during copies. JSON
-lines are printed, and with --out also written to a file.
+Each method is measured to the host, to the device, and in both directions at once. `submit_us` is
+the host's time per block. `matmul` compares the time of matmuls alone and during copies. JSON lines
+are printed, and with --out also written to a file.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from torch import Tensor
 from kernels.block_copies import call, copy_rows
 
 ROWS, WIDTH = 64, 32 << 10  # llama-8b: 32 layers of keys and values, 16 tokens of 8 heads of 128
-POOL, COUNT = 2048, 512  # blocks on the device, blocks that are copied
+POOL, COUNT = 2048, 512  # number of blocks on the device, number of copied blocks
 REPEATS = 5
 
 Copy = Callable[[bool, int], None]  # (to the host, stream)
 
 
 class _Attributes(ctypes.Structure):
-    """The driver's struct CUmemcpyAttributes; order: when the stream reads sources."""
+    """The driver's struct CUmemcpyAttributes. order: when sources are read in stream order."""
 
     _fields_ = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
 
@@ -140,9 +140,9 @@ def measure(copy: Copy, *directions: bool) -> dict[str, float]:
 
 
 def exact(pools: Pools, copy: Copy) -> bool:
-    """Whether blocks are unchanged after a copy to the host and back."""
+    """Whether a copy to the host and back leaves the blocks unchanged."""
     if copy.__name__ in ("by_blocks", "without_gaps"):
-        return True  # a layout without gaps
+        return True  # this layout is not checked, as it differs from the pool's
     wanted = pools.rows[:, pools.order].clone()
     for to_host in (True, False):
         stream = torch.cuda.Stream()
@@ -156,7 +156,7 @@ def exact(pools: Pools, copy: Copy) -> bool:
 
 
 def beside_products(copy: Copy | None) -> float:
-    """Return the milliseconds of 40 matmuls, beside copies to the host if given."""
+    """Return the milliseconds of 40 matmuls, during copies to the host if `copy` is not None."""
     left = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
     right = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     low, high = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)

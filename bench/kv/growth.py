@@ -2,8 +2,8 @@ r"""The pause of streams while an engine's KV memory grows and shrinks (`kv_memo
 
     python -m bench.kv.growth --out bench/results
 
-It needs a CUDA device with room for random weights (16 GB of llama-8b) and for `--gib`, and
-about two minutes. With --device cpu it shows that it runs. Streams decode all the time:
+It needs about two minutes, and a CUDA device with memory for random weights (16 GB for llama-8b)
+and for `--gib`. --device cpu is for testing the bench. Streams decode during all phases:
 
  quiet    nothing changes
  grow     `--gib` GiB are mapped, as if requests needed them
@@ -11,8 +11,8 @@ about two minutes. With --device cpu it shows that it runs. Streams decode all t
 
 For each phase the time between two steps is reported: the median, the maximum, and the maximum
 minus the median of `quiet`, which is the pause. `publish_ms` is the time that the step loop itself
-spent. Texts are compared with those of a run in which nothing changes; the cache's address must
-stay the same.
+took for the change. Texts are compared with those of a run without changes, and the cache's address
+must stay the same.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from engine.scheduling.memory.kv_shares import KVShare
 
 GIB = 1 << 30
 PROMPT = 200  # tokens of each stream's prompt
-QUIET = 200  # steps
+QUIET = 200  # steps of the phase `quiet`
 
 
 class Streams:
@@ -60,8 +60,10 @@ class Streams:
             self.texts[delta.id] += delta.token_ids
 
     def run(self, over: Callable[[int], bool]) -> list[float]:
-        """Step until `over` (number of steps) or all streams have ended; return the milliseconds
-        of each step."""
+        """Step until over(number of steps) or all streams have ended.
+
+        Returns the milliseconds of each step.
+        """
         times: list[float] = []
         last = time.perf_counter()
         while self.core.has_work() and not over(len(times)):
@@ -73,9 +75,9 @@ class Streams:
 
 
 def summary(phases: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the figures of each phase.
+    """Return the reported times of each phase.
 
-    phases: name -> milliseconds of each step; one is `quiet`.
+    phases: name -> milliseconds of each step. One phase is `quiet`.
     """
     middle = statistics.median(phases["quiet"])
     return {
@@ -90,7 +92,7 @@ def summary(phases: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def build(args: argparse.Namespace, folder: Path) -> EngineCore:
-    """Build the engine, whose share of the device's memory is in the folder."""
+    """Build the engine; the folder has the file by which engines share the device's memory."""
     config = EngineConfig(
         model=args.model,
         device=args.device,

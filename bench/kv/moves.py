@@ -1,20 +1,20 @@
-"""The time to first token of a turn whose KV blocks are moved to another replica, against the time
-on the replica that has them.
+"""The time to first token of a prompt whose KV blocks are moved from another replica, against the
+time on the replica that has the blocks.
 
     python -m bench.kv.moves --model FOLDER --name llama-8b --out bench/results
 
-FOLDER has config.json; weights are random. Two engines with `kv_moves` run on one machine, with two
-GPUs on a GPU each. For each prompt of `--tokens` tokens it measures the milliseconds to the first
-token
+FOLDER has config.json; weights are random. Two engines with `kv_moves` run on one machine; if there
+are two GPUs, each has its own. For each prompt of `--tokens` tokens it measures the milliseconds to
+the first token
 
 - `computed`: at the first engine, which has no block of the prompt;
 - `warm`: at the first engine again, which has all blocks in its prefix cache;
 - `moved`: at the second engine, which pulls the blocks from the first.
 
-Blocks are moved from the memory of the first engine's GPU, by host memory and over TCP in turns
-(`--way`: by one of these only; the CPU lacks the first). `rate` is the bytes moved divided by the
-seconds of the moves, GB/s. Rows compare medians. The run ends with an error if blocks are moved by
-another transport, or if more than one block of the prompt is missing.
+Blocks are moved by three transports in turns: from the memory of the first engine's GPU, by host
+memory, and over TCP. `--way` selects one; the CPU lacks the first. `rate` is the bytes moved
+divided by the seconds of the moves, GB/s. Rows compare medians. The run ends with an error if
+blocks are moved by another transport, or if more than one block of the prompt is missing.
 """
 
 import argparse
@@ -40,7 +40,7 @@ WAYS = ("gpu", "shm", "tcp")
 
 
 class Replica:
-    """An engine process, whose times to first token are measured."""
+    """An engine in its own process, with the measurement of its times to first token."""
 
     def __init__(self) -> None:
         self._client = EngineClient(self._read_frame)
@@ -61,12 +61,15 @@ class Replica:
                     os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
     async def source(self) -> KVSource:
-        """Listen for the other engine's pulls of blocks; return the address and secret."""
+        """Let the engine listen for pulls of blocks; return its address and secret."""
         source, _ = await self._client.serve_kv("127.0.0.1")
         return source
 
     async def first_token(self, prompt: list[int], source: KVSource | None = None) -> float:
-        """Return the milliseconds until a request of one token has ended."""
+        """Return the milliseconds until a request of one token has ended.
+
+        source: the engine from which to pull the prompt's blocks, or None.
+        """
         self._number += 1
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
         end = self._ends[self._number] = asyncio.get_running_loop().create_future()
@@ -95,7 +98,7 @@ class Replica:
 
 
 async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
-    """Run all prompts and save their lines. Returns the engines' configuration."""
+    """Run all prompts and save their lines; return the engines' configuration."""
     import torch
 
     settings: dict[str, Any] = {
@@ -140,7 +143,7 @@ async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
             seconds = after.move_seconds - before.move_seconds
             line["rate"] = (after.moved_bytes - before.moved_bytes) / seconds / 1e9
             before = after
-            if number:  # the first prompts are a warm-up
+            if number:  # the first round is a warm-up
                 raw.keep({k: round(v, 3) if isinstance(v, float) else v for k, v in line.items()})
     finally:
         for replica in replicas:
@@ -149,8 +152,7 @@ async def measure(args: argparse.Namespace, raw: RawLines) -> dict[str, Any]:
 
 
 def rows_of(name: str, lines: list[Line]) -> list[Line]:
-    """Compute rows <name>/<way>/<case> of the medians in milliseconds (less is better), and rows
-    <name>/<way>-of-tcp of the rates in GB/s (more is better)."""
+    """Compute the rows: <name>/<way>/<case> in ms, and <name>/<way>-of-tcp in GB/s (medians)."""
     by_way = {way: [line for line in lines if line["way"] == way] for way in WAYS}
     rows = [
         ratio_row(

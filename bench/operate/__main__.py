@@ -1,14 +1,14 @@
-"""Operating costs of a server, such as its first token, a second model, and waking.
+"""Costs of operating a server, such as its first token, a second model, and waking from sleep.
 
-Cases: from a wheel to the first token, a second model, a model that is added, a viewer of the live
-view; on a GPU, waking a model and keeping a TPOT target.
+Cases: from a wheel to the first token; a second model; adding a model; a viewer of the live view.
+On a GPU also: waking a model, and keeping a TPOT target.
 
     python -m bench.operate --out bench/results
     python -m bench.operate --cases two-models
     python -m bench.operate --cases wake tpot-50ms --model LLAMA --name llama-8b    # on a GPU
 
 A model for a GPU is a folder with a config.json; its weights are random. Cases that are not named
-keep their lines of the same day. Without any case, the table is made from these lines.
+keep their lines in the day's file. If no case is named, only the table is made from these lines.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions
 
-# Module of each case, imported when it runs, since GPU cases need no Ray.
+# Case -> its module, imported when the case runs, since GPU cases do not need Ray.
 CASES = {
     "wheel": "wheel",
     "two-models": "two_models",
@@ -42,7 +42,7 @@ PEERS = {
 
 
 def missing() -> list[str]:
-    """Return the packages of pyproject.toml's dependencies that this Python lacks."""
+    """Return the dependencies of pyproject.toml that are not installed."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     missing = []
     for requirement in project["dependencies"]:
@@ -66,7 +66,7 @@ def main() -> int:
     if args.model is None and any(name in args.cases for name in ON_GPU):
         parser.error(f"{', '.join(ON_GPU)} need --model, a folder with a config.json")
     served = [name for name in args.cases if name not in ON_GPU]
-    if served and (packages := missing()):  # check before starting a server that would fail
+    if served and (packages := missing()):  # the server would fail without these packages
         sys.exit(
             f"{', '.join(served)} serve a model, for which {sys.executable} lacks "
             f"{', '.join(packages)}: install the checkout's dependencies (pip install -e .)"

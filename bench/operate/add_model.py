@@ -1,15 +1,17 @@
 """`add-model/itl_p99`: inter-token times of one model while another model is added to the server.
 
-`manta serve` runs one model, and streams to it never pause. A round measures the gaps between their
-chunks for some seconds, then again while a model is added over HTTP until it is ready, and removes
-it. Ours is the second p99, the peer the first; failed streams are counted and must be 0.
+`manta serve` runs one model, to which streams are always open. A round measures the gaps between
+the streams' chunks for some seconds, then again while a model is added over HTTP until it is ready,
+and removes the model. `ours` is the second p99, `peer` the first. Failed streams are counted and
+must be 0. A round takes half a minute.
+
 All processes of the streams (engine, routers, HAProxy, client) are pinned to half of the cores, Ray
-and the added model to the other half. On shared cores a start takes time from every other process,
-whatever the server does. Both threads of a core are in the same half. With fewer than four cores
-nothing is pinned, because one core is too few for the streams. A round takes half a minute.
+and the added model to the other half. On shared cores a start would take time from every other
+process, whatever the server does. Both threads of a core are in the same half. With fewer than four
+cores nothing is pinned, because one core is too few for the streams.
+
 `longest` lists the longest gaps while the model was added: seconds since the request, and
-milliseconds.
-MANTA_TEST_MODEL: the default model's file, for machines that cannot download it.
+milliseconds. MANTA_TEST_MODEL is the default model's file, for machines that cannot download it.
 """
 
 import json
@@ -42,10 +44,9 @@ MODEL = {
 
 
 class Streams:
-    """Threads that stream answers of model `one` without end.
+    """Threads that stream answers of model `one` until they are stopped.
 
-    gaps: (time, seconds) between two chunks of a stream. failed: errors.
-    """
+    gaps: (time, seconds) of each gap between two chunks of a stream. failed: errors."""
 
     def __init__(self, port: int) -> None:
         self.gaps: list[tuple[float, float]] = []
@@ -109,7 +110,7 @@ def _ask(port: int, method: str, path: str, body: dict[str, Any] | None = None) 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[int, int]]:
-    """Run `manta serve` with one of several models. Yields its port and its pid."""
+    """Run `manta serve` with one model, to which others can be added; yield its port and pid."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     keys = folder / "admins"
@@ -140,7 +141,7 @@ def serving(folder: Path) -> Iterator[tuple[int, int]]:
         threading.Thread(target=process.stdout.read, daemon=True).start()
         yield port, process.pid
     finally:
-        for _ in range(2):  # the second SIGTERM ends the wait for streams
+        for _ in range(2):  # a second SIGTERM ends the server's wait for streams
             process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
         try:
@@ -149,8 +150,8 @@ def serving(folder: Path) -> Iterator[tuple[int, int]]:
             process.kill()
 
 
-# Parts of the command lines of streaming processes: actors of engines and routers; HAProxy and the
-# actor that restarts it on changes; Serve's own proxy without HAProxy.
+# Parts of command lines by which the streams' processes are recognised: actors of engines and
+# routers; HAProxy and the actor that restarts it; Serve's proxy if there is no HAProxy.
 _STREAM = (b"ray::servereplica", b"haproxy", b"ray::proxyactor")
 
 
@@ -165,11 +166,10 @@ def _half(cores: list[int]) -> set[int]:
 
 
 def _pin(server: int) -> int:
-    """Pin the streaming processes to half of the cores, all other processes of the server to the
-    rest.
+    """Pin the streams' processes to half of the cores, the server's other processes to the rest.
 
-    Processes that the server starts later inherit the other half. Returns the cores of a half; 0 if
-    nothing was pinned.
+    Processes that the server starts later inherit the other half. Returns the number of cores in a
+    half, or 0 if nothing was pinned.
     """
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -197,7 +197,7 @@ def _pin(server: int) -> int:
 
 
 def _wait(port: int, status: str | None) -> None:
-    """Wait until the added model has this status. status: None until it is removed."""
+    """Wait until the added model has this status; None: until it is removed."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         try:

@@ -1,16 +1,17 @@
-"""First and later starts of Manta's engine on a GPU: seconds until ready, against another checkout.
+"""First and later starts of Manta's engine on a GPU: seconds until ready, against another commit.
 
     git worktree add ../before d119f6527
     python -m bench.operate.starts --model bench/models/llama-8b --name llama-8b --against ../before
 
-A round is a first start and a later one of each side, in processes of their own. The first has an
-empty folder of compiled kernels (TRITON_CACHE_DIR), which the later one finds filled. Sides share
-no folder, and every other round begins with the other side. Before the first round torch is read
-from disk once. Weights are random. A round takes 45 to 60 s with llama-8b on an H100.
+A round is a first start and a later one of each side, each in its own process. A first start has an
+empty folder of compiled kernels (TRITON_CACHE_DIR); the later start uses the folder that the first
+has filled. Each side has its own folder, and sides take turns to begin a round. Before the first
+round torch is read from disk once. Weights are random. A round takes 45 to 60 s with llama-8b on an
+H100.
 
 Rows are `NAME/first start` and `NAME/later start`: the best round of each side. The raw lines also
-have the seconds of each phase. --cores measures machines with fewer cores: compilers, engine and
-library see these alone.
+have the seconds of each phase. --cores simulates machines with fewer cores: compilers, engine and
+libraries can use only these.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""`tpot-50ms/itl_p99` and `tpot-50ms/goodput`: whether `target_tpot_ms` is kept, and what it costs.
+"""`tpot-50ms/itl_p99` and `tpot-50ms/goodput`: whether `target_tpot_ms` is met, and its cost.
 
 An engine with random weights, without Ray, routers and HTTP, gets 1,024 concurrent streams of the
 workload `dialogue`, once with the target and once without. Measurement ends when the last request
-has been submitted, so concurrency is constant. Inter-token times are those at which frames leave
-the engine's process. Goodput counts tokens that came within the target; its peer is the throughput
-of the engine without a target.
+has been submitted, so concurrency is constant. Inter-token times are between frames that leave the
+engine's process. Goodput counts tokens that came within the target; its peer is the throughput of
+the engine without a target.
 
-Two more numbers show where late tokens come from: the p99 by the engine's own clock, between the
-results of two steps, and how many late tokens came while the streams started.
+Two more numbers show the causes of late tokens: the p99 by the engine's own clock, between the
+results of two steps, and the number of late tokens while the streams started.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from loadtest.scenario import workloads
 TARGET_MS = 50.0
 STREAMS = 1024
 BEGIN_SECONDS = 3.0
-ROUNDS_OF_STREAMS = 2  # requests per stream; the last ones are not awaited
+ROUNDS_OF_STREAMS = 2  # requests per stream; the bench does not wait for the last ones
 MAX_MODEL_LEN = 4096
 
 
 class Offered:
-    """A source of requests that keeps STREAMS of them at an engine.
+    """A source of requests that keeps STREAMS requests in an engine.
 
-    gaps: seconds between a request's tokens. steps: the same by the engine's clock. begin: number
-    of gaps in the first BEGIN_SECONDS.
+    gaps: seconds between a request's tokens. steps: these seconds by the engine's clock.
+    begin: the number of gaps in the first BEGIN_SECONDS.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class Offered:
         self._began = self._busy = 0.0
         self.tokens = 0
         self.failed: list[str] = []
-        self.rows: list[int] = []  # rows that ran, per frame
-        self.over = asyncio.Event()  # every request was submitted
+        self.rows: list[int] = []  # running requests, per frame
+        self.over = asyncio.Event()  # set once every request was submitted
         self.client = EngineClient(self._take_frame, lambda error: self._died(str(error)))
         requests = workloads.build("dialogue") * ROUNDS_OF_STREAMS
         self._left = iter(enumerate(requests, 1))
@@ -54,7 +54,7 @@ class Offered:
         self.over.set()
 
     def offer(self) -> None:
-        """Submit one more request."""
+        """Submit the next request."""
         prompt = next(self._left, None)
         if prompt is None:
             self.over.set()
@@ -131,9 +131,7 @@ def lines(rounds: int, model: str, name: str) -> Iterator[Line]:
 
 
 def rows(lines: list[Line]) -> list[Line]:
-    """Compute the rows: the worst p99 of the rounds, and the least goodput against the best
-    throughput.
-    """
+    """Compute the rows: the worst round's p99, and the least goodput against the best peer's."""
     capped = [line for line in lines if line["target_ms"]]
     free = [line for line in lines if not line["target_ms"]]
     p99 = max(line["itl_p99_ms"] for line in capped)

@@ -1,5 +1,6 @@
-"""`two-models/path`: the cost of a chunk in a router of two models, against a router of one.
-tests/deployments/several_models/path_of_two.py measures it; ratios are of the best rounds.
+"""`two-models/path`: the CPU cost of a chunk in a router for two models, against one for one model.
+
+tests/deployments/several_models/path_of_two.py measures it. Ratios are of the best rounds.
 """
 
 from collections.abc import Iterator

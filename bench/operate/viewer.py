@@ -1,9 +1,9 @@
 """`page/viewer`: the router's CPU time for one viewer of the live view, which polls once a second.
 
-A router has STREAMS in flight, more than one poll reports, and slow steps, so that polls are most
-of its work. Windows with LOOKS polls a second and windows without alternate. The result is the
+A router has STREAMS in flight, more than a poll reports, and slow steps, so that polls are most of
+its work. Windows with LOOKS polls a second alternate with windows without polls. The result is the
 difference in CPU time of the best windows, since other work on the machine only adds time. It
-includes HTTP and JSON, but not the call between two routers, which Ray makes.
+includes HTTP and JSON, but not Ray's call between two routers.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def lines(rounds: int) -> Iterator[Line]:
         for _ in range(rounds):
             for seen in (True, False):
                 yield asyncio.run(_window(router["port"], router["pid"], seen))
-                time.sleep(0.5)  # until the aborted streams are gone
+                time.sleep(0.5)  # until the aborted streams have ended
 
 
 def rows(lines: list[Line]) -> list[Line]:

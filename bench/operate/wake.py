@@ -1,10 +1,10 @@
-"""`wake/NAME`: from a request to the first token of an engine that sleeps with its weights in host
-memory, on a GPU without Ray, routers and HTTP.
+"""`wake/NAME`: the time to first token of an engine that sleeps with its weights in host memory.
 
-An engine has random weights. Each round puts it to sleep and sends a request. Ours is the median of
-the seconds to the first token, the peer is the target. The line also has: the time to fall asleep
-(the first time copies weights to host memory), a first token of the engine when awake, the start
-that waking replaces, and the device memory held while asleep.
+It runs on a GPU without Ray, routers and HTTP; weights are random. Each round puts the engine to
+sleep and sends a request. `ours` is the median of the seconds to the first token, `peer` is the
+target. The line also has: the time to fall asleep (only the first sleep copies weights to host
+memory), the time to first token of the engine when awake, the time of a start, and the device
+memory used while asleep.
 """
 
 import statistics
@@ -16,11 +16,11 @@ from engine import LLM, SamplingParams
 
 PROMISE_S = 2.0
 PROMPT, ANSWER = 128, 32  # tokens
-AWAKE = 5  # first tokens measured before the first sleep
+AWAKE = 5  # measurements of the time to first token before the first sleep
 
 
 def _ask(llm: LLM) -> tuple[float, list[int]]:
-    """Return the seconds to the first token, and all tokens."""
+    """Send a request; return the seconds to the first token, and all tokens."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ANSWER)
     began, first, ids = time.perf_counter(), 0.0, []
     with llm.start_request(list(range(10, 10 + PROMPT)), params, detokenize=False) as handle:

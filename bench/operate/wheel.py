@@ -1,9 +1,9 @@
-"""`wheel/first-token`: from a wheel and an empty environment to the first token of a streamed
-answer of the default model.
+"""`wheel/first-token`: the time from a wheel and an empty environment to the first streamed token.
 
-A round makes a virtual environment, installs Manta's wheel, starts `manta serve` in an empty folder
-with its own cache, and sends a request. Downloads are excluded: dependencies come from this
-process's environment, and the default model is fetched and unpacked before. The peer is the target.
+A round makes a virtual environment, installs Manta's wheel, starts `manta serve` with the default
+model in an empty folder with its own cache, and sends a request. Downloads are excluded:
+dependencies come from this process's environment, and the default model is fetched and unpacked
+before. `peer` is the target.
 """
 
 import json
@@ -30,14 +30,15 @@ READY_S = 180.0
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel of this checkout, uncommitted changes included, in this folder. Raises
-    CalledProcessError.
+    """Build the wheel of this checkout in `folder`, including uncommitted changes.
+
+    Raises CalledProcessError.
     """
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in PACKAGES:  # copied, because a build writes next to its sources
+    for name in PACKAGES:  # copy them, because a build writes next to its sources
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir")
     _run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(source))
@@ -46,15 +47,15 @@ def build_wheel(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Make a virtual environment with the wheel, and return its `manta`. Raises CalledProcessError.
+    """Make a virtual environment with the wheel; return the path of its `manta`.
 
-    Dependencies are found in this process's environment.
+    Dependencies come from this process's environment. Raises CalledProcessError.
     """
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     paths = {"base": str(folder), "platbase": str(folder)}
     own = Path(sysconfig.get_path("purelib", "venv", vars=paths))
-    # Path files in folders listed in a path file are ignored, so this environment's editable
-    # install is not seen.
+    # Python ignores .pth files in folders that a .pth file lists, so this environment's editable
+    # install is not found.
     ours = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (own / "dependencies.pth").write_text("".join(f"{path}\n" for path in sorted(ours)))
     python = folder / "bin" / "python"
@@ -77,9 +78,7 @@ def _run(*command: str, **options: object) -> None:
 
 
 def round_(wheel: Path, folder: Path, cache: Path) -> Line:
-    """Measure the seconds until the command is installed, the server is ready, and the first
-    token comes.
-    """
+    """Measure the seconds until `manta` is installed, the server is ready, and a token comes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shutil.copytree(cache, folder / "cache")
@@ -118,7 +117,7 @@ def round_(wheel: Path, folder: Path, cache: Path) -> Line:
 
 
 def _ask(port: int) -> tuple[str, float]:
-    """Return the streamed answer, and the time of its first token."""
+    """Send a request; return the streamed answer, and the time of its first token."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
         model = json.load(answer)["data"][0]["id"]
     question = [{"role": "user", "content": "What is the capital of France?"}]

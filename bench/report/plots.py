@@ -1,8 +1,8 @@
-"""The pictures of the docs and the table of results, made from the files in bench/results:
+"""The charts of the docs and the table of results, generated from the files in bench/results:
 
     python -m bench.report.plots
 
-For each name (versus-engine-llama-8b, http, ...) the newest date counts. A picture is one
+For each name (versus-engine-llama-8b, http, ...) the newest file is used. A chart is one
 self-contained SVG with its own background, readable on light and dark pages.
 """
 
@@ -19,7 +19,7 @@ IMAGES = Path(__file__).parents[2] / "docs" / "img"
 SPEEDS = Path(__file__).parents[2] / "deployments" / "configs" / "speeds.yaml"
 _CHAT = "dialogue"  # workload of chat prompts and answers that saturates the device
 
-# Prefix of a file's name -> the command that wrote the file; the longest match counts.
+# Prefix of a file's name -> the command that wrote the file; the longest matching prefix is used.
 MADE_BY = {
     "accuracy": "`python -m bench.accuracy`: next-token distributions of each format of weights",
     "ablations": "`python -m bench.ablations`: each technique switched on and off",
@@ -109,7 +109,7 @@ class Result:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows that compare two sides; [] for results with other pictures."""
+        """The rows that compare two sides; [] for results that have other charts."""
         if self.name.startswith(("ablations", "simulate", "kernels")):
             return []
         rows = self.document.get("rows", [])
@@ -140,7 +140,7 @@ def newest(results: list[Result]) -> list[Result]:
 
 
 def picture(result: Result) -> str:
-    """Draw two bars per row, ours and the peer's; the longer one has the full width."""
+    """Return an SVG with two bars per row, ours and the peer's; the longer has the full width."""
     rows = result.rows
     height = _TOP + _PAIR * len(rows) + _FOOT
     parts = [
@@ -180,7 +180,7 @@ def _pair(row: dict[str, Any], case: str, y: float) -> str:
     longest = max(ours, peer)
     less = unit in _LESS_IS_BETTER
     better = ours <= peer if less else ours >= peer
-    agrees = row.get("agrees")  # a comparison of tools: closer is better
+    agrees = row.get("agrees")  # in a comparison of tools, equal values are best
     if agrees is None and abs(ours / peer - 1) < 0.01:
         tone = "soft"
     else:

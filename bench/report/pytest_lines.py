@@ -1,6 +1,8 @@
-"""A pytest plugin: it writes a JSON line to --lines FILE when a test begins and when it ends, so
-that results survive if the process dies or is killed, and to --collected FILE a line for each
-collected test, with its marks.
+"""A pytest plugin that writes JSON lines while tests run.
+
+It writes a line to --lines FILE when a test begins and when it ends, so that results survive if the
+process dies or is killed. To --collected FILE it writes a line for each collected test, with its
+marks.
 
     python -m pytest -p bench.report.pytest_lines --lines FILE
 """
@@ -45,7 +47,7 @@ class _Lines:
         self._say(case=nodeid, outcome="began")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write a test's line, with its recorded properties, and why it failed or was skipped."""
+        """Write a test's line: recorded properties, and the reason if it failed or was skipped."""
         if report.when != "call" and report.passed:
             return
         line: dict[str, Any] = {"case": report.nodeid, "outcome": report.outcome}

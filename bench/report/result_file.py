@@ -1,4 +1,4 @@
-"""Result files and their raw lines, in the form of bench/results."""
+"""The functions that write result files and their raw lines to bench/results."""
 
 import datetime
 import json
@@ -14,16 +14,16 @@ Line = dict[str, Any]
 
 
 def commit(folder: Path | None = None) -> str:
-    """Return the commit checked out in a folder, by default the working directory."""
+    """Return the commit that is checked out in a folder; None: the working directory."""
     command = ["git", "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     return done.stdout.strip() or "unknown"
 
 
 def last_result(done: "subprocess.CompletedProcess[str]") -> Any:
-    """Return the value that a program printed as `RESULT {json}`; None without one or if it failed.
+    """Return the value of the last line `RESULT {json}` that a program printed.
 
-    done: the ended program, with its text on stdout.
+    Returns None if there is no such line, or if the program failed. done: the ended program.
     """
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return None if done.returncode or not lines else json.loads(lines[-1].removeprefix("RESULT "))
@@ -49,9 +49,9 @@ def ask_device(what: str) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return {name: version}: device, driver, Python, CUDA, torch, triton and these packages.
+    """Return {name: version} of device, driver, Python, CUDA, torch, triton and these packages.
 
-    Missing ones are left out.
+    Missing packages are left out.
     """
     import torch
 
@@ -69,18 +69,19 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def versions_under(environment: Mapping[str, str], *packages: str) -> dict[str, str]:
-    """Return the versions that a program runs on in another environment."""
+    """Return the result of `versions` in a process with other environment variables."""
     command = [sys.executable, "-m", "bench.report.result_file", *packages]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:  # a comparison is useful without versions, too
+    if done.returncode:  # continue, as a comparison is useful also without versions
         return {"unknown": done.stderr[-400:]}
     versions: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return versions
 
 
 class RawLines:
-    """The file <out>/<name>-<date>.jsonl. Each line is written at once, so that an interrupted
-    run loses nothing and can be resumed.
+    """The file <out>/<name>-<date>.jsonl.
+
+    Each line is written immediately, so that an interrupted run loses nothing and can be resumed.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class RawLines:
         self.all: list[Line] = []
         if whole and self._path.exists():
             text = self._path.read_text()
-            # A last line without a line break was cut off.
+            # A last line without a line break is incomplete: drop it.
             ended = text[: text.rfind("\n") + 1]
             self.all = whole([json.loads(line) for line in ended.splitlines()])
         self._path.write_text("".join(json.dumps(line) + "\n" for line in self.all))
@@ -147,7 +148,7 @@ def write(
 
 
 def ratio_row(case: str, ours: float, peer: float, unit: str, digits: int = 3) -> Line:
-    """Return a row of a table: two values, and ours divided by the peer's (None if that is 0)."""
+    """Return a row of a table: two values and their ratio ours / peer (None if peer is 0)."""
     ratio = round(ours / peer, digits) if peer else None
     return {"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio}
 

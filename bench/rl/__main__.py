@@ -1,20 +1,21 @@
-"""Reinforcement learning by an engine alone, without Ray: updates in place, and exactness.
+"""Reinforcement learning with an engine alone, without Ray: weight updates, and exactness.
 
     python -m bench.rl --cases same-device --out bench/results      # one GPU, or CPUs
     python -m bench.rl --cases broadcast --out bench/results        # two GPUs, or CPUs
     python -m bench.rl --cases mismatch throughput --out bench/results
 
-Weights are random, of the dimensions of --model, a Llama. Each case ends within --seconds or so.
+Weights are random; their dimensions are those of --model, a Llama. Each case ends within about
+--seconds.
 
 - `same-device`: a second process shares its weights by CUDA IPC (on CPUs by shared memory) while
   --streams requests run. `ours` is the longest gap between two tokens of any stream around an
-  update, `peer` the wanted one. `without` is the longest gap in the seconds before.
-- `broadcast`: the same by NCCL from the second GPU (on CPUs by gloo).
-- `mismatch`: deterministic mode; the largest difference of log-probabilities from a Scorer's.
+  update, `peer` the target. `without` is the longest gap in the seconds before the update.
+- `broadcast`: as `same-device`, but by NCCL from the second GPU (on CPUs by gloo).
+- `mismatch`: the largest difference of log-probabilities from a Scorer's, in deterministic mode.
 - `throughput`: output tokens/s in deterministic mode against default mode, in turns.
 
-`bench.rl.updates` has the call sequences of an update. `wrong` is the number of tokens that were
-reported with another version than that of the weights which produced them.
+`bench.rl.updates` has the call sequences of an update. `wrong` is the number of tokens whose
+reported weight version is not the version that produced them.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from bench.versus.engine import engine_fields
 from engine.library.llm import make_config
 
 MODEL = Path(__file__).parents[1] / "models" / "llama-8b"
-WANTED = {"same-device": 1.0, "broadcast": 1.5}  # target seconds of the pause that streams see
+WANTED = {"same-device": 1.0, "broadcast": 1.5}  # target of the pause of streams, in seconds
 CASES = (*WANTED, "mismatch", "throughput")
 
 
@@ -96,7 +97,7 @@ def run_case(case: str, fields: dict[str, Any], args: argparse.Namespace) -> lis
 
 
 def others(cases: Sequence[str], lines: list[Line]) -> list[Line]:
-    """Return the lines of cases that do not run now."""
+    """Return the lines of cases that are not in `cases`, which runs now."""
     return [line for line in lines if line["case"] not in cases]
 
 

@@ -19,9 +19,9 @@ def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
 def mismatch(
     folder: str, fields: dict[str, Any], requests: int, tokens: int, seconds: float
 ) -> list[Line]:
-    """Return a line for each mode of log-probabilities: the largest |rollout - scorer|.
+    """Return a line with max |rollout - scorer| for raw and for processed log-probabilities.
 
-    requests: number of rollouts of each mode; those that `seconds` allow are scored.
+    requests: number of rollouts of each kind; as many are scored as `seconds` allow.
     tokens: number of tokens of a rollout, and of its prompt.
     """
     began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""A trainer in a process of its own. Each version of its weights produces another token, so that
+"""A trainer in its own process. Each version of its weights produces a different token, so that
 tokens show the version that produced them.
 
-Its model has Llama's tensors with random numbers, except for one residual channel that layers do
-not disturb: column 0 of the embedding is large, and column 0 of the head is zero except for one
-token. So greedy outputs consist of that token, which differs between versions. Signs alternate with
-the versions, so that the embedding of one version with the head of another gives the token of
-neither.
+The trainer's model has Llama's tensors with random numbers, except for one residual channel that
+layers hardly change. Column 0 of the embedding is large, and column 0 of the head is zero except
+for one token. So greedy outputs consist of that token, which differs between versions. The columns'
+sign alternates between versions. So the embedding of one version with the head of the next gives
+the token of neither.
 """
 
 import base64
@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from engine import WeightSender
 
 FIRST = 3  # the token of version 0
-_CARRIED = 1000.0  # value of column 0, large against the amount that layers add to it
+_CARRIED = 1000.0  # value of the embedding's column 0, large against what layers add to it
 Pairs = list[tuple[str, Tensor]]
 
 
@@ -101,7 +101,7 @@ class _Weights:
             torch.cuda.synchronize(self._device)
 
     def update_info(self) -> dict[str, Any]:
-        """Return the message by which engines on this device take the tensors."""
+        """Return the update message with which engines on this device open the tensors."""
         info: dict[str, Any] = {
             "names": [name for name, _ in self.pairs],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in self.pairs],
@@ -121,15 +121,15 @@ class _Weights:
     def close(self) -> None:
         self.pairs.clear()
         if self._segment is not None:
-            self._segment.unlink()  # closed with the process, as tensors may still show it
+            self._segment.unlink()  # the process's end closes it, as tensors may still use it
 
 
 def _serve(pipe: Connection, folder: str, dtype: str, device: str, shared: bool) -> None:
-    """Make a trainer's tensors, and carry out orders (name, argument) from the pipe until "end".
+    """Make a trainer's tensors, and execute orders (name, argument) from the pipe until "end".
 
-    "make" writes the weights of a version; "share" returns the handles of the tensors; "join" opens
-    a sender to a port; "announce" and "send" use the newest sender. Each order but "end" is
-    answered by (error or "", result). ("", None) is sent first, once the tensors exist.
+    "make" writes the weights of a version. "share" returns the handles of the tensors. "join" opens
+    a sender to a port; "announce" and "send" use the latest sender. Each order except "end" is
+    answered with (error or "", result). ("", None) is sent first, once the tensors exist.
 
     folder: a folder with config.json. dtype: name of torch's dtype.
     shared: whether the tensors are in shared memory.
@@ -156,7 +156,7 @@ def _serve(pipe: Connection, folder: str, dtype: str, device: str, shared: bool)
                 pipe.send(("", orders[order[0]](order[1])))
             except Exception as error:
                 pipe.send((repr(error), None))
-    except EOFError:  # the bench has died
+    except EOFError:  # the bench's process has died
         pass
     finally:
         for sender in senders:
@@ -165,10 +165,10 @@ def _serve(pipe: Connection, folder: str, dtype: str, device: str, shared: bool)
 
 
 class TrainerProcess:
-    """The trainer's process. Calls block; see `_serve` for the orders.
+    """The trainer's process, to which `order` sends orders (see `_serve`).
 
-    dtype, device: name of the tensors' dtype and their device. shared: whether tensors are in
-    shared memory, for engines on the CPU.
+    dtype, device: name of the tensors' dtype, and their device.
+    shared: whether tensors are in shared memory, for engines on the CPU.
     """
 
     def __init__(self, folder: Path, dtype: str, device: str, *, shared: bool) -> None:
@@ -181,7 +181,7 @@ class TrainerProcess:
         self._answer()
 
     def order(self, name: str, argument: Any = None) -> Any:
-        """Send an order and return its answer. Raises RuntimeError if the order failed."""
+        """Send an order, wait for its answer and return it. Raises RuntimeError if it failed."""
         self._pipe.send((name, argument))
         return self._answer()
 
@@ -195,7 +195,7 @@ class TrainerProcess:
         return value
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the process; further calls do nothing."""
         if self._process.is_alive():
             self._pipe.send(("end", None))
             self._process.join(20)

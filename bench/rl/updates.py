@@ -1,11 +1,11 @@
-"""Updates of the weights while streams run: the pause that streams see, and the versions of the
-weights that produce their tokens.
+"""Updates of the weights while streams run: the streams' pause, and the weights' versions.
 
-An update has one of these sequences of a trainer's calls (`way`):
+The version of the weights that produced each token is checked. An update is one of these sequences
+of a trainer's calls (`way`):
 
-- `running`: the tensors are received and replaced without a pause.
-- `keep-last`: the tensors are received while steps run; the rest is within `pause("keep")`.
-- `keep`: the whole update is within `pause("keep")`, as vLLM's trainers do.
+- `running`: the tensors are received and replaced without a call of `pause`.
+- `keep-last`: the tensors are received while steps run; the replacement is within `pause("keep")`.
+- `keep`: the whole update is within `pause("keep")`, as in vLLM's trainers.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ SETTLE_SECONDS = 60.0  # maximum wait until every stream continues
 
 @dataclass
 class Streams:
-    """Endless requests, `count` at a time, with observations of their tokens.
+    """A load of `count` concurrent requests without end, with observations of their tokens.
 
-    tokens: maximum length of an answer; the minimum is half of that.
+    tokens: maximum length of an answer; the minimum is half of it.
     longest: the longest gap between two tokens of any stream since the last call of `window`.
     token_of_version: version of the weights -> the token that it produces.
     """
@@ -42,7 +42,7 @@ class Streams:
     token_of_version: dict[str, int] = field(default_factory=dict)
     longest: float = 0.0
     num_tokens: int = 0
-    wrong: int = 0  # tokens of another version than the one that was reported
+    wrong: int = 0  # tokens that another version than the reported one produced
     _last: dict[int, float] = field(default_factory=dict)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Streams:
                 self.num_tokens += at
 
     async def all_on(self) -> None:
-        """Wait until every stream has given a token since the call."""
+        """Wait until every stream has produced a token after this call."""
         since = time.perf_counter()
         while not all(self._last.get(number, 0) > since for number in range(self.count)):
             for task in self._tasks:
@@ -82,7 +82,10 @@ class Streams:
             await asyncio.sleep(0.005)
 
     async def window(self) -> float:
-        """Begin a new window once every stream has continued; return the last one's longest gap."""
+        """Wait until every stream has continued, and begin a new window.
+
+        Returns the longest gap of the window that ends.
+        """
         await self.all_on()
         ended, self.longest = self.longest, 0.0
         return ended
@@ -115,7 +118,7 @@ async def update(
             async with timed("pause_order_s"):
                 await engine.pause("keep")
         await engine.start_weight_update()
-        async with timed("take_s"):  # tensors to the staging folder
+        async with timed("take_s"):  # receive the tensors into the staging folder
             info = await asyncio.to_thread(trainer.order, "announce" if broadcast else "share")
             if broadcast:
                 sending = asyncio.create_task(asyncio.to_thread(trainer.order, "send"))
@@ -126,7 +129,7 @@ async def update(
         if way == "keep-last":
             async with timed("pause_order_s"):
                 await engine.pause("keep")
-        async with timed("finish_s"):  # the check, and the replacement
+        async with timed("finish_s"):  # check and replace the weights
             await engine.finish_weight_update(version=version)
         if way != "running":
             await engine.resume()
@@ -147,8 +150,7 @@ async def measure(
 ) -> list[Line]:
     """Return a line for each update: its way, its seconds, gaps and tokens.
 
-    broadcast: whether the trainer sends weights by NCCL (gloo on CPUs); if not, its memory is
-        shared.
+    broadcast: whether the trainer sends weights by NCCL (gloo on CPUs), instead of sharing memory.
     streams, tokens: number of concurrent requests, and the tokens of each.
     seconds: time after which no further update begins. most: maximum updates of each way.
     """
@@ -173,7 +175,7 @@ async def measure(
             else:
                 await engine.init_weight_transfer({})
             for number in range(1 + most * len(ways)):
-                # The first update is a warm-up: buffers are allocated, and streams begin after it.
+                # The first update is a warm-up, which allocates buffers; streams begin after it.
                 way = "running" if not number else ways[(number - 1) % len(ways)]
                 spent = time.perf_counter() - began
                 longest_update = max((line["update_s"] for line in lines), default=0.0)
