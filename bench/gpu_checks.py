@@ -381,15 +381,15 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
         keep([line])
         places = Devices(devices, args.at_once)
 
-        def run_one(part: CheckPart, taken: Mapping[str, int]) -> None:
+        def run_one(part: CheckPart, slots: Mapping[str, int]) -> None:
             todo: CheckPart | None = part
             try:
                 while todo:
-                    lines = run(todo, until, ",".join(taken))
+                    lines = run(todo, until, ",".join(slots))
                     keep(lines)
                     todo = not_begun(todo, lines)
             finally:
-                places.give_back(taken)
+                places.give_back(slots)
 
         with ThreadPoolExecutor(len(devices) * args.at_once) as pool:
             try:

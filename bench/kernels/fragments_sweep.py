@@ -200,12 +200,12 @@ def up_ways(case: Case) -> Ways:
     order = [sort(ids, case.new.count) for _, ids in step.routed]
     routed = list(zip(step.routed, order, strict=True))
 
-    def alone(found: Tensor) -> float:
-        return apart(found.view(case.tokens, step.layer.chosen, -1)[case.sample], case.inner)
+    def alone(result: Tensor) -> float:
+        return apart(result.view(case.tokens, step.layer.chosen, -1)[case.sample], case.inner)
 
-    def by_place(found: Tensor) -> float:
-        back = torch.empty_like(found)
-        back[order[0].order.long()] = found
+    def by_place(result: Tensor) -> float:
+        back = torch.empty_like(result)
+        back[order[0].order.long()] = result
         return alone(back)
 
     today = packed.tiles_for(step.routed[0][1].numel(), case.old.count).up
@@ -242,12 +242,12 @@ def down_ways(case: Case) -> Ways:
     inner = inner.flatten(0, 1)
     routed = [(inner[o.order.long()], e, o) for e, o in zip(step.routed, order, strict=True)]
 
-    def summed(found: Tensor) -> float:
-        mine = found.view(case.tokens, step.layer.chosen, -1)[case.sample]
+    def summed(result: Tensor) -> float:
+        mine = result.view(case.tokens, step.layer.chosen, -1)[case.sample]
         return apart(mine.double().sum(1), case.want)
 
-    def alone(found: Tensor) -> float:
-        return apart(found[case.sample], case.want)
+    def alone(result: Tensor) -> float:
+        return apart(result[case.sample], case.want)
 
     today = packed.tiles_for(step.routed[0][1].numel(), case.old.count).down
     ways: Ways = {
@@ -282,8 +282,8 @@ def whole_ways(case: Case) -> dict[str, Way]:
     """Return the ways to compute a whole layer with the best tiles of each GEMM."""
     step = case.step
 
-    def check(found: Tensor) -> float:
-        return apart(found[case.sample], case.want)
+    def check(result: Tensor) -> float:
+        return apart(result[case.sample], case.want)
 
     def way(function: Callable[..., Tensor], stack: object, *rest: Any) -> Way:
         calls = [partial(function, step.x, *choice, stack, None, *rest) for choice in step.routed]

@@ -44,7 +44,7 @@ def lines(rounds: int, model: str, name: str) -> Iterator[Line]:
             began = time.perf_counter()
             llm.sleep()
             asleep = time.perf_counter() - began
-            left = ask_device("memory.used")
+            used_mib = ask_device("memory.used")
             first, ids = _ask(llm)
             stats = llm.stats()
             yield {
@@ -56,7 +56,7 @@ def lines(rounds: int, model: str, name: str) -> Iterator[Line]:
                 "awake_first_token_s": round(statistics.median(seconds for seconds, _ in awake), 4),
                 "start_s": round(ready, 1),
                 "awake_mib": int(used or 0),
-                "asleep_mib": int(left or 0),
+                "asleep_mib": int(used_mib or 0),
                 "same_tokens": ids == text,
             }
 

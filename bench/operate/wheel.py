@@ -66,8 +66,8 @@ def install(wheel: Path, folder: Path) -> Path:
 
 def environment(**values: str) -> dict[str, str]:
     """Return this process's environment without the variables that lead to the checkout."""
-    left = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return {**left, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **values}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**inherited, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **values}
 
 
 def _run(*command: str, **options: object) -> None:

@@ -187,8 +187,8 @@ class MantaRouting:
             if gap >= least or idle:
                 stats = stats or replica.stats()
                 state = fleet.replicas[str(replica.index)]
-                taken, replica.taken[router] = replica.taken[router], []
-                state.observe(stats, taken, now)
+                requests, replica.taken[router] = replica.taken[router], []
+                state.observe(stats, requests, now)
                 self.told[router][replica.index] = now
                 news = self.news[router][replica.index]
                 if news:

@@ -115,10 +115,10 @@ def run(
                 heappush(events, (at, next(order), prefills, later, 0))
         begin(replica)
     gaps.sort()
-    left, gap = 0.01 * sum(weight for _, weight in gaps), 0.0
+    excess, gap = 0.01 * sum(weight for _, weight in gaps), 0.0
     for gap, weight in reversed(gaps):  # noqa: B007
-        left -= weight
-        if left <= 0:
+        excess -= weight
+        if excess <= 0:
             break
     tokens = sum(prompt + output for _, prompt, output in work)
     return RolesOutcome(gap, sum(firsts) / len(firsts), tokens / now)

@@ -233,12 +233,12 @@ def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
             ready[name] += sum(when <= now for when in times)
             starting[name] = [when for when in times if when > now]
         capacity = sum(ready[name] * speed[name] for name in pools)
-        left = min(capacity, backlog)
-        busy = left / capacity if capacity else 0.0
-        backlog -= left
-        while queue and left > 1e-12:
+        work = min(capacity, backlog)
+        busy = work / capacity if capacity else 0.0
+        backlog -= work
+        while queue and work > 1e-12:
             head = queue[0]
-            part = min(head[1], left)
+            part = min(head[1], work)
             share = head[2] * part / head[1]
             # Within a second, work waits for earlier work of the same second.
             wait = max(0.0, now - head[0]) + FIRST
@@ -249,7 +249,7 @@ def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
             run.worst = max(run.worst, wait)
             head[1] -= part
             head[2] -= share
-            left -= part
+            work -= part
             if head[1] <= 1e-9:
                 queue.popleft()
         waiting = sum(requests for _, _, requests in queue)

@@ -73,11 +73,11 @@ class Harness:
         Returns (pieces that were not started, pieces that failed).
         """
         end = time.monotonic() + seconds
-        left, failed = [], []
+        unstarted, failed = [], []
         for piece in self.missing(pieces):
             began, name = time.monotonic(), " ".join(map(str, piece))
             if began + expected(piece) > end:
-                left.append(piece)
+                unstarted.append(piece)
                 continue
             named = {
                 field: value
@@ -96,13 +96,13 @@ class Harness:
             finally:
                 getattr(lines, "close", lambda: None)()  # closing the generator ends the server
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-        for piece in left:
+        for piece in unstarted:
             name = " ".join(map(str, piece))
             print(
                 f"not begun, for want of time (~{expected(piece):.0f} s): {name}; "
                 "run it again with --resume"
             )
-        return left, failed
+        return unstarted, failed
 
     def run_sides(
         self, sides: Iterable[str], run_piece: Callable[[Piece], Iterable[Line]]

@@ -436,13 +436,13 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
 def compare(args: argparse.Namespace) -> int:
     """Run the missing sides, and write the table once all have run; return the exit code."""
     harness = Harness(args.out, "versus-http", ("label",), finished, args.resume)
-    left, _ = harness.run(
+    unstarted, _ = harness.run(
         [(side,) for side in ("offline", "manta", *args.peers)],
         lambda piece: run_side(args, piece[0]),
         lambda piece: EXPECTED[piece[0]],
         args.seconds,
     )
-    if left:
+    if unstarted:
         return 3
 
     raw = harness.raw

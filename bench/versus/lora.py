@@ -378,7 +378,7 @@ def compare(args: argparse.Namespace) -> int:
             yield from lines_of(command, None, VLLM_ENVIRONMENT | os.environ, seconds)
 
         seconds = math.inf if args.cpu else args.seconds
-        left, failed = harness.run(pieces, run_piece, expected, seconds, go_on=True)
+        unstarted, failed = harness.run(pieces, run_piece, expected, seconds, go_on=True)
     lines = harness.lines
     configs = {line["side"]: line["config"] for line in lines if "config" in line}
     ours = {side: configs[side] for side in ("manta", "loads") if side in configs}
@@ -387,7 +387,7 @@ def compare(args: argparse.Namespace) -> int:
     harness.raw.finish({"ours": ours, "peers": peers, "versions": versions("vllm")}, rows)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
-    return 1 if failed else 3 if left else 0
+    return 1 if failed else 3 if unstarted else 0
 
 
 def main() -> None:

@@ -114,7 +114,7 @@ def run(
     hops: list[tuple[float, int, Job]] = []
     held: list[Job] = []
     next_tick = 0.0 if tick else float("inf")
-    left = sum(job.arrival >= warm_up for job in work)
+    pending = sum(job.arrival >= warm_up for job in work)
     loads_before = 0
     warm = False
     now = 0.0
@@ -136,7 +136,7 @@ def run(
         number += 1
         heappush(hops, (now + _HOP, number, job))
 
-    while left:
+    while pending:
         times = (
             coming.arrival if coming is not None else float("inf"),
             hops[0][0] if hops else float("inf"),
@@ -180,7 +180,7 @@ def run(
                 began = [job for job, length in replica.chunk if length == job.left]
                 ended = replica.finish(now)
                 for job in began:
-                    left -= job.arrival >= warm_up
+                    pending -= job.arrival >= warm_up
                     policy.first(job, now)
                 for job in ended:
                     policy.end(job, now)

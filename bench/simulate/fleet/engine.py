@@ -59,9 +59,9 @@ class SimEngine(VirtualEngine):
         here = stats.running + stats.waiting + len(self._inbox)
         beyond = here - self._speed.max_num_seqs
         self.most_waiting = max(self.most_waiting, beyond)
-        taken = replica.taken[0]
+        requests = replica.taken[0]
         replica.taken[0] = []
-        self._on_frame(StepFrame(stats, deltas, taken=taken))
+        self._on_frame(StepFrame(stats, deltas, taken=requests))
         self._begin()
 
     def _delta(self, job: Job, tokens: int, ends: bool) -> Delta:

@@ -91,11 +91,11 @@ def cpu_seconds() -> float:
                 continue
             below.setdefault(int(fields[1]), []).append(int(entry.name))
             used[int(entry.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    total, left = 0.0, [os.getpid()]
-    while left:
-        pid = left.pop()
+    total, pids = 0.0, [os.getpid()]
+    while pids:
+        pid = pids.pop()
         total += used.get(pid, 0.0)
-        left += below.get(pid, [])
+        pids += below.get(pid, [])
     return total
 
 

@@ -78,13 +78,13 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
             )
             own_x = w.load_some(w.at(x, first), rows)
             step = w.softplus(w.load_some(w.at(dt, first), rows))
-            read, left = w.binary("fmul", own_x, skipped), []
+            read, new_state = w.binary("fmul", own_x, skipped), []
             for number, value in enumerate(update(step, w.binary("fmul", own_x, step), b)):
                 read = w.fma(value, w.spread(w.load(w.at(c, number), "float")), read)
-                left.append(value)
+                new_state.append(value)
             read = w.binary("fmul", read, w.silu(w.load_some(w.at(gate, first), rows)))
             w.store_some(read, w.at(out, w.add(w.mul(row, channels), first)), rows)
-            return left
+            return new_state
 
         def updated(value: Value, rate: Value, step: Value, stepped: Value, b: Value) -> Value:
             decay = w.exp(w.binary("fmul", rate, step), small=True)  # rates are negative
