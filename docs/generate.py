@@ -1,7 +1,9 @@
-"""Writes docs/configuration.md from the configuration models, docs/models.md from the records of
-architectures and kernels/README.md from the tables of kernels: `python docs/generate.py`. With
-`--modules [FOLDER]` it prints each module with its first sentence, with `--fields` the fields of
-all request bodies."""
+"""Generates pages from the code: `python docs/generate.py`.
+
+It writes docs/configuration.md from the configuration models, docs/models.md from the records of
+architectures and kernels/README.md from the tables of kernels. `--modules [FOLDER]` prints each
+module with its first sentence instead, `--fields` the fields of all request bodies.
+"""
 
 import ast
 import inspect
@@ -77,7 +79,7 @@ the folder of converted models, by default `~/.cache/manta`.
 
 
 def render() -> str:
-    """The page's text."""
+    """Return the text of docs/configuration.md."""
     parts = [HEAD, "## Top level\n", _table(MantaConfig)]
     for name, field in MantaConfig.model_fields.items():
         section = field.annotation
@@ -109,7 +111,8 @@ def render() -> str:
 
 
 def _section(name: str, section: type[BaseModel]) -> list[str]:
-    """Return the table of a section, and those of the sections in it."""
+    """Return the lines of a configuration section: its heading and table, then those of its
+    subsections."""
     parts = [f"## `{name}`\n", f"{inspect.getdoc(section)}\n", _table(section, name)]
     for inner, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -118,7 +121,7 @@ def _section(name: str, section: type[BaseModel]) -> list[str]:
 
 
 def _table(section: type[BaseModel], within: str = "") -> str:
-    """Return the table of a section's keys. within: the section's name, as anchors begin."""
+    """Return the table of a section's keys. within: the section's name, which begins anchors."""
     rows = [
         (name, _kind(field), _default(field), field.description)
         for name, field in section.model_fields.items()
@@ -155,8 +158,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _engine_table() -> str:
-    """Render a table from the fields and the docstring, where each is `name: text` up to the next
-    one."""
+    """Return the table of EngineConfig's fields, whose texts are in its docstring as `name:
+    text`."""
     text = inspect.getdoc(EngineConfig) or ""
     parts = re.split(r"^(\w+): ", text, flags=re.MULTILINE)
     wording = {
@@ -174,7 +177,7 @@ def _engine_table() -> str:
 
 
 def _formats_table() -> str:
-    """Return the table of formats, in which those that differ by their groups share a row."""
+    """Return the table of quantisation formats; formats that differ only in groups share a row."""
     names: dict[str, list[str]] = {}
     for quant in QUANT_FORMATS.values():
         devices = " and ".join(DEVICES[device] for device in quant.devices)
@@ -237,7 +240,7 @@ def _in_brackets(names: list[str]) -> str:
 
 
 def render_models() -> str:
-    """The page's text."""
+    """Return the text of docs/models.md."""
     names: dict[str, list[str]] = {}
     for gguf in GGUFS:
         mine = names.setdefault(gguf.record, [])
@@ -272,8 +275,8 @@ end, `manta plan` and `manta doctor` read the same tuples (`kernels/candidates.p
 `python docs/generate.py` writes this page from them.
 
 "GPU" has the compute capabilities, out of those of a T4, A100, L40, H100 and B200, on which a
-kernel serves what the row names. "Tokens" is how many it takes, of a step or of one request in it.
-"Fuses" is what else of the call it computes.
+kernel serves the formats of its row. "Tokens" is the number of tokens, of a step or of a request in
+it, for which the kernel runs. "Fuses" names arguments of the call that the kernel also applies.
 """
 OPERATIONS_HEAD = """## Operations
 
@@ -322,7 +325,7 @@ KERNEL_TABLES: tuple[tuple[str, str, Mapping[str, Any], tuple[Candidate[Any], ..
 
 
 def render_kernels() -> str:
-    """Return the page's text: a table for each tuple of candidates."""
+    """Return the text of kernels/README.md: a table for each tuple of candidates."""
     parts = [KERNELS_HEAD]
     for title, tokens, forms, candidates in KERNEL_TABLES:
         head = ["kernel", "multiplies", "serves", "GPU", tokens, "fuses"]
@@ -336,7 +339,7 @@ def render_kernels() -> str:
 
 
 def _operations() -> Iterator[str]:
-    """Yield a row for each operation: its name, its arguments, its docstring's first sentence."""
+    """Yield a table row for each operation: name, arguments and its docstring's first sentence."""
     for name, method in vars(ReferenceKernels).items():
         if inspect.isfunction(method) and not name.startswith("_"):
             arguments = ", ".join(list(inspect.signature(method).parameters)[1:])
@@ -347,7 +350,8 @@ def _operations() -> Iterator[str]:
 
 
 def _kernel_row(kernel: Candidate[Any], forms: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a candidate's row."""
+    """Return the cells of a candidate kernel's row. forms: the forms of weights or attention that
+    the table's kernels may serve, by name."""
     served = {
         name: tuple(capability for capability in CAPABILITIES if kernel.takes(form, capability))
         for name, form in forms.items()
@@ -394,14 +398,15 @@ FIELDS_HEAD = """# Fields of requests
 
 docs/http.md says what the fields mean. /openapi.json has the complete schemas, and /docs shows them
 as a page. "Ignored, and named": the field is listed in the header `x-ignored-fields`, unless
-`http.strict` refuses it. So is every field that stands nowhere here. Null counts as left out. A
-route lists what it adds to the common fields, and which of these it does not know.
+`http.strict` refuses it. So is every unknown field. Null counts as left out. A route lists the
+fields that it adds to the common fields, and the common fields that it does not know.
 """
 COMMON = "## Common fields\n"
 
 
 def render_fields() -> str:
-    """Return the page's text: the fields that most routes share, then those of each route."""
+    """Return the text of `--fields`: the fields that most routes share, then those of each
+    route."""
     paths: dict[int, list[str]] = {}
     bodies: dict[int, Body] = {}
     for route in ROUTES:
@@ -428,7 +433,11 @@ def render_fields() -> str:
 
 
 def _fields_table(origins: dict[tuple[str, str, str], str]) -> str:
-    """Return a table of (name, fate, values) rows; those of an earlier route are named only."""
+    """Return a table of the fields in `origins`.
+
+    origins: (name, fate, values) of a field -> the earlier route that has the same, or "". A fate
+        is whether the field is taken, ignored or refused.
+    """
     cells: dict[str, list[str]] = {}
     for (name, fate, values), origin in origins.items():
         text = f"as in {origin}" if origin and fate == TAKEN else values.replace("|", "\\|")
