@@ -1,5 +1,5 @@
-"""RandomSteps: random batches as the scheduler makes them, each with its Layout, the inputs that a
-step must make of it."""
+"""RandomSteps, which makes random batches like the scheduler's, and Layout, the expected inputs of
+the step that runs such a batch."""
 
 import random
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ MAX_LEN, BLOCK_SIZE = 50, 4
 def new_row(
     row: int, token_ids: Sequence[int], params: SamplingParams | None = None, seed: int = 0
 ) -> NewRow:
-    """Return a row for a request whose tokens are all prompt."""
+    """Return the NewRow of a request whose tokens are all prompt tokens."""
     params = params or SamplingParams(temperature=0.0)
     return NewRow(row, token_ids, len(token_ids), params, seed, 0, ())
 
 
 def tower_config(image_token_id: int, out_size: int, **fields: Any) -> VisionConfig:
-    """Return a tower's configuration with the fields that a step reads, of no real family."""
+    """Return a vision encoder's configuration that has only the fields that a step reads."""
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "patch_size")
     return VisionConfig(
         family="",
@@ -44,19 +44,19 @@ class Layout:
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    slots: list[list[int]] = field(default_factory=list)  # of each group of layers
+    slots: list[list[int]] = field(default_factory=list)  # for each KV group
     query_start: list[int] = field(default_factory=lambda: [0])
     kv_len: list[int] = field(default_factory=list)
-    # of each group of layers: each entry's own blocks
+    # for each KV group: each entry's blocks
     tables: list[list[list[int]]] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)  # of the sampling entries: index of its token
+    last: list[int] = field(default_factory=list)  # index of each sampling entry's last token
     sample_rows: list[int] = field(default_factory=list)
     sample_positions: list[int] = field(default_factory=list)
 
 
 class RandomSteps:
-    """A maker of random steps: requests come, compute chunks, decode and leave, in random rows and
-    blocks."""
+    """A generator of random steps, in which requests with random rows and blocks arrive, compute
+    chunks, decode and end."""
 
     def __init__(self, num_rows: int, seed: int, groups: int = 1) -> None:
         self._groups = groups

@@ -1,10 +1,9 @@
-"""Compile all modules, with the asserts of tests rewritten, before processes of pytest do so.
+"""Compiles all modules, with pytest's rewriting of asserts, before a stage's processes start.
 
     python -m tests.compiled
 
-The processes that share a stage's tests import all modules in the same order. In a fresh checkout
-each of them would compile and rewrite every one, at the same time.
-"""
+The processes of a stage import all modules in the same order. In a fresh checkout each process
+would compile and rewrite every module, all at the same time."""
 
 import compileall
 import os
@@ -21,12 +20,12 @@ REWRITTEN = re.compile(r"(^|/)(test_[^/]*|conftest)\.py$")
 
 
 def rewrite_asserts(file: Path) -> None:
-    """Write a file's bytecode with rewritten asserts to where pytest looks for it, unless it is
-    there."""
+    """Write a file's bytecode with rewritten asserts to the path where pytest looks for it, unless
+    it is there."""
     compiled = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
     if rewrite._read_pyc(file, compiled) is not None:
         return
-    no_configuration: Any = None  # without one no plugin is told of asserts that pass
+    no_configuration: Any = None  # only used to call plugins for passing asserts
     source_hash, code = rewrite._rewrite_test(file, no_configuration)
     compiled.parent.mkdir(exist_ok=True)
     unfinished = compiled.with_name(f"{compiled.name}.{os.getpid()}")

@@ -1,5 +1,5 @@
-"""What all tests share: the default model, GPU tests skipped where there is none, and guards
-against known traps.
+"""Fixtures and hooks of all tests: the default model, shared Ray clusters, skips of GPU tests on
+machines without a GPU, and settings of garbage collection and cores.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tests.deployments.replica.collector import Collector
     from tests.faults.ray_nodes import NodesCluster
 
-# Tests start Ray's processes from a process in which gRPC's threads of earlier tests live. Its fork
-# handlers are for children that go on with gRPC; these only exec, and one that hung before that was
-# a Ray that never started.
+# Tests start Ray's processes by fork and exec from a process with gRPC threads of earlier tests.
+# gRPC's fork handlers serve children that continue to use gRPC; here they once hung, so that Ray
+# never started.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
@@ -34,7 +34,7 @@ def default_model() -> Path:
     return resolve_model(spec, progress=lambda what, done, total: None)
 
 
-# Fixtures of the session that end with the last test that uses them, the later ones first.
+# Session fixtures that end after the last test that uses them, in reverse order.
 _SHARED = {
     name: contextlib.ExitStack()
     for name in ("shared_cluster", "shared_fleet", "shared_pair", "shared_nodes")
@@ -43,33 +43,33 @@ _SHARED = {
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator["Cluster"]:
-    """Yield a Ray with Serve behind Serve's own proxy, set up as `manta serve` does.
+    """Yield a Ray cluster with Serve behind Serve's own proxy, set up as `manta serve` does.
 
-    It is for tests that deploy applications of their own and delete them. A start takes as long as
-    many tests.
+    The fixture is for tests that deploy their own applications and delete them. It is shared
+    because starting it takes as long as many tests.
     """
     from deployments.app import cluster_environment
     from deployments.config.load import parse_config
     from tests.deployments.on_ray.serve_cluster import ray_and_serve
 
     config = parse_config({"model": "default", "http": {"proxy": "serve"}}, {})
-    # The cluster's processes get these variables, its drivers do not.
+    # The cluster's processes get these environment variables, its drivers do not.
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cluster_environment(config, "").items():
             patch.setenv(name, value)
         cluster = _SHARED["shared_cluster"].enter_context(ray_and_serve(6))
     yield cluster
-    _SHARED["shared_cluster"].close()  # after Ctrl-C; else it has been
+    _SHARED["shared_cluster"].close()  # after Ctrl-C; otherwise the teardown hook has closed it
 
 
 @pytest.fixture(scope="session")
 def shared_fleet(
     shared_cluster: "Cluster", tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator["Cluster"]:
-    """Yield the shared cluster with the application `manta` at /: a router and two engines that
-    count.
+    """Yield the shared cluster with the application `manta` at /: a router and two fake engines,
+    whose tokens count up.
 
-    It is for tests that only send requests, and leave routers and engines as they are.
+    The fixture is for tests that only send requests and do not change routers or engines.
     """
     from tests.deployments.on_ray.serve_cluster import fleet
 
@@ -82,10 +82,10 @@ def shared_fleet(
 def shared_pair(
     shared_cluster: "Cluster", tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator["Collector"]:
-    """Yield the collector of traces of an application on the shared cluster.
+    """Yield the collector of traces of the application `pair` on the shared cluster.
 
-    The application is `pair` at /: two routers and two engines that count. It is for tests that
-    look at single routers.
+    `pair` has two routers and two fake engines, and serves /. The fixture is for tests of single
+    routers.
     """
     from tests.deployments.on_ray.serve_cluster import traced_pair
 
@@ -96,7 +96,7 @@ def shared_pair(
 
 @pytest.fixture(scope="session")
 def shared_nodes() -> Iterator["NodesCluster"]:
-    """Yield a Ray with Serve to which tests add nodes that they lose or remove."""
+    """Yield a Ray cluster with Serve, to which tests add nodes and from which they remove them."""
     from tests.faults.ray_nodes import ray_nodes
 
     yield _SHARED["shared_nodes"].enter_context(ray_nodes())
@@ -108,7 +108,7 @@ def _shares(item: pytest.Item) -> tuple[bool, ...]:
     return tuple(name in names for name in _SHARED)
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # inside of what captures output
+@pytest.hookimpl(wrapper=True, trylast=True)  # inside the hooks that capture output
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """End the shared fixtures with the last test that uses them.
 
@@ -122,15 +122,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             if not is_needed:
                 stack.close()
         if nextitem is not None and nextitem.path != item.path and not gc.get_freeze_count():
-            _freeze()  # a load or a file's fixture has thawed it
+            _freeze()  # a test or a fixture has called gc.unfreeze
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_shares, reverse=True)  # one after the other; else in their order
+    items.sort(key=_shares, reverse=True)  # tests of a shared fixture are adjacent; stable
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    import torch  # two seconds that a run without GPU tests does not pay
+    import torch  # takes two seconds, so only for runs with GPU tests
 
     devices = torch.cuda.device_count()
     for item in marked:
@@ -146,27 +146,27 @@ def pytest_collection_finish() -> None:
 
 
 def _freeze() -> None:
-    """Exempt all objects that exist after collection from garbage collection.
+    """Exempt all existing objects from garbage collection, after collecting garbage once.
 
-    They live as long as the process. Each engine that a test builds collects garbage, and scanning
-    them took most of the time of a small test.
+    These objects live as long as the process. Each engine that a test builds collects garbage, and
+    scanning them took most of the time of a small test.
     """
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.enable()  # collecting may have failed
-    gc.unfreeze()  # else bindings complain at the exit of what nobody has freed
+    gc.enable()  # test collection may have failed before enabling it
+    gc.unfreeze()  # otherwise native bindings report leaks at exit
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # while tests are collected: all that is imported then is kept
+    gc.disable()  # during test collection, whose imports stay in memory anyway
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         _take_one_core(int(worker.removeprefix("gw")))
     try:
         from triton import knobs
-    except ImportError:  # not a Linux machine: no kernel to guard
+    except ImportError:  # not Linux, so no Triton kernels are tested
         return
     if knobs.runtime.interpret:
         from tests import interpreter
@@ -176,10 +176,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _take_one_core(worker: int) -> None:
-    """Restrict this worker to one core.
+    """Restrict this process to one core, chosen by the worker's number.
 
-    Engines use a thread for each core they may use. Two tests side by side would wait for threads
-    that the other one keeps from running, and take ten times longer.
+    Engines use a thread for each core they may use. Two tests in parallel would each wait for
+    threads that the other test keeps from running, and take ten times longer.
     """
     if hasattr(os, "sched_setaffinity"):  # Linux
         cores = sorted(os.sched_getaffinity(0))

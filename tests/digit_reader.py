@@ -1,9 +1,8 @@
-"""A model that sees: Qwen3-VL's architecture, trained on the digits that scikit-learn ships.
+"""A small vision model of Qwen3-VL's architecture, trained on the digits that scikit-learn ships.
 
-It writes the digits of one picture or two as words. Random weights cannot show that the right
-picture stands at the right place; the share of right answers can. Trained once in half a minute of
-one core, and kept in .cache/models.
-"""
+The model names the digits of one or two images as words. Its share of right answers shows that each
+image's embeddings are at their place, which random weights cannot show. It is trained once, in half
+a minute on one core, and kept in .cache/models."""
 
 import hashlib
 import json
@@ -23,7 +22,7 @@ from tests.published_tokenizers import CACHE, fetched
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 QUESTION = "what is it?"
 SIDE, PATCH = 64, 16
-TRAINED = 1400  # pictures; the others are held out
+TRAINED = 1400  # number of images to train on; the others are held out
 _STEPS, _BATCH, _RATE, _SHIFT = 500, 48, 2e-3, 3
 _SPECIAL = [
     "<pad>",
@@ -57,7 +56,7 @@ def digit_reader() -> Path:
 
 
 def digits() -> tuple[list[Image.Image], list[str]]:
-    """Return pictures of SIDE x SIDE pixels in random order, and the words of their digits."""
+    """Return images of SIDE x SIDE pixels in random order, and the words for their digits."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -71,8 +70,11 @@ def digits() -> tuple[list[Image.Image], list[str]]:
 
 
 def _patches(pixels: torch.Tensor) -> torch.Tensor:
-    """Return the patches [n * 16, 1536] of pixels [n, SIDE, SIDE, 3] between -1 and 1, as
-    transformers' processor has them: blocks of 2 x 2, of channel, frame (twice), pixels."""
+    """Return the patches [n * 16, 1536] of pixels [n, SIDE, SIDE, 3] between -1 and 1.
+
+    They are in the layout of transformers' processor: patches by blocks of 2 x 2, and a patch's
+    elements by channel, frame (two equal ones) and pixel.
+    """
     blocks = pixels.permute(0, 3, 1, 2).reshape(-1, 3, 2, 2, PATCH, 2, 2, PATCH)
     blocks = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7)[..., None, :, :]
     return blocks.expand(*blocks.shape[:6], 2, PATCH, PATCH).reshape(len(pixels) * 16, -1)
@@ -117,7 +119,8 @@ def _prompt(pictures: int) -> str:
 
 
 def _train(model: Any, tokenizer: Any) -> None:
-    """Train on one picture and on two in turns, each shifted by a few pixels."""
+    """Train the model on prompts with one and with two images in turns, each randomly shifted by a
+    few pixels."""
     pictures, words = digits()
     pixels = torch.tensor(np.stack([np.asarray(picture) for picture in pictures])) / 127.5 - 1
     optimizer = torch.optim.AdamW(model.parameters(), _RATE, weight_decay=0.01)
@@ -155,8 +158,8 @@ def _train(model: Any, tokenizer: Any) -> None:
 
 
 def main(folder: Path) -> None:
-    """Train the model and write its folder, as the hub has such folders."""
-    torch.set_num_threads(1)  # its products are too small for two
+    """Train the model and write its checkpoint folder in Hugging Face's layout."""
+    torch.set_num_threads(1)  # the matmuls are too small for two threads
     torch.manual_seed(0)
     model, tokenizer = _model(), _tokenizer()
     _train(model, tokenizer)

@@ -1,5 +1,5 @@
-"""Drafters that are told the answer, and a controller that follows a list: for tests of
-verification. A request's `prediction` is the answer."""
+"""Fakes for tests of draft verification: drafters that know the answer, which is the request's
+`prediction`, and a controller of draft lengths that follows a list."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
@@ -22,9 +22,9 @@ KINDS = ("right", "wrong", "mixed")
 class ToldDrafts:
     """The drafts of one request, made from its known answer.
 
-    kind: whether drafts are right, wrong at once, or right for a number of tokens that depends on
-        the position, then wrong.
-    trusted: whether drafts that repeat the answer may be trusted as its text.
+    kind: "right", "wrong" from the first token, or "mixed": right for a number of tokens that
+        depends on the position, then wrong.
+    trusted: whether to assert that the text so far is the beginning of the answer.
     """
 
     trusted = True
@@ -78,7 +78,7 @@ class ToldDrafter:
 
 
 class ListedLengths(DraftLengths):
-    """A controller that takes the lengths of drafts from a list, which it repeats."""
+    """A controller of draft lengths that takes them from a list, over and over."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class ListedLengths(DraftLengths):
 
 
 def computed(lengths: Sequence[int] = (3,)) -> Speculation:
-    """Return the speculation of drafts that the device computes, with lengths from a list."""
+    """Return a Speculation whose drafts the device computes, with draft lengths from a list."""
     return Speculation(ComputedDrafter(), ListedLengths(lengths))
 
 
@@ -118,11 +118,10 @@ def told(kind: str, lengths: Sequence[int] = (3,)) -> Speculation:
 
 
 def use_chains(core: EngineCore) -> list[int]:
-    """Let a core compute drafts as chains of graphs; return a list that gets each number of
-    proposals.
+    """Let a core's drafter compute drafts by chains of CUDA graphs; return a list to which each
+    chain's number of proposals is appended.
 
-    A graph is simulated by the function that it was captured from.
-    """
+    A graph is simulated by the function that it was captured from."""
     runner = core._runner
     assert isinstance(runner, ModelRunner)
     drafting = runner.drafting
@@ -143,11 +142,12 @@ def use_chains(core: EngineCore) -> list[int]:
     return counts
 
 
-Watched = list[tuple[list[int], list[int]]]  # texts with the drafts that came after each
+Watched = list[tuple[list[int], list[int]]]  # (text, drafts that continue it)
 
 
 def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """Return the list that the drafts of all requests are added to, with the texts before them."""
+    """Return a list to which the drafts of all requests are appended, with the texts they
+    continue."""
     seen: Watched = []
     receive = Speculation.receive
 
@@ -168,10 +168,11 @@ def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Watched:
 def count_equal(
     seen: Watched, drafts_after: Callable[[list[int], int], list[tuple[int, float]]]
 ) -> int:
-    """Assert that drafts are the reference's, up to a near-tie in each; return how many were.
+    """Assert that each draft equals the reference's up to a near-tie; return the number of equal
+    tokens.
 
-    drafts_after: (text, count) -> the reference's drafts, and by how much each logit leads.
-    """
+    drafts_after: (text, count) -> the reference's drafts, each with the lead of its logit over the
+        second largest."""
     compared = 0
     for text, drafts in seen:
         for draft, (right, lead) in zip(drafts, drafts_after(text, len(drafts)), strict=True):

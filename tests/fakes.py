@@ -1,5 +1,8 @@
-"""FakeRunner: a device without a model. Its next token is a hash of the tokens it reads through the
-block table, so a wrong block, a stale row or a lost token changes the text."""
+"""Fakes for tests of the scheduler: FakeRunner, a model runner without a model, and others.
+
+FakeRunner's next token is a hash of the tokens it reads through the block table, so a wrong block,
+a stale row or a lost token changes the text.
+"""
 
 import math
 import time
@@ -36,19 +39,21 @@ from engine.speculation.computed import ON_DEVICE
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 EOS = 1
-VOCAB = 50  # small, so that about one text in fifty tokens ends by itself
+VOCAB = 50  # small, so that about one in fifty sampled tokens ends a text
 
 
 def key_of(before: int, token: int) -> int:
-    """Return a token's key, which depends on all tokens before it, as in a model. It is never
-    negative."""
+    """Return the fake KV entry of a token: a hash >= 0 of the token and all tokens before it.
+
+    before: the key of the token before it.
+    """
     return (before * 6364136223846793005 + token + 1442695040888963407) % 2**62
 
 
 def next_token(keys: Sequence[int], new: NewRow, count: int, vocab: int = VOCAB) -> int:
     """Return the token that the fake model samples after `count` tokens.
 
-    keys: the keys of the tokens that the model sees. new: the row, with its seed and choice.
+    keys: the keys of the tokens that the model attends to. new: the row, with its seed and choice.
     """
     data = np.asarray(keys, dtype=np.int64).tobytes()
     salt = f"{new.seed} {new.choice}".encode()
@@ -60,7 +65,7 @@ def next_token(keys: Sequence[int], new: NewRow, count: int, vocab: int = VOCAB)
 
 
 def seen(keys: Sequence[int], config: CoreConfig) -> list[int]:
-    """Return the keys that the groups of layers read to sample the next token.
+    """Return the keys that all KV groups read to sample the next token, concatenated.
 
     keys: the keys of all tokens.
     """
@@ -75,7 +80,7 @@ def first_read(kind: KVKind, position: int) -> int:
     return kind.behind(position, 1)
 
 
-# Adapters with virtual tokens: neither fills blocks of 4.
+# Adapters with virtual tokens: name -> (kind, number of tokens), no multiple of a block of 4.
 VIRTUAL = {"words": ("prompt_tuning", 5), "keys": ("prefix_tuning", 7)}
 
 
@@ -107,20 +112,20 @@ def expected(request: EngineRequest, config: CoreConfig) -> tuple[list[int], str
     return tokens[virtual + len(request.token_ids) :], "length"
 
 
-IMAGE_TOKEN = 0  # which the prompts of texts do not have
+IMAGE_TOKEN = 0  # prompts without images do not contain it
 ROW_END = 4
 
 
 def embedding(picture: int, index: int) -> int:
-    """Return the number for an image's embedding in the keys.
+    """Return the number that stands for an image's embedding in `key_of`.
 
-    picture: the CRC of its pixels.
+    picture: the CRC of the image's pixels. index: of the embedding in the image.
     """
     return VOCAB + 100 + 1000 * picture + index
 
 
 def received(images: Sequence[Image], row_size: int = 1) -> list[Image]:
-    """Return images with embeddings that an encoder pool has computed."""
+    """Return copies of images with fake embeddings, as if an encoder pool had computed them."""
     return [
         msgspec.structs.replace(image, rows=image.pixels[:1] * 4 * row_size * image.size)
         for image in images
@@ -128,7 +133,7 @@ def received(images: Sequence[Image], row_size: int = 1) -> list[Image]:
 
 
 def drawn(image: Image) -> bytes:
-    """Return the pixels of an image that a step takes, which embeddings begin with here."""
+    """Return the pixels of an image; those of `received` are recovered from its embeddings."""
     return image.pixels or image.rows[:1] * 6
 
 
@@ -144,10 +149,10 @@ def image_places(token_ids: Sequence[int], images: Sequence[Image]) -> dict[int,
 
 
 def make_prompt(*parts: int | list[int]) -> dict[str, Any]:
-    """Return the prompt and the images of a request, as fields of `make_request`.
+    """Return the prompt and the images of a request, as keyword arguments of `make_request`.
 
-    parts: lists of tokens, and pictures as numbers. Picture p has 1 + p % 8 embeddings, in rows of
-        3 if p is odd.
+    parts: lists of tokens, and images as numbers. Image p has 1 + p % 8 embeddings, in rows of 3
+        if p is odd.
     """
     tokens: list[int] = []
     images = []
@@ -170,7 +175,7 @@ def make_prompt(*parts: int | list[int]) -> dict[str, Any]:
 
 
 class Proposal(NamedTuple):
-    """A column of `Batch.proposals`, as a named tuple."""
+    """A request for drafts by the device: a column of `Batch.proposals`, as a named tuple."""
 
     row: int
     position: int
@@ -182,14 +187,15 @@ class Proposal(NamedTuple):
 
 
 def proposals_of(batch: Batch) -> list[Proposal]:
-    """Return a batch's proposals by row."""
+    """Return a batch's proposals, in order."""
     table = batch.proposals
     return [] if table is None else [Proposal(*column) for column in table.T.tolist()]
 
 
 @dataclass
 class _Step:
-    """A launched batch, copied: nothing the scheduler does later may reach it."""
+    """A launched step, with a copy of its batch, which later changes of the scheduler do not
+    affect."""
 
     runner: "FakeRunner"
     step: int
@@ -206,7 +212,7 @@ class _Step:
     images: list[Image]
     dropped_images: list[bytes]
     ahead_images: list[Image]
-    masks: Any = None  # as of engine.scheduling.core.PendingResult.sample
+    masks: Any = None  # see engine.scheduling.core.PendingResult.sample
     concluded: bool = False
     done: bool = False
 
@@ -229,11 +235,11 @@ class _Step:
 
 
 class FakeRunner:
-    """A model runner without a model, which runs each step as late as a device may: when awaited.
+    """A model runner without a model, which runs each step when its result is awaited.
 
-    KV slots hold what was written there (`key_of`). Rows keep their own tokens, as the device does.
-    `launch` asserts what a device could not notice of a batch: the order of entries, the budget,
-    and rows and blocks that a step in flight still uses.
+    That is as late as a device may run it. KV slots hold keys of `key_of`. Rows keep their own
+    tokens, as the device does. `launch` asserts conditions that a device does not check: the order
+    of entries, the budget, and that no row or block is reused that a step in flight still uses.
 
     fail: request seeds whose next sample is an error.
     drafts: whether drafts for the batch's proposals are "right", "wrong", or "mixed".
@@ -251,15 +257,17 @@ class FakeRunner:
         per_row = -(-width // config.block_size) * self.groups
         self.table = np.full((config.max_num_seqs, per_row), -1, dtype=np.int64)
         self.kv = np.full((config.kv_ranks * config.num_blocks, config.block_size), -1)
-        self.bases = np.zeros(config.max_num_seqs, dtype=np.int64)  # of rows, see `in_one`
-        # Of slots, if any, rows among them: key, position.
+        # row -> number of the first block of the row's rank, see `in_one`
+        self.bases = np.zeros(config.max_num_seqs, dtype=np.int64)
+        # state slot (a row, or a snapshot) -> key and position of the state's last token
         self.states: dict[int, tuple[int, int]] = {}
-        # of rows whose drafts the last step verified: states after each token of their runs
+        # row whose drafts the last step verified -> states after each token of its run
         self.runs: dict[int, list[tuple[int, int]]] = {}
         self.news: dict[int, NewRow] = {}
-        self.places: dict[int, dict[int, tuple[Image, int]]] = {}  # of rows, as of the last launch
-        self.encoded: dict[bytes, int] = {}  # digest -> CRC of the pixels, of embeddings it has
-        self.pictures: dict[bytes, int] = {}  # the same of all that it ever had
+        # row -> `image_places`, as of the last launch
+        self.places: dict[int, dict[int, tuple[Image, int]]] = {}
+        self.encoded: dict[bytes, int] = {}  # digest -> CRC of the pixels, of cached embeddings
+        self.pictures: dict[bytes, int] = {}  # digest -> CRC, of all embeddings ever cached
         self.launch_encoded: dict[bytes, int] = {}  # digest -> size, as of the last launch
         self.computed: dict[int, list[int]] = {}  # row -> drafts that the last step computed
         self.num_encoded = 0
@@ -271,7 +279,7 @@ class FakeRunner:
         self.batches: list[Batch] = []  # the last few, newest last
 
     def in_one(self, batch: Batch) -> Batch:
-        """Return a batch whose blocks are numbered as if all ranks were one device, rank after
+        """Return a copy of a batch with the blocks of all ranks numbered consecutively, rank after
         rank."""
         blocks = self.config.num_blocks
         for new in batch.new_rows:
@@ -392,7 +400,7 @@ class FakeRunner:
                     continue
                 for index in range(-(-(start + length) // config.block_size)):
                     for group, kind in enumerate(config.kinds):
-                        # What falls behind a window goes at once (BlockManager.drop_behind).
+                        # Blocks before a window are freed at once (BlockManager.drop_behind).
                         if not kind.whole:
                             continue
                         block = self.launch_table.get(row, {}).get(index * self.groups + group)
@@ -434,7 +442,8 @@ class FakeRunner:
         assert used >= {image.digest for image in batch.images}, "encoded without need"
 
     def execute(self, step: _Step) -> StepResult:
-        """Run a step as the device does: apply updates, write all keys, read them, and sample."""
+        """Run a step as the device does, and return its result: apply updates, write all keys, read
+        them, and sample."""
         for digest in step.dropped_images:
             self.encoded.pop(digest, None)
         for image in step.images:
@@ -469,8 +478,8 @@ class FakeRunner:
                 if at >= prefix.start:
                     block = prefix.blocks[(at - prefix.start) // size]
                     self.kv[block, at % size] = key
-        # By position, because an entry may share blocks that another entry of this step writes. (A
-        # model takes no order: each layer writes all keys before it reads any.)
+        # In order of position, because an entry may share blocks that another entry of this step
+        # writes. (A model needs no order: each layer writes all keys before it reads any.)
         for row, start, length, _ in sorted(step.entries, key=lambda entry: entry[1]):
             key = 0
             places = self.places[row]
@@ -494,7 +503,7 @@ class FakeRunner:
                     else:
                         run.append(state)
                 for group, kind in enumerate(self.config.kinds):
-                    if not kind.by_position:  # a state: it goes on from the token before only
+                    if not kind.by_position:  # a state, which must be of the token before
                         block = self.table[row, group]
                         assert not at or self.kv[block, 1] == at - 1, "a state was lost"
                         self.kv[block, :2] = key, at
@@ -555,8 +564,7 @@ class FakeRunner:
     def _draft(self, step: _Step, proposal: Proposal, verified: Sequence[int]) -> list[int]:
         """Return drafts that continue the row's text after the accepted drafts of the step.
 
-        verified: the row's drafts in this step.
-        """
+        verified: the row's drafts in this step."""
         row, start, length, _ = step.entries[proposal.entry]
         end = start + length
         for draft in verified:
@@ -597,23 +605,23 @@ def make_config(**changes: Any) -> CoreConfig:
 
 
 class FakeCopies:
-    """A fake of `HostCopies`: copies of the fake device's blocks to slots of the host and back.
+    """A fake of `HostCopies`, which copies blocks of a FakeRunner to host slots and back.
 
     A load ends `delay` polls after it began. Until then its blocks hold garbage, and its slots must
-    not change. Loads whose numbers are in `failing` fail. `owners`, which names the requests whose
-    keys a block holds, is copied with it.
+    not change. Loads whose numbers are in `failing` fail. A block's entry in `owners`, the request
+    whose keys it holds, is copied with the block.
     """
 
     def __init__(self, runner: FakeRunner, delay: int = 0, failing: Container[int] = ()) -> None:
         self._runner = runner
         self._kv = runner.kv
-        self._states: dict[int, Any] = {}  # of slots
+        self._states: dict[int, Any] = {}  # by host slot
         self._delay, self._failing = delay, failing
         self._host: dict[int, Any] = {}
-        self._owners: dict[int, Any] = {}  # of slots
-        # ticket -> looks, pairs, states, steps that it comes after
+        self._owners: dict[int, Any] = {}  # by host slot
+        # ticket -> polls left, pairs of blocks, pairs of states, steps that must end before
         self._loads: dict[int, tuple[int, Pairs, Pairs, list[Any]]] = {}
-        self.owners: dict[int, Any] = {}  # of blocks
+        self.owners: dict[int, Any] = {}  # by block
         self.load_rate = self.store_seconds = self.load_seconds = 0.0
         self.most = 1 << 30
         self.num_stored = 0
@@ -668,12 +676,11 @@ class FakeCopies:
 
 
 class FakeFiles:
-    """A fake of `BlockFiles`: files with the contents of the slots of `FakeCopies`.
+    """A fake of `BlockFiles`, whose files hold the contents of slots of `FakeCopies`.
 
     A second engine may share the files. A write ends at the second poll, a read `delay` polls after
-    it began. The slots of both must not change meanwhile. Reads whose numbers are in `failing` fail
-    for their first block.
-    """
+    it began. The slots of a write or read must not change meanwhile. Reads whose numbers are in
+    `failing` fail for their first block."""
 
     def __init__(self, copies: FakeCopies, delay: int = 0, failing: Container[int] = ()) -> None:
         self._copies, self._delay, self._failing = copies, delay, failing
@@ -764,7 +771,8 @@ class FakeFiles:
 
 
 class Inline(Executor):
-    """An executor that runs work when it is submitted, or with `hold` when `release` is called."""
+    """An executor that runs a call when it is submitted, or with `hold` when `release` is
+    called."""
 
     def __init__(self, hold: bool = False) -> None:
         self.hold = hold
@@ -811,8 +819,7 @@ def make_store(
     device: Inline | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AdapterStore:
-    """Return a store that knows these adapters, of one byte each, none of which is in memory
-    yet."""
+    """Return a store with these adapters registered, of one byte each, and none loaded."""
     disk, device = disk or Inline(), device or Inline()
     store = AdapterStore(
         MemoryLoader(), max_loras, host_bytes, disk=disk, device=device, clock=clock
@@ -826,9 +833,10 @@ def make_store(
 
 
 class FakePages:
-    """The pages of a FakeRunner's blocks; blocks beyond the first ones are mapped in steps of 3.
+    """The pages of a FakeRunner's KV blocks; blocks beyond the initial ones are mapped in steps of
+    3.
 
-    A block without pages keeps nothing.
+    Unmapping a block clears its keys.
     """
 
     def __init__(self, runner: FakeRunner, most: int) -> None:
@@ -868,9 +876,9 @@ class FakePages:
 
 
 class FakeShare:
-    """A share of a device's memory beside another engine's share.
+    """One engine's share of a device's KV memory, which it divides with a second, fake engine.
 
-    free: bytes that neither engine has. wanted: bytes that the other engine asks for.
+    free: bytes available to this engine. wanted: bytes that the other engine asks for.
     """
 
     def __init__(self, pages: FakePages) -> None:
@@ -918,13 +926,13 @@ def make_core(
     moves: MovePlan | None = None,
     **changes: Any,
 ) -> tuple[EngineCore, FakeRunner]:
-    """Return an engine core on a fake device, and the device.
+    """Return an engine core on a FakeRunner, and the runner.
 
-    adapters: by default a store that knows "lora", "lora2" and VIRTUAL, with one slot.
+    adapters: by default a store with the adapters "lora", "lora2" and VIRTUAL, and one slot.
     host, delay, failing: a host tier, and the behaviour of its copies (`FakeCopies`).
     disk: whether there is a disk tier below the host tier (`FakeFiles`).
-    growth: blocks that may be added, in memory that grows (`FakePages`).
-    moves: whether blocks may come from another engine (tests/engine/scheduling/moving.py).
+    growth: number of blocks that may be added while the core runs (`FakePages`).
+    moves: settings of moves of blocks from another engine (tests/engine/scheduling/moving.py).
     """
     config = make_config(**changes)
     runner = FakeRunner(config, fail=fail, drafts=drafts)
@@ -953,7 +961,7 @@ def make_core(
 def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> EngineRequest:
     """Return a request; fields that EngineRequest lacks go to its SamplingParams.
 
-    prompt: token ids, or their number; then they are made from `id`.
+    prompt: token ids, or a number of tokens, which are then derived from `id`.
     """
     if isinstance(prompt, int):
         prompt = [2 + (id * 7 + i * i) % (VOCAB - 2) for i in range(prompt)]
@@ -973,7 +981,7 @@ def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> Eng
 
 @dataclass
 class Output:
-    """The output of one request, put together from all its deltas."""
+    """The whole output of one request, collected from its deltas."""
 
     tokens: list[int]
     finish: str
@@ -985,7 +993,10 @@ class Output:
 
 
 def collect(deltas: Sequence[Delta], outputs: dict[int, Output] | None = None) -> dict[int, Output]:
-    """Add deltas to the outputs of their requests. Asserts that nothing comes after an end."""
+    """Add deltas to the outputs of their requests; return all outputs by request id.
+
+    Asserts that no delta follows the end of its request.
+    """
     outputs = {} if outputs is None else outputs
     for delta in deltas:
         output = outputs.setdefault(delta.id, Output([], "", []))
@@ -999,8 +1010,10 @@ def collect(deltas: Sequence[Delta], outputs: dict[int, Output] | None = None) -
 def run(
     core: EngineCore, requests: Sequence[EngineRequest] = (), limit: int = 100_000
 ) -> dict[int, Output]:
-    """Add all requests and step until idle; return the outputs by id. Asserts that nothing is held
-    then."""
+    """Add all requests and step until idle; return the outputs by request id.
+
+    Asserts that no row or block is held then.
+    """
     for request in requests:
         core.add_request(request)
     outputs: dict[int, Output] = {}

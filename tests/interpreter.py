@@ -1,8 +1,8 @@
-"""Triton's interpreter, for tests: guarded against what it gets wrong, and without repeated work.
+"""Patches of Triton's interpreter for tests: they refuse inputs that it computes wrongly, and cache
+objects that it would build again.
 
-The interpreter builds each type, shape and check of overflow anew for each operation of each
-program. That takes most of the time of a test of a kernel, and none of its arithmetic.
-"""
+The interpreter builds each type, shape and overflow check anew for each operation of each program,
+which takes most of the time of a kernel's test."""
 
 import dataclasses
 import functools
@@ -16,11 +16,12 @@ import triton
 from triton import language as tl
 from triton.runtime import interpreter
 
-SHORTENED = "3.7."  # the versions of Triton whose interpreter is the one shortened here
+SHORTENED = "3.7."  # versions of Triton whose interpreter `shorten` can patch
 
 
 def guard() -> None:
-    """Refuse what the interpreter gets wrong: bfloat16, and numpy 2.4 before Triton 3.7."""
+    """Let the interpreter raise where it would compute wrongly: for bfloat16, and for numpy 2.4
+    with Triton before 3.7."""
 
     def version(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(".")[:2])
@@ -41,19 +42,20 @@ def guard() -> None:
 
 
 def shorten() -> None:
-    """Replace parts of the interpreter by ones that give the same results sooner."""
+    """Replace parts of the interpreter by faster ones with the same results."""
     if not triton.__version__.startswith(SHORTENED):
         return
     _patch_once_a_launch()
     _share_shapes()
     interpreter._get_np_dtype = _numpy_dtype
-    # It computes whether integers overflow, and asserts that with `debug` only, which is off.
+    # The interpreter computes whether integers overflow, but only asserts it with `debug`.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def _patch_once_a_launch() -> None:
-    """Patch Triton's language once for a launch and a module, not for each call of a function."""
+    """Let the interpreter patch Triton's language once per launch and module, not for each call of
+    a function."""
     patch_lang = interpreter._patch_lang
     launch = interpreter.GridExecutor.__call__
     names: dict[Any, list[str]] = {}
@@ -86,7 +88,7 @@ def _patch_once_a_launch() -> None:
 
 
 def _share_shapes() -> None:
-    """Let equal shapes be one object: blocks' shapes are read, and never written."""
+    """Let blocks of equal shape share one shape object, which is never written."""
     core = tl.core
     equal = core.tuple.__eq__
 

@@ -1,4 +1,4 @@
-"""The times in which an event loop could not run because of its own process."""
+"""Measures how long an event loop was blocked by its own process."""
 
 import asyncio
 import time
@@ -10,10 +10,10 @@ PAUSE_S = 0.1
 
 
 async def gaps(over: Callable[[], bool]) -> list[float]:
-    """Return the seconds between the wakes of a task that sleeps for WAKES_S, until `over`.
+    """Return the seconds between wake-ups of a task that sleeps for WAKES_S, until `over()`.
 
-    What other processes take of the machine is not the loop's doing. So a gap counts as no more
-    than the CPU time that this process, all of its threads, had within it.
+    Time in which other processes use the cores is excluded: a gap counts as at most the CPU time
+    that all threads of this process used in it.
     """
     lengths: list[float] = []
     wall, spent = time.perf_counter(), time.process_time()
@@ -26,10 +26,10 @@ async def gaps(over: Callable[[], bool]) -> list[float]:
 
 
 async def least(measure: Callable[[], Awaitable[float]], bound: float) -> float:
-    """Return the first gap within the bound, else the least of TRIES.
+    """Return the first measured gap within the bound, else the smallest of TRIES measurements.
 
-    What holds a loop holds it each time. Neighbours of a test slow its process for a while: they
-    share caches and cores with it.
+    Code that blocks a loop blocks it in each try. Other processes, which share caches and cores
+    with this one, slow it only for a while.
     """
     lengths: list[float] = []
     while len(lengths) < TRIES and (not lengths or min(lengths) > bound):

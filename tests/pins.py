@@ -1,11 +1,11 @@
-"""The pinned sets, resolved as a machine without settings of its own resolves them.
+"""Resolves the pinned sets of requirements, ignoring this machine's settings of pip and uv.
 
     python -m tests.pins check      every set, for each Python that pyproject.toml claims
-    python -m tests.pins renew      write constraints.txt anew, with what is there where it can be
-    python -m tests.pins upgrade    the same, with the newest of everything
+    python -m tests.pins renew      write constraints.txt anew, keeping present versions if possible
+    python -m tests.pins upgrade    write constraints.txt anew with the newest versions
 
-MANTA_TEST_INDEX names a package index; without it uv's default is asked. uv does the work, as it
-resolves for other Pythons and machines than this one. Neither pip's settings nor uv's are read.
+MANTA_TEST_INDEX names a package index; the default is uv's. uv is used because it resolves for
+other Python versions and machines than this one.
 """
 
 import argparse
@@ -26,10 +26,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 MACHINES = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")  # glibc of docs/install.md
-UNBUILT = ("rouge-score", "sqlitedict", "word2number")  # of lm_eval: indexes have sources alone
-BESIDE = ("openai-1", "clients")  # tests/NAME.txt, installed into folders of their own
+# requirements of lm_eval for which indexes have no wheels
+UNBUILT = ("rouge-score", "sqlitedict", "word2number")
+BESIDE = ("openai-1", "clients")  # tests/NAME.txt, each installed into a separate folder
 INDEX = "MANTA_TEST_INDEX"
-_SYSTEM = {  # of markers, with a Python and a machine
+_SYSTEM = {  # environment of markers, to which a Python version and a machine are added
     "implementation_name": "cpython",
     "os_name": "posix",
     "platform_python_implementation": "CPython",
@@ -68,7 +69,7 @@ def plain(name: str) -> str:
 
 
 def pins(path: Path) -> dict[str, list[str]]:
-    """Return the lines of a file of pins, by package."""
+    """Return normalised package name -> the package's lines in a file of pins."""
     lines: dict[str, list[str]] = {}
     for line in path.read_text("utf-8").splitlines():
         if line and not line.startswith("#"):
@@ -77,7 +78,7 @@ def pins(path: Path) -> dict[str, list[str]]:
 
 
 def sets(folder: Path) -> Iterator[PinnedSet]:
-    """Yield every set that a Makefile, an image or a cluster file of ours installs.
+    """Yield every set that this repository's Makefile, images or cluster files install.
 
     folder: a folder for files that a set needs.
     """
@@ -109,7 +110,7 @@ def _without_cuda(folder: Path) -> Path:
     """Return a folder with an empty wheel that has the requirements of PyTorch's build without
     CUDA.
 
-    Its real index is not asked, and 200 MB are not fetched.
+    So PyTorch's index is not needed, and 200 MB are not fetched.
     """
     (pinned,) = pins(CONSTRAINTS)["torch"]
     version = pinned.split("==")[1].split(";")[0].strip() + "+cpu"
@@ -129,7 +130,7 @@ def _without_cuda(folder: Path) -> Path:
 
 
 def environment(before: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of this process without settings of pip and uv.
+    """Return the environment variables of this process without settings of pip and uv.
 
     UV_CACHE_DIR is kept, and time-outs are set.
     """
@@ -150,8 +151,8 @@ def uv() -> str:
 def compile_pins(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `uv pip compile` without the machine's settings, and return the ended process.
 
-    All sources count alike, as otherwise a version with a local part would not win over the same
-    version without.
+    uv takes the best version of all indexes. Otherwise a version with a local part (+cpu) would not
+    take precedence over the same version without.
     """
     command = [uv(), "pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate"]
     if index := os.environ.get(INDEX):
@@ -162,7 +163,7 @@ def compile_pins(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def unreachable() -> str:
-    """Return why nothing can be resolved on this machine; "" if it can."""
+    """Return why uv cannot resolve anything on this machine; "" if it can."""
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "wanted.txt"
         wanted.write_text("pip\n", "utf-8")
@@ -171,7 +172,7 @@ def unreachable() -> str:
 
 
 def faults(chosen: Sequence[PinnedSet], versions: Sequence[str]) -> list[str]:
-    """Return the sets that do not resolve, each with the resolver's reason."""
+    """Return a message for each set and Python version that does not resolve, with uv's reason."""
 
     def fault(case: tuple[PinnedSet, str, str]) -> str:
         pinned, version, machine = case
@@ -193,7 +194,7 @@ def faults(chosen: Sequence[PinnedSet], versions: Sequence[str]) -> list[str]:
 
 
 def check(versions: Sequence[str]) -> list[str]:
-    """Return what does not resolve of all sets and of the lower bounds."""
+    """Return a message for each of all sets, and for the lower bounds, that does not resolve."""
     with tempfile.TemporaryDirectory(prefix="manta-pins-") as folder:
         return faults([*sets(Path(folder)), lowest()], versions)
 
@@ -221,8 +222,8 @@ def renewed(upgrade: bool) -> str:
 
 
 def _here(line: str) -> str:
-    """Return a pin's line for this system: without its condition if that always holds, "" if it
-    never does."""
+    """Return a pin's line for the supported systems: without its marker if that always holds, "" if
+    it never does."""
     pin, _, condition = line.partition(" ; ")
     if not condition:
         return line

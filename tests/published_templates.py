@@ -18,7 +18,7 @@ SHA256 = "6c73f218049230f4820d92e26a6670ad3ca82b868afd88f2fba6a861648f238e"  # o
 
 
 def trl() -> Path:
-    """Return the folder of TRL's modules, which are read and not imported: imports need more
+    """Return the folder of TRL's unpacked modules, to read as text: importing them needs more
     packages."""
     return fetched(CACHE.with_name("templates") / TRL.replace("==", "-"), _fetch)
 

@@ -51,17 +51,16 @@ def folder(name: str) -> Path:
 
 
 def fetched(target: Path, fetch: Callable[[Path], Path]) -> Path:
-    """Return the folder `target`, made by `fetch` in a temporary one if it is missing.
+    """Return the folder `target`; if it is missing, `fetch` makes it in a temporary folder.
 
-    Processes that need the same folder at a time fetch it once.
-    """
+    Of several processes that need the folder at the same time, one fetches it."""
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_name(f"{target.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
                 with tempfile.TemporaryDirectory(dir=target.parent) as place:
-                    fetch(Path(place)).rename(target)  # whole or not at all
+                    fetch(Path(place)).rename(target)  # atomic, so that no partial folder is left
     return target
 
 
@@ -70,8 +69,8 @@ def _fetch(package: str, integrity: str, place: Path) -> Path:
 
 
 def npm_files(package: str, integrity: str, place: Path, files: Sequence[str]) -> Path:
-    """Fetch an npm package, check its integrity, and return a folder in `place` with these files of
-    it."""
+    """Fetch an npm package, check its integrity hash, and return a folder in `place` with these of
+    its files."""
     content = _tarball(package, place)
     digest = base64.b64encode(hashlib.sha512(content).digest()).decode()
     if f"sha512-{digest}" != integrity:

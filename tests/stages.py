@@ -37,12 +37,12 @@ from deployments.cli.serving.processes import adopt_orphans, descendants, kill, 
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".pytest_cache" / "stages"
-MOST_AGAIN = 10  # failed tests: more are no accident of the clock
-ENDS_S = 15.0  # for processes to end that were told to
-BESIDE_S = 900  # for a test that has to wait until others leave it a core
-WITHOUT = ROOT / "tests" / "without"  # stands before pandas and chardet
+MOST_AGAIN = 10  # maximum number of failed tests that are run again
+ENDS_S = 15.0  # seconds for processes to end after a signal
+BESIDE_S = 900  # time limit of a test that runs at idle priority
+WITHOUT = ROOT / "tests" / "without"  # precedes the real pandas and chardet in the import path
 
-# What pytest-xdist says of a test in which one of its processes died: to pytest it has failed.
+# pytest-xdist's message about a test whose worker process died, which pytest counts as failed.
 CRASHED = re.compile(r"worker 'gw\d+' crashed while running '?([^'\s\"]*)")
 
 
@@ -50,17 +50,17 @@ CRASHED = re.compile(r"worker 'gw\d+' crashed while running '?([^'\s\"]*)")
 class Stage:
     """One run of pytest.
 
-    name: the name of its cache.
+    name: the stage's name, which its pytest cache also has.
     where: pytest's -m, to which `not gpu` is added.
-    processes: the processes that share its tests. Two have a core each. Four have half a core
+    processes: number of processes that share the tests. Two have a core each. Four have half a core
         each, for tests that wait, such as those of clients and servers. Tests that start Ray, and
-        tests of costs, have one: a neighbour spoils their clocks and caches.
-    paths: the folders or files of its tests; empty for all.
+        tests of costs, run in one process, as a second would disturb their times and caches.
+    paths: the folders or files of the tests; empty for all.
     without: the folders or files that are left out.
-    sleeps: whether threads of OpenMP sleep while they wait for others. They spin otherwise, on
-        cores that other processes want: up to twenty times what a tiny model computes.
-    beside: stages in whose idle time it runs: from the first of them that is run, too, to the last
-        that follows.
+    sleeps: whether waiting threads of OpenMP sleep. Otherwise they spin on cores that other
+        processes need, for up to twenty times as long as a tiny model computes.
+    beside: names of stages in whose idle time this stage runs. It starts with the first of them
+        that is run, and may continue until the last one ends.
     """
 
     name: str
@@ -78,7 +78,7 @@ INTERPRETER: dict[str, Any] = {
     "paths": ("tests/kernels",),
     "environment": {"TRITON_INTERPRET": "1"},
 }
-# Folders and files of tests that look at numbers and at no clock.
+# Folders and files of tests that compare numbers and depend on no clock.
 NUMBERS = (
     "tests/bench/test_simulate.py",
     "tests/bench/versus",
@@ -98,13 +98,13 @@ SLOW = "slow and not triton and not serve and not timed and not nightly"
 
 
 def front_of(stage: Stage, chosen: Iterable[Stage]) -> str:
-    """Return the name of the stage with which it starts; "" if it has its own time."""
+    """Return the name of the chosen stage beside which a stage runs; "" if it runs by itself."""
     names = {other.name for other in chosen}
     return next((name for name in stage.beside if name in names), "")
 
 
 def files_with(mark: str, without: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the files of tests that use a mark: to collect all files takes twenty seconds.
+    """Return the test files that use a mark, because collecting all files takes twenty seconds.
 
     without: the folders or files that are left out.
     """
@@ -200,7 +200,7 @@ class Outcome:
     """The outcome of a stage.
 
     again: tests that failed at first and passed alone. failed: tests that failed twice.
-    broken: reasons why the stage failed whatever its tests say.
+    broken: reasons other than failed tests why the stage failed.
     """
 
     stage: Stage
@@ -220,7 +220,7 @@ _beside: "Beside | None" = None
 
 
 def _report(cache: Path) -> Path:
-    """Return the path of pytest's JUnit report, which lies beside its cache."""
+    """Return the path of pytest's JUnit report, which is next to the cache folder."""
     return cache.with_suffix(".xml")
 
 
@@ -235,8 +235,9 @@ def _pytest(stage: Stage, root: Path, cache: Path, *arguments: str, where: str) 
     command += [f"--junitxml={report}", *arguments, *stage.paths]
     command += [f"--ignore={path}" for path in stage.without]
     environment = {**os.environ, **stage.environment}
-    # Asserts are rewritten and modules compiled once for all stages: without what is kept, each
-    # stage does it anew for 10 s, and each of the hundreds of processes that tests start for some.
+    # Let Python store bytecode, with rewritten asserts, for all stages. Otherwise each stage
+    # compiles all modules for 10 s, and each of the hundreds of processes that tests start compiles
+    # some.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     paths = [str(WITHOUT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -245,7 +246,7 @@ def _pytest(stage: Stage, root: Path, cache: Path, *arguments: str, where: str) 
     if stage.processes > 1:
         environment["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(command, cwd=root, env=environment)
-    while True:  # whatever else ends is an orphan: as a zombie it would look alive to a test
+    while True:  # also wait for orphans, which as zombies would look alive to a test
         pid, status = os.wait()
         if pid == process.pid:
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -253,10 +254,9 @@ def _pytest(stage: Stage, root: Path, cache: Path, *arguments: str, where: str) 
 
 
 def _counted(cache: Path) -> Counter[str]:
-    """Return the numbers of passed, failed and skipped tests in pytest's report.
+    """Return the numbers of passed, failed and skipped tests in pytest's JUnit report.
 
-    A test that failed in its teardown counts twice.
-    """
+    A test that failed in its teardown counts twice."""
     counts: Counter[str] = Counter()
     for suite in xml.parse(_report(cache)).getroot().iter("testsuite"):
         kinds = ("tests", "failures", "errors", "skipped")
@@ -273,8 +273,7 @@ def _last_failed(cache: Path) -> list[str]:
 
 
 def _started() -> list[int]:
-    """Return the pids of the live processes that tests have started, without those of stages
-    beside."""
+    """Return the pids of live processes that tests have started, except those of `Beside`."""
     processes = table()
     started = descendants(os.getpid(), processes)
     if _beside is None:
@@ -284,7 +283,8 @@ def _started() -> list[int]:
 
 
 def _left() -> list[str]:
-    """Wait for the tests' processes, end those that stay, and return their command lines."""
+    """Wait for processes that tests have started, end those that remain, and return the command
+    lines of these."""
     limit = time.monotonic() + ENDS_S
     while (pids := _started()) and time.monotonic() < limit:
         time.sleep(0.1)
@@ -300,14 +300,15 @@ def _left() -> list[str]:
 
 
 def run(stage: Stage, root: Path = ROOT, cache: Path = CACHE, long: bool = False) -> Outcome:
-    """Run a stage, and its failed tests once more. cache: a folder for what failed."""
+    """Run a stage, and its failed tests once more. cache: a folder for pytest's caches and
+    reports."""
     outcome = first_time(stage, root, cache, long)
     once_more(outcome, root, cache, long)
     return outcome
 
 
 def first_time(stage: Stage, root: Path, cache: Path, long: bool, *more: str) -> Outcome:
-    """Run a stage without second tries. more: arguments of pytest."""
+    """Run a stage, without running failed tests again. more: further arguments of pytest."""
     began = time.monotonic()
     outcome = Outcome(stage)
     folder = cache / stage.name
@@ -329,7 +330,8 @@ def first_time(stage: Stage, root: Path, cache: Path, long: bool, *more: str) ->
 
 
 def once_more(outcome: Outcome, root: Path, cache: Path, long: bool) -> None:
-    """Run the failed tests of a stage again, alone and in one process, and note those that pass."""
+    """Run the failed tests of a stage again, alone and in one process, and record in `outcome`
+    which pass."""
     began = time.monotonic()
     stage, first = outcome.stage, outcome.failed
     folder = cache / stage.name
@@ -384,10 +386,10 @@ class Beside:
             os.killpg(self.pid, signal.SIGINT)
 
     def end(self) -> list[Outcome]:
-        """Give the process normal priority, wait for it, print its output, and return its
-        outcomes."""
+        """Give the process normal priority, wait for its end, print its output, run its failed
+        tests again, and return the outcomes of its stages."""
         take_a_part(self.pid)
-        with contextlib.suppress(ChildProcessError):  # taken with the orphans
+        with contextlib.suppress(ChildProcessError):  # already waited for, with the orphans
             os.waitpid(self.pid, 0)
         print(self._printed.read_text("utf-8", "replace"), end="", flush=True)
         if not self._found.exists():
@@ -426,9 +428,10 @@ class Beside:
 
 
 def take_what_is_left() -> None:
-    """Run this process and its later children at idle priority, in a session of their own.
+    """Run this process and its later children at idle priority, in a new session.
 
-    Linux may give each session an equal part of the cores, and divides that among its processes.
+    Linux may give each session an equal share of the cores, so the new session's priority is
+    lowered, too.
     """
     os.setsid()
     if not hasattr(os, "SCHED_IDLE"):  # not Linux
@@ -442,7 +445,7 @@ def take_what_is_left() -> None:
 def take_a_part(pid: int) -> None:
     """Give a process and its descendants normal priority again, if the user may do so.
 
-    They would otherwise wait for what other users of the machine leave.
+    At idle priority they would only get cores that no other process of the machine uses.
     """
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/autogroup").write_text("0")
@@ -453,7 +456,7 @@ def take_a_part(pid: int) -> None:
 
 
 def _why(code: int, cache: Path) -> str:
-    """Return why pytest ended otherwise than with failed tests; "" if it did not."""
+    """Return why pytest failed, by its exit code, other than by failed tests; "" if it did not."""
     if code < 0:
         return f"pytest was ended by {signal.Signals(-code).name}"
     if code not in (0, 1):
@@ -479,8 +482,8 @@ def keep_flaky(outcomes: list[Outcome], cache: Path = CACHE) -> None:
 
 
 def summary(outcomes: list[Outcome], seconds: float) -> list[str]:
-    """Return the lines for the end: stages, then the tests that failed once, then one line of
-    pytest's form. seconds: the time of all, of which some ran beside others."""
+    """Return the lines to print at the end: the stages, the tests that failed once, and a line in
+    pytest's form. seconds: the time from start to end."""
     lines = []
     for outcome in outcomes:
         title = outcome.stage.title
@@ -502,8 +505,7 @@ def in_turns(
 ) -> list[Outcome]:
     """Run stages one after the other, each with the stages that run beside it; return all outcomes.
 
-    Stages of one process come last, as they wait most, and leave their idle time to the same
-    stages.
+    Stages of one process come last: they wait most, and the same stages can run beside all of them.
     """
     global _beside
     outcomes = []
@@ -532,8 +534,8 @@ def main() -> int:
     parser.add_argument("--long", action="store_true", help="with the tests marked long, too")
     args = parser.parse_args()
     began = time.monotonic()
-    if "MANTA_TEST_MODEL" not in os.environ:  # of tests/conftest.py
-        for quantization in ("none", "auto"):  # as tests' engines take it, and as it is served
+    if "MANTA_TEST_MODEL" not in os.environ:  # see tests/conftest.py
+        for quantization in ("none", "auto"):  # for tests' engines, and as it is served
             fetch = [
                 sys.executable,
                 "-m",
@@ -545,7 +547,7 @@ def main() -> int:
     subprocess.run([sys.executable, "-m", "tests.compiled"], cwd=ROOT)
     adopt_orphans()
 
-    def interrupt(*_: object) -> None:  # pytest has it too, and ends what its tests have started
+    def interrupt(*_: object) -> None:  # pytest also gets SIGINT, and ends its tests' processes
         global _interrupted
         _interrupted = True
         if _beside is not None:

@@ -1,4 +1,4 @@
-"""Fixtures that tests of the API share, whichever back end they put behind it."""
+"""Fixtures of all tests of `deployments`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -8,15 +8,16 @@ import pytest
 from deployments.api.output import grammars
 from engine.structured.sandbox import GrammarSandbox
 
-# Vocabularies whose sandboxes stay, with two child processes at the most for each.
+# Number of vocabularies whose sandboxes are kept, with at most two child processes each.
 KEPT_SANDBOXES = 8
 
 
 @pytest.fixture(autouse=True, scope="session")
 def shared_sandboxes() -> Iterator[None]:
-    """Share the grammar sandboxes of equal vocabularies.
+    """Let all tests use one grammar sandbox per vocabulary.
 
-    Most tests build an API with a tokenizer of its own, which would start a child process of 0.2 s.
+    Most tests build an API with a new tokenizer, each of which would start a child process, which
+    takes 0.2 s.
     """
 
     @lru_cache(maxsize=KEPT_SANDBOXES)

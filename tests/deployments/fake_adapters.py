@@ -1,4 +1,4 @@
-"""Adapters for tests of the serving side: folders that the fake engine takes, and their roots."""
+"""Fake adapters for tests of `deployments`: folders that the fake engine accepts as adapters."""
 
 import asyncio
 import json
@@ -12,8 +12,10 @@ def run(coroutine):
 
 
 def make_folder(folder: Path, **fields: object) -> Path:
-    """Write a folder that the fake engine accepts as an adapter; its revision depends on the
-    files."""
+    """Write a folder that the fake engine accepts as an adapter, and return it.
+
+    The adapter's revision is a hash of the folder's files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], **fields}
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -1,5 +1,7 @@
-"""FakeBackend: a Backend without engines. Its tokens are a hash of what it was asked, so that no
-two requests can be mixed up unnoticed; a test may script the deltas instead.
+"""FakeBackend, a Backend without engines, for tests of the HTTP API.
+
+Its tokens are a hash of the request, so a test notices an answer to another request. A test may
+script the deltas instead.
 """
 
 import asyncio
@@ -25,9 +27,9 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
-VOCAB = 512  # of the "logits": wider than the tokenizer, as in real checkpoints
+VOCAB = 512  # size of the fake logits, larger than the tokenizer's, as in real checkpoints
 MAX_MODEL_LEN = 256
-VECTOR = 8  # elements
+VECTOR = 8  # elements of an embedding
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -36,8 +38,10 @@ _TEMPLATE = (
 
 @cache
 def tiny_tokenizer(*, bos: bool = False) -> Tokenizer:
-    """Return a byte-level BPE with ChatML's control tokens: 0 to 2 are special, an emoji is four
-    tokens."""
+    """Return a byte-level BPE tokenizer with ChatML's control tokens as ids 0 to 2.
+
+    An emoji is four tokens.
+    """
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -58,8 +62,8 @@ def tiny_tokenizer(*, bos: bool = False) -> Tokenizer:
 
 
 class FakeGeneration:
-    """A generation that gives each choice a token per step; the backend's `script` replaces the
-    deltas."""
+    """A fake generation, which yields one token per choice and step, or the deltas of the
+    backend's `script`."""
 
     def __init__(self, backend: "FakeBackend", request: GenerationRequest) -> None:
         self.backend = backend
@@ -122,7 +126,10 @@ class FakeGeneration:
 
 
 def after(deltas: list[Delta], emitted: list[int] | None) -> list[Delta]:
-    """Return the deltas that follow the emitted tokens; the whole prompt is in the cache then."""
+    """Return the deltas of a resumed choice, which follow the tokens `emitted` before.
+
+    The first of them reports 99 cached tokens.
+    """
     left = list(emitted or ())
     if not left:
         return deltas
@@ -141,10 +148,10 @@ def after(deltas: list[Delta], emitted: list[int] | None) -> list[Delta]:
 class FakeBackend:
     """A backend without engines, whose tokens are a hash of the request.
 
-    script: text or deltas for every choice, instead of the hash.
-    pause, first_pause: seconds of a step, and of the first one.
-    burst: steps that arrive in one wake-up.
-    errors: step -> the error that `next` raises at it.
+    script: the text or deltas of every choice, instead of the hash.
+    pause, first_pause: seconds of each step, and of the first step.
+    burst: number of steps whose tokens arrive together.
+    errors: number of a step -> the error that `next` raises at this step.
     """
 
     def __init__(self, *, bos: bool = False) -> None:
@@ -172,8 +179,9 @@ class FakeBackend:
         self.requests: list[GenerationRequest] = []
         self.kept: dict[
             tuple[str, int, int], RecalledChoice
-        ] = {}  # what a replica would know of streams
-        self.readers: dict[str, AdapterInfo | AdapterError] = {}  # by path: what is read there
+        ] = {}  # choices of streams whose tokens a replica would keep
+        # path of an adapter -> the result of reading its files
+        self.readers: dict[str, AdapterInfo | AdapterError] = {}
         settings = AdapterSettings(MODEL, roots=("/adapters",))
         self.adapters = AdapterRegistry(settings, self, self._set_cards)
 
@@ -200,7 +208,7 @@ class FakeBackend:
         return reader
 
     async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None:
-        """Do nothing, as there are no replicas."""
+        """Do nothing, because there are no replicas to tell."""
 
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
@@ -243,8 +251,8 @@ class FakeBackend:
         return self.is_ready
 
     def deltas(self, request: GenerationRequest, choice: int) -> list[Delta]:
-        """Return the deltas of one choice, as an engine gives them, which knows tokens but no stop
-        strings."""
+        """Return the deltas of one choice as an engine returns them, before the router searches
+        stop strings."""
         if isinstance(self.script, list):
             return self.script
         params = request.params
@@ -284,15 +292,15 @@ class FakeBackend:
 
 
 def vector_of(request: GenerationRequest) -> bytes:
-    """Return a float32 vector of length 1, another one for every list of ids and adapter."""
+    """Return the bytes of a float32 unit vector, a hash of the request's token ids and adapter."""
     key = hashlib.sha256(repr((request.token_ids, request.adapter_key)).encode()).digest()
     values = np.frombuffer(key[:VECTOR], dtype=np.uint8).astype(np.float32) + 1
     return (values / np.linalg.norm(values)).astype("<f4").tobytes()
 
 
 def _logprobs(token: int, k: int) -> TokenLogprobs:
-    """Return log-probabilities in which the token is the second most likely, so a top 1 lacks
-    it."""
+    """Return the k likeliest log-probabilities, in which `token` is the second, and so not in the
+    top 1."""
     ids = [t for t in ((token + 7) % 200 + 40, token, *range(100, 140)) if t != token or k > 1]
     ids = list(dict.fromkeys([ids[0], *([token] if k > 1 else []), *ids[1:]]))[:k]
     return TokenLogprobs(token, -1.5, 2, ids, [-0.5 - i for i in range(len(ids))], 9.0)

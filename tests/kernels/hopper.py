@@ -1,4 +1,4 @@
-"""Drivers that stand for GPUs where there are none: Triton compiles for them."""
+"""Fake Triton drivers of GPUs, with which Triton compiles kernels on machines without a GPU."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from triton.backends.compiler import GPUTarget
 
 
 class Hopper:
-    """A fake Triton driver of a Hopper GPU, with what compiling needs."""
+    """A fake Triton driver of a Hopper GPU, with the methods that compiling calls."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> str:
-        return "none"  # a key of Triton's caches; none of a real device's
+        return "none"  # a key of Triton's caches that no real device has
 
     def get_current_stream(self, device: Any) -> int:
         return 0

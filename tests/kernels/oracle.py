@@ -1,4 +1,5 @@
-"""What the kernel tests share: device, error bounds, paged caches full of NaN, a float64 oracle."""
+"""Helpers of the kernel tests: device, error bounds, paged caches filled with NaN, and attention in
+float64 as the oracle."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kernels.metadata import AttentionMeta
 
-# Largest ||out - ref|| / ||ref|| of a row: the rounding of the dtype, a few times over.
+# Bound on ||out - ref|| / ||ref|| of a row: a few times the dtype's rounding error.
 BOUND = {torch.float32: 1e-5, torch.float16: 5e-4 * 1.5, torch.bfloat16: 4e-3}
 
 
@@ -41,8 +42,10 @@ def row_error(out: Tensor, ref: Tensor) -> float:
 
 
 def grid(first: Iterable[object], second: Iterable[object]) -> list[ParameterSet]:
-    """Return all pairs for parametrize, most of them marked slow; each value is in a pair that is
-    not."""
+    """Return all pairs for parametrize, most of them marked slow.
+
+    Each value is in at least one pair that is not.
+    """
     first, second = list(first), list(second)
     narrow = min(len(first), len(second))
     return [
@@ -69,8 +72,7 @@ def paged(
 ) -> tuple[Tensor, Tensor, AttentionMeta]:
     """Return key and value caches with blocks in random order, and a step's metadata.
 
-    Places that no entry owns are NaN, also in last blocks.
-    """
+    Slots that no entry owns are NaN, also in an entry's last block."""
     blocks = [-(-n // block_size) for n in kv_len]
     num_blocks = sum(blocks) + spare_blocks
     order = torch.randperm(num_blocks, device=DEVICE)[: sum(blocks)].split(blocks)
@@ -85,7 +87,7 @@ def paged(
                 length, num_kv_heads, head_dim, dtype=dtype
             )
         caches.append(cache)
-    # Entries past an entry's last block are never to be followed.
+    # Kernels must not read the table beyond an entry's last block.
     table = torch.full((len(kv_len), max(blocks)), 2**30, dtype=torch.int32, device=DEVICE)
     for entry, own in enumerate(order):
         table[entry, : len(own)] = own.int()
@@ -113,7 +115,7 @@ def attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Return attention in float64, [num_tokens without padding, num_heads, head_dim], by entry."""
+    """Return causal attention in float64: [num_tokens without padding, num_heads, head_dim]."""
     num_heads = q.shape[1]
     block_size = k_cache.shape[2]
     group = num_heads // k_cache.shape[1]
@@ -123,7 +125,7 @@ def attention(
         query = q[starts[entry] : starts[entry + 1]].double()
         at = torch.arange(length, device=q.device)
         blocks = meta.block_table[entry, at // block_size].long()
-        blocks = torch.where(blocks < len(k_cache), blocks, 0)  # behind a window
+        blocks = torch.where(blocks < len(k_cache), blocks, 0)  # freed blocks before a window
         key = k_cache[blocks, :, at % block_size].double().repeat_interleave(group, 1)
         value = v_cache[blocks, :, at % block_size].double().repeat_interleave(group, 1)
         score = torch.einsum("qhd,khd->hqk", query, key).nan_to_num() * scale
@@ -146,18 +148,17 @@ def attention(
             sink = sinks.double()[:, None, None].expand(num_heads, len(query), 1)
             score = torch.cat((score, sink), -1)
         weight = score.softmax(-1)[..., :length]
-        # What no query sees may be anything.
+        # Values of keys that no query attends to may be NaN.
         value = torch.where(hidden.all(0)[:, None, None], 0.0, value)
         rows.append(torch.einsum("hqk,khd->qhd", weight, value))
     return torch.cat(rows)
 
 
 def multiply_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each row of a matmul the same bits wherever it lies in its tile.
+    """Let the interpreter compute a row of a matmul independently of its position in the tile.
 
-    The interpreter's matmuls are NumPy's, whose rows depend on their place on some CPUs. On a
-    device nothing changes.
-    """
+    The interpreter's matmuls are NumPy's, in which a row's result depends on its position on some
+    CPUs. On a GPU this changes nothing."""
     if DEVICE == "cpu":
 
         def rows_apart(a: Any, b: Any, **options: Any) -> Any:

@@ -1,7 +1,6 @@
-"""The rules of recurrent layers, token by token, in the dtype of their inputs.
+"""Reference recurrences of recurrent layers, token by token, in the dtype of their inputs.
 
-Each is computed for one request, whose states are overwritten.
-"""
+Each function computes the tokens of one request, and overwrites its states."""
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ def convolution(x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor) -> T
 def delta(
     x: Tensor, z: Tensor, a: Tensor, b: Tensor, how: DeltaHeads, tail: Tensor, state: Tensor
 ) -> Tensor:
-    """Compute gated delta rules. state: [heads, key, value], overwritten."""
+    """Return the output of the gated delta rule. state: [heads, key size, value size],
+    overwritten."""
     keys = how.key_heads * how.key_size
     mixed = silu(convolution(x, how.conv, None, tail))
     q, k, v = (
@@ -48,7 +48,7 @@ def delta(
 
 
 def mamba2(x: Tensor, dt: Tensor, how: Mamba2Heads, tail: Tensor, state: Tensor) -> Tensor:
-    """Compute Mamba-2's scan. state: [heads, head_size, state_size], overwritten."""
+    """Return the output of Mamba-2's scan. state: [heads, head_size, state_size], overwritten."""
     mixed = silu(convolution(x, how.conv, how.conv_bias, tail))
     shared = how.groups * how.state_size
     inner, b, c = mixed.split((how.heads * how.head_size, shared, shared), dim=1)
@@ -67,7 +67,7 @@ def mamba2(x: Tensor, dt: Tensor, how: Mamba2Heads, tail: Tensor, state: Tensor)
 def mamba1(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rates: Tensor, skip: Tensor, state: Tensor
 ) -> Tensor:
-    """Compute Mamba-1's scan. state: [channels, state_size], overwritten."""
+    """Return the output of Mamba-1's scan. state: [channels, state_size], overwritten."""
     outputs = []
     for u, size, b_t, other in zip(x, softplus(dt), b, c, strict=True):
         state *= (rates.to(x) * size[:, None]).exp()

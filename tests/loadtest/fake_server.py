@@ -1,9 +1,10 @@
-"""An OpenAI-compatible server whose every delay, loss and lie is known.
+"""A fake OpenAI-compatible server with chosen delays and faults, to check the load tester.
 
 In a thread of the test:      with FakeServer(first=0.05, gap=0.01) as server: ... server.url
-As a process of its own:      python -m tests.loadtest.fake_server 0.04..0.1 0.012
-    prints its URL; the first token 40 to 100 ms after the request, drawn for each, then one every
-    12 ms; ends with its standard input. Without figures: NullServer, as fast as it can be.
+As a separate process:        python -m tests.loadtest.fake_server 0.04..0.1 0.012
+    prints its URL and runs until its standard input ends. The first token comes 40 to 100 ms after
+    a request, drawn at random, then one every 12 ms. Without figures: NullServer, which adds no
+    delay.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ FAULTS = (
 
 
 def answer_ids(body: dict[str, Any]) -> list[int]:
-    """Return the right answer, a function of the question."""
+    """Return the token ids of the right answer to a request, a hash of its prompt and model."""
     asked = json.dumps([body.get("prompt"), body.get("messages"), body.get("model")])
     seed = hashlib.sha256(asked.encode()).digest()
     return [100 + seed[i % 32] + i for i in range(body.get("max_tokens", 16))]
@@ -37,13 +38,13 @@ def text_of(token: int) -> str:
 
 
 class FakeServer:
-    """An OpenAI-compatible server whose every delay, loss and lie is known.
+    """An OpenAI-compatible server with chosen delays and faults, in a thread.
 
-    fault: (number of the request from 0, its body) -> one of FAULTS or None.
+    fault: (number of the request from 0, its body) -> one of FAULTS, or None for a right answer.
     first: seconds to the first token. gap: seconds between chunks. per_chunk: tokens of a chunk.
-    closes: whether each connection ends after an answer whose head does not say so.
-    until_seen: no answer begins before so many requests are there, or 30 s are over.
-    seen: every generation's body, in the order of arrival. open: connections at this moment.
+    closes: whether each connection is closed after an answer without announcing so in the head.
+    until_seen: number of requests that must have arrived before any is answered, for 30 s at most.
+    seen: the bodies of all generations, in order of arrival. open: connections at this moment.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class FakeServer:
 
 
 class NullServer(asyncio.Protocol):
-    """A server as fast as possible: once a tick, it sends the same chunk to every stream."""
+    """A server that uses little CPU time: at each tick it sends the same chunk to every stream."""
 
     TICK = 0.02
     streams: "dict[NullServer, int]" = {}  # noqa: RUF012 - one for all connections is meant
@@ -350,7 +351,10 @@ class NullServer(asyncio.Protocol):
 
 
 async def serve_delays(first: str, gap: str) -> None:
-    """Run a FakeServer until standard input ends."""
+    """Run a FakeServer until standard input ends.
+
+    first, gap: seconds, or a range "0.04..0.1" to draw from.
+    """
     low, high = map(float, first.split("..")) if ".." in first else (float(first),) * 2
 
     def drawn(number: int) -> float:

@@ -1,4 +1,4 @@
-"""The API before a back end that answers at once, without Ray."""
+"""Fixtures of tests of the HTTP API: an ASGI application on a FakeBackend, and its client."""
 
 import gc
 
@@ -11,9 +11,9 @@ from tests.deployments.fake_backend import FakeBackend
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_heap() -> None:
-    """Exempt what other tests have left from garbage collection, as a router does after its start.
+    """Exempt objects of earlier tests from garbage collection, as a router does after its start.
 
-    Collecting all of it takes a thread longer than a chat template may take.
+    A collection of all these objects takes longer than the time limit of a chat template.
     """
     gc.collect()
     gc.freeze()

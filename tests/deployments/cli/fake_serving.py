@@ -1,9 +1,10 @@
-"""`manta serve` with something else than Ray below it: processes that carry the names of Ray's, and
-a driver that says what a real one would. For tests of stops and losses, in processes of their own:
+"""Runs `manta serve` without Ray, for tests of how it stops and how it notices a lost Ray.
+
+Fake processes have the names of Ray's processes, and a fake driver sends a real one's messages:
 
     python -m tests.deployments.cli.fake_serving FOLDER '{"until": "serving", "limits": {...}}'
 
-FOLDER gets programs of Ray's names. What happens is printed, a line each.
+Programs with Ray's names are written to FOLDER. Each event is printed as a line.
 """
 
 import json
@@ -26,8 +27,8 @@ def main(folder: str, told: str) -> int:
     """Run `manta serve` with a fake driver; return its exit code.
 
     folder: a folder for programs with Ray's names.
-    told: a JSON object. `until`: the last message of the driver. `stays`: whether its close never
-        returns. `silent`: seconds without a beat that are too long.
+    told: a JSON object. `until`: the last message of the driver. `stays`: whether closing the
+        driver never returns. `silent`: seconds without a heartbeat after which Ray counts as lost.
     """
     options = json.loads(told)
     until, stays = options.get("until", ""), options.get("stays", False)
@@ -75,8 +76,8 @@ _STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
 def _spawn(name: str, program: Path | None = None, orphan: bool = False) -> None:
     """Start a process that sleeps, and print its name and pid.
 
-    orphan: whether it has a session of its own, no environment of ours and no living parent, so
-        that only the process that adopts it finds it.
+    orphan: whether the process gets its own session, an empty environment and no living parent, so
+        that only a process that adopts orphans can find it.
     """
     if orphan:
         shell = "sleep 1000 >/dev/null & echo $!"

@@ -1,4 +1,4 @@
-"""A processor of images for tests that need no model."""
+"""FakeProcessor, an image processor for tests without a model."""
 
 import numpy as np
 import PIL.Image
@@ -8,10 +8,10 @@ from engine.images.layout import ImageError, ImageLayout
 
 
 class FakeProcessor:
-    """A processor that makes an image a multiple of 8 pixels wide and high, 64 pixels a token.
+    """An image processor that resizes an image to multiples of 8 pixels, with a token per 8 x 8.
 
-    begin, end: ids of the tokens around those of an image.
-    text: stands before and after an image.
+    begin, end: ids of the tokens before and after an image's tokens.
+    text: the text before and after an image.
     """
 
     settings = b"fake"

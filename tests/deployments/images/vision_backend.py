@@ -9,7 +9,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.deployments.fake_backend import MODEL, FakeBackend, tiny_tokenizer
 from tests.deployments.images.fake_processor import FakeProcessor
 
-# As Qwen3-VL's: contents are texts or parts, in the messages of users and tools.
+# Like Qwen3-VL's template: messages of users and tools have a text or a list of parts.
 TEMPLATE = """
 {%- macro shown(content) -%}
 {%- if content is string -%}{{ content }}
@@ -28,7 +28,7 @@ FIRST_TURN_ONLY = TEMPLATE.replace("{%- if part", "{%- if messages | length == 1
 
 
 def vision_tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """Return the tiny tokenizer with the tokens of images, and a template that writes them."""
+    """Return the tiny tokenizer with image tokens added, and a chat template that writes them."""
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(tiny_tokenizer().backend.to_str())
@@ -41,7 +41,7 @@ def vision_tokenizer(template: str = TEMPLATE) -> Tokenizer:
 
 
 class VisionBackend(FakeBackend):
-    """A backend of one model with images, of which a placeholder is one token."""
+    """A FakeBackend of one model that takes images; an image's placeholder is one token."""
 
     def __init__(self, template: str = TEMPLATE) -> None:
         super().__init__()

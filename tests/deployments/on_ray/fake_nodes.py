@@ -1,5 +1,7 @@
-"""A Ray cluster whose own autoscaler starts and ends nodes: processes of this machine that say they
-have a GPU. For a process of its own, which `stop_all` leaves without descendants."""
+"""A Ray cluster whose autoscaler starts and ends fake nodes: processes of this machine that claim
+to have a GPU.
+
+It needs a separate process, all of whose descendants `stop_all` ends."""
 
 import contextlib
 import json
@@ -22,7 +24,7 @@ from deployments.cli.serving.processes import adopt_orphans, descendants
 from tests.deployments.on_ray.serve_cluster import free_port
 
 ROOT = Path(__file__).parents[3]
-_HEAD = "f" * 51 + "00000"  # ids count on from it
+_HEAD = "f" * 51 + "00000"  # id of the head node; the ids of further nodes count up from it
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 _EMPTY: dict[str, Any] = {
     "auth": {},
@@ -43,9 +45,9 @@ _EMPTY: dict[str, Any] = {
 
 @contextlib.contextmanager
 def autoscaling_ray(types: dict[str, dict[str, Any]], idle_seconds: float = 6.0) -> Iterator[str]:
-    """Run a Ray whose autoscaler adds nodes; yield its address.
+    """Run a Ray cluster whose autoscaler adds nodes; yield its address.
 
-    The head node has no CPU, so everything that wants one needs a new node.
+    The head node has no CPU, so every actor or task with a CPU needs a new node.
     types: the fields of available_node_types, by name.
     """
     folder = tempfile.mkdtemp(prefix="r")  # short: Ray puts sockets in it
@@ -74,13 +76,13 @@ def autoscaling_ray(types: dict[str, dict[str, Any]], idle_seconds: float = 6.0)
     }
     file = Path(folder) / "autoscaler.json"
     file.write_text(json.dumps(config))
-    # What Ray leaves behind becomes a child of this process.
+    # Processes that Ray leaves behind become children of this process.
     adopt_orphans()
     token = Path(folder) / "token"
     token.write_text(secrets.token_hex(32))
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
-    reset_auth_token_state()  # Ray has read them when it was imported
-    # A handle's thread that outlives the connection would start another cluster.
+    reset_auth_token_state()  # Ray has read the variables when it was imported
+    # A handle's thread that outlives the connection would otherwise start another cluster.
     auto_init_hook.enable_auto_connect = False
     head = {
         "RAY_FAKE_CLUSTER": "1",
@@ -110,7 +112,7 @@ def autoscaling_ray(types: dict[str, dict[str, Any]], idle_seconds: float = 6.0)
 
 
 def stop_all(seconds: float = 10.0) -> None:
-    """End every process that this one has started, and theirs."""
+    """End all descendants of this process."""
     deadline = time.monotonic() + seconds
     while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in pids:
@@ -123,7 +125,8 @@ def stop_all(seconds: float = 10.0) -> None:
 
 
 def report_of(module: str, out: Path, seconds: float, *arguments: str) -> dict[str, Any]:
-    """Return the JSON report of `python -m module --out out`, which has a cluster of its own."""
+    """Run `python -m module --out out`, which starts its own cluster, and return its JSON
+    report."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, "--out", str(out), *arguments],
         cwd=ROOT,

@@ -1,5 +1,7 @@
-"""Fleet: replicas and a router's dispatcher in one event loop, over real sockets on loopback, with
-engines that count instead of thinking."""
+"""Fleet: replicas and a router's dispatcher in one event loop, over real sockets on loopback.
+
+Their engines are fake: the tokens of an answer count up, and no model runs.
+"""
 
 import asyncio
 import itertools
@@ -39,23 +41,24 @@ from engine.process import fake
 from engine.sampling_params import SamplingParams
 
 FAST = ChannelLimits(handshake=0.3, heartbeat=0.1, timeout=0.5)
-FIRST, VOCAB = 32, 1000  # of fake.FakeOptions
+FIRST, VOCAB = 32, 1000  # defaults of fake.FakeOptions
 PROMPT = [5] * 10
 
 _frame = msgspec.msgpack.Decoder(StepFrame)
 
 
 def text(begin: int, count: int) -> list[int]:
-    """Return the fake engine's tokens from a position on, by which any gap or repeat shows."""
+    """Return the `count` tokens of the fake engine from position `begin` on; they count up, so that
+    a gap or repeat is visible."""
     return [FIRST + position % (VOCAB - FIRST) for position in range(begin, begin + count)]
 
 
 class Ended(Exception):
-    """Raised in place of the end of an engine's process."""
+    """Raised where a real engine's process would exit."""
 
 
 class LocalEngine:
-    """An EngineClient without a process: the core of engine.process.fake, stepped by the event
+    """An EngineClient without a process, which runs the core of engine.process.fake in the event
     loop."""
 
     pid = 0
@@ -66,7 +69,7 @@ class LocalEngine:
     ) -> None:
         self.requests: list[EngineRequest] = []
         self.alive = False
-        self.gone = False  # its process; the news of that is on its way
+        self.gone = False  # whether the process has ended, without its client knowing yet
         self.stuck = False
         self.pulse = Pulse()
         self._pulses = 0
@@ -180,7 +183,7 @@ class LocalEngine:
 
     @property
     def pulses(self) -> int:
-        """A count of signs of life, which grows at each read unless the engine is stuck."""
+        """The number of pulses so far, which grows at each read unless the engine is stuck."""
         self._pulses += not self.stuck
         return self._pulses
 
@@ -195,7 +198,7 @@ class LocalEngine:
         self._on_death(EngineDead("killed", code="engine_killed"))
 
     def crash(self) -> None:
-        """End the engine as an illegal access of its own would."""
+        """End the engine as a crash of its own, such as an illegal memory access, would."""
         self.alive = False
         self._on_death(EngineDead("crashed"))
 
@@ -231,11 +234,12 @@ class LocalEngine:
         taken, self._taken = self._taken, []
         gone, lowered = self.core.take_evicted()
         frame = StepFrame(self.core.stats(), deltas, b"", self._ticket, taken, gone, lowered)
-        self._on_frame(_frame.decode(msgspec.msgpack.encode(frame)))  # as through the socket
+        self._on_frame(_frame.decode(msgspec.msgpack.encode(frame)))  # as the socket would
 
 
 class Fleet:
-    """Replicas and a dispatcher that is connected to them: `async with Fleet(2) as fleet`.
+    """Replicas with fake engines, and a dispatcher connected to them: `async with Fleet(2) as
+    fleet`.
 
     Replicas are called r0, r1 and so on.
     """
@@ -318,7 +322,7 @@ class Fleet:
         return make
 
     def publish(self, *names: str) -> None:
-        """Tell the dispatcher which replicas run: those of these names, or all."""
+        """Tell the dispatcher that the replicas of these names run; without names, all."""
         self.dispatcher.set_replicas(self.published(*names))
 
     def published(self, *names: str) -> dict[str, dict[str, Any]]:
@@ -351,9 +355,10 @@ class Fleet:
 
 
 async def read(inflight: InflightRequest) -> dict[int, list[int]]:
-    """Return all token ids of each choice.
+    """Read a request's deltas to the end, and return all token ids by choice.
 
-    Asserts that each choice ends once, and that log-probabilities, if asked for, are of its tokens.
+    Asserts that each choice ends once, and that log-probabilities, if requested, are those of its
+    tokens.
     """
     tokens: dict[int, list[int]] = {choice.index: [] for choice in inflight.choices}
     ended: set[int] = set()
@@ -369,7 +374,7 @@ async def read(inflight: InflightRequest) -> dict[int, list[int]]:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 3.0) -> None:
-    """Wait until `condition` is true, which the other side brings about."""
+    """Poll until `condition()` is true; raises TimeoutError after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

@@ -7,15 +7,15 @@ import pytest
 
 from engine.parallel import shared_memory
 
-OWN = "MANTA_TEST_OWN_PROCESS"  # set in the process of a test with the mark own_process
+OWN = "MANTA_TEST_OWN_PROCESS"  # set in the separate process of a test with the mark own_process
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test with the mark own_process in a pytest of its own.
+    """Run a test with the mark own_process in a separate process of pytest.
 
-    torch keeps the store of a group by its name. A second group of a process, which has the name
-    of the first, would wait for its ranks at the first one's store.
+    torch keeps one store per name of a process group. A second group of the same name in a process
+    would wait for its ranks at the store of the first group.
     """
     if not pyfuncitem.get_closest_marker("own_process") or os.environ.get(OWN):
         return None
@@ -34,9 +34,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report two cores, which ranks need; threads as ranks do not."""
+    """Let the process report two cores, as two ranks require; here ranks are threads, which need
+    only one."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(gc, "freeze", lambda: None)
-    # With Python's lock, which the other waits for.
+    # A rank that polls holds Python's lock, for which the other rank waits; so poll only once.
     monkeypatch.setattr(shared_memory, "_LOOKS", 1)
     monkeypatch.setattr(shared_memory, "_YIELDS", 1)

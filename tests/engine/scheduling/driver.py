@@ -1,5 +1,6 @@
-"""Driver: an engine core on a fake device, watched at every step. The state machine, the random
-runs and the planted faults all drive it."""
+"""Driver: an engine core on a fake device, whose invariants are checked at every step.
+
+The state machine, the random runs and the tests of planted faults use it."""
 
 import random
 from collections.abc import Sequence
@@ -22,10 +23,11 @@ from tests.fakes import (
 
 
 class Driver:
-    """A driver of an engine core, which asserts every invariant that can be seen from outside.
+    """A driver of an engine core, which asserts every invariant that is visible from outside.
 
-    After each step: texts are prefixes of what each request says alone; references equal users;
-        free + used = total; the first in the queue is not passed over and not left there for ever.
+    After each step: texts are prefixes of each request's text when it runs alone; a block's
+        references equal its users; free + used = total; the first request of the queue is neither
+        overtaken nor starved.
         At each launch: budget, rows and blocks (FakeRunner); a block that others use is not
         written; a block is read only by requests of the same adapter and salt; no request exceeds
         its limit.
@@ -49,7 +51,7 @@ class Driver:
             assert isinstance(copies, FakeCopies)
             copies.owners = self._owner
         self._scopes: dict[int, tuple[str, str]] = {}  # request id -> its adapter and salt
-        self._tables: dict[int, dict[int, int]] = {}  # row -> index -> block, as told
+        self._tables: dict[int, dict[int, int]] = {}  # row -> index -> block, as launched
         self._head: Request | None = None
         self._blockers: set[int] = set()
         self._patience = 0
@@ -67,7 +69,7 @@ class Driver:
         self._scopes[message.id] = (message.adapter, message.cache_salt)
         self.expected[message.id] = self._expect(message)
         self.core.add_request(message)
-        if message.id in self.scheduler.requests:  # for drafters that are told
+        if message.id in self.scheduler.requests:  # for drafters of tests/drafters.py
             self.scheduler.requests[message.id].prediction = self.expected[message.id][0]
         return message.id
 
@@ -105,8 +107,8 @@ class Driver:
         self.core.abort([request_id])
 
     def finish(self) -> None:
-        """Run until idle. Asserts that every request has ended exactly once, and that nothing is
-        held."""
+        """Run until idle. Asserts that every request has ended exactly once, and that no row or
+        block is held."""
         steps = 0
         while self.core.has_work():
             self.step()
@@ -122,7 +124,7 @@ class Driver:
 
     @property
     def _searching(self) -> bool:
-        """Whether the core searches the cause of a failed step; its requests then go first, in
+        """Whether the core bisects the requests of a failed step, which then run first, in
         groups."""
         return self.core._recovery.bisection is not None
 
@@ -151,7 +153,7 @@ class Driver:
             assert start + length + samples <= request.limit, "beyond max_tokens or the context"
             for index in range(start // size * groups, -(-(start + length) // size) * groups):
                 block = self._tables[row].get(index)
-                if block is None:  # of a kind that has no block here
+                if block is None:  # this KV group has no block here
                     continue
                 for other in users.get(block, ()):
                     assert other is request or other.row in fresh, "a shared block is written"
@@ -170,8 +172,8 @@ class Driver:
     def _check_starvation(self, preempted: bool) -> None:
         """Assert that the first request of the queue does not starve.
 
-        It starts at the latest a few steps after all requests have ended that ran when it became
-        the first, or go before it. Requests that wait for adapters may wait longer.
+        It must start at the latest a few steps after the end of all requests that were running when
+        it became the first, or that precede it. Requests that wait for adapters may wait longer.
         """
         head = self.scheduler.queue.waiting[0] if self.scheduler.queue.waiting else None
         queue = self.scheduler.queue
@@ -190,7 +192,7 @@ class Driver:
 def random_run(
     seed: int, steps: int = 120, priorities: Sequence[int] = (0, 0, 1), **changes: Any
 ) -> Driver:
-    """Run a random life of an engine, and return the driver after `finish`.
+    """Run random requests on an engine core, and return the driver after `finish`.
 
     Requests have shared prefixes, salts, adapters and priorities, are long or short, fail, are
     aborted, or have no limit; caches are reset meanwhile.
@@ -198,11 +200,11 @@ def random_run(
     rng = random.Random(seed)
     driver = Driver(**({"num_blocks": 40, "max_num_seqs": 8, "fail": (13,)} | changes))
     stems = [[2 + rng.randrange(48) for _ in range(40)] for _ in range(2)]
-    stems.append([5, 6, 7, 8, 9] * 8)  # equal blocks, but not after equal tokens
+    stems.append([5, 6, 7, 8, 9] * 8)  # blocks with equal tokens after different prefixes
     stems.append([4] * 40)
     adapters = ["", "", "lora", "lora2", *VIRTUAL]
     if "kinds" in changes:
-        adapters.remove("keys")  # only for models that keep everything
+        adapters.remove("keys")  # prefix tuning is only for models with full attention
     for _ in range(steps):
         action = rng.random()
         if action < 0.35:

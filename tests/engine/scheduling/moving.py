@@ -1,5 +1,5 @@
-"""MovingPair: two engines on fake devices, between which blocks move one message at a time, without
-sockets or threads."""
+"""MovingPair: two engine cores on fake devices, which pull KV blocks from each other one message at
+a time, without sockets or threads."""
 
 import queue
 import random
@@ -23,7 +23,7 @@ _STRIPES = 2
 
 
 class FakePuller:
-    """The receiving side of an engine, whose pulls `MovingPair.deliver` moves on."""
+    """The pulling side of an engine, whose pulls `MovingPair.deliver` advances."""
 
     def __init__(self, slots: range) -> None:
         self.free = deque(slots)
@@ -38,7 +38,7 @@ class FakePuller:
 
 @dataclass(eq=False)
 class Connection:
-    """A pull, and its progress."""
+    """A pull of blocks from one engine to the other, and its progress."""
 
     pull: Pull
     puller: int  # the engine that pulls
@@ -51,7 +51,7 @@ class Connection:
     received: int = 0
 
     def drop(self, source: BlockMoves) -> None:
-        """End the order at its source, as a thread that sends does when its puller is lost."""
+        """End the pull at its source, as the sending thread does when the puller is lost."""
         if self.order is not None:
             source._post_lost(self.order)
             for batch in self.batches:
@@ -91,7 +91,7 @@ class MovingPair:
             self.drivers[engine].step()
 
     def deliver(self) -> None:
-        """Move the oldest connection on by one message."""
+        """Deliver the next message of the oldest connection."""
         if not self.connections:
             return
         connection = self.connections.popleft()
@@ -109,7 +109,8 @@ class MovingPair:
             self.moves(connection.puller)._post_ended(connection.pull, "cut")
 
     def _deliver(self, connection: Connection) -> str | None:
-        """Return None while the pull goes on; else its error, or ""."""
+        """Deliver a message. Return None while the pull continues, its error if it failed, "" if it
+        is complete."""
         pull, order = connection.pull, connection.order
         source, target = self.moves(1 - connection.puller), self.moves(connection.puller)
         if order is None:
@@ -150,7 +151,7 @@ class MovingPair:
         return "" if connection.received == len(connection.offer.indices) else "it gave up"
 
     def finish(self) -> None:
-        """Run until both are idle; nothing may be held then."""
+        """Run until both engines are idle; assert that no row or block is held then."""
         for _ in range(20_000):
             for engine in range(2):
                 self.step(engine)
@@ -171,7 +172,8 @@ class MovingPair:
 
 
 def random_moves(seed: int, stem: list[int], steps: int = 80) -> int:
-    """Run a random life of two engines; return how many blocks have moved."""
+    """Run random requests on two engines that pull from each other; return the number of moved
+    blocks."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 3, 4])
     pair = MovingPair(

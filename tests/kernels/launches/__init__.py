@@ -1,4 +1,7 @@
-"""Every Triton kernel, launched at the sizes of models on unfilled tensors, for test_compile.py."""
+"""Launches of every Triton kernel at the sizes of real models, for test_compile.py.
+
+Tensors are not filled, as the kernels are only compiled.
+"""
 
 from collections.abc import Callable
 
@@ -25,7 +28,7 @@ from tests.kernels.launches.recurrent import (
 )
 from tests.kernels.launches.sampling import assembly, sampling
 
-# By name; each is called with the name of a model (sizes.py).
+# Name -> a function that launches kernels with the sizes of a model, by its name in sizes.py.
 PARTS: dict[str, Callable[[str], None]] = {
     part.__name__: part
     for part in (

@@ -1,4 +1,4 @@
-"""Launches of attention, and of what writes its caches."""
+"""Launches of the kernels that compute attention and write KV caches."""
 
 from dataclasses import replace
 
@@ -35,7 +35,8 @@ from tests.kernels.launches.sizes import BLOCK_SIZE, EPS, MODELS, NUM_BLOCKS, bf
 
 
 def attention(model: str) -> None:
-    """Launch rotation, cache writes, both kinds of attention, and that of towers."""
+    """Launch the rotary embedding, cache writes, attention of prompts and of decodes, and
+    bidirectional attention."""
     for size in (72, 128):
         texts, cos_sin = bf16(300, 3 * 16 * size), torch.empty(300, size)
         rotate_texts(texts, cos_sin, int32(300), 16)
@@ -44,7 +45,7 @@ def attention(model: str) -> None:
     heads, dim = d.num_heads + 2 * d.num_kv_heads, d.head_dim
     k_cache, v_cache = (bf16(NUM_BLOCKS, d.num_kv_heads, BLOCK_SIZE, dim) for _ in range(2))
     norms = (bf16(dim), bf16(dim)) if d.qk_norm else (None, None)
-    for num_tokens in (5, 300):  # with and without an early start
+    for num_tokens in (5, 300):  # with and without programmatic dependent launch
         meta = AttentionMeta(
             positions=int32(num_tokens),
             slots=int64(num_tokens),
@@ -59,7 +60,7 @@ def attention(model: str) -> None:
         q = rope_kv_write(
             RopeInputs(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads), meta
         )
-        gates = bf16(num_tokens, d.num_heads * dim)  # and a gate behind each query
+        gates = bf16(num_tokens, d.num_heads * dim)  # a gate after each query
         both = torch.cat((qkv, gates), 1)
         rope_kv_write(
             RopeInputs(both, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, gated=True), meta
@@ -80,7 +81,7 @@ def attention(model: str) -> None:
         counts = int32(1)
         step.plan = plan(step.kv_len, d.num_heads, k_cache, 8192, counts, rows=int32(entries))
         attention_decode(inputs, step, torch.empty_like(q))
-    # What some layers see and how their scores are changed (tests/kernels/test_masks.py).
+    # Masks and changes of scores that some layers have (tests/kernels/test_masks.py).
     heads32 = torch.empty(d.num_heads)
     for window, chunk, how in (
         (1024, 0, (0.0, None, None)),
@@ -132,7 +133,7 @@ def quantized_attention(model: str) -> None:
     heads32 = torch.empty(d.num_heads)
     for form in FORMATS.values():
         if form.name == "fp8" and driver.active.get_current_target().arch < 89:
-            continue  # engine/resolve.py refuses it there
+            continue  # engine/resolve.py refuses this dtype on such GPUs
         form = replace(form, hadamard=dim // 2) if form.name == "int4" else form
         shape = (NUM_BLOCKS, d.num_kv_heads, BLOCK_SIZE, dim)
         k_cache, v_cache = (QuantizedKV.empty(form, shape) for _ in range(2))
@@ -159,12 +160,14 @@ def quantized_attention(model: str) -> None:
             quantized_decode(AttentionInputs(q, k_cache, v_cache, dim**-0.5, *how), step, out)
 
 
-# Heads, and elements of a head that are not rotated: DeepSeek-V3, GLM-4.7-Flash, DeepSeek-V2-Lite.
+# (heads, elements of a head without rotary embedding) of DeepSeek-V3, GLM-4.7-Flash and
+# DeepSeek-V2-Lite.
 LATENTS = {"llama-8b": (128, 128), "qwen3-0.6b": (20, 192), "smollm2-135m": (16, 128)}
 
 
 def latent(model: str) -> None:
-    """Launch cache writes, decodes and chunks over latents of 512 and 64, also in float32."""
+    """Launch cache writes, decodes and chunks over latents of 512 + 64 elements, also in
+    float32."""
     heads, nope = LATENTS[model]
     rank, rope = 512, 64
     for dtype in (torch.bfloat16, torch.float32):
@@ -183,7 +186,7 @@ def latent(model: str) -> None:
         meta = replace(meta, query_start_host=[0, 10, 20], kv_len_host=[40, 30])
         up = torch.empty(heads, nope + 128, rank, dtype=dtype)
         latent_expanded(LatentInputs(q, cache, up, 0.1), meta, out[:, :, :128].contiguous())
-        for entries in (20, 64):  # the launch of a few, and that of many
+        for entries in (20, 64):  # the launch for few entries, and the one for many
             latent_decode(queries, _latent_decodes(entries, heads, rank, cache), out)
             hopper = driver.active.get_current_target().arch == 90
             if hopper and dtype == torch.bfloat16 and entries == 64:

@@ -1,4 +1,4 @@
-"""Launches of mixtures of experts."""
+"""Launches of the kernels of mixtures of experts."""
 
 import torch
 
@@ -18,8 +18,7 @@ from kernels.experts.topk import topk
 from kernels.packed import E2M1, Format, PackedWeight
 from tests.kernels.launches.sizes import EPS, bf16, int32
 
-# Experts, how many a token has, the inner width and the hidden one: Qwen3-30B-A3B, gpt-oss-20b,
-# OLMoE.
+# (experts, experts per token, inner width, hidden size) of Qwen3-30B-A3B, gpt-oss-20b and OLMoE.
 MIXTURES = {
     "llama-8b": (128, 8, 768, 2048),
     "qwen3-0.6b": (32, 4, 2880, 2880),
@@ -28,7 +27,7 @@ MIXTURES = {
 
 
 def experts(model: str) -> None:
-    """Launch the choice and the GEMMs of a layer of experts, for few and for many tokens."""
+    """Launch the routing and the GEMMs of a layer of experts, for few and for many tokens."""
     count, chosen, size, hidden = MIXTURES[model]
     biased = size == hidden
     router, bias = bf16(count, hidden), bf16(count) if biased else None
@@ -38,7 +37,7 @@ def experts(model: str) -> None:
         few_route(bf16(2, hidden), bf16(hidden), EPS, router, bias, routing, correction)
 
     def stack(dtype: torch.dtype) -> ExpertWeights:
-        # Never touched, so that they take no memory.
+        # The tensors are never written, so they take no physical memory.
         return ExpertWeights(
             torch.empty(count, 2 * size, hidden, dtype=dtype),
             torch.empty(count, hidden, size, dtype=dtype),
@@ -61,7 +60,7 @@ def experts(model: str) -> None:
     for tma in (False, True):
         other = moe.Tile(32, 64, 64, 4, 4, tma, swap=True)
         moe.grouped(x, scale, ids, weights, x, moe.Tiles(other, other))
-    weights.total = 2 * count  # of which another rank has the others
+    weights.total = 2 * count  # another rank has the other half
     few(x[:2], scale[:2], ids[:2], weights, None)
     moe.grouped(x, scale, ids, weights, None)
     weights.act, weights.weigh_input, weights.total = "gelu_pytorch_tanh", True, 0
@@ -76,8 +75,8 @@ def experts(model: str) -> None:
 
 
 def experts_in_fewer_bits(model: str) -> None:
-    """Launch experts by each way to decode: with PTX for pairs of codes, without, a scale a
-    block."""
+    """Launch packed experts with each way to decode codes: PTX for pairs of codes, plain Triton,
+    and a scale per block."""
     count, chosen, size, hidden = MIXTURES[model]
     biased = size == hidden
     forms = [
@@ -111,7 +110,7 @@ def experts_in_fewer_bits(model: str) -> None:
 
 
 def experts_in_floats(model: str) -> None:
-    """Launch each tile of experts with weights and inputs in e4m3."""
+    """Launch experts with weights and inputs in e4m3, with each size of tiles."""
     count, chosen, size, hidden = MIXTURES[model]
     biased = size == hidden
 
@@ -139,7 +138,8 @@ def experts_in_floats(model: str) -> None:
 
 
 def experts_in_fragments(model: str) -> None:
-    """Launch each tile of MXFP4 experts in the layout of matrix instructions."""
+    """Launch MXFP4 experts in the fragment layout of matrix instructions, with each size of
+    tiles."""
     count, chosen, size, hidden = MIXTURES[model]
     biased = size == hidden
     form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)

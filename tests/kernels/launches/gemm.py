@@ -1,4 +1,4 @@
-"""Launches of norms, products and activations, with weights as they are and in fewer bits."""
+"""Launches of norms, GEMMs and activations, with 16-bit and with quantised weights."""
 
 import torch
 
@@ -123,7 +123,7 @@ def packed(model: str) -> None:
 
 
 def plain(model: str) -> None:
-    """Launch what networks without gates and RMS norms need."""
+    """Launch the kernels of networks with layer norms and MLPs without gates."""
     d = MODELS[model]
     for name in ("silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"):
         activation(bf16(64, d.intermediate), name)

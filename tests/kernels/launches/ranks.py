@@ -1,4 +1,4 @@
-"""Launches of all-reduces over peers' memory, and of copies of blocks from it."""
+"""Launches of all-reduces over peers' memory, and of copies of KV blocks from peers' memory."""
 
 import numpy as np
 
@@ -20,13 +20,13 @@ def peers(model: str) -> None:
             rank.two_shot(x, bf16(rows, hidden))
             rank.norm_one_shot(x, bf16(rows, hidden), bf16(hidden), EPS)
             rank.gather(x, size)
-        many = bf16(256, hidden)  # several rows at once
+        many = bf16(256, hidden)  # a program takes several rows at once
         rank.norm_one_shot(many, bf16(256, hidden), bf16(hidden), EPS)
         rank.gather(int64(rows), 1)
 
 
 def moved_blocks(_: str) -> None:
-    """Launch copies of blocks with rows of vectors of 16 bytes, and of words of four."""
+    """Launch copies of KV blocks in units of 16 bytes and of 4 bytes."""
     for width in (1 << 15, 36):
         addresses = np.array([[256, 512], [1024, 2048]], np.int64) * width
         copy_device_rows(addresses, width, 8 * width, width, 64, None)

@@ -1,4 +1,4 @@
-"""Launches of the layers with states."""
+"""Launches of the kernels of recurrent layers."""
 
 from dataclasses import replace
 
@@ -16,13 +16,13 @@ from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.recurrent.mamba2_cuda import mamba2
 from tests.kernels.launches.sizes import int32, int64
 
-# Key heads, value heads and their sizes: Qwen3.5-27B, Qwen3.5-0.8B, OLMo Hybrid 7B.
+# (key heads, value heads, key size, value size) of Qwen3.5-27B, Qwen3.5-0.8B and OLMo Hybrid 7B.
 _DELTAS = {
     "llama-8b": (16, 48, 128, 128),
     "qwen3-0.6b": (16, 16, 128, 128),
     "smollm2-135m": (30, 30, 96, 192),
 }
-# Heads, their size, groups, elements of B: Granite 4 H Small, Nemotron-H 8B, Falcon-H1 0.5B.
+# (heads, head size, groups, elements of B) of Granite 4 H Small, Nemotron-H 8B and Falcon-H1 0.5B.
 _MAMBAS = {
     "llama-8b": (128, 64, 1, 128),
     "qwen3-0.6b": (128, 64, 8, 128),
@@ -38,7 +38,8 @@ def _meta(entries: int = 2) -> AttentionMeta:
 
 
 def _verify(inputs: DeltaInputs) -> None:
-    """A step that verifies drafts on states as they lie, and the replay of what is accepted."""
+    """Launch a step that verifies drafts without state copies, and the replay of accepted
+    drafts."""
     runs = StateRuns(
         *(
             int64(20),
@@ -64,7 +65,7 @@ def delta(model: str) -> None:
     x, z, b, a = whole.split((channels, inner, values, values), dim=1)
     tail, state = torch.empty(5, 3, channels), torch.empty(5, values, key, value)
     late = torch.empty(5, values, 3, key + value + 4)
-    for decodes in (1, 19):  # programs that share a head, and that have it in several pieces
+    for decodes in (1, 19):  # several programs per head, and one with the head in several pieces
         some = replace(_meta(20), num_decodes=decodes)
         gated_delta(DeltaInputs(x, z, a, b, heads, tail, state, late), some)
     for prompts in range(1, ENTRIES + 1):
@@ -126,8 +127,8 @@ def mamba_1(model: str) -> None:
 
 
 def convolution(model: str) -> None:
-    """Launch LFM2's convolution for a step with a prompt and for decodes, with a bias and
-    without."""
+    """Launch LFM2's short convolution for a step with a prompt and for decodes, with and without a
+    bias."""
     x, tail = torch.empty(20, 2048, dtype=torch.bfloat16), torch.empty(5, 2, 2048)
     conv = torch.empty(2048, 3)
     causal_conv(x, conv, None, tail, _meta())

@@ -1,4 +1,4 @@
-"""Launches of what is around the layers: the step's layout, and sampling."""
+"""Launches of the kernels outside the layers: the preparation of a step's inputs, and sampling."""
 
 from kernels.batch import apply_updates, assemble
 from kernels.sampling.choose import best_of_part, best_of_parts, choose
@@ -10,7 +10,7 @@ from tests.kernels.launches.sizes import BLOCK_SIZE, MODELS, bf16, int32, int64
 
 
 def sampling(model: str) -> None:
-    """Launch edits, filters, the choice and log-probabilities over the vocabulary."""
+    """Launch the sampler: edits of logits, filters, the choice of a token, log-probabilities."""
     d = MODELS[model]
     count = 2
     logits, words = bf16(count, d.vocab), int32(count + 1, NUM_WORDS)
@@ -33,7 +33,7 @@ def sampling(model: str) -> None:
 
 
 def assembly(_: str) -> None:
-    """Launch the updates of rows and the layout of a step."""
+    """Launch the kernels that update the rows' tables and compute a step's inputs."""
     tokens, table, count = int32(5, 1025), int32(5, 64), 4
     apply_updates(int32(30), tokens, table, 2, 3)
     assemble(
