@@ -1,13 +1,13 @@
-"""What agents ask for, under kills: documents of a schema, calls of tools, reasoning, Responses and
-Messages.
+"""Kills processes during requests as agents send them: structured output, tool calls, reasoning,
+Responses and Messages.
 
     python -m tests.faults.agents --hits 20 --out bench/results
 
 A random model in float32 on two replicas behind two routers, both under Serve's own proxy. In turn
-an engine, a replica and a router are killed in the middle of streams of all kinds; clients go on
-after a router with the last event's id. Goes on until so many streams of each kind were hit, and
-as many of each kind were cut. Prints the figures as JSON, and writes them as a result file if it is
-told a folder; exit status 1 if an answer differs from the one without a kill.
+an engine, a replica and a router are killed in the middle of streams of all kinds. After a router's
+death clients resume with the last event's id. The run ends when at least --hits streams of each
+kind have moved to another replica, and as many have been resumed. Figures are printed as JSON, and
+with --out written as a result file. Exit status 1: an answer differs from the one without a kill.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from tests.faults.clients import post
 from tests.faults.cluster import NAME, Broken, deployed
 
 TARGETS = ("engine", "router", "replica", "router")
-LAYERS = 16  # some milliseconds a token, so that a kill can come between two
+LAYERS = 16  # so that a token takes milliseconds, and a kill can come between two tokens
 _ROW = {
     "type": "object",
     "properties": {
@@ -48,7 +48,7 @@ _ROW = {
 }
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    # White space between values is free, and a random model uses it: no more rows than that.
+    # Few rows, because a random model writes much of the white space allowed between values.
     "properties": {"rows": {"type": "array", "items": _ROW, "minItems": 3, "maxItems": 3}},
     "required": ["rows"],
     "additionalProperties": False,
@@ -56,12 +56,12 @@ SCHEMA: dict[str, Any] = {
 USER = [{"role": "user", "content": "the cat sat on the mat"}]
 FUNCTION = {"name": "store", "description": "Stores rows.", "parameters": SCHEMA}
 QUIET = {"reasoning_effort": "none"}
-PATIENCE = 300.0  # seconds for a whole stream: all of them share two cores
-SEEN = 4  # events that every stream has shown before a kill
+PATIENCE = 300.0  # time limit of a stream in seconds; all streams share two cores
+SEEN = 4  # number of events of every stream before a kill
 
 
 def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return path and body of each kind of request."""
+    """Return kind -> (path, body) of a request."""
     chat, common = "/v1/chat/completions", {"model": NAME, "stream": True, "temperature": 1.0}
     asked = {**common, "messages": USER, "max_tokens": 1500, "seed": 5}
     asked["stream_options"] = {"include_usage": True}
@@ -106,7 +106,7 @@ def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def agent_model(folder: Path) -> Path:
-    """Save a random model that knows tools and reasoning."""
+    """Save a random model whose chat template has tools and reasoning."""
     tokenizer: Tokenizer = byte_level()
     save_checkpoint(
         folder,
@@ -124,7 +124,8 @@ def agent_model(folder: Path) -> Path:
 
 @dataclass
 class Answer:
-    """The payloads of a stream, in order. cuts: how often it broke and went on."""
+    """The payloads of a stream's events, in order. cuts: how often the stream broke and was
+    resumed."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)  # of the request, one for each part
@@ -134,9 +135,10 @@ class Answer:
 
     @property
     def outcome(self) -> tuple[Any, ...]:
-        """The parts that a kill must not change: every byte that the model wrote, in its place.
+        """The parts of the answer that a kill must not change: all of the model's text, by its
+        place in the answer.
 
-        Pieces are joined, as a pause changes their boundaries.
+        Pieces are joined, because a pause changes where they are cut.
         """
         if self.error:
             return self.error, len(self.events), self.ids, self.events[-1:]
@@ -260,7 +262,7 @@ async def _part(
 
 
 async def moved(broken: Broken, answer: Answer) -> bool:
-    """Return whether an answer went on at another replica after its first tokens."""
+    """Return whether an answer moved to another replica after its first tokens."""
     for id in answer.ids:
         trace = await asyncio.to_thread(_get, broken, f"/v1/requests/{id}")
         for part in trace.get("parts", ()):
@@ -285,8 +287,8 @@ def _get(broken: Broken, path: str) -> dict[str, Any]:
 class Run:
     """The counts of a run, by kind of request.
 
-    hit: streams that moved to another replica. cut: streams that went on after their router was
-        killed. wrong: descriptions of wrong answers.
+    hit: streams that moved to another replica. cut: streams that were resumed after their router
+        was killed. wrong: descriptions of wrong answers.
     """
 
     kills: Counter[str] = field(default_factory=Counter)

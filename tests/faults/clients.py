@@ -1,5 +1,5 @@
-"""Streaming clients that never retry, and note what a fault would do to them: an error, a missing
-or repeated token, another usage, a pause."""
+"""Streaming clients that never retry, and record effects of faults: errors, missing or repeated
+tokens, changed usage, pauses."""
 
 import asyncio
 import json
@@ -11,9 +11,9 @@ TIMEOUT = 120.0  # seconds for a whole stream
 
 
 class Near(float):
-    """A log-probability, equal to one that differs by less than 1e-4.
+    """A log-probability that is equal to another if they differ by less than 1e-4.
 
-    A recomputed prompt is summed in another order than token by token.
+    Recomputed tokens are summed in another order than tokens that were decoded one by one.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -25,14 +25,14 @@ class Near(float):
 
 @dataclass
 class Said:
-    """An answer put together from its events.
+    """An answer, collected from its events.
 
-    gap: the longest pause between two events, in seconds; gap_end: when it ended. first: when the
-        first event came. Both are monotonic seconds.
+    gap: the longest pause between two events, in seconds. gap_end, first: times of that pause's end
+        and of the first event, in monotonic seconds.
     status: HTTP status; 0 if no answer came. prompt, output: tokens by usage.
     logprobs: for each choice, the text and log-probability of each token and of its most likely
         alternatives.
-    migrations: how often a choice went on elsewhere.
+    migrations: how often a choice moved to another replica.
     """
 
     error: str = ""
@@ -80,7 +80,7 @@ class Said:
 
 
 def post(path: str, body: dict[str, Any], *headers: str) -> bytes:
-    """Return a request's bytes, for a connection that ends with it."""
+    """Return the bytes of a POST request that asks to close the connection after the answer."""
     payload = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close", *headers]
     lines += ["Content-Type: application/json", f"Content-Length: {len(payload)}", "", ""]
@@ -95,8 +95,11 @@ async def ask(
     header: str = "",
     said: Said | None = None,
 ) -> Said:
-    """Send one streamed request, with one more header. Whatever goes wrong is in `error`, nothing
-    is raised or tried again. said: takes the answer while it comes."""
+    """Send one streamed request, and return its answer.
+
+    Failures are not raised or retried: `error` of the answer describes them.
+    header: a further header line. said: the object to collect the answer in, while it arrives.
+    """
     said = said or Said()
     try:
         async with asyncio.timeout(TIMEOUT):
@@ -125,7 +128,7 @@ async def _ask(said: Said, port: int, body: dict[str, Any], prefix: str, header:
         while size := int(await reader.readline() or b"", 16):
             buffer += (await reader.readexactly(size + 2))[:-2]
             *events, buffer = buffer.split(b"\n\n")
-            events = [event for event in events if not event.startswith(b":")]  # signs of life
+            events = [event for event in events if not event.startswith(b":")]  # no comments
             if not events:
                 continue
             now = time.monotonic()

@@ -1,4 +1,5 @@
-"""A small cluster to break: replicas with counting engines or a real model, and real signals."""
+"""A small cluster for tests of faults: replicas with fake engines, whose tokens count up, or with a
+real model, and real signals to their processes."""
 
 import asyncio
 import contextlib
@@ -21,9 +22,9 @@ from tests.deployments.on_ray.live import resident_mib
 from tests.deployments.on_ray.serve_cluster import Cluster
 from tests.faults.clients import Said, ask
 
-NAME = "broken"  # of the application and of the model
-# Every token is one that the tiny tokenizer can write; as fast as a small model on a GPU. Adapters
-# take so long that they can be caught at it.
+NAME = "broken"  # name of the application and of the model
+# All token ids are in the tiny tokenizer's vocabulary, and a step takes as long as a small model's
+# on a GPU. Loading adapters is slow enough to kill an engine meanwhile.
 FAKE = (
     "fake:vocab_size=250,max_model_len=4096,step_seconds=0.02,lost_at_signal=true,"
     "adapter_seconds=1.0,lethal=249,lethal_at=5"
@@ -31,16 +32,16 @@ FAKE = (
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:
-    """Return the configuration that replicas run instead of a model's."""
+    """Return the configuration of a fake engine, which replicas run instead of a model."""
     return EngineConfig(model=FAKE, max_loras=settings.engine.get("max_loras", 0))
 
 
 @dataclass
 class Broken:
-    """A running application to break.
+    """A running application whose processes tests kill.
 
-    replicas, routers: how many there should be.
-    models: names that requests use. Several share the routers, and each has as many replicas.
+    replicas, routers: expected numbers, of replicas for each model.
+    models: served names of the models, which share the routers.
     """
 
     port: int
@@ -69,7 +70,7 @@ class Broken:
     def kill(
         self, target: str, which: int = 0, number: signal.Signals = signal.SIGKILL
     ) -> ServerProcess:
-        """Send the signal to one process of this kind; it must be there."""
+        """Send the signal `number` to the process `which` of this kind, and return the process."""
         victim = self.find(target)[which]
         assert victim.send(number)
         return victim
@@ -80,16 +81,16 @@ class Broken:
     async def same_under_kills(
         self, asked: list[dict[str, Any]], kill: Callable[[int], Awaitable[None]]
     ) -> tuple[list[Said], list[Said]]:
-        """Return the answers to requests undisturbed, and again under `kill`.
+        """Send the same requests without faults and under `kill`, and return both lists of answers.
 
-        kill: gets the process id of an engine that runs them. Asserts that both are equal, and that
-            a request moved.
+        Asserts that they are equal, and that a request moved to another replica.
+        kill: is called with the process id of an engine that runs some of the requests.
         """
         await self.settled(120)
         wanted = await asyncio.gather(*map(self.ask, asked))
         assert not any(said.error for said in wanted), wanted
         said: list[Said] = []
-        for _ in range(3):  # on a busy machine all may be said before the signal comes
+        for _ in range(3):  # on a busy machine all answers may be complete before the signal
             tasks = [asyncio.create_task(self.ask(body)) for body in asked]
             victims: list[int] = []
             while not victims and not all(task.done() for task in tasks):
@@ -100,7 +101,7 @@ class Broken:
             said = await asyncio.gather(*tasks)
             for got, right in zip(said, wanted, strict=True):
                 assert got.outcome == right.outcome
-            await self.settled(120)  # another replica in its place
+            await self.settled(120)  # wait for the replacement
             if victims and any(replica.migrations for replica in said):
                 break
         assert any(replica.migrations for replica in said)
@@ -127,7 +128,7 @@ class Broken:
         return {"routers": routers, "replicas": list(itertools.chain.from_iterable(replicas))}
 
     async def idle(self, seconds: float = 5.0) -> None:
-        """Wait until nothing is held anywhere: no request, no choice, no block."""
+        """Wait until no router or replica holds a request, choice or block."""
         began = time.monotonic()
         while True:
             states = await self.states()
@@ -143,7 +144,7 @@ class Broken:
     async def streams_on(self, victim: ServerProcess) -> int | None:
         """Return the number of choices at this engine or replica; None without an answer within a
         second."""
-        # The less busy ones answer.
+        # Serve sends each call to a less busy replica, so several calls reach all.
         calls = [
             engine.stats.remote() for engine in self._engines() for _ in range(3 * self.replicas)
         ]

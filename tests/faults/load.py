@@ -1,4 +1,4 @@
-"""Load with kills in it: short in the tests, long from the command line (soak.py)."""
+"""Runs a load during which processes are killed: short in tests, long by soak.py."""
 
 import asyncio
 import itertools
@@ -14,16 +14,16 @@ from tests.deployments.on_ray.live import resident_mib
 from tests.faults.clients import Said
 from tests.faults.cluster import Broken
 
-PROMPTS = 8  # different ones; each has one right answer
-FIRST = 2.0  # seconds to the first event of an answer in time, as promised: scaling.ttft
+PROMPTS = 8  # number of different prompts; each has one right answer
+FIRST = 2.0  # seconds to the first event within which an answer is good: scaling.ttft
 
 
 @dataclass
 class Record:
-    """A request; times are seconds since the load began.
+    """The record of a request; times are seconds since the load began.
 
-    gap_s: its longest pause between two events, which ended at gap_at_s.
-    moves: how often a choice of it went on elsewhere.
+    gap_s: the longest pause between two events, which ended at gap_at_s.
+    moves: how often one of its choices moved to another replica.
     """
 
     prompt: int
@@ -47,7 +47,7 @@ class Record:
 
 @dataclass
 class Kill:
-    """A kill of a process. streams: choices that the victim had; None if that is not known."""
+    """A kill of a process. streams: number of choices at the victim; None if unknown."""
 
     at_s: float
     target: str
@@ -59,7 +59,7 @@ class Kill:
 class Run:
     """The record of a load with kills.
 
-    quiet: seconds at its beginning without kills.
+    quiet: seconds without kills, at the beginning.
     replicas: (seconds, number of replicas that a router saw).
     memory: (seconds, MiB of all routers).
     """
@@ -123,7 +123,7 @@ class Run:
                 {"gap_s": round(request.gap_s, 3), "at_s": round(request.gap_at_s, 2)}
                 for request in gaps[-8:]
             ],
-            "load_average": round(os.getloadavg()[1], 1),  # above the cores: others were at work
+            "load_average": round(os.getloadavg()[1], 1),  # shows whether others ran
             "kill_marks": [asdict(kill) for kill in self.kills],
             "errors": [request.error for request in gaps if request.error][:5],
         }
@@ -132,7 +132,7 @@ class Run:
 class Load:
     """A load of greedy and seeded requests, with two choices or log-probabilities.
 
-    `learn` asks each request once before any fault; every later answer is compared with that one.
+    `learn` sends each request once before any fault; later answers are compared with these answers.
     """
 
     def __init__(self, broken: Broken, tokens: int) -> None:
@@ -165,11 +165,11 @@ class Load:
         return record
 
     def right(self, which: int) -> list[tuple[Any, ...]]:
-        """Return the outcomes that are right for this prompt."""
+        """Return the right outcomes for the prompt with this number."""
         return [self._wanted[which].outcome]
 
     async def capacity(self, seconds: float, at_once: int) -> float:
-        """Return the requests/s that `at_once` clients get through, each one after the other."""
+        """Return the requests/s of `at_once` clients that each send one request after the other."""
         began = time.monotonic()
         numbers, ends = itertools.count(), [0.0]
 
@@ -193,8 +193,8 @@ async def kill_under_load(
 ) -> Run:
     """Send requests at a mean rate while processes of `targets`, in turn, are killed.
 
-    quiet: seconds of the same load before. Kills are spread evenly. Moments of requests and victims
-        are drawn from the seed.
+    quiet: seconds of the same load before the first kill. Kills are at equal intervals; times of
+        requests and victims are drawn with the seed.
     """
     broken, order = load.broken, random.Random(seed)
     run = Run(rate, load.tokens, quiet)

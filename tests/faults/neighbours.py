@@ -1,12 +1,12 @@
-"""What the dearest requests that are let in do to the streams beside them.
+"""Measures how the most expensive requests that are accepted delay other streams.
 
     python -m tests.faults.neighbours --out bench/results
 
-The default model over HTTP, two replicas with a core each. Eight clients stream all the time; into
-that come, one after the other, a prompt that fills the context, log-probabilities of as many prompt
-tokens as are allowed, four megabytes of digits and messages of many parts. The figure is the
-longest pause between two events of any of the eight meanwhile. Exit status 1 if one is out of its
-bound. A figure of a machine that is busy with something else means nothing.
+The default model is served over HTTP by two replicas with a core each. Eight clients stream all the
+time. Meanwhile expensive requests are sent, one after the other: a prompt that fills the context,
+log-probabilities of as many prompt tokens as are allowed, four megabytes of digits, and messages of
+many parts. The figure is the longest pause between two events of any of the eight streams. Exit
+status 1: a pause exceeds its bound. Figures are invalid if the machine runs other work.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from tests.faults.abuse.report import Report
 from tests.faults.clients import Said, ask, post
 
 STREAMS = 8
-CALM = 5.0  # seconds without a dear request, for comparison
-SECONDS = 180.0  # that a dear request may take
-PAUSE = 1.0  # seconds between two events: what is promised
+CALM = 5.0  # seconds without an expensive request, for comparison
+SECONDS = 180.0  # time limit of an expensive request
+PAUSE = 1.0  # bound on the seconds between two events of a stream
 
 STEADY = {
     "model": NAME,
@@ -62,7 +62,7 @@ DEAR: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 async def whole(port: int, path: str, body: dict[str, Any]) -> tuple[int, float]:
-    """Return the status of an answer that is not streamed, and the seconds that it took."""
+    """Send a request without streaming; return the answer's status, and the seconds it took."""
     began = time.monotonic()
     async with asyncio.timeout(SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)

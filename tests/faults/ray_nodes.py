@@ -1,4 +1,4 @@
-"""A Ray with Serve on several nodes of this machine, which come and go."""
+"""A Ray cluster with Serve and several nodes on this machine, which tests add and remove."""
 
 import contextlib
 import os
@@ -18,30 +18,30 @@ COMMON = {
 
 @dataclass
 class NodesCluster:
-    """A Ray of several nodes on this machine. where: the head node's addresses."""
+    """A Ray cluster of several nodes on this machine. where: the head node's addresses."""
 
     cluster: Any
     where: Cluster
 
     def add(self, **fields: Any) -> Any:
-        """Return a new node. fields: as `ray start` takes them."""
+        """Start a node and return it. fields: options of `ray start`."""
         return self.cluster.add_node(**fields, **COMMON)
 
     def remove(self, node: Any) -> None:
-        """Take a node away at once, with its processes."""
+        """Kill a node and its processes at once."""
         self.cluster.remove_node(node, allow_graceful=False)
 
     def remove_all(self) -> None:
-        """Take all nodes away but the head."""
+        """Remove all nodes but the head node."""
         for node in list(self.cluster.worker_nodes):
             self.remove(node)
 
 
 def _head() -> Any:
-    """Return a cluster of one node.
+    """Start and return a cluster of one node, the head.
 
-    Ray forks this process, in which earlier tests have left threads, so a child may hang before it
-    becomes a server. It is then ended, and started once more.
+    Ray forks this process, which has threads of earlier tests, so a child may hang before it
+    executes Ray's server. The child is then killed, and the start repeated once.
     """
     from ray.cluster_utils import Cluster as RayCluster
 
@@ -69,7 +69,7 @@ def ray_nodes() -> Iterator[NodesCluster]:
     try:
         ray.init(address=cluster.address, log_to_driver=False)
         port = free_port()
-        # One port, one machine: only the head node can have the proxy.
+        # All nodes are on one machine and share a port, so only the head node can have the proxy.
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         yield NodesCluster(cluster, Cluster(cluster.address, port))
         serve.shutdown()

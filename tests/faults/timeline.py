@@ -1,4 +1,4 @@
-"""The picture of a run with kills: one SVG file that needs nothing else."""
+"""Draws a run with kills as a self-contained SVG file."""
 
 from loadtest.report.charts import Axis, ChartPanel, Mark, Series, duration, timeline
 from loadtest.report.style import CSS
@@ -10,7 +10,7 @@ WIDTH = 1100
 def picture(run: Run, title: str, happened: str = " killed") -> str:
     """Return an SVG of replicas, requests in flight and each stream's longest pause over time.
 
-    A vertical line marks each kill. happened: what happened to its target, in words.
+    A vertical line marks each kill. happened: the words after the target's name in its label.
     """
     done = sorted(run.requests, key=lambda one: one.gap_at_s)
     changes = sorted(
@@ -50,7 +50,7 @@ def picture(run: Run, title: str, happened: str = " killed") -> str:
         for kill in run.kills
     ]
     svg = timeline(panels, name=title, end=run.seconds, width=WIDTH, marks=marks)
-    svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)  # a file of its own
+    svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)  # for files
     begin = svg.index(">") + 1
     looks = f"<style>{CSS}svg{{background:var(--card);font-family:sans-serif}}</style>"
     return f"{svg[:begin]}<title>{title}</title>{looks}{svg[begin:]}\n"

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS
 from engine.architectures.class_defaults import FILE
 
-# Token ids are the tokenizer's to say. The others are of no consequence to what is computed.
+# Token ids, which come from the tokenizer, and keys that do not affect the network.
 _OTHERS = {
     *("architectures", "transformers_version", "dtype", "id2label", "label2id", "problem_type"),
     *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),

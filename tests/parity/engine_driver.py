@@ -1,4 +1,4 @@
-"""Real engines in this process, so that tests can look at the scheduler while it works."""
+"""Engine cores with real models in the test's process, so that tests can inspect the scheduler."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["Output", "add_adapter", "engine", "run"]
 
 
 def engine(folder: Path, **fields: Any) -> EngineCore:
-    """Return a core on the CPU, in float32 unless told otherwise, with a small KV cache."""
+    """Return a core on the CPU with a small KV cache, in float32 unless `fields` differ."""
     defaults: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",

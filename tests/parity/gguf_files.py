@@ -1,5 +1,8 @@
-"""Writes the tiny checkpoints of `cases` as llama.cpp's converter does: its names, by the `gguf`
-package's own table, its keys, and what it does to each family's matrices."""
+"""Writes the tiny checkpoints of `cases` as GGUF files, as llama.cpp's converter does.
+
+Tensors have the names of the `gguf` package's table, and metadata the converter's keys. Matrices
+are changed as the converter changes each family's.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-# Families whose queries and keys turn as neighbours in llama.cpp, and not in transformers.
+# Families whose rotary pairs are adjacent elements in llama.cpp, but not in transformers.
 _PERMUTED = (
     *("llama", "mistral3", "granite", "granitemoe", "smollm3", "arcee", "olmo", "internlm2"),
     *("minicpm", "xverse", "baichuan"),
@@ -73,10 +76,11 @@ _YARN = {
 class Written:
     """The differences of an architecture's GGUF file from its checkpoint.
 
-    arch: general.architecture. changes: to the case's configuration, where the format cannot hold
-        it.
-    drop: keys that the family's converter does not write. more: keys of its own.
-    experts_apart: whether experts are not stacked, as in older files. tokens: of pictures, by id.
+    arch: general.architecture.
+    changes: changes of the case's configuration, for settings that GGUF cannot express.
+    drop: keys that the family's converter does not write. more: keys that only it writes.
+    experts_apart: whether each expert has its own tensors, as in older files.
+    tokens: id -> text of image tokens.
     """
 
     arch: str
@@ -93,9 +97,9 @@ def write(
     written: Written,
     quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
 ) -> None:
-    """Write the checkpoint of a folder as one GGUF file.
+    """Write the checkpoint in `folder` to `path` as one GGUF file.
 
-    quant: type of matrices whose rows consist of whole blocks.
+    quant: type of matrices whose rows are a multiple of the type's block size.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, written.arch)
@@ -182,8 +186,8 @@ def _metadata(config: dict[str, Any], written: Written) -> dict[str, Any]:
 
 
 def _vocabulary(writer: gguf.GGUFWriter, tokens: dict[int, str]) -> None:
-    """Write three control tokens and 93 letters of bytes; tokens of pictures replace some of
-    them."""
+    """Write a vocabulary of three control tokens and 93 single bytes, some of which `tokens`
+    replaces."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     letters = sorted(ByteLevel.alphabet())[:93]
@@ -230,8 +234,8 @@ def _tensors(
 def _transformed(
     tensors: dict[str, Tensor], config: dict[str, Any], written: Written
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors as the family's converter changes them, under names that the table
-    knows."""
+    """Yield the tensors with the converter's changes, under checkpoint names that the `gguf`
+    package's table has."""
     sizes = {key: _first(config, *keys) for key, keys in _SIZES.items()}
     heads = sizes["attention.head_count"]
     kv_heads = written.more.get("attention.head_count_kv", sizes["attention.head_count_kv"])
@@ -308,15 +312,16 @@ def permuted(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _halved(tensor: Tensor, size: int, rotary: int) -> Tensor:
-    """Put the first elements of each head's rotary pairs, which are neighbours, before the second
-    ones."""
+    """Reorder each head's rows from adjacent rotary pairs to the first elements of all pairs, then
+    the second elements."""
     heads = tensor.unflatten(0, (-1, size))
     turned, others = heads[:, :rotary], heads[:, rotary:]
     return torch.cat((turned[:, ::2], turned[:, 1::2], others), 1).reshape(tensor.shape)
 
 
 def _ungrouped(tensor: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
-    """Split a tensor with queries, keys and values by key head into the three."""
+    """Split a fused tensor, in which each key head's queries, key and value are adjacent, into
+    queries, keys and values."""
     grouped = tensor.unflatten(0, (kv_heads, heads // kv_heads + 2, -1))
     parts = grouped.split((heads // kv_heads, 1, 1), dim=1)
     return [part.flatten(0, 2) for part in parts]

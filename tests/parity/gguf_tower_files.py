@@ -1,5 +1,5 @@
-"""Writes a tiny model that sees as llama.cpp's converters do: a file of the text model, and one of
-the tower, with names by the `gguf` package's own table."""
+"""Writes tiny vision-language models as llama.cpp's converters do: a GGUF file of the text model,
+and one of the vision encoder, with names of the `gguf` package's table."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def _sections(*sizes: int) -> dict[str, Any]:
     return {"rope.dimension_sections": [*sizes, 0]}
 
 
-# Case -> (projector, the text model's file)
+# Case -> (type of projector, settings of the text model's file)
 PAIRS = {
     "Qwen2-VL": ("qwen2vl_merger", Written("qwen2vl", more=_sections(1, 2, 3), tokens=QWEN)),
     "Qwen2.5-VL": ("qwen2.5vl_merger", Written("qwen2vl", more=_sections(2, 3, 1), tokens=QWEN)),
@@ -46,7 +46,7 @@ PAIRS = {
     "InternVL 6B": ("internvl", Written("qwen3", drop=("attention.sliding_window",))),
 }
 _OTHER_HALF = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
-# What no table has, as the converters name it.
+# The converters' names of tensors that the table lacks.
 _NAMES = {
     "multi_modal_projector.mm_input_projection_weight": "mm.input_projection.weight",
     "multi_modal_projector.mm_soft_emb_norm.weight": "mm.soft_emb_norm.weight",
@@ -111,7 +111,7 @@ def write_pair(
 
 
 def of_text(name: str) -> bool:
-    """Whether a tensor of a checkpoint is of the text model, by its name."""
+    """Whether a checkpoint's tensor of this name belongs to the text model."""
     parts = ("vis", "multi_modal_projector", "connector", "mlp_AR")
     return not any(part in name for part in parts)
 
@@ -187,7 +187,8 @@ def _metadata(projector: str, case: Case, config: dict[str, Any]) -> dict[str, A
 
 
 def _clip_colours(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the image settings that transformers' class has where a file is silent."""
+    """Return image settings with CLIP's colour statistics, transformers' default, if the file has
+    none."""
     if "image_mean" in settings:
         return {}
     return {

@@ -1,5 +1,5 @@
-"""Published config.json files that leave keys to their class, or name them as older classes did;
-of what sees in a model only its size."""
+"""Published config.json files that omit keys or use older names of keys; their vision parts are
+shortened."""
 
 from typing import Any
 

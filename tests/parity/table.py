@@ -19,11 +19,11 @@ import torch
 from bench.report.result_file import write
 from tests.parity.test_architectures import ALL, BOUND, differences, divergences, with_adapter
 
-BOUNDS = {"cpu": BOUND, "cuda": 1e-4}  # a GPU adds in another order than the oracle's CPU
+BOUNDS = {"cpu": BOUND, "cuda": 1e-4}  # a GPU sums in another order than the oracle's CPU
 
 
 def measured(name: str, device: str) -> dict[str, Any]:
-    """Return an architecture's row; one that fails has no figure, but the reason."""
+    """Return an architecture's row of the table: its figures, or the reason if it fails."""
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as folder:
         row: dict[str, Any] = {"case": name}

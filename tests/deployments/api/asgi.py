@@ -1,4 +1,4 @@
-"""A raw ASGI client: sends what an HTTP library would refuse to send, and can hang up."""
+"""A raw ASGI client, which can send invalid requests that HTTP libraries refuse, and hang up."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ class Reply:
         return json.loads(self.body)
 
     def events(self) -> list[Any]:
-        """The data of each server-sent event, parsed as JSON; "[DONE]" stays text."""
+        """The data of each server-sent event, parsed as JSON, or the text "[DONE]"."""
         payloads = [line[6:] for line in self.body.decode().split("\n\n") if line]
         return [item if item == "[DONE]" else json.loads(item) for item in payloads]
 

@@ -1,4 +1,4 @@
-"""A proxy that cuts connections, as a router or HAProxy does that is killed."""
+"""A proxy that cuts connections, as happens when a router or HAProxy is killed."""
 
 import contextlib
 import socket
@@ -9,9 +9,10 @@ from collections.abc import Iterator
 class Cutter:
     """A proxy that cuts connections.
 
-    limits: for each connection in turn, bytes of the answer before it is cut; later connections are
-        not cut. 0: the connection is refused at once.
-    says: for each connection that is refused, the answer that the proxy gives itself.
+    limits: for each connection in turn, bytes of the answer before it is cut; 0: at once. Later
+        connections are not cut.
+    says: for each connection in turn after these, the proxy's own answer, which it sends instead of
+        connecting to the server.
     """
 
     def __init__(self, port: int) -> None:

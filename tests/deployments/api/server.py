@@ -12,10 +12,10 @@ import uvicorn
 
 @contextlib.contextmanager
 def serve(app: Any, http: Any = "httptools", seconds: float = 10.0) -> Iterator[int]:
-    """Run app; yields the port.
+    """Serve an ASGI application by uvicorn in a thread; yields the port.
 
     http: "httptools" (what Serve uses), "h11" or a protocol class.
-    seconds: the longest start of the app.
+    seconds: time limit of the application's start.
     """
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -35,7 +35,7 @@ def serve(app: Any, http: Any = "httptools", seconds: float = 10.0) -> Iterator[
     assert started.wait(seconds)
     try:
         yield listener.getsockname()[1]
-    except BaseException:  # the body's own failure is what is told: its open streams are cut
+    except BaseException:  # stop at once, cutting open streams, so that this error is reported
         server.should_exit = server.force_exit = True
         thread.join(10)
         raise

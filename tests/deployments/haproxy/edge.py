@@ -1,5 +1,5 @@
-"""The edge without Ray: the configuration that Serve renders, our launcher, the real HAProxy, and
-routers that the test plays."""
+"""The edge without Ray: Serve's rendered configuration, our launcher and the real HAProxy; the test
+acts as the routers."""
 
 import asyncio
 import os
@@ -28,9 +28,10 @@ def free_port() -> int:
 
 
 def served(folder: Path, port: int, routers: list[int], client_seconds: int = 35) -> Path:
-    """Write Serve's own HAProxy file for an application at / behind these routers; return its path.
+    """Write Serve's HAProxy configuration for an application at / with routers on these ports;
+    return its path.
 
-    Without routers the file knows no application yet.
+    Without routers the configuration has no application.
     """
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
@@ -78,7 +79,7 @@ class Edge:
     async def raw(
         self, data: bytes, source: str = "127.0.0.1", seconds: float = 10, at: str = "127.0.0.1"
     ) -> bytes:
-        """Send bytes, and return all that comes until the edge closes the connection."""
+        """Send bytes to the edge, and return all bytes it sends until it closes the connection."""
         reader, writer = await self.connect(source, at)
         with closing(writer):
             writer.write(data)
@@ -107,7 +108,7 @@ def running(
     open_files: int = 0,
     at: str = "127.0.0.1",
 ) -> Iterator[Edge]:
-    with tempfile.TemporaryDirectory(prefix="h") as name:  # short: sockets are in it
+    with tempfile.TemporaryDirectory(prefix="h") as name:  # short, as socket paths are limited
         folder, port = Path(name), free_port()
         served(folder, port, routers, client_seconds)
         command, environment = launcher(folder, settings)
@@ -138,7 +139,7 @@ def wait_listening(
 
 
 if __name__ == "__main__":
-    # A parent that a test can kill: starts the edge and says its pid.
+    # A parent process that a test can kill; it starts the edge and prints the edge's pid.
     child = subprocess.Popen(sys.argv[1:], stderr=subprocess.DEVNULL)
     print(child.pid, flush=True)
     child.wait()

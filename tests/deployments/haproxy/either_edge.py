@@ -1,4 +1,4 @@
-"""Checks of what must hold behind either proxy, and behind haproxy alone."""
+"""Checks of an application behind Serve's proxy or HAProxy, and checks of HAProxy alone."""
 
 import contextlib
 import json
@@ -35,14 +35,15 @@ def until_ready(cluster: Cluster) -> None:
 
 
 def by_handle(handle: Any, model: str) -> tuple[list[Any], int]:
-    """Return the choices of an answer to a handle, and the number of pieces of a streamed one."""
+    """Send a chat through a Serve handle; return the answer's choices, and the number of chunks of
+    the same answer as a stream."""
     body = {"model": model, "messages": MESSAGES, "max_tokens": 30}
     answer = handle.generate.remote(body).result()
     return answer["choices"], len(list(handle.options(stream=True).stream.remote(body)))
 
 
 def check_clients(cluster: Cluster, model: str) -> list[Any]:
-    """Check what clients of the application at / get; return the choices of an answer."""
+    """Check the answers, streams and errors of the application at /; return an answer's choices."""
     body = {"model": model, "messages": MESSAGES}
     until_ready(cluster)
     whole = cluster.post(PATH, **body, max_tokens=30)
@@ -56,7 +57,7 @@ def check_clients(cluster: Cluster, model: str) -> list[Any]:
     answer = cluster.post(PATH, **body, temperature=9)
     assert answer["error"]["param"] == "temperature", answer
     ids = cluster.open(PATH, body | {"max_tokens": 1}).headers.get_all("x-request-id")
-    assert len(ids) == 1, ids  # Serve answers it too; clients would join the two by a comma
+    assert len(ids) == 1, ids  # Serve sets this header, too; clients would join two by a comma
     outcome = raw(cluster.port, b"GET /nothing HTTP/1.1\r\nHost: a\r\nX-Request-Id: a <\xff>b")
     assert b" 404 " in outcome and outcome.lower().count(b"x-request-id: ab\r\n") == 1, outcome
     outcome = raw(cluster.port, b"FOO / HTTP/1.1\r\nHost: a")  # what the parser itself refuses

@@ -1,4 +1,4 @@
-"""A private Ray with Serve for tests: loopback only, own ports and folder, gone afterwards."""
+"""A Ray cluster with Serve for a test process: on loopback only, with its own ports and folder."""
 
 import contextlib
 import json
@@ -19,12 +19,12 @@ from engine.config.engine_config import EngineConfig
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.replica.collector import Collector, collector
 
-# Every token id of the fake engine is one that the tiny tokenizer can write.
+# All token ids of the fake engine are in the tiny tokenizer's vocabulary.
 FAKE = "fake:vocab_size=250,max_model_len=8192,step_seconds=0.02"
 
 
 def fake_engine(settings: ReplicaSettings) -> EngineConfig:
-    """Return the configuration of a counting engine, which replicas run instead of a model."""
+    """Return the configuration of a fake engine, which replicas run instead of a model."""
     return EngineConfig(model=FAKE, max_num_seqs=settings.engine.get("max_num_seqs", 0))
 
 
@@ -67,9 +67,9 @@ def free_port() -> int:
 
 
 def end_server(process: "subprocess.Popen[str]") -> None:
-    """End a `manta serve` that its test has not ended, and all that it has started.
+    """End a `manta serve` that still runs, and all processes that it has started.
 
-    A second SIGTERM does not wait for streams. SIGKILL would leave some of Ray's processes.
+    After a second SIGTERM it does not wait for streams. SIGKILL would leave processes of Ray.
     """
     for _ in range(2):
         if process.poll() is None:
@@ -84,7 +84,8 @@ def end_server(process: "subprocess.Popen[str]") -> None:
 
 @dataclass
 class Cluster:
-    """A private Ray with Serve. address: for other drivers. port: Serve's HTTP port."""
+    """A Ray cluster with Serve. address: Ray's address, for other drivers. port: Serve's HTTP
+    port."""
 
     address: str
     port: int
@@ -121,8 +122,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def fleet(cluster: Cluster, folder: Path) -> Iterator[Cluster]:
-    """Deploy an application `manta` at /, with a router, two engines that count, a folder of
-    batches and room for kept answers; delete it afterwards."""
+    """Deploy an application `manta` at /, and delete it afterwards.
+
+    It has a router, two fake engines, a folder for batches and a store of responses.
+    """
     from ray import serve
 
     from deployments.app import assemble
@@ -157,8 +160,10 @@ def _talkative(settings: ReplicaSettings) -> EngineConfig:
 
 @contextlib.contextmanager
 def traced_pair(cluster: Cluster, folder: Path) -> Iterator[Collector]:
-    """Deploy an application `pair` at /, with two routers, two engines that count and a line of
-    JSON in the log for every request; yield where traced requests are told; delete it afterwards.
+    """Deploy an application `pair` at /, yield the collector of its traces, and delete the
+    application afterwards.
+
+    It has two routers and two fake engines, and logs every request as a line of JSON.
     """
     from ray import serve
 
@@ -194,8 +199,8 @@ def traced_pair(cluster: Cluster, folder: Path) -> Iterator[Collector]:
 
 
 def look_often() -> None:
-    """Let Serve's client in this process look ten times a second whether an application has
-    started or is gone. It otherwise looks once a second."""
+    """Let Serve's client in this process poll an application's status ten times a second, instead
+    of once."""
     from ray.serve._private import client
 
     client.CLIENT_POLLING_INTERVAL_S = 0.1
@@ -203,12 +208,12 @@ def look_often() -> None:
 
 @contextlib.contextmanager
 def ray_and_serve(cpus: int = 2) -> Iterator[Cluster]:
-    """Start both, and stop them whatever happens."""
+    """Start a Ray cluster with Serve, yield it, and stop both in any case."""
     import ray
     from ray import serve
 
     look_often()
-    folder = tempfile.mkdtemp(prefix="r")  # short: Ray puts sockets in it
+    folder = tempfile.mkdtemp(prefix="r")  # short, because Ray's socket paths are limited
     try:
         context = ray.init(
             address="local",

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to by the DevTools protocol over two pipes: no port, no library."""
+"""A headless Chromium, controlled by the DevTools protocol over two pipes."""
 
 import base64
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SECONDS = 30.0  # for anything to happen; a start beside other work takes a few
+SECONDS = 30.0  # time limit of each wait; a start on a busy machine takes a few seconds
 
 
 def find_chromium() -> str | None:
@@ -41,8 +41,8 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Return the answer to one method of the DevTools protocol; events that come meanwhile are
-        noted."""
+        """Call a method of the DevTools protocol and return its answer; events that arrive
+        meanwhile are recorded."""
         wanted = next(self._ids)
         message: dict[str, Any] = {"id": wanted, "method": method, "params": params}
         if self._session:
@@ -66,7 +66,7 @@ class Tab:
         return message
 
     def _note(self, event: dict[str, Any]) -> None:
-        if event.get("sessionId") != self._session:  # of the tab before
+        if event.get("sessionId") != self._session:  # an event of an earlier tab
             return
         method, params = event.get("method"), event.get("params", {})
         if method == "Runtime.consoleAPICalled":
@@ -95,7 +95,7 @@ class Tab:
         self.until("!window.isOld && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
-        """Return the value of an expression; that of a promise once it is resolved."""
+        """Evaluate a JavaScript expression and return its value; a promise is awaited."""
         answer = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -103,7 +103,7 @@ class Tab:
         return answer["result"].get("value")
 
     def until(self, condition: str, seconds: float = SECONDS) -> Any:
-        """Wait until an expression is true, and return its value."""
+        """Wait until a JavaScript expression is true, and return its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(condition)):
             assert time.monotonic() < deadline, f"never: {condition}\n{self.run(_SHOWN)}"
@@ -143,7 +143,7 @@ class Tab:
 
     def screenshot(self) -> bytes:
         """Return a screenshot of the window as a PNG, after pending changes are drawn."""
-        # Two frames later what was done last is drawn.
+        # After two frames all earlier changes are drawn.
         self.run("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
@@ -184,7 +184,7 @@ _SHOWN = "document.body?.innerText.slice(0, 2000)"
 
 @contextlib.contextmanager
 def chromium(binary: str) -> Iterator[Callable[[], Tab]]:
-    """Run a Chromium with a profile of its own; yield a function that opens a tab."""
+    """Run a Chromium with a new profile; yield a function that opens a tab."""
     ours, its = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "log"

@@ -1,4 +1,4 @@
-"""LiveServer: an application with replicas that count instead of thinking, for the live view."""
+"""LiveServer: an application with fake engines, for tests of the page's live view."""
 
 import asyncio
 from typing import Any
@@ -9,8 +9,8 @@ from deployments.router.models.models_backend import ModelsBackend
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.router.fleet import Fleet
 
-# Of a request that moved once, as docs/img/page-request.png shows it; milliseconds. The
-# move and what follows it have one time: the page has to know which comes first.
+# Times in milliseconds of a request that moved once, as in docs/img/page-request.png. The move and
+# the event after it have the same time, so that the page has to order them.
 PICTURED: dict[str, Any] = {
     "timing_ms": {"queue": 0.1, "prefill": 22, "first_token": 22, "decode": 4142, "total": 4164},
     "route": [
@@ -24,9 +24,9 @@ PICTURED: dict[str, Any] = {
 class LiveServer:
     """An ASGI application whose replicas start with the server, on its event loop.
 
-    fleet: the replicas, once it has started.
-    pictured: whether it reports the times of PICTURED instead of measured ones, so that two
-        pictures are equal.
+    fleet: the replicas, once the server has started.
+    pictured: whether to report the times of PICTURED instead of measured ones, so that screenshots
+        are equal.
     """
 
     def __init__(self, replicas: int, rows: int) -> None:
@@ -68,10 +68,10 @@ class LiveServer:
         return parts
 
     def slow_down(self, pace: float) -> None:
-        """Set the seconds of a step of all replicas."""
+        """Set the seconds per step of all replicas."""
         for engine in self.fleet.engines.values():
             engine.pace = pace
 
     def kill(self, replica: str) -> None:
-        """Let a replica die, as after SIGKILL."""
+        """End a replica's engine as SIGKILL would."""
         self.loop.call_soon_threadsafe(self.fleet.engines[replica].die)

@@ -1,4 +1,4 @@
-"""A collector of spans: what OpenTelemetry's would be sent, kept."""
+"""Collector: an HTTP server that records spans as an OpenTelemetry collector receives them."""
 
 import contextlib
 import json
@@ -9,9 +9,10 @@ from typing import Any
 
 
 class Collector:
-    """A fake OpenTelemetry collector, which keeps what it is sent.
+    """A fake OpenTelemetry collector, which records requests.
 
-    posts: bodies so far. headers: those of the last request. status: HTTP status of its answers.
+    posts: bodies of all requests. headers: headers of the last request. status: HTTP status of its
+        answers.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Simulated replica and routers' queues in virtual time: minutes of overload in a second."""
+"""Simulates replicas and routers' queues in virtual time, so that minutes of overload take a
+second."""
 
 import math
 from collections.abc import Iterator
@@ -40,9 +41,9 @@ class Request:
 
 
 class Replica:
-    """A simulated replica that runs `rows` requests at once.
+    """A simulated replica that runs up to `rows` requests at once.
 
-    Each gets a token a step. Prompts share `budget` tokens of a step.
+    Each decoding request gets one token per step. Prompts share `budget` tokens of each step.
     """
 
     def __init__(self, rows: int = 32, seconds: float = 0.02, budget: int = 512) -> None:
@@ -74,9 +75,9 @@ class Replica:
         return begun
 
     def taken(self, router: "Router") -> list[int]:
-        """Return the ids of a router's requests that the replica's stats count.
+        """Return the ids of a router's requests that the replica's stats include.
 
-        Requests of earlier frames are among them, which has no effect.
+        Ids that earlier frames reported are repeated, which has no effect.
         """
         return [r.id for r in self.running + self.waiting if r.router is router]
 
@@ -153,7 +154,7 @@ def run(
     routers: list[Router],
     seconds: float,
 ) -> list[Request]:
-    """Simulate some seconds, and return all requests that arrived in them, with their outcomes.
+    """Simulate `seconds`, and return all requests that arrived in them, with their outcomes.
 
     arrivals: (index of the router, request) in the order of time.
     """
@@ -175,7 +176,7 @@ def run(
             if request.ended == now:
                 assert request.router is not None
                 request.router.ended(request)
-        for router in sorted(routers, key=lambda _: dice.random()):  # no frame comes first always
+        for router in sorted(routers, key=lambda _: dice.random()):  # frames in random order
             router.state.observe(replica.frame(len(routers)), replica.taken(router), now)
             router.fill(now)
     return seen

@@ -1,5 +1,5 @@
-"""An endpoint of several models on the tests' Ray: its configuration, and what clients and
-operators see of it."""
+"""An endpoint of several models on the tests' Ray cluster: its configuration, and calls of clients
+and operators."""
 
 import json
 import threading
@@ -55,7 +55,7 @@ def configuration(folder: Path, port: int, **models: Any) -> MantaConfig:
 
 
 class Several:
-    """An endpoint of several models, as clients and operators see it."""
+    """An endpoint of several models, with the calls of clients and operators."""
 
     def __init__(self, cluster: Cluster, config: MantaConfig) -> None:
         self.cluster, self.config = cluster, config
@@ -99,7 +99,7 @@ class Several:
 class Stream:
     """A thread that sends equal requests to a model, one after the other, and compares their texts.
 
-    A pause after each leaves the core to replicas that start meanwhile.
+    It pauses after each request, so that replicas that start meanwhile get CPU time.
     """
 
     def __init__(self, several: Several, model: str) -> None:

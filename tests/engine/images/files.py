@@ -1,4 +1,4 @@
-"""Files of pictures for tests: every kind, bad ones, and headers that lie."""
+"""Image files for tests: every supported format, invalid files, and files with wrong headers."""
 
 import io
 import struct
@@ -10,22 +10,22 @@ from PIL import Image
 
 
 def saved(picture: Image.Image, kind: str, **options: Any) -> bytes:
-    """Return a picture's file."""
+    """Return an image encoded as a file of format `kind`. options: arguments of Pillow's `save`."""
     file = io.BytesIO()
     picture.save(file, kind, **options)
     return file.getvalue()
 
 
 def gradient(width: int = 40, height: int = 30) -> Image.Image:
-    """Return a picture in which no two pixels of a row or a column are equal."""
+    """Return an image in which no two pixels of a row or a column are equal."""
     rows, columns = np.mgrid[0:height, 0:width]
     channels = [rows * 255 // height, columns * 255 // width, (rows + columns) % 256]
     return Image.fromarray(np.stack(channels, -1).astype(np.uint8))
 
 
 def png(width: int, height: int, rows: bytes = b"", depth: int = 8, colour: int = 2) -> bytes:
-    """Return a PNG file with this header, whatever its pixels. rows: the pixels' bytes, not
-    compressed."""
+    """Return a PNG file with this header, whose pixels may not match it. rows: the pixels' bytes,
+    not compressed."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         crc = struct.pack(">I", zlib.crc32(kind + data))
@@ -37,7 +37,7 @@ def png(width: int, height: int, rows: bytes = b"", depth: int = 8, colour: int 
 
 
 def resized_header(data: bytes, width: int, height: int) -> bytes:
-    """Return a file whose header tells another size than its pixels have.
+    """Return a file whose header has another size than its pixels.
 
     data: PNG, JPEG, GIF, BMP, or WebP without extensions. Sides are cut to what the format holds.
     """
@@ -64,7 +64,7 @@ def resized_header(data: bytes, width: int, height: int) -> bytes:
 
 
 def lies() -> dict[str, bytes]:
-    """Return files whose headers lie, by name: no pixels, a gigapixel, a row more, other kinds."""
+    """Return name -> file with a wrong header: no pixels, a gigapixel, a row too many, others."""
     files = kinds()
     sizes = {"zero": (0, 0), "gigapixel": (2**16 - 1, 2**16 - 1), "a row more": (40, 31)}
     named = {
@@ -80,7 +80,7 @@ def lies() -> dict[str, bytes]:
 
 
 def bomb(side: int = 9000) -> bytes:
-    """Return a small PNG of many pixels that decodes to the end."""
+    """Return a small but valid PNG file of side x side pixels."""
     row = b"\0" + bytes(side * 3)
     packer = zlib.compressobj(9)
     packed = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
@@ -92,7 +92,7 @@ def bomb(side: int = 9000) -> bytes:
 
 
 def kinds() -> dict[str, bytes]:
-    """Return a file of every kind that is read, by name."""
+    """Return name -> file, of every supported format."""
     picture = gradient()
     clear = picture.convert("RGBA")
     clear.putalpha(Image.linear_gradient("L").resize(picture.size))
@@ -126,7 +126,7 @@ def kinds() -> dict[str, bytes]:
 
 
 def others() -> dict[str, bytes]:
-    """Return files of kinds that are refused, by name."""
+    """Return name -> file, of formats that are refused."""
     picture = gradient()
     return {
         "svg": b"<svg xmlns='http://www.w3.org/2000/svg' width='1' height='1'/>",

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of models that take pictures, saved by transformers as users' are."""
+"""Tiny random checkpoints of models that take images, saved by transformers."""
 
 import json
 import math
@@ -93,12 +93,13 @@ def _axes(*section: int, **options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A family: its class without ForConditionalGeneration, the keys of its config, and of its
-    processor's file.
+    """A family of vision-language models, and the settings of its tiny checkpoint.
 
-    processor: its class, which needs no torchvision; "" = it does, and pixels are our own.
-    outer: keys of config.json beside those of the two models.
-    tokens: texts of tokens that stand around pictures -> ids, for tokenizer.json.
+    name: transformers' class without ForConditionalGeneration.
+    text, vision: keys of text_config and vision_config. outer: other keys of config.json.
+    processor: transformers' image processor; "" if that needs torchvision, in which case our own
+        computes the pixels. settings: keys of its file.
+    tokens: text -> id of tokens around images, for tokenizer.json.
     """
 
     name: str
@@ -108,9 +109,9 @@ class Case:
     settings: dict[str, Any]
     outer: dict[str, Any]
     tokens: dict[str, int] = field(default_factory=dict)
-    seed: int = 0  # one with which no output has the token of images
-    types: str = "mm_token_type_ids"  # what transformers calls the kinds of tokens; "" = nothing
-    # writes config.json and weights, where `save_pretrained` writes what is not published
+    seed: int = 0  # chosen so that no output contains the image token
+    types: str = "mm_token_type_ids"  # transformers' argument with tokens' kinds; "" for none
+    # writes config.json and weights, if `save_pretrained` does not write the published format
     write: Callable[[Path, Any], None] | None = None
 
 
@@ -224,7 +225,7 @@ CASES = {
         {"size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 140 * 140}},
         TOKENS,
     ),
-    # A mixture, and a table of positions that is smaller than most pictures.
+    # A mixture of experts, and a table of positions smaller than most images.
     "GLM-4.5V": Case(
         "Glm4vMoe",
         TEXT
@@ -252,7 +253,7 @@ CASES = {
         },
         TOKENS,
     ),
-    # A table of positions whose lines are rounded, and tiles of fewer patches than it has.
+    # Positions are rounded to the table's grid, and tiles have fewer patches than the table.
     "Idefics 3": Case(
         "Idefics3",
         TEXT | {"model_type": "llama", "pad_token_id": 0},
@@ -276,7 +277,7 @@ CASES = {
         {"image_token_id": 90, "downsample_ratio": 0.5},
         {"<IMG_CONTEXT>": 90, "<img>": 91, "</img>": 92},
     ),
-    # Norms of the 6B tower; positions that are made for pictures of another size than tiles.
+    # Norms of the 6B vision encoder; a table of positions for another size than that of tiles.
     "InternVL 6B": Case(
         "InternVL",
         TEXT | {"model_type": "qwen3"},
@@ -331,7 +332,7 @@ CASES = {
             "<|tile_y_separator|>": 95,
         },
     ),
-    # A table of positions that is no grid's, and pictures that are shrunk.
+    # A table of positions whose size no image's grid has, and images that are shrunk.
     "Kimi K2.5": Case(
         "Kimi_K25",
         TEXT
@@ -377,7 +378,7 @@ CASES = {
         types="",
         write=write_kimi_k25,
     ),
-    # Two patches are a side of an embedding, which transformers' own class knows.
+    # An embedding is of 2 x 2 patches.
     "Mistral 3": Case(
         "Mistral3",
         TEXT | {"model_type": "ministral3", "rms_norm_eps": 1e-3},
@@ -435,7 +436,7 @@ def save_model(folder: Path, case: Case) -> "PreTrainedModel":
         if tensor.is_floating_point() and "inv_freq" not in name:
             deviation = 0.3 if tensor.dim() < 2 else 1 / math.sqrt(max(tensor[0].numel(), 1))
             tensor.normal_(0, deviation)
-            if name.endswith(("put_min", "put_max")):  # of what a layer takes and gives
+            if name.endswith(("put_min", "put_max")):  # clamps of a layer's input and output
                 tensor.fill_(-0.9 if name.endswith("min") else 1.1)
             if "norm" in name and name.endswith("weight") and tensor.dim() == 1:
                 tensor.add_(1)
@@ -450,7 +451,7 @@ def save_model(folder: Path, case: Case) -> "PreTrainedModel":
 
 
 def save_tokenizer(folder: Path, case: Case) -> None:
-    """Save a tokenizer of the tokens around pictures, if the family has such."""
+    """Save a tokenizer with the case's tokens around images, if it has any."""
     if case.tokens:
         others = set(range(case.text["vocab_size"])) - set(case.tokens.values())
         words = {f"{token}": token for token in others} | case.tokens
@@ -460,7 +461,7 @@ def save_tokenizer(folder: Path, case: Case) -> None:
 
 
 def save_clip_settings(folder: Path, case: Case) -> None:
-    """Save settings of clips with small frames."""
+    """Save settings that resize the frames of clips to a few patches."""
     unit = 2 * case.settings.get("patch_size", 14)
     frames = 1 if case.name.startswith("Qwen2") else 4
     size = {"shortest_edge": 4 * unit**2 * frames, "longest_edge": 7 * unit**2 * frames}
@@ -468,7 +469,7 @@ def save_clip_settings(folder: Path, case: Case) -> None:
 
 
 def load_processor(folder: Path) -> ImageProcessor | None:
-    """Return the folder's processor, with the tokenizer that it may have."""
+    """Return our image processor for a folder; None if the folder has no settings of one."""
 
     def encode(text: str) -> list[int]:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -478,9 +479,9 @@ def load_processor(folder: Path) -> ImageProcessor | None:
 
 
 def their_processor(case: Case) -> Any:
-    """Return transformers' own processor of a case's pictures."""
+    """Return transformers' image processor of a case."""
     theirs = getattr(transformers, case.processor)
-    if most := case.settings.get("max_soft_tokens"):  # fewer than transformers takes
+    if most := case.settings.get("max_soft_tokens"):  # fewer than transformers supports
         sys.modules[theirs.__module__]._SUPPORTED_SOFT_TOKENS = (most,)  # type: ignore[attr-defined]
     return theirs(**case.settings)
 
@@ -488,9 +489,9 @@ def their_processor(case: Case) -> Any:
 def their_inputs(
     case: Case, pictures: Sequence[Pillow.Image], ours: ImageProcessor
 ) -> dict[str, Any]:
-    """Return the inputs of transformers' model for pictures of one prompt.
+    """Return the inputs of transformers' model for the images of one prompt.
 
-    ours: gives the pixels where transformers' processor needs torchvision.
+    ours: our processor, which computes the pixels if transformers' needs torchvision.
     """
     if not case.processor:
         tiles = [ours.pixels(image, ours.layout(*image.size)) for image in pictures]
@@ -505,7 +506,7 @@ def their_inputs(
 
 
 def _kimi_inputs(tiles: Sequence[Any], media: dict[str, Any]) -> dict[str, Any]:
-    """Return patches [n, 3, side, side] of pictures, and their grids."""
+    """Return Kimi's inputs: patches [n, 3, side, side] of all images, and the images' grids."""
     side = media["patch_size"]
     cut, grids = [], []
     for tile in tiles:
@@ -518,7 +519,7 @@ def _kimi_inputs(tiles: Sequence[Any], media: dict[str, Any]) -> dict[str, Any]:
 
 
 def picture(width: int, height: int, seed: int = 0) -> Pillow.Image:
-    """Return a random picture with large and small shapes."""
+    """Return a random image with large and small shapes."""
     rng = np.random.default_rng(seed)
     small = Pillow.fromarray(rng.integers(0, 256, (5, 7, 3), np.uint8))
     smooth = np.asarray(small.resize((width, height), Pillow.Resampling.BICUBIC), np.int16)

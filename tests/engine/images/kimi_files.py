@@ -1,4 +1,4 @@
-"""Folders of Kimi's models in the formats of their publisher, of a model of transformers."""
+"""Writes models of transformers as folders in the formats in which Kimi's models are published."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,8 @@ _OF_KIMI_VL = {
 
 
 def published(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """Return a model's tensors as Kimi K2.5 is published: rotary pairs are adjacent."""
+    """Return a model's tensors with the names and layout of the published Kimi K2.5, in which
+    rotary pairs are adjacent."""
     tensors = {}
     for stored, tensor in state.items():
         name = stored.removeprefix("model.")
@@ -62,7 +63,7 @@ def _config(model: Any) -> dict[str, Any]:
 
 
 def write_kimi_k25(folder: Path, model: Any) -> None:
-    """Write a model as Kimi K2.5 and K2.6 are published."""
+    """Write a model in the published format of Kimi K2.5 and K2.6."""
     config = _config(model)
     vision = config["vision_config"]
     heads = vision["num_attention_heads"]
@@ -78,7 +79,7 @@ def write_kimi_k25(folder: Path, model: Any) -> None:
 
 
 def write_kimi_vl(folder: Path, model: Any, media: dict[str, Any]) -> None:
-    """Write a model as Kimi-VL is published.
+    """Write a model in the published format of Kimi-VL.
 
     media: the settings of Kimi K2.5's processor.
     """

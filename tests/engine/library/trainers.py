@@ -1,4 +1,4 @@
-"""A trainer for tests of new weights, and what an engine says with them."""
+"""Trainer: a trainer for tests of weight updates."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ PROMPT = list(range(3, 53))
 
 
 class Trainer:
-    """A trainer of the engine's model in transformers."""
+    """A trainer that holds the engine's model in transformers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Trainer:
 
     @torch.inference_mode()
     def says(self, tokens: list[int], count: int) -> list[int]:
-        """Return the most likely tokens after these."""
+        """Return the `count` tokens of a greedy continuation of `tokens`."""
         ids = [*tokens]
         for _ in range(count):
             ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))

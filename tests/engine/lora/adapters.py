@@ -1,4 +1,4 @@
-"""Adapters made by peft over tiny transformers models, saved as users save them."""
+"""Random adapters, made and saved by peft for tiny models of transformers."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def save_adapter(model: "PreTrainedModel", folder: Path, seed: int = 0, **fields: Any) -> Path:
-    """Save a random adapter for `model`, which is left as it was; return its folder.
+    """Save a random LoRA adapter for `model`, which is not changed; return its folder.
 
     fields: fields of LoraConfig.
     """
@@ -30,7 +30,7 @@ def save_adapter(model: "PreTrainedModel", folder: Path, seed: int = 0, **fields
     adapted = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapted.named_parameters():
-        if "lora_" in name:  # B begins as zeros, which would hide everything
+        if "lora_" in name:  # B begins as zeros, so that the adapter would change nothing
             values = torch.randn(parameter.shape, generator=generator)
             parameter.data = values * parameter.shape[1] ** -0.5
     adapted.save_pretrained(folder)
@@ -39,7 +39,7 @@ def save_adapter(model: "PreTrainedModel", folder: Path, seed: int = 0, **fields
 
 
 def with_adapter(model: "PreTrainedModel", folder: Path) -> Any:
-    """Return PEFT's model of a base model and an adapter's folder."""
+    """Return a PEFT model of a base model with the adapter of a folder."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, folder)
@@ -56,7 +56,7 @@ PROMPTS = {
 def save_prompt(
     model: "PreTrainedModel", folder: Path, kind: str, count: int, seed: int = 0, **fields: Any
 ) -> Path:
-    """Save a random prompt of `count` virtual tokens for `model`, which is left as it was.
+    """Save a random adapter of `count` virtual tokens for `model`, which is not changed.
 
     fields: fields of the kind's configuration.
     """

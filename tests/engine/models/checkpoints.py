@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, saved by transformers as users' are, and our model over them."""
+"""Tiny random checkpoints, saved by transformers, and adapters for our models of them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.3,  # large enough that a wrong attention shows in the logits
+    "initializer_range": 0.3,  # large enough that errors of attention change the logits
 }
 
 
@@ -43,7 +43,7 @@ def save_checkpoint(folder: Path, model_type: str, **changes: Any) -> "PreTraine
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:  # made as ones and zeros, which hide mistakes
+        if "norm" in name or "bias" in name:  # initialised to ones and zeros, which hide errors
             torch.nn.init.normal_(parameter, 0.7, 0.3)
     model.eval().save_pretrained(folder)
     return model
@@ -56,7 +56,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
 
 
 def adapter_on(model: Model, num_tokens: int) -> tuple[LoraStep, dict[str, Tensor]]:
-    """Return a random adapter for so many tokens as a step has it, and its change of each matrix.
+    """Return a random adapter as a LoraStep of `num_tokens` tokens, and its change of each matrix.
 
     The changes have the names of the checkpoint's tensors.
     """

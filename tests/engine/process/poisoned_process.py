@@ -1,7 +1,7 @@
-"""`python -m tests.engine.process.poisoned_process`: an engine process loses its device.
+"""`python -m tests.engine.process.poisoned_process`: an engine process whose device fails.
 
-On CUDA a kernel writes where nothing is, after which every call of that context fails. On the CPU,
-which cannot be lost, the step raises and the runner says that the device has failed.
+On CUDA a kernel writes to an unmapped address, after which every call of that context fails. On the
+CPU the step raises, and the runner reports that the device has failed.
 """
 
 import itertools

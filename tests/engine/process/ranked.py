@@ -1,4 +1,4 @@
-"""Engines in several ranks that are threads of the test, and requests that ask for everything."""
+"""Engines whose ranks are threads of the test, and requests that use all features."""
 
 import os
 import subprocess
@@ -30,9 +30,9 @@ SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required
 
 
 def run_ranks(code: str, count: int, *arguments: str) -> None:
-    """Run a program in a process for each rank, which gets its number and the arguments.
+    """Run a program in `count` processes, one for each rank, with the rank and the arguments.
 
-    All must end with status 0 within three minutes.
+    Asserts that all end with status 0 within three minutes.
     """
     ranks = [
         subprocess.Popen(
@@ -54,7 +54,7 @@ class Threads(Ranks):
     """A group of ranks that are threads of this process."""
 
     def _start(self, start: RankStart, passed: Any) -> Any:
-        # As the process does it, which owns its ends of the pipes.
+        # Like a rank's process, the thread owns duplicates of its ends of the pipes.
         fields = ("calls", "adapters", "reports")
         own = {name: os.dup(getattr(start, name)) for name in (*fields, "memory")}
         start = msgspec.structs.replace(start, **own)
@@ -73,8 +73,8 @@ class Threads(Ranks):
 
 
 def save_with_bytes(folder: Path, model_type: str, **changes: Any) -> Any:
-    """Save a checkpoint and a tokenizer of bytes, which ends its texts. Return transformers'
-    model."""
+    """Save a checkpoint and a byte-level tokenizer, whose end tokens the checkpoint has; return
+    transformers' model."""
     tokenizer = small_tokenizers.byte_level()
     theirs = save_checkpoint(
         folder,
@@ -89,7 +89,7 @@ def save_with_bytes(folder: Path, model_type: str, **changes: Any) -> Any:
 
 
 def model_and_adapters(folder: Path, **changes: Any) -> dict[str, Path]:
-    """Save a model and adapters for it; return their folders by name."""
+    """Save a model and an adapter of each kind; return their folders by name."""
     theirs = save_with_bytes(
         folder, "llama", num_attention_heads=4, num_key_value_heads=2, **changes
     )
@@ -113,7 +113,7 @@ def start(config: EngineConfig, kind: type[Ranks] = Threads) -> tuple[EngineCore
 
 
 def everything(model: dict[str, Path]) -> list[EngineRequest]:
-    """Return more requests than there are blocks for, with all that a request may ask for."""
+    """Return requests that need more blocks than there are, with all features of requests."""
     asked: list[EngineRequest] = []
 
     def ask(adapter: str = "", **fields: Any) -> None:
@@ -123,7 +123,7 @@ def everything(model: dict[str, Path]) -> list[EngineRequest]:
         params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True, **fields})
         asked.append(EngineRequest(number, prompt, len(prompt), params, number, adapter=adapter))
 
-    for number in range(6):  # a block each when they start, and three at their ends
+    for number in range(6):  # a block for each at the start, and three at the end
         ask(temperature=0.9 * (number % 2), max_tokens=32)
     for adapter in ("lora", "prompt_tuning", "prefix_tuning"):
         ask(adapter, temperature=0.0)

@@ -1,8 +1,8 @@
-"""What transformers makes of a published tokenizer, and ids worth trying with it.
+"""Published tokenizers as read by transformers, the reference for ours, and random ids to compare.
 
-The reference reads tokenizer.json and tokenizer_config.json as they are. transformers' classes of
-Llama and Gemma build a decoder and a normalizer of their own instead, other ones than the model was
-trained with.
+The reference reads tokenizer.json and tokenizer_config.json as they are. It does not use
+transformers' classes of Llama and Gemma, which replace the file's decoder and normalizer by others
+than the model was trained with.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from engine.text.tokenizer import Tokenizer
 from tests.published_tokenizers import NAMES, folder
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Of each kind one, of those that load in a second: sentencepiece with and without a first space,
-# byte-level with many control tokens.
+# One tokenizer of each kind, which loads within a second: byte-level with many control tokens,
+# sentencepiece with and without a leading space.
 QUICK = ("deepseek_v3", "llama2", "yi")
-# Others that load in a second; the rest has its turn every night.
+# Other tokenizers that load within a second; the remaining ones are tested nightly.
 SLOW = ("chatglm3", "llama3_2", "mistral_nemo", "qwen3")
 
 
 def each(rest: pytest.MarkDecorator) -> list[Any]:
-    """Return the parameters of a test of each tokenizer. rest: the mark of those that neither the
-    quick nor the slow stage has."""
+    """Return the parameters of a test for each tokenizer. rest: the mark of tokenizers that are
+    neither in QUICK nor in SLOW."""
     return [
         *QUICK,
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
@@ -76,7 +76,7 @@ class Reference:
         }
         self._id_of = {byte: token for token, byte in self._byte_of.items()}
         kinds = [st.integers(0, size - 1), texts.map(self._short)]
-        # transformers gives ChatGLM 3 and InternLM 2 more tokens, with ids that no model has.
+        # transformers adds tokens to ChatGLM 3 and InternLM 2 with ids beyond the vocabulary.
         added = sorted(token for token in entries if token < size)
         kinds += [st.sampled_from(sorted(part)) for part in (added, self._byte_of) if part]
         self.ids = st.lists(
@@ -92,8 +92,8 @@ class Reference:
         """Return transformers' text of ids, with one U+FFFD for each byte that is part of no
         character.
 
-        transformers replaces all bytes beside them too, even a line feed, which a stream has shown
-        by then.
+        transformers itself also replaces adjacent valid bytes, even a line feed, which a stream has
+        already sent.
         """
         whole: list[int] = []
         run = b""
@@ -121,10 +121,10 @@ class Reference:
         return [self._id_of[byte] for byte in text.encode()]
 
     def behind(self, prompt: Sequence[int], ids: Sequence[int], skip: bool) -> str:
-        """Return the text of prompt + ids without that of the prompt.
+        """Return the text of prompt + ids without the text of the prompt.
 
-        A prompt that ends inside a character has a text that ends with U+FFFD. The whole text may
-        differ there, and the result begins where the two part.
+        If the prompt ends inside a character, its text ends with U+FFFD, where the whole text may
+        differ. The result begins at the first difference.
         """
         before, whole = self.decode(prompt, skip), self.decode([*prompt, *ids], skip)
         shared = common(before, whole)
@@ -132,6 +132,6 @@ class Reference:
         return whole[len(shared) :]
 
 
-@lru_cache(maxsize=2)  # tests of one tokenizer come one after the other
+@lru_cache(maxsize=2)  # tests of the same tokenizer are adjacent
 def reference(name: str) -> Reference:
     return Reference(name)

@@ -1,5 +1,6 @@
-"""Random matrices as the files of each method have them, and their float32 weights by the method's
-own formula, written apart from the engine's."""
+"""Random quantised matrices in each method's file format, with their float32 weights.
+
+The weights are computed by the method's formula, independently of the engine's code."""
 
 import json
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from engine.config.quantized import Scheme
 
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-# Of a normal distribution, as QLoRA's authors made them; bitsandbytes writes them into each file.
+# Quantiles of a normal distribution, by QLoRA's authors; bitsandbytes writes them into each file.
 NF4 = torch.tensor(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -42,7 +43,7 @@ _SPARSE = {
     "targets": ["Linear"],
     "ignore": ["lm_head"],
 }
-# quantization_config of each
+# method -> quantization_config
 FILES: dict[str, dict[str, Any]] = {
     "compressed-w8a8": compressed(
         "int-quantized",
@@ -133,7 +134,7 @@ FILES: dict[str, dict[str, Any]] = {
         "sparsity_config": _SPARSE,
     },
 }
-POWERS = ("fp8-block-e8m0",)  # files whose scales are of that type
+POWERS = ("fp8-block-e8m0",)  # formats whose scales are powers of two
 
 
 def words(fields: np.ndarray[Any, Any], bits: int) -> Tensor:
@@ -147,8 +148,8 @@ def words(fields: np.ndarray[Any, Any], bits: int) -> Tensor:
 def matrix(
     scheme: Scheme, name: str, out: int, width: int, powers: bool = False
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return a random matrix as a method's files have it: tensors by name, and weights [out,
-    width]."""
+    """Return a random quantised matrix: tensors by name as in a method's files, and float32 weights
+    [out, width]."""
     maker = {
         "fp8": _eight_bits,
         "int8": _eight_bits,
@@ -229,7 +230,8 @@ def _numbers(
 def _without_zeros(
     tensors: dict[str, Tensor], weight: Tensor, generator: torch.Generator
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Zero two of each four weights, and store the others as compressed-tensors 0.9 does."""
+    """Zero two of each four weights; return the tensors in the 2:4 format of compressed-tensors
+    0.9, and the weights."""
     out, width = weight.shape
     kept = torch.rand(out, width // 4, 4, generator=generator).topk(2).indices
     mask = torch.zeros(out, width // 4, 4, dtype=torch.bool).scatter_(-1, kept, True)
@@ -277,9 +279,9 @@ def _nf4(
 
 
 def one_order(width: int, generator: Any) -> Tensor:
-    """Return a permutation in place of torch.randperm, equal for all matrices of a width.
+    """Return a random permutation of the inputs, equal for all matrices of the same width.
 
-    Files have one order for all matrices that read the same inputs.
+    It replaces torch.randperm, because files have one order for all matrices with the same inputs.
     """
     return torch.randint(1 << 30, (width,), generator=torch.Generator()).argsort()
 

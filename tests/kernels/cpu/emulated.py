@@ -1,7 +1,7 @@
-"""An AArch64 Linux under qemu-user: Debian's Python, and the wheels that generated kernels need.
+"""Runs Python for AArch64 under qemu-user, with the wheels that generated kernels need.
 
-Nothing of the machine is changed: packages are unpacked into a folder of `.cache`. Torch is the
-last one whose AArch64 wheel on PyPI needs no CUDA; the other versions are those of constraints.txt.
+Debian's packages and the wheels are only unpacked into a folder of `.cache`. Torch is the last
+version whose AArch64 wheel on PyPI needs no CUDA; other versions are those of constraints.txt.
 """
 
 import os
@@ -35,7 +35,7 @@ class Unavailable(Exception):
 
 
 def prepare() -> None:
-    """Build the folder, once. Raises Unavailable."""
+    """Make the folder with the emulated system, unless it exists. Raises Unavailable."""
     for tool, package in (("qemu-aarch64", "qemu-user"), ("apt-get", "apt"), ("dpkg", "dpkg")):
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is missing; on Debian: apt-get install {package}")

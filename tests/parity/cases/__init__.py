@@ -1,10 +1,9 @@
-"""Tiny random checkpoints of every architecture, under the names that the hub has, each with what
-computes it in transformers; a table for each sort.
+"""Tiny random checkpoints of every architecture, with the tensor names of published files, each
+with a model of transformers as its oracle; a module for each kind of architecture.
 
-Where transformers has the code, its own class writes the folder. Where an architecture's code is
-only in its repository, the nearest relative of transformers is the oracle, and its weights are
-written under the architecture's names and in its layout (rewriting.py).
-"""
+If transformers has the architecture, its own class writes the folder. Otherwise the most similar
+class of transformers is the oracle, and its weights are written under the architecture's names and
+in its layout (rewriting.py)."""
 
 from tests.parity.cases.alibi import ALIBI
 from tests.parity.cases.case import Case, randomise, relative, save

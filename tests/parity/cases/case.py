@@ -1,4 +1,5 @@
-"""Case: a tiny random checkpoint of an architecture, and what computes it in transformers."""
+"""Case: a tiny random checkpoint of an architecture, and the model of transformers that is its
+oracle."""
 
 import json
 import math
@@ -44,13 +45,14 @@ def plainly(model: "PreTrainedModel", ids: Tensor) -> Tensor:
 class Case:
     """A tiny random checkpoint of an architecture, and its oracle in transformers.
 
-    model_type: transformers', without the sizes in `drop`, and with `changes`.
+    model_type: transformers' model_type of the oracle. changes: keys of its configuration, beside
+        SIZES without the keys in `drop`.
     architecture: the name in config.json, if it is not the one that transformers writes.
-    rewrite: converts tensors and config.json of the relative to those of the architecture.
-    logits: computes the oracle's logits. attention: transformers' implementation.
-    calm: factor of the weights of queries' norms, where nothing else divides the scores; sharp
-        scores would magnify the last bit.
-    network: transformers' class, if it cannot be found by a text model's configuration.
+    rewrite: converts the oracle's tensors and config.json to those of the architecture.
+    logits: computes the oracle's logits. attention: transformers' implementation of attention.
+    calm: factor of the weights of queries' norms, for models that do not scale scores; large scores
+        would magnify rounding errors.
+    network: transformers' class, if a text model's configuration does not determine it.
     """
 
     model_type: str
@@ -65,7 +67,7 @@ class Case:
 
 
 def save(case: Case, folder: Path) -> "PreTrainedModel":
-    """Write the checkpoint, and return its model."""
+    """Write the checkpoint of a case, and return its oracle, a model of transformers."""
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key not in case.drop}
     # transformers writes into rope_parameters, which several cases share.
@@ -86,7 +88,7 @@ def save(case: Case, folder: Path) -> "PreTrainedModel":
 def randomise(model: "PreTrainedModel", calm: float = 1.0) -> None:
     """Randomise all parameters, because norms of ones and biases of zeros hide mistakes."""
     for name, parameter in model.named_parameters():
-        if "act_fn" in name:  # of an activation, where others make it steep
+        if "act_fn" in name:  # parameters of an activation, which other values make steep
             parameter.add_(torch.randn_like(parameter) * 0.1)
         elif parameter.dim() > 1 and "norm" not in name:
             parameter.copy_(torch.randn_like(parameter) * 0.15)
@@ -111,7 +113,7 @@ def rewrite_folder(folder: Path, case: Case) -> None:
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference relative to the largest logit; infinite if one is not
-    finite."""
+    """Return the largest difference of two logits relative to the largest logit; infinite if any
+    logit is not finite."""
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     return difference if math.isfinite(difference) else math.inf

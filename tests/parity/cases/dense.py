@@ -1,4 +1,4 @@
-"""Decoders whose layers see the whole context, without experts."""
+"""Dense decoders with full attention in all layers."""
 
 from tests.parity.cases.case import Case
 from tests.parity.cases.rewriting import (
@@ -142,7 +142,7 @@ CASES: dict[str, Case] = {
         {"num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
         drop=GPT,
     ),
-    # Layers that do not turn, or whose positions are learned.
+    # Layers without rotary embedding, or with learned positions.
     "smollm 3": Case("smollm3", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
     "gpt-2": Case("gpt2", _G, drop=SHORT),
     "starcoder": Case("gpt_bigcode", {**_G, "multi_query": True}, drop=SHORT),

@@ -1,4 +1,4 @@
-"""Latent attention; three layers, of which the first is dense where others are mixtures."""
+"""Decoders with latent attention (MLA); they have three layers, in mixtures the first one dense."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ _LONGCAT = {key: value for key, value in _MLA.items() if key != "first_k_dense_r
 
 
 def _without_zero(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """Remove the weights of experts that do not exist, which transformers writes and the hub
-    lacks."""
+    """Remove the weights of zero experts, which compute nothing: transformers writes them, and
+    published files lack them."""
     count = config["n_routed_experts"]
     nonzero = {}
     for name, tensor in tensors.items():

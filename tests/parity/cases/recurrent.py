@@ -1,4 +1,4 @@
-"""Decoders that mix layers with states and layers of attention."""
+"""Hybrid and recurrent decoders."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ _DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
-    # A state whose query is far from all keys gives little, which its norm makes large again with
-    # all that was rounded.
+    # A query far from all keys has a tiny output, whose rounding errors a norm with a small epsilon
+    # would magnify.
     "rms_norm_eps": 1e-2,
 }
 _DELTA_EXPERTS = {
@@ -68,7 +68,7 @@ _MAMBA: dict[str, Any] = {
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
     "mamba_chunk_size": 8,
-    # A state that gives little has a norm make it large again, with all that was rounded.
+    # A norm with a small epsilon would magnify the rounding errors of tiny outputs.
     "rms_norm_eps": 1e-2,
 }
 _GRANITE_H: dict[str, Any] = {
@@ -123,7 +123,8 @@ _OLMO: dict[str, Any] = {
 
 
 def _by_letters(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """Rewrite config.json as before transformers 5, with a letter for each layer."""
+    """Rewrite config.json to its form before transformers 5, with a letter for each layer's
+    kind."""
     letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     kinds = config.pop("layers_block_type")
     config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)

@@ -1,5 +1,5 @@
-"""Architectures that have no code in transformers: tensors and config.json of their nearest
-relative under their names and in their layout."""
+"""Rewritings for architectures that transformers lacks: they convert tensors and config.json of the
+most similar class to the architecture's names and layout."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
-    """Replace the first text of each pair by its second in all names, one pair after the other."""
+    """Return the tensors with the first text of each pair replaced by its second in all names, one
+    pair after the other."""
     new_tensors = {}
     for name, tensor in tensors.items():
         for old, new in pairs:
@@ -24,7 +25,7 @@ def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
 
 
 def fused(tensors: Tensors, pieces: tuple[str, ...], whole: str) -> Tensors:
-    """Join the pieces of each layer into one tensor, below each other."""
+    """Return the tensors with each layer's `pieces` concatenated along their rows into `whole`."""
     merged = dict(tensors)
     for name in tensors:
         if pieces[0] in name:
@@ -150,8 +151,7 @@ def minicpm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 def wrapped(before: str) -> Callable[[Tensors, dict[str, Any]], Tensors]:
     """Return a rewriting that puts a text model into a wrapper, beside another part.
 
-    before: the beginning of the text model's names.
-    """
+    before: the prefix of the text model's names."""
 
     def rewrite(tensors: Tensors, config: dict[str, Any]) -> Tensors:
         text = {**config}
@@ -252,7 +252,7 @@ def exaone3(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 
 def decilm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-    """Rewrite a Llama as DeciLM with unlike layers.
+    """Rewrite a Llama as a DeciLM whose layers differ.
 
     Layer 0 has half of the key heads, layer 1 no attention and half of the inner width, layer 2 no
     MLP.
@@ -279,8 +279,7 @@ def decilm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 def as_decilm(model: "PreTrainedModel", ids: Tensor) -> Tensor:
     """Make a Llama equal to the case `decilm`, which lacks some parts, and return its logits.
 
-    Key-value heads become equal in pairs, and the weights of missing parts 0.
-    """
+    Key-value heads become equal in pairs, and the weights of missing parts 0."""
     first, second, third = model.model.layers
     for matrix in (first.self_attn.k_proj, first.self_attn.v_proj):
         pairs = matrix.weight.unflatten(0, (2, 2, -1))

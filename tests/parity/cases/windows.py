@@ -1,4 +1,4 @@
-"""Decoders with windows, chunks and soft caps."""
+"""Decoders with sliding-window attention, chunked attention or soft caps of scores."""
 
 from tests.parity.cases.case import Case
 from tests.parity.cases.rewriting import wrapped
