@@ -1,22 +1,22 @@
-"""What a streamed chunk costs in CPU on its way from the engine to the client's socket.
+"""Measures the CPU time of a streamed chunk on its way from the engine to the client's socket.
 
     python -m tests.deployments.path_cost --streams 256 --seconds 6
 
-Real processes, sockets, uvicorn and channel, as behind haproxy; the engine only counts.
-Microseconds of CPU a chunk, for each process on the path, and the router's as a ratio to a null
-path in the same run: uvicorn with an application that sends bytes which are there. The engine side
-is replica server and engine process without `core`, what the counting itself takes. CPU time and
-not time by the clock, because client, routers and engine share the cores here. Time still depends
-on the caches that they share: a quarter between two runs of one commit. `calls` does not: the calls
-of functions a chunk, Python's and C's, in a router and in a replica server.
+Processes, sockets, uvicorn and the channel are real, as behind HAProxy; the engine is fake. Figures
+are microseconds of CPU per chunk for each process on the path. The router's is also a ratio to a
+null path in the same run: uvicorn with an application that sends ready bytes. The engine side is
+the replica server and the engine process without `core`, the time of the fake engine itself. CPU
+time is measured instead of wall time, because client, routers and engine share the cores. It still
+depends on shared caches, and differs by up to a quarter between two runs of one commit. `calls`
+does not: the numbers of Python and C function calls per chunk, in a router and a replica server.
 
-What two routers carry, of what one does: they share nothing but the replica, so it is 2 x (cost
-with one) / (cost with two), each with as many streams. `stream scale` says it of chunks at a step
-of 20 ms; `tokens a chunk` is 1.0 unless a router was late and put some together. `scale` says it of
-requests to an engine that answers at once with one token: what a router with a core to itself does
-for a second of its time alone, and while the other, on the core of all the rest, has as much to do.
-That two do twice as much by the clock cannot be seen on two cores: they need one each, and the rest
-a third.
+`stream scale` and `scale` are the throughput of two routers as a multiple of one router's. Routers
+share only the replica, so it is 2 x (cost with one) / (cost with two), each with as many streams.
+`stream scale` is for chunks at steps of 20 ms; `tokens a chunk` is 1.0 unless a late router merged
+chunks. `scale` is for requests to an engine that answers at once with one token: requests per CPU
+second of a router with a core to itself, alone, and while a second router, which shares the core of
+all other processes, has the same load. Two cores cannot show twice the throughput by the clock:
+each router needs a core, and the other processes a third.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-STEP = 0.02  # seconds: a small model on a GPU
-TOKENS = 4000  # of a stream; no stream ends while it is measured
-SHORT = 1  # of an answer that is there at once: a chunk holds no more, however late it is
+STEP = 0.02  # seconds per step, as of a small model on a GPU
+TOKENS = 4000  # tokens of a stream, so many that none ends during a measurement
+SHORT = 1  # tokens of an answer that comes at once, so that a late chunk cannot hold more
 MODEL = "fake:vocab_size=250,max_model_len=8192"
 
 
@@ -46,7 +46,7 @@ MODEL = "fake:vocab_size=250,max_model_len=8192"
 
 
 async def _serve(app: Any) -> int:
-    """Serve an application with uvicorn as Serve runs it, and return the port."""
+    """Serve an application with uvicorn, with Ray Serve's settings of it, and return the port."""
     import socket
 
     import uvicorn
@@ -73,8 +73,8 @@ async def _replica(step: float) -> dict[str, Any]:
 
 
 async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Run a router of one model or several; return its port and pid. models: name -> its
-    replica."""
+    """Run a router of one or several models; return its port and pid. models: name -> published
+    data of the model's replica."""
     from deployments.api.app import build_asgi
     from deployments.api.options import ApiOptions
     from deployments.backend import ModelCard
@@ -106,8 +106,8 @@ async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _null() -> dict[str, Any]:
-    """Run the null path: an application that sends as much at the same pace, all streams in one
-    turn of the loop; return its port and pid."""
+    """Run the null path, and return its port and pid: an application that sends the same number of
+    bytes at the same pace, to all streams in one turn of the event loop."""
     turn = asyncio.get_running_loop().create_future()
     event = b'data: {"id":"chatcmpl-000000000000000000000000","choices":[{"delta":"x"}]}\n\n' * 2
 
@@ -132,7 +132,7 @@ async def _null() -> dict[str, Any]:
 
 _background: list[Any] = []
 _children: dict[int, subprocess.Popen[bytes]] = {}  # by pid
-COUNT = "count\n"  # a parent's word to a child: begin, and end, to count the calls of functions
+COUNT = "count\n"  # a parent's message to a child: start, or stop, counting function calls
 ROLES = {"replica": _replica, "router": _router, "null": _null}
 
 
@@ -150,7 +150,7 @@ async def _play(role: str, argument: str) -> None:
 
 @contextmanager
 def process(role: str, argument: Any = None) -> Iterator[dict[str, Any]]:
-    """Run one of ROLES in a process of its own; yield what it reports, and its pid."""
+    """Run one of ROLES in a separate process; yield the data that it reports, and its pid."""
     command = [sys.executable, "-m", "tests.deployments.path_cost", "--role", role]
     if argument is not None:
         command += ["--argument", json.dumps(argument)]
@@ -170,7 +170,7 @@ def process(role: str, argument: Any = None) -> Iterator[dict[str, Any]]:
 
 
 def count_calls(pids: Sequence[int]) -> None:
-    """Begin to count the function calls of these processes, or end the count."""
+    """Start counting the function calls of these processes, or stop if they are counting."""
     for pid in pids:
         pipe = _children[pid].stdin
         assert pipe
@@ -198,7 +198,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class _Stream(asyncio.Protocol):
-    """A client of one stream. again: whether it asks once more whenever an answer is complete."""
+    """A client of one stream. again: whether to send the request again after each answer."""
 
     def __init__(self, request: bytes, again: bool) -> None:
         self.chunks = self.answers = 0
@@ -303,7 +303,7 @@ async def spend(
 
 @contextmanager
 def pinned(routers: list[int], others: list[int]) -> Iterator[None]:
-    """Give the routers a core of their own, and the rest to the others and this process."""
+    """Give the routers one core, and the remaining cores to `others` and this process."""
     cores = os.sched_getaffinity(0)
     first = {min(cores)}
 
@@ -324,7 +324,8 @@ def pinned(routers: list[int], others: list[int]) -> Iterator[None]:
 
 
 def core_cost(streams: int, steps: int = 200) -> float:
-    """Return the CPU seconds a chunk that the fake engine takes, which is no part of the path."""
+    """Return the CPU seconds per chunk of the fake engine itself, which do not count as part of the
+    path."""
     from engine.config.engine_config import EngineConfig
     from engine.messages import EngineRequest
     from engine.process import fake
@@ -362,7 +363,7 @@ def measure(
 
         def run(ports: list[int], pids: list[int], count: int = streams, **more: Any) -> Spent:
             spent = asyncio.run(spend(ports, count, seconds, pids, **more))
-            time.sleep(0.3)  # until the aborted streams are gone
+            time.sleep(0.3)  # until the aborted streams have ended
             return spent
 
         ends = [routers[0]["pid"], replica["pid"]]

@@ -2,12 +2,12 @@
 
     python -m tests.faults.drain
 
-50 times a replica leaves and comes back, while some streams are longer than it may wait for them;
-then 10 updates restart every router and replica, of the configuration and of the model in turn;
-then a node with two replicas gets a notice of 10 s and is gone after it. Behind haproxy, if that is
-there. Engines count, or compute the default model in float32 (--model default).
+50 times a replica is removed and added again, while some streams last longer than the drain limit.
+Then 10 updates restart every router and replica; they change the configuration and the model in
+turn. Then a node with two replicas gets a drain notice of 10 s, and is removed. HAProxy is used if
+it is installed. Engines are fake, or compute the default model in float32 (--model default).
 
-An answer must be, whole, one that the model of before or of after gives in quiet. Writes
+Each answer must be complete, and equal to that of the old or the new model without faults. Writes
 bench/results/faults-drain-<date>.json (the figures), .jsonl (every request and event) and .svg.
 Exit status 1 if a request failed or differed.
 """
@@ -54,11 +54,11 @@ from tests.faults.load import Kill, Load, Run
 from tests.faults.soak import ENGINE, RESULTS
 from tests.faults.timeline import picture
 
-NAME = "broken"  # as in cluster.Broken
+NAME = "broken"  # must equal cluster.NAME
 _COMMON = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 _NOTICE = 10.0  # seconds
-_SHORT_DRAIN, _LONG_DRAIN = 2.0, 30.0  # seconds: some streams do not end within the first
-_FIRST = {"a": 32, "b": 40}  # token ids from here on: two "models" that count differently
+_SHORT_DRAIN, _LONG_DRAIN = 2.0, 30.0  # seconds; some streams last longer than the first
+_FIRST = {"a": 32, "b": 40}  # first token id of two fake models, whose answers so differ
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -68,7 +68,7 @@ def build(arguments: dict[str, Any]) -> Any:
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:
-    """Return the configuration of a counting engine, whose tokens depend on the model's folder."""
+    """Return the configuration of a fake engine, whose tokens depend on the model's folder."""
     first = _FIRST[settings.engine["model"][-1]]
     fake = f"fake:vocab_size=250,max_model_len=4096,step_seconds=0.02,first={first}"
     return EngineConfig(model=fake)
@@ -114,7 +114,7 @@ class Drained:
         }
 
     def deploy(self) -> None:
-        """Deploy the present configuration, as `serve deploy` does."""
+        """Deploy the current configuration, as `serve deploy` does."""
         schema = serve_config(self.config())
         http = {"host": "127.0.0.1", "port": self.port}
         # One machine, one port: only the head node can have the proxy.
@@ -123,7 +123,7 @@ class Drained:
         deploy(schema)
 
     async def steady(self, seconds: float = 180.0) -> None:
-        """Wait until all is as deployed, and nothing starts or stops any more."""
+        """Wait until all replicas and routers run as deployed, and none starts or stops."""
         from ray import serve
 
         deadline = time.monotonic() + seconds
@@ -252,7 +252,7 @@ async def drain(drained: Drained, options: argparse.Namespace) -> tuple[Run, dic
             done = mark("notice")
             await drained.notice()
             done()
-    except Exception as failure:  # what came until then is worth telling
+    except Exception as failure:  # report what has come so far
         error = repr(failure)
     finally:
         for task in background:
@@ -274,15 +274,15 @@ async def drain(drained: Drained, options: argparse.Namespace) -> tuple[Run, dic
 
 @contextmanager
 def nodes(edge: str) -> Iterator[Any]:
-    """Start a Ray with Serve to which nodes can be added."""
+    """Start a Ray cluster with Serve, to which nodes can be added."""
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    folder = tempfile.mkdtemp(prefix="h")  # short: haproxy puts sockets in it
+    folder = tempfile.mkdtemp(prefix="h")  # short, as socket paths are limited
     settings = parse_config({"model": "default", "http": {"proxy": edge}}, {})
     os.environ.update(cluster_environment(settings, folder))
-    # A folder and a token of its own: who looks for a running cluster does not get into this one.
+    # A separate folder and token, so that other programs do not join this cluster by mistake.
     token = Path(folder) / "token"
     token.write_text(secrets.token_hex(32))
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})

@@ -1,17 +1,17 @@
-"""Ten times what a closed loop gets, over HTTP and on real engines, for a minute.
+"""Sends ten times the requests that real engines can serve, over HTTP, for a minute.
 
     python -m tests.faults.flood                    # the default model, 2 replicas of 64 rows
     python -m tests.faults.flood --lengths mixed
 
-The client has the first core to itself; haproxy, routers and engines have the others: what the
-client takes would look like a slow service. With --engines-alone the engines have the other cores
-to themselves and the rest shares the client's: ten times the load is that many refusals, and on one
-core they take from the engines what their answering costs.
+The client has the first core; HAProxy, routers and engines share the others, so that the client's
+CPU time does not slow the service. With --engines-alone the engines have the other cores, and
+everything else shares the client's core: then answering the many refusals takes no time from the
+engines.
 
-First as many users as there are rows, one request after the other each, for the capacity; then
-Poisson arrivals at so many times that rate, whatever becomes of them. Its figures, with their
-bounds, go to FOLDER/faults-flood-<date>; exit status 1 if one is out of its bounds. A figure of a
-machine that is busy with something else means nothing.
+First, as many users as there are rows each send one request after the other, which measures the
+capacity. Then requests arrive as a Poisson process at a multiple of that rate. The figures, with
+their bounds, go to FOLDER/faults-flood-<date>; exit status 1 if one is out of its bounds. Figures
+are invalid if the machine runs other work.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from tests.deployments.on_ray.live import NAME, REPLICAS, Live, live_server
 from tests.faults.abuse.report import Report, percentile
 from tests.faults.clients import Said, ask
 
-TTFT = 2.0  # seconds: scaling.ttft, as promised
-WAIT = 2 * TTFT  # the same in an overload
+TTFT = 2.0  # bound on the time to the first token in seconds, scaling.ttft
+WAIT = 2 * TTFT  # the bound under overload
 WORDS = ("the", "sea", "is", "wide", "and", "cold", "but", "we", "go", "on", "to", "see", "far")
-# (prompt words, output tokens): least and most of each
+# name -> ((minimum, maximum) of prompt words, (minimum, maximum) of output tokens)
 LENGTHS = {"alike": ((20, 20), (32, 32)), "mixed": ((5, 45), (8, 80))}
 
 
@@ -77,8 +77,8 @@ class Client:
         return asked_one
 
     async def closed(self, users: int, seconds: float) -> list[Asked]:
-        """Run a closed loop of users, who ask again after an answer, or a little after a
-        refusal."""
+        """Run users in a closed loop: each sends its next request after an answer, or a little
+        after a refusal."""
         asked: list[Asked] = []
         end = time.monotonic() + seconds
 
@@ -103,7 +103,8 @@ class Client:
 
 
 async def most_beyond(live: Live, rows: int, found: list[int]) -> None:
-    """Record twice a second the most requests in an engine beyond its rows, into `found`."""
+    """Append to `found`, twice a second, the maximum number of requests in an engine beyond its
+    rows."""
     while True:
         stats = await asyncio.to_thread(live.replica_stats)
         found.append(
@@ -113,7 +114,8 @@ async def most_beyond(live: Live, rows: int, found: list[int]) -> None:
 
 
 def rate(asked: list[Asked], since: float, until: float, *, good: bool) -> float:
-    """Return the answers per second that ended in [since, until). good: in time only."""
+    """Return the number of answers per second that ended in [since, until). good: whether to count
+    only those within TTFT."""
     count = sum((item.good if good else item.whole) and since <= item.end < until for item in asked)
     return count / (until - since)
 
@@ -128,7 +130,7 @@ def leave_to_engines(live: Live, cores: set[int]) -> None:
 async def flood(live: Live, report: Report, options: argparse.Namespace) -> None:
     client, rows = Client(live.port, options.lengths), options.rows
     beyond: list[int] = []
-    # In both parts: asking replicas through Ray takes CPU time from the engines.
+    # Run in both parts, because calls of replicas through Ray take CPU time from the engines.
     watch = asyncio.create_task(most_beyond(live, rows, beyond))
     began = time.monotonic() + options.warm_up
     calm = await client.closed(REPLICAS * rows, options.warm_up + options.seconds / 2)
@@ -195,7 +197,7 @@ def main() -> int:
     model = resolve_model(options.model, progress=lambda what, done, total: None)
     cores = sorted(os.sched_getaffinity(0))
     others = set(cores[1:]) or set(cores)
-    # What is started from here on inherits it.
+    # Processes that are started from here on inherit the core.
     os.sched_setaffinity(0, {cores[0]} if options.engines_alone else others)
     report = Report()
     engine = {"max_num_seqs": options.rows, "dtype": options.dtype, "num_threads": 1}

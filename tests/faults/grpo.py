@@ -1,13 +1,14 @@
-"""examples/rollout_fleet.py on two replicas of the default model, one killed every minute: the same
-rollouts as without kills, and how many tokens were computed twice.
+"""Runs examples/rollout_fleet.py on two replicas of the default model, and kills one every minute.
+
+The rollouts must equal those without kills; the tokens that are computed twice are counted.
 
     python -m tests.faults.grpo
     python -m tests.faults.grpo --steps 40 --every 60
 
-Runs the loop twice, undisturbed and with kills. Tokens are counted by the engines' own figures:
-those of a victim are read just before its end. Writes bench/results/faults-grpo-<date>.json with
+The loop runs twice, without and with kills. Tokens are counted by the engines' stats, which are
+read from a victim just before it is killed. Writes bench/results/faults-grpo-<date>.json with
 each step in .jsonl. Exit status 1 if a rollout differs, 5 % of the tokens or more were computed
-twice, nothing was killed, or the reward did not rise.
+twice, no engine was killed, or the reward did not rise.
 """
 
 import argparse
@@ -43,7 +44,7 @@ MOST_TWICE = 0.05
 class Loop:
     """The outcome of a run of the loop.
 
-    computed: tokens of all engines, prompts and outputs, of those that were killed too.
+    computed: prompt and output tokens computed by all engines, killed ones included.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -65,10 +66,10 @@ def counts(broken: Broken) -> dict[int, int]:
 
 @contextlib.contextmanager
 def killing(broken: Broken, loop: Loop, every: float) -> Iterator[None]:
-    """Kill an engine that has work every so many seconds, once its predecessor is replaced.
+    """Kill an engine that has work every `every` seconds, once the last victim is replaced.
 
-    At most once a step: a request that has lost four replicas is refused as their cause, and a
-    step lasts as long as many kills on busy cores.
+    At most one engine is killed in a step of the loop, because a request that has lost four
+    replicas is refused as their cause, and a step may be long on busy cores.
     """
     over = threading.Event()
 
@@ -116,8 +117,8 @@ def run(
 ) -> Loop:
     """Run the loop once.
 
-    work: where checkpoints go, which have to stay. every: seconds between kills; 0 = none.
-    settings: of the example.
+    work: folder for checkpoints, which must not be deleted meanwhile. every: seconds between kills;
+        0 for none. settings: arguments of the example.
     """
     example = runpy.run_path(str(ROOT / "examples" / "rollout_fleet.py"))
     loop = Loop()
@@ -140,7 +141,7 @@ def run(
 
 
 def compared(quiet: Loop, killed: Loop) -> dict[str, Any]:
-    """Return the figures of both runs."""
+    """Return figures that compare the run without kills and the run with kills."""
     half = len(quiet.rewards) // 2 or 1
     first, last = quiet.rewards[:half], quiet.rewards[half:] or quiet.rewards
     return {
@@ -156,7 +157,7 @@ def compared(quiet: Loop, killed: Loop) -> dict[str, Any]:
 
 
 def faults_of(figures: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a comparison, in words."""
+    """Return a message for each figure of `compared` that is out of its bounds."""
     wrong = {
         "a rollout differs": not figures["same"],
         "nothing was killed": not figures["kills"],

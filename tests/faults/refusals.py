@@ -1,12 +1,12 @@
-"""Measures the CPU time of a refused request, by the process that spends it.
+"""Measures the CPU time that a refused request costs each process of the cluster.
 
     python -m tests.faults.refusals
 
-The whole server behind HAProxy, with engines that only count. Long streams fill all rows, so each
-further request is refused. CPU seconds of every process of the cluster are counted while requests
-are refused, and in as long a time without them, in turns. CPU time is counted and not time by the
-clock, so that other work on the machine disturbs it little. Each request has a connection of its
-own, as in `tests.faults.flood`; with --keep one connection sends them all.
+The whole server runs behind HAProxy, with fake engines. Long streams fill all rows, so each further
+request is refused. The CPU time of every process of the cluster is measured in alternating periods
+of equal length with and without refused requests. CPU time depends less on other work on the
+machine than wall time. Each request opens a connection, as in `tests.faults.flood`; with --keep one
+connection sends all requests.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from tests.deployments.path_cost import cpu_seconds
 from tests.faults.abuse.report import BODY, PATH, Report
 from tests.faults.clients import ask, post
 
-ROWS = 2  # of each of the two replicas
+ROWS = 2  # rows of each of the two replicas
 LONG = {**BODY, "max_tokens": 8000}  # a stream that outlasts the measurement
 ROLES = ("haproxy", "router", "replica", "engine", "rest")
 
 
 def processes(live: Live) -> dict[int, str]:
-    """Return the role of each process of the cluster."""
+    """Return pid -> role of each process of the cluster."""
     replicas = live.replica_stats()
     roles = dict.fromkeys(live.router_states(), "router")
     roles |= dict.fromkeys(replicas, "replica")
@@ -67,7 +67,7 @@ def spent(roles: dict[int, str]) -> Counter[str]:
 
 
 async def refused(port: int, count: int, rate: float, keep: bool) -> Counter[int]:
-    """Send requests at a mean rate, and return how often each status came."""
+    """Send `count` requests at a mean rate, and return HTTP status -> number of answers."""
     body = {**BODY, "max_tokens": 32, "stream": True}
     request = post(PATH, body)
     if keep:
@@ -104,7 +104,7 @@ async def refused(port: int, count: int, rate: float, keep: bool) -> Counter[int
 
 
 async def hold_rows(port: int) -> None:
-    """Keep a row, or a place in a queue, as long as one can be had."""
+    """Send long streams until one is refused, so that all rows and places in queues are taken."""
     while True:
         await ask(port, LONG)
         await asyncio.sleep(2.0)
@@ -132,7 +132,7 @@ async def measure(live: Live, report: Report, options: argparse.Namespace) -> No
         report.lines.append(line)
     for role in ROLES:
         middle = sorted(costs[role])[options.rounds // 2]
-        # What a role spends less in its busy part is noise; the lines have it.
+        # Differences below zero are noise, which only the single measurements show.
         report.add_row(f"refusals/{role}", max(0.0, middle), "us of CPU a request")
     for holder in holders:
         holder.cancel()

@@ -1,13 +1,13 @@
-"""Streams that outlive the edge: routers, HAProxy and Serve's actor that starts it are killed in
-turn under clients that go on by themselves.
+"""Kills routers, HAProxy and Serve's actor that starts HAProxy in turn, while clients resume their
+streams.
 
     python -m tests.faults.resume --minutes 10 --kills 20
     python -m tests.faults.resume --real      # the default model in float32, with seeds
 
-Through HAProxy as `manta serve` sets it up, with engines that count unless --real. Every answer is
-compared with the one from before the kills: text, log-probabilities, ends and usage of all
-choices. Prints the figures as JSON; exit status 1 if a request was lost or differed, or if no
-stream was cut.
+Requests go through HAProxy as `manta serve` sets it up, to fake engines unless --real. Every answer
+is compared with the answer before the kills: text, log-probabilities, finish reasons and usage of
+all choices. Prints the figures as JSON; exit status 1 if a request failed or its answer differed,
+or if no stream was cut.
 """
 
 import argparse
@@ -39,7 +39,7 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}, "model": NAM
 
 
 def bodies(tokens: int) -> list[dict[str, Any]]:
-    """Return bodies of all kinds, with answers of so many tokens."""
+    """Return request bodies of all kinds, with answers of `tokens` tokens."""
     common = {**USAGE, "max_tokens": tokens}
     chat = {**common, "messages": MESSAGES}
     return [
@@ -53,8 +53,8 @@ def bodies(tokens: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Run:
-    """The counts of a run. cut: streams that broke and went on. gaps: longest pause of each,
-    seconds."""
+    """The counts of a run. cut: streams that broke and were resumed. gaps: longest pause of each
+    stream, in seconds."""
 
     asked: int = 0
     cut: int = 0
@@ -76,7 +76,7 @@ class Run:
 
 
 class Counting:
-    """A wrapper of an httpx transport that counts requests which go on after an event."""
+    """A wrapper of an httpx transport that counts requests which resume a stream."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -100,7 +100,7 @@ class Counting:
 
 
 async def ask(client: openai.AsyncOpenAI, body: dict[str, Any]) -> Said:
-    """Return one answer, put together as in tests/faults/clients.py."""
+    """Send a streamed request, and return its answer in the form of tests/faults/clients.py."""
     said = Said()
     resource: Any = client.chat.completions if "messages" in body else client.completions
     last = 0.0
@@ -127,10 +127,10 @@ async def under_kills(
     tokens: int,
     at_once: int,
 ) -> Run:
-    """Kill one process of each of `targets`, spread over some seconds, while clients ask all the
-    time."""
+    """Kill a process for each entry of `targets`, at intervals within `seconds`, while `at_once`
+    clients send requests all the time."""
     run = Run()
-    # httpx or httpx2, whichever this generation of the client is built on.
+    # The HTTP library of this version of the client: httpx or httpx2.
     library = openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]
     counting = Counting(sys.modules[library].AsyncHTTPTransport())
     asked = bodies(tokens)

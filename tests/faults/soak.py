@@ -1,15 +1,15 @@
-"""The default model in float32 on three replicas, 20 kills in 10 minutes, a report.
+"""Runs the default model in float32 on three replicas with 20 kills in 10 minutes, and reports.
 
     python -m tests.faults.soak
     python -m tests.faults.soak --models 2 --replicas 2
 
 With several models requests go to each in turn, and any model's engines and replicas are killed.
-The load is 60 % of what the replicas are measured to carry first, and at least 1,000 requests while
-there are kills. A fifth of the time it goes on without kills before: good answers, right and begun
-within 2 s, are compared with those of then.
+The load is 60 % of the capacity that is measured first, and at least 1,000 requests during the
+kills. Before the kills the load runs without kills, for a fifth of their time. Good answers (right,
+with a first token within 2 s) of both times are compared.
 Writes bench/results/faults-soak-<date>.json (the figures), .jsonl (every request and kill) and
 .svg (all of it over time). Exit status 1 if any request failed, differed or paused longer than 2 s
-plus a prefill, if good answers fell below 70 %, or if something was left behind.
+plus a prefill, if good answers fell below 70 %, or if requests, tasks or files leaked.
 """
 
 import argparse
@@ -36,13 +36,13 @@ ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 32}
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 SHARE = 0.6  # of the measured capacity
 LONGEST_GAP = 2.0  # seconds, plus a prefill
-FILES = 3  # Ray's own connections to replicas come and go; a leak would be one a kill
-QUIET = 0.2  # of the time with kills, before
-GOODPUT = 0.7  # of that without kills
-# Serve's calls to a router or a replica, its health checks among them, come and go. Requests that
-# came in such a call are counted in `held`.
+FILES = 3  # open files more than before, for Ray's connections; a leak would be one per kill
+QUIET = 0.2  # time without kills before, as a share of the time with kills
+GOODPUT = 0.7  # bound on the goodput as a share of that without kills
+# Tasks of Serve's calls to a router or replica, such as health checks, are not leaks. Requests of
+# such calls are counted in `held`.
 CALL = "UserCallableWrapper.call_user_method"
-MIB = 64.0  # that a router may grow by: fragmentation, not requests
+MIB = 64.0  # memory by which a router may grow because of fragmentation
 
 
 async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[str, Any]]:
@@ -61,7 +61,7 @@ async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[s
         load, rate=rate, seconds=seconds, kills=options.kills, quiet=QUIET * seconds
     )
     recovered = await broken.settled(300)
-    await asyncio.sleep(5)  # for what the last replica's start has left to do
+    await asyncio.sleep(5)  # for the last work of the last replica's start
     after = await broken.states()
     return run, {
         "capacity_requests_per_s": round(carried, 2),
@@ -77,7 +77,7 @@ async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[s
 
 
 def left_behind(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return what is held after a run and was not before, in words."""
+    """Return a message for each resource of which more is held after a run than before."""
     collected = []
     for was, now in zip(before["routers"], after["routers"], strict=True):
         assert was["pid"] == now["pid"], "a router was replaced"
@@ -102,7 +102,7 @@ def left_behind(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def more_tasks(whose: str, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """Return the kinds of tasks that have become more, in words.
+    """Return a message for each kind of tasks whose number has grown.
 
     before, after: number of tasks by the name of their coroutine function.
     """
@@ -114,7 +114,7 @@ def more_tasks(whose: str, before: Mapping[str, int], after: Mapping[str, int]) 
 
 
 def verdict(report: dict[str, Any], options: argparse.Namespace) -> list[str]:
-    """Return the figures of a report that are out of their bounds, in words."""
+    """Return a message for each figure of a report that is out of its bounds."""
     bound = LONGEST_GAP + report["prefill_s"]
     checks = [
         (report["failed"] == 0, f"{report['failed']} requests failed"),

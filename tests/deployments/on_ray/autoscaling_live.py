@@ -1,14 +1,14 @@
-"""Nodes and replicas that come and go with the load: Ray's own autoscaler on fake nodes, real
-replicas, requests through the HTTP endpoint.
+"""Tests scaling of nodes and replicas by load: Ray's autoscaler with fake nodes, real replicas,
+requests over HTTP.
 
     python -m tests.deployments.on_ray.autoscaling_live [--model fake|default|FOLDER] [--out FILE]
 
-A GPU pool of 0 to 3 replicas (on the CPU; Ray is told of GPUs) and a CPU pool of 0 or 1 on nodes of
-their own. A trickle, which the CPU replica holds with no GPU; then the work of two GPUs and more,
-which comes as Serve's controller is killed; then that of half of one; then nothing; then one
-request. Every text is compared with that of the quiet beginning. Writes what came of it as JSON:
-phases, counts of replicas and nodes, decisions, and how long after the kill the first one came that
-asks for a GPU.
+There are a GPU pool of 0 to 3 replicas (which run on the CPU of nodes that claim a GPU) and a CPU
+pool of 0 or 1 replicas, on separate nodes. The phases of the load are: light load, which the CPU
+replica serves alone; work for more than two GPUs, which begins when Serve's controller is killed;
+work for half a GPU; none; one request. Every text is compared with that of the first phase. Writes
+a JSON file with phases, counts of replicas and nodes, decisions, and the time from the kill to the
+first decision that asks for a GPU.
 """
 
 import argparse
@@ -37,12 +37,12 @@ from tests.faults.clients import Said, ask
 
 NAME = "live"
 _NODES = {
-    # An engine fits on the nodes of its pool only.
+    # An engine fits only on nodes of its pool.
     "gpu": {"resources": {"CPU": 1, "GPU": 1, "object_store_memory": 10**8}, "max_workers": 3},
     "cpu": {"resources": {"CPU": 2, "object_store_memory": 10**8}, "max_workers": 1},
 }
-_ROWS = {"gpu": 8, "cpu": 2}  # sequences at once: what makes the one the faster pool
-_STEP = 0.04  # seconds, of the engine that counts
+_ROWS = {"gpu": 8, "cpu": 2}  # rows of an engine, which determine a pool's speed
+_STEP = 0.04  # seconds per step of the fake engine
 PROMPTS = 4
 
 
@@ -78,7 +78,7 @@ def build(arguments: dict[str, Any]) -> Any:
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:
-    """Return the configuration of a counting engine, which replicas run instead of a model."""
+    """Return the configuration of a fake engine, which replicas run instead of a model."""
     fake = f"fake:vocab_size=250,max_model_len=4096,step_seconds={_STEP}"
     return EngineConfig(model=fake, max_num_seqs=settings.engine["max_num_seqs"])
 
@@ -94,7 +94,7 @@ class Request:
 
 @dataclass
 class Seen:
-    """The counts at a second: replicas that a router is connected to, and live nodes."""
+    """A sample at one second: numbers of replicas connected to a router, and of live nodes."""
 
     at_s: float
     gpu: int
@@ -116,7 +116,7 @@ class Live:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     wanted: list[Said] = field(default_factory=list)
-    killed_s: float = 0.0  # when the controller was
+    killed_s: float = 0.0  # time of the controller's kill
 
     def now(self) -> float:
         return round(time.monotonic() - self.began, 2)
@@ -156,8 +156,8 @@ class Live:
         return next(took, None) if self.killed_s else None
 
     async def learn(self) -> float:
-        """Record the right answers, and return the requests/s of the only replica, one after the
-        other."""
+        """Send each prompt once to record the right answers, one after the other; return the
+        requests/s of the only replica."""
         began = time.monotonic()
         self.wanted = [await self.ask(number) for number in range(PROMPTS)]
         assert not any(said.error for said in self.wanted), self.wanted
@@ -220,9 +220,9 @@ class Live:
 async def scenario(live: Live, fake: bool) -> None:
     """Run the phases of the load, and assert the counts of replicas and nodes in each.
 
-    fake: whether engines count, so that their speed does not depend on how many there are.
+    fake: whether engines are fake, so that their speed does not depend on their number.
     """
-    quick = 40.0 if fake else 120.0  # seconds within which what needs no patience must come
+    quick = 40.0 if fake else 120.0  # time limit in seconds of changes that need no idle time
     watcher = asyncio.create_task(live.watch())
     try:
         await live.until(lambda seen: (seen.gpu, seen.cpu) == (0, 1), quick, "a CPU replica alone")
@@ -231,8 +231,8 @@ async def scenario(live: Live, fake: bool) -> None:
         async with live.load("trickle", 0.5 * alone):
             await asyncio.sleep(8)
             assert live.seen[-1].gpu == 0, "a GPU for what a CPU can do"
-        # Replicas of a model share this machine's cores: each that comes makes the others slower,
-        # and three may need the CPU pool's help.
+        # Replicas of a model share this machine's cores: each further one slows the others, and
+        # three may not suffice without the CPU pool.
         async with live.load("heavy", (2.3 if fake else 1.5) * gpu):
             await live.kill_controller()
             await live.until(
@@ -301,7 +301,7 @@ def run(address: str, model: str) -> dict[str, Any]:
     ray.init(address=address, log_to_driver=False)
     port = free_port()
     schema = serve_config(config(model, engine))
-    # One machine, one port: only the head node can have the proxy.
+    # All nodes are on one machine and share a port, so only the head node can have the proxy.
     schema |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
     schema["applications"][0]["import_path"] = "tests.deployments.on_ray.autoscaling_live:build"
     deploy(schema)

@@ -1,10 +1,10 @@
-"""The head of a small cluster dies, with all its processes, and is started again: as cluster.yaml
-does it, with its own commands.
+"""Kills the head node of a small cluster with all its processes, and starts it again by the
+commands of cluster.yaml.
 
     python -m tests.deployments.on_ray.head_restart --out report.json
 
-A head node without CPUs and a worker node, both of this machine. Router, engine and the worker's
-proxy are on the worker, so that requests go on while there is no head. Prints a report.
+The cluster has a head node without CPUs and a worker node, both on this machine. Router, engine and
+the worker's proxy are on the worker, so that requests go on without a head. Prints a report.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tests.deployments.on_ray.fake_nodes import ROOT, stop_all
 from tests.deployments.on_ray.serve_cluster import fake_engine, free_port, tiny_model
 
 NAME = "headless"
-WITHOUT_S = 15.0  # seconds without a head: longer than Ray takes to miss it
+WITHOUT_S = 15.0  # seconds without a head, more than Ray takes to notice its loss
 RESTART_S = 90.0
 
 
@@ -41,8 +41,8 @@ def build(arguments: dict[str, Any]) -> Any:
     return assemble(as_config(arguments["config"]), fake_engine)
 
 
-# `ray start --head` refuses while a node of that head runs on the same machine, as the worker does
-# here, and on no cloud.
+# `ray start --head` refuses while a node of that head runs on the same machine. Here the worker
+# does, unlike on a cloud.
 _RAY = """#!{python}
 import ray._private.services as services
 from ray.scripts.scripts import main
@@ -73,7 +73,7 @@ class Cluster:
             "PATH": f"{home / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "RAY_HEAD_IP": "127.0.0.1",
-            # haproxy, if it were here, would go to the router's own port on every node.
+            # HAProxy would use this port of the router on every node.
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(self.router),
             "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(self.router + 1),
         }
@@ -90,7 +90,7 @@ class Cluster:
 
     def _start(self, command: str) -> set[int]:
         before = set(descendants(os.getpid()))
-        # No haproxy here: Serve's own proxy.
+        # Use Serve's own proxy instead of HAProxy.
         command = command.replace("ray start", "RAY_SERVE_ENABLE_HA_PROXY=0 ray start", 1)
         command = command.replace(":6379", f":{self.port}").replace("=6379", f"={self.port}")
         command += " --node-ip-address=127.0.0.1 --disable-usage-stats"
@@ -133,7 +133,7 @@ class Cluster:
         return round(time.monotonic() - began, 1)
 
     def ask(self, port: int) -> str:
-        """Return the text of an answer, or "failed" with the reason."""
+        """Send a request; return the answer's text, or "failed" with the reason."""
         body = {"model": NAME, "prompt": "hello", "max_tokens": 5}
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/completions",
@@ -197,7 +197,7 @@ def run(home: Path, without: float) -> dict[str, Any]:
     cluster.head()
     report["back_s"] = cluster.answers(cluster.edge, RESTART_S)
     report["status"] = cluster.driver("status")
-    # The engine, the router and their raylet are those of before.
+    # The engine, the router and their raylet must not have been restarted.
     report["ended"] = sorted(pid for pid in workers if not Path(f"/proc/{pid}").exists())
     return report
 
@@ -220,9 +220,9 @@ def main() -> None:
         drive(options.driver, options.address, options.http, options.home / "tiny")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
-    # What Ray leaves behind becomes a child of this process.
+    # Processes that Ray leaves behind become children of this process.
     adopt_orphans()
-    home = Path(tempfile.mkdtemp(prefix="h"))  # short: Ray puts sockets in it
+    home = Path(tempfile.mkdtemp(prefix="h"))  # short, because Ray's socket paths are limited
     try:
         report = run(home, options.without)
     finally:

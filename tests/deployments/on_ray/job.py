@@ -1,4 +1,4 @@
-"""A process that has joined a cluster, and in which one program runs after the other."""
+"""Job: a process that has joined a Ray cluster, and runs programs one after the other."""
 
 import contextlib
 import json
@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-# Runs programs from stdin, a JSON string a line, and answers whether they ended well, and what they
-# printed. Ray's own lines are no answer.
+# Reads programs from standard input, a JSON string per line, and runs them. The answer to each is
+# whether it succeeded, and its output, without the lines that Ray prints.
 _RUNS = """
 import contextlib, io, json, os, sys, traceback
 answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -30,14 +30,14 @@ for line in sys.stdin:
 class Job:
     """A process that has joined a cluster and runs programs one after the other.
 
-    A process for each program would import Ray and start workers anew.
+    It saves the time in which a process for each program would import Ray and start workers.
     """
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
     def run(self, program: str) -> str:
-        """Return what the program prints; it must end well."""
+        """Run a program, assert that it succeeds, and return its output."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(textwrap.dedent(program)) + "\n")
         self._process.stdin.flush()

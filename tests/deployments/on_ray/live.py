@@ -1,5 +1,5 @@
-"""The whole server in a process of its own behind haproxy, as `manta serve` starts it, and what can
-be seen of it from outside: states, metrics, open files."""
+"""The whole server behind HAProxy in a separate process, as `manta serve` starts it, and functions
+that read its states, metrics and open files from outside."""
 
 import contextlib
 import json
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-NAME = "live"  # of the model and of the application
+NAME = "live"  # name of the model and of the application
 ROUTERS = REPLICAS = 2
 
 
 def settled(condition: Callable[[], Any], seconds: float = 15.0, every: float = 0.1) -> Any:
-    """Wait until `condition` returns something true; return that."""
+    """Wait until the result of `condition` is true, and return the result."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not come to pass"
@@ -35,8 +35,8 @@ def settled(condition: Callable[[], Any], seconds: float = 15.0, every: float = 
 class Live:
     """A running server.
 
-    port: the HTTP port. folder: haproxy's. process: the process that holds the cluster, and answers
-        questions about it.
+    port: the HTTP port. folder: HAProxy's folder. process: the process that runs the cluster, and
+        answers questions about it on its standard streams.
     """
 
     port: int
@@ -73,7 +73,7 @@ class Live:
         return self._ask("endpoints", "port")
 
     def by_handle(self) -> tuple[list[Any], int]:
-        """Return what `either_edge.by_handle` does in the process that holds the cluster."""
+        """Return the result of `either_edge.by_handle`, called in the cluster's process."""
         choices, pieces = self._answer("handle")
         return choices, pieces
 
@@ -87,7 +87,8 @@ class Live:
         return json.loads(self.process.stdout.readline())
 
     def find_routers(self) -> None:
-        """Note which router process serves which of haproxy's servers, in `routers`."""
+        """Fill `routers`: for each router's process, the port of HAProxy's configuration on which
+        it listens."""
         config = "".join(file.read_text() for file in self.folder.rglob("*.cfg"))
         ports = {int(port) for port in re.findall(r"^\s*server \S+ \S+?:(\d+) ", config, re.M)}
         self.routers.clear()
@@ -98,11 +99,11 @@ class Live:
                 self.routers[pid] = open_ports.pop()
 
     def find_all_routers(self) -> None:
-        """Wait until haproxy has a server for each router, and note which."""
+        """Wait until HAProxy has a server for each router, and fill `routers`."""
         settled(lambda: self.find_routers() or len(self.routers) == ROUTERS, 40)
 
     def metrics(self) -> dict[str, float]:
-        """Return the samples of all routers and replicas, from whichever router is asked."""
+        """Return the metrics of all routers and replicas, as any of the routers answers them."""
         return parse_metrics(self.get("/metrics")[1])
 
 
@@ -150,7 +151,7 @@ class TcpSocket:
 
 
 def tcp_sockets(pid: int) -> dict[str, TcpSocket]:
-    """Return the TCP sockets of a process, by the names that its file descriptors have."""
+    """Return name in `open_files` -> TCP socket, for all TCP sockets of a process."""
     mine = set(open_files(pid))
     by_name = {}
     for table in ("tcp", "tcp6"):
@@ -172,11 +173,11 @@ def open_files(pid: int) -> list[str]:
     return sorted(names)
 
 
-# -- what is held
+# -- held resources
 
 
 def quiet(live: Live) -> bool:
-    """Return whether nothing is in flight anywhere: no request, no choice, no KV block."""
+    """Return whether no router or replica holds a request, choice or KV block."""
     for state in live.router_states().values():
         if state["in_flight"] or any(state["held"].values()):
             return False
@@ -189,10 +190,10 @@ def quiet(live: Live) -> bool:
 
 
 def holdings(live: Live) -> dict[str, Counter[str]]:
-    """Return the numbers of tasks, threads and open files of each process.
+    """Return process -> counts of its tasks, threads and open files by kind.
 
-    A router's connections from haproxy are not counted: haproxy keeps them for the next client, and
-    closes them in its own time.
+    A router's connections from HAProxy are not counted, because HAProxy keeps them for later
+    clients and closes them at any time.
     """
     by_name = {}
     routers, replicas = live.router_states(), live.replica_stats()
@@ -225,19 +226,18 @@ def resident_mib(pid: int) -> float:
     return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-# What may grow: asyncio's pool of threads for slow work, which starts them as it needs them, and
-# Ray's own connections and tasks, which come and go. A leak would be one for each of hundreds of
-# requests.
+# Growth that is no leak: threads of asyncio's pool, which starts them on demand, and connections
+# and tasks of Ray. A leak would be one for each of hundreds of requests.
 SLACK = {"threads": 5, "tcp": 3, "tasks": 2}
 
 
 def grown(live: Live, before: dict[str, Counter[str]], at_once: int) -> list[str]:
-    """Return what processes hold more of than before, in words.
+    """Return a message for each resource of which a process holds more than before.
 
-    at_once: connections that haproxy may have opened since.
+    at_once: number of connections that HAProxy may have opened since.
     """
     slack = SLACK | {"connections from haproxy": at_once}
-    for _ in range(10):  # Serve's own health checks are tasks too, for a moment
+    for _ in range(10):  # repeat, as Serve's health checks are short tasks
         after = holdings(live)
         assert before.keys() == after.keys(), "a process was replaced"
         more = [
@@ -252,12 +252,12 @@ def grown(live: Live, before: dict[str, Counter[str]], at_once: int) -> list[str
     return more
 
 
-# -- starting it
+# -- starting the server
 
 
 @contextlib.contextmanager
 def live_server(model: Path, *, fake: bool = False, **settings: Any) -> Iterator[Live]:
-    """Run two routers and two replicas of a model, with a core each; stop them whatever happens."""
+    """Run two routers and two replicas of a model, with a core each, and stop them in any case."""
     config = {
         "model": str(model),
         "served_name": NAME,
@@ -295,9 +295,11 @@ def live_server(model: Path, *, fake: bool = False, **settings: Any) -> Iterator
 
 
 def main(settings: str, fake: str = "") -> None:
-    """Hold a cluster until stdin ends, which it does with the test's process. Each line of stdin
-    asks for the states of the "routers" or the "replicas", the replicas' "endpoints", or an answer
-    by "handle": a line of JSON."""
+    """Run a cluster until standard input ends, as it does with the test's process.
+
+    Each line of standard input is a question, which a line of JSON answers: "routers" or "replicas"
+    for their states, "endpoints" of the replicas, or "handle" for a chat through a Serve handle.
+    """
     from ray import serve
 
     from deployments.app import assemble, cluster_environment
@@ -306,8 +308,8 @@ def main(settings: str, fake: str = "") -> None:
     from tests.deployments.on_ray.serve_cluster import fake_engine, ray_and_serve
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what Ray prints is not an answer
-    folder = Path(tempfile.mkdtemp(prefix="h"))  # short: haproxy puts sockets in it
+    os.dup2(2, 1)  # Ray's output must not mix with the answers
+    folder = Path(tempfile.mkdtemp(prefix="h"))  # short, as socket paths are limited
     config = parse_config(json.loads(settings), {})
     os.environ.update(cluster_environment(config, folder))
     try:

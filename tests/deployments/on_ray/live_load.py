@@ -1,4 +1,4 @@
-"""Random requests on raw sockets, with all the ways in which a client can leave."""
+"""Random requests on raw sockets, with all ways in which a client can disconnect."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import Any
 from tests.deployments.on_ray.live import NAME
 
 WAYS = ("whole", "stream", "drop", "early", "half-close", "half a body")
-BUSY = "busy"  # refused with a time to come again: what a slow machine promises is not held
+BUSY = "busy"  # outcome of a request that is still refused after all PAUSES, on a slow machine
 PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # seconds before each try
 WEIGHTS = (25, 25, 20, 12, 12, 6)
 _TEXT = "the sea is grey and old , we write a short line about it in two words or less"
@@ -17,8 +17,8 @@ _WORDS = _TEXT.split()
 
 
 def random_body(order: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return a path and a random body for it, short so that a thousand take a minute on two
-    cores."""
+    """Return a path and a random body for it; answers are so short that a thousand take a minute on
+    two cores."""
     body: dict[str, Any] = {"model": NAME, "max_tokens": order.randint(1, 12)}
     words = " ".join(order.choices(_WORDS, k=order.randint(1, 24)))
     if order.random() < 0.5:
@@ -80,7 +80,7 @@ async def exchange(port: int, order: random.Random) -> str:
             writer.write_eof()
         answer = await asyncio.wait_for(reader.read(-1), 60)
         if way == "half-close" and (not answer or b'"invalid_http"' in answer):
-            return "half-close, dropped"  # haproxy takes it for a client that has left
+            return "half-close, dropped"  # HAProxy treats a half-closed connection as closed
         head_, _, rest = answer.partition(b"\r\n\r\n")
         status = int(head_.split(b" ", 2)[1])
         if refused and way == "half-close" and not rest:
@@ -115,7 +115,7 @@ def _is_whole(rest: bytes, stream: bool) -> bool:
 
 
 async def load(port: int, requests: int, at_once: int, seed: int) -> Counter[str]:
-    """Send requests from `at_once` clients, and count their outcomes. requests: number of all."""
+    """Send `requests` requests from `at_once` clients, and return outcome -> number of requests."""
     seen: Counter[str] = Counter()
     numbers = iter(range(requests))
 

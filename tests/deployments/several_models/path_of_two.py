@@ -1,13 +1,14 @@
-"""What a streamed chunk costs a router of two models, and a router of one of them:
+"""Measures the CPU time of a streamed chunk in a router of two models and in a router of one model:
 
     python -m tests.deployments.several_models.path_of_two
 
-Processes as in tests/deployments/path_cost.py. `alone`: one model and so many streams; `again`: the
-same at another router, so that one sees what two processes of the same program differ by; `two`:
-two models, each with as many; `beside`: two models, of which one is asked. Microseconds of the
-router's CPU a chunk, the least of the rounds, in each of which all take turns and another one is
-the first: other work on the machine only ever adds to them. And calls of functions a chunk, which
-are the same in each run but for what the window cuts off, 2 of 41.
+Processes are those of tests/deployments/path_cost.py. `alone`: a router of one model, with so many
+streams. `again`: a second such router, which shows how much two equal processes differ. `two`: a
+router of two models, each with so many streams. `beside`: a router of two models, of which one gets
+requests. Figures are microseconds of the router's CPU per chunk, the minimum of all rounds, because
+other work on the machine only adds to them. In each round all routers take turns, and another one
+is first. Function calls per chunk are equal in all runs, except for calls that the window of
+measurement cuts off, 2 of 41.
 """
 
 import argparse
