@@ -20,13 +20,14 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from deployments.app import assemble, cluster_environment
 from deployments.checkpoints.resolve import resolve_model
 from deployments.client import AsyncClient
 from deployments.config.load import MantaConfig, parse_config
+from deployments.environment import send_auth_token
 from deployments.ray_data import MantaEngineProcessorConfig
 from engine import LLM, SamplingParams
 from engine.library.handle import RequestHandle
@@ -209,33 +211,61 @@ def _output_tokens(pool: str) -> int:
     return tokens
 
 
+@contextlib.contextmanager
+def variables(config: MantaConfig) -> Iterator[None]:
+    """Set the application's environment variables, for processes that start meanwhile."""
+    before = dict(os.environ)
+    os.environ.update({**cluster_environment(config, ""), **LOOP})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def cluster(config: MantaConfig) -> Iterator[None]:
+    """Start Ray and Serve, whose processes, unlike this one, have the application's variables."""
+    with contextlib.ExitStack() as stack:
+        with variables(config):
+            stack.enter_context(ray_and_serve(6))
+        yield
+
+
+def _dataset(
+    address: str, rows: list[Row], vocab: int, sizes: tuple[int, int], stop: Event
+) -> None:
+    """Process the rows again and again until `stop` is set, in a process of its own."""
+    ray.init(address=address, namespace="serve", log_to_driver=False)
+    number = 0
+    while not stop.is_set():
+        # other prompts each time, so that none is in the prefix cache
+        part = [{**row, "ids": [3 + (row["ids"][0] + number) % (vocab - 3), *row["ids"][1:]]}
+                for row in rows]  # fmt: skip
+        for _ in serve_processor(*sizes)(ray.data.from_items(part)).iter_rows():
+            if stop.is_set():
+                break
+        number += 1
+
+
 def beside(
     rows: list[Row],
     requests: Interactive,
-    pool: str,
+    config: MantaConfig,
     loads: Sequence[float],
     slots: int,
     seconds: float,
     turns: int,
-    batch_size: int,
-    concurrency: int,
+    sizes: tuple[int, int],
 ) -> list[Line]:
     """Return a result line for each turn of each phase: tokens/s, and seconds to first tokens.
 
     slots: requests that the engine runs at once.
+    sizes: batch size and actors of the Serve stage.
     """
+    (pool,) = config.pools
     lines: list[Line] = []
-    stop = threading.Event()
-
-    def dataset() -> None:
-        draw = random.Random(2)
-        while not stop.is_set():
-            # other prompts each time, so that none is in the prefix cache
-            part = [{**row, "ids": draw.sample(row["ids"], len(row["ids"]))} for row in rows]
-            answered = serve_processor(batch_size, concurrency)(ray.data.from_items(part))
-            for _ in answered.iter_rows():
-                if stop.is_set():
-                    break
+    context = multiprocessing.get_context("spawn")  # a job of its own, as a user's dataset is
 
     def phase(name: str, work: Callable[[], list[float]], load: float) -> None:
         began, before = time.monotonic(), _output_tokens(pool)
@@ -261,17 +291,21 @@ def beside(
     for _ in range(turns):
         for load in loads:
             phase("interactive", partial(send, load), load)
-        stop.clear()
-        thread = threading.Thread(target=dataset)
-        thread.start()
+        stop = context.Event()
+        address = ray.get_runtime_context().gcs_address
+        job = context.Process(target=_dataset, args=(address, rows, requests.vocab, sizes, stop))
+        with variables(config):
+            send_auth_token()
+            job.start()
         before = _output_tokens(pool)
         while _output_tokens(pool) < before + 50:
+            assert job.is_alive(), "the dataset's process has failed"
             time.sleep(0.2)
         phase("dataset", wait, 0.0)
         for load in loads:
             phase("both", partial(send, load), load)
         stop.set()
-        thread.join()
+        job.join()
     return lines
 
 
@@ -314,23 +348,6 @@ def table(lines: list[Line]) -> list[Line]:
     if phases:
         rows += beside_rows(phases)
     return rows
-
-
-@contextlib.contextmanager
-def cluster(config: MantaConfig) -> Iterator[None]:
-    """Start Ray and Serve within the context, with the application's environment variables.
-
-    This process does not get these variables.
-    """
-    before = dict(os.environ)
-    os.environ.update({**cluster_environment(config, ""), **LOOP})
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(ray_and_serve(6))
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        yield
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -403,7 +420,7 @@ def main(arguments: list[str] | None = None) -> None:
                 requests = Interactive(*args.request, vocab)
                 slots, turns = fields["max_num_seqs"], (args.seconds, args.turns)
                 sizes = args.batch_size, concurrency
-                for line in beside(rows, requests, pool, args.loads, slots, *turns, *sizes):
+                for line in beside(rows, requests, config, args.loads, slots, *turns, sizes):
                     keep("beside", line)
             serve.delete("manta")
     table_rows = table(lines)
