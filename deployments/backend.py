@@ -80,6 +80,8 @@ class GenerationRequest:
     speculate: bool = True  # whether the engine may use speculative decoding
     images: list[Image] = field(default_factory=list)  # the prompt's images, in order
     verbatim: bool = False  # whether the client sent the prompt as token ids; see EngineRequest
+    # Whether the output is read only once all choices have ended: `Generation.next` waits for that.
+    whole: bool = False
     trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate headers, unchanged
 
     @property
@@ -129,7 +131,9 @@ class Generation(Protocol):
         """Wait until there is a delta, and return (index of the choice, delta) for all deltas since
         the last call.
 
-        Returns [] after the last choice has finished. Raises MantaError if the whole request fails.
+        If the request is `whole`, this waits for the end of all choices, and merges each choice's
+        deltas. Returns [] after the last choice has finished. Raises MantaError if the whole
+        request fails.
         """
         ...
 

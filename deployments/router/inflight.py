@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from deployments.backend import GenerationRequest, Timing
+from deployments.deltas import coalesce
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.poison import Suspicion
 from deployments.router.request_trace import RequestTrace
@@ -26,6 +27,7 @@ READER_SECONDS = 30.0  # seconds for which a paused stream is kept before it fai
 KEEP_SECONDS = 20.0  # seconds for which a prefill replica holds the KV blocks of a prompt
 DELTA_BYTES = 256  # estimated bytes of a delta with one token
 LOGPROB_BYTES = 192  # estimated bytes of a log-probability
+_MAX_ITEMS = 256  # deltas of a choice that is read at its end, after which they are merged
 
 
 class InflightChoice:
@@ -213,6 +215,7 @@ class InflightRequest:
         delta_bytes = DELTA_BYTES + (0 if k is None else LOGPROB_BYTES * (k + 1))
         self._most_unread = UNREAD_BYTES // delta_bytes
         self._paused: asyncio.TimerHandle | None = None
+        self._holds = request.whole  # whether `next` waits for the end of all choices
         self._items: list[tuple[int, Delta]] = []
         self._error: MantaError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -234,7 +237,7 @@ class InflightRequest:
         return self._paused is not None
 
     async def next(self) -> list[tuple[int, Delta]]:
-        while not self._items:
+        while not self._items or (self._holds and self._open):
             if self._error is not None:
                 raise self._error
             if not self._open:
@@ -244,7 +247,7 @@ class InflightRequest:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         items, self._items = self._items, []
-        return items
+        return coalesce(items, 1) if self.request.whole else items
 
     def abort(self, choice: int | None = None) -> None:
         wanted = self.choices if choice is None else self.choices[choice : choice + 1]
@@ -316,7 +319,12 @@ class InflightRequest:
                 metrics.output_size.observe(len(choice.emitted))
             if not self._open:
                 self._finish(now)
-        if self._waiter is not None:
+        if delta.finish == "error":
+            self._holds = False
+        if self._holds and self._open:
+            if len(self._items) > _MAX_ITEMS * len(self.choices):
+                self._items = coalesce(self._items, 1)
+        elif self._waiter is not None:
             self._wake()
         elif len(self._items) > self._most_unread and self._open and self._paused is None:
             self._pause()

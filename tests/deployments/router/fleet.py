@@ -347,7 +347,7 @@ class Fleet:
     def generate(
         self, *, n: int = 1, max_tokens: int = 50, prompt: list[int] | None = None, **more: Any
     ) -> InflightRequest:
-        names = ("deadline", "prediction", "priority", "speculate", "verbatim")
+        names = ("deadline", "prediction", "priority", "speculate", "verbatim", "whole")
         fields = {name: more.pop(name) for name in names if name in more}
         params = SamplingParams(n=n, max_tokens=max_tokens, **more)
         request = GenerationRequest("q", "m", list(prompt or PROMPT), params, seed=7, **fields)

@@ -425,6 +425,32 @@ def test_a_reader_that_lags_gets_everything_in_one_call():
     run(case())
 
 
+@pytest.mark.parametrize("ends", ["at a replica", "after a loss", "by an abort"])
+def test_an_answer_that_is_read_at_its_end_comes_in_one_delta_a_choice(ends: str):
+    """A task that wakes for each of a row's tokens, or an end that such a reader never sees."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            inflight = fleet.generate(n=2, whole=True)
+            reader = asyncio.create_task(inflight.next())
+            await until(lambda: len(inflight.choices[0].emitted) > 3)
+            assert not reader.done()
+            if ends == "after a loss":
+                fleet.engines[inflight.choices[0].place].die()
+            elif ends == "by an abort":
+                inflight.cut()
+            items = await reader
+            assert sorted(index for index, _ in items) == [0, 1]
+            for index, delta in items:
+                assert delta.token_ids == inflight.choices[index].emitted
+                assert delta.finish == ("abort" if ends == "by an abort" else "length")
+            if ends != "by an abort":
+                assert items[0][1].token_ids == WHOLE[0]
+            assert await inflight.next() == []
+
+    run(case())
+
+
 def test_prompt_logprobs_and_cached_tokens_come_once_over_a_failover():
     """Usage that counts cached tokens twice; a prompt's logprobs computed and sent again."""
 

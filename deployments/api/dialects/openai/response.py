@@ -32,7 +32,6 @@ from deployments.api.stream.merge import (
     EVENT_STREAM,
     STREAM_HEADERS,
     ChoiceOutput,
-    coalesce,
     ended_early,
     first_items,
     routed_experts,
@@ -40,6 +39,7 @@ from deployments.api.stream.merge import (
 )
 from deployments.api.stream.replay import Resumption, StreamReplay
 from deployments.backend import Generation
+from deployments.deltas import coalesce
 from engine.batch import TokenLogprobs
 from engine.errors import MantaError
 from engine.messages import Delta
