@@ -50,7 +50,7 @@ from deployments.router.request_trace import context_of, spans_of
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.router.serve import handle_call
 from deployments.router.serve.all_routers import AllRouters
-from deployments.router.serve.ray_data import answer_row
+from deployments.router.serve.ray_data import DatasetRows
 from deployments.router.training import RouterTraining
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ class Router:
         )
         # A caller with a Serve handle is inside the cluster and needs no API key.
         self._trusted = build_asgi(front, options)
+        self._rows = DatasetRows(self._trusted)
         # Serve itself adds x-request-id to the request and the response.
         keys = await key_service.start()
         options = replace(options, tell_request_id=False, limits=key_service.limits, **keys)
@@ -251,16 +252,16 @@ class Router:
     # stage takes the first item that each call yields.
 
     async def completions(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the text completion of a dataset row; see `ray_data.answer_row`."""
-        yield await answer_row(self._trusted, "/v1/completions", request, self._front.only)
+        """Yield the text completion of a dataset row; see `ray_data.DatasetRows`."""
+        yield await self._rows.answer("/v1/completions", request, self._front.only)
 
     async def chat(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer to a dataset row with a chat; see `ray_data.answer_row`."""
-        yield await answer_row(self._trusted, "/v1/chat/completions", request, self._front.only)
+        """Yield the answer to a dataset row with a chat; see `ray_data.DatasetRows`."""
+        yield await self._rows.answer("/v1/chat/completions", request, self._front.only)
 
     async def embeddings(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the embeddings of a dataset row; see `ray_data.answer_row`."""
-        yield await answer_row(self._trusted, "/v1/embeddings", request, self._front.only)
+        """Yield the embeddings of a dataset row; see `ray_data.DatasetRows`."""
+        yield await self._rows.answer("/v1/embeddings", request, self._front.only)
 
     async def update_weights(self, folder: str, version: str = "", model: str = "") -> str:
         """Replace the weights at all replicas by a checkpoint; return the version's name.

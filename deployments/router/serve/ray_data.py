@@ -1,4 +1,4 @@
-"""answer_row: answers rows of Ray Data's Serve stage (`ServeDeploymentProcessorConfig`).
+"""DatasetRows: answers rows of Ray Data's Serve stage (`ServeDeploymentProcessorConfig`).
 
 The requests of rows have the priority of batch work.
 """
@@ -21,32 +21,47 @@ _LONGEST_WAIT = 60.0  # maximum seconds between two tries
 _CALLER = Caller(tenant="ray-data")
 
 
-async def answer_row(app: AsgiApp, path: str, request: Any, model: str) -> dict[str, Any]:
-    """Return the JSON answer to a row's request; retry without a time limit while there is no room.
+class DatasetRows:
+    """The answers to rows of datasets at one router.
 
-    path: the HTTP route that answers.
-    request: the row's fields of the HTTP API and of the stage, as a mapping or a pydantic model.
-    model: the default model of a request; "": several models are served.
-    Raises ValueError for an error response; the stage then fails only this row.
+    Rows come in batches. In each iteration of the event loop at most one of them is checked and
+    sent to a replica, so that other requests do not wait for a whole batch.
     """
-    fields = _fields(request)
-    if fields.pop("stream", None):
-        raise ValueError("stream: the answer to a row of a dataset comes whole")
-    named = {"model": model} if model else {}
-    body = {"priority": BATCH_PRIORITY, **named, **fields}
-    payload = json.dumps(body, default=_plain).encode()
-    request_id = f"row-{secrets.token_hex(12)}"
-    while True:
-        status, headers, reply = await post(app, path, payload, _CALLER, request_id, MAX_DEADLINE)
-        wait = wait_of(status, headers)
-        if wait is None:
-            break
-        await asyncio.sleep(min(wait, _LONGEST_WAIT) * (1 + secrets.randbelow(256) / 1024))
-    answer: dict[str, Any] = json.loads(reply)
-    if status != 200:
-        error = answer["error"]
-        raise ValueError(f"{error['code']}: {error['message']}")
-    return answer
+
+    def __init__(self, app: AsgiApp) -> None:
+        """Set up the answers. app: the HTTP API that answers."""
+        self._app = app
+        self._turn = asyncio.Lock()
+
+    async def answer(self, path: str, request: Any, model: str) -> dict[str, Any]:
+        """Return the JSON answer to a row's request; wait, however long, while there is no room.
+
+        path: the HTTP route that answers.
+        request: the row's fields of the HTTP API and of the stage, as a mapping or a pydantic
+            model.
+        model: the model of a request that names none; "": there are several.
+        Raises ValueError for an error response: the stage then fails this row alone.
+        """
+        fields = _fields(request)
+        if fields.pop("stream", None):
+            raise ValueError("stream: the answer to a row of a dataset comes whole")
+        named = {"model": model} if model else {}
+        body = {"priority": BATCH_PRIORITY, **named, **fields}
+        payload = json.dumps(body, default=_plain).encode()
+        id = f"row-{secrets.token_hex(12)}"
+        while True:
+            async with self._turn:
+                await asyncio.sleep(0)
+            status, headers, reply = await post(self._app, path, payload, _CALLER, id, MAX_DEADLINE)
+            wait = wait_of(status, headers)
+            if wait is None:
+                break
+            await asyncio.sleep(min(wait, _LONGEST_WAIT) * (1 + secrets.randbelow(256) / 1024))
+        answer: dict[str, Any] = json.loads(reply)
+        if status != 200:
+            error = answer["error"]
+            raise ValueError(f"{error['code']}: {error['message']}")
+        return answer
 
 
 def _fields(request: Any) -> dict[str, Any]:

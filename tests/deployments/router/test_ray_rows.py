@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.router.serve import ray_data
-from deployments.router.serve.ray_data import answer_row
+from deployments.router.serve.ray_data import DatasetRows
 from engine.errors import MantaError, Overloaded
 from engine.messages import BATCH_PRIORITY
 from engine.pooling import Pooling
@@ -37,7 +37,7 @@ class FullBackend(FakeBackend):
 
 def ask(backend: FakeBackend, request: Any, path: str = PATH) -> dict[str, Any]:
     app = build_asgi(backend, ApiOptions(strict=True))
-    return asyncio.run(answer_row(app, path, request, MODEL))
+    return asyncio.run(DatasetRows(app).answer(path, request, MODEL))
 
 
 class TheirRequest(BaseModel):
@@ -65,6 +65,29 @@ def test_a_row_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
     assert [7 <= wait < 9 for wait in waits if wait >= 1] == [True] * 3
     assert [request.priority for request in backend.requests] == [BATCH_PRIORITY]
+
+
+def test_rows_that_come_together_are_sent_one_at_a_time() -> None:
+    """A batch of rows that the router checks at once, while other requests wait."""
+    events: list[str] = []
+
+    class Watched(FakeBackend):
+        def generate(self, request: Any) -> Any:
+            events.append("row")
+            return super().generate(request)
+
+    async def case() -> None:
+        rows = DatasetRows(build_asgi(Watched(), ApiOptions(strict=True)))
+        request = {"prompt": "hello", "max_tokens": 1}
+        answers = asyncio.gather(*(rows.answer(PATH, request, MODEL) for _ in range(50)))
+        while not answers.done():
+            events.append("turn")
+            await asyncio.sleep(0)
+        await answers
+
+    asyncio.run(case())
+    assert events.count("row") == 50
+    assert "rowrow" not in "".join(events)
 
 
 def test_rows_are_as_arrow_makes_them() -> None:
