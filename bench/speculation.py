@@ -222,6 +222,9 @@ class DoneStep:
     def conclude(self) -> None:
         """Do nothing."""
 
+    def ready(self) -> bool:
+        return True
+
     def wait(self) -> StepResult:
         return self._result
 

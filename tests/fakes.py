@@ -222,6 +222,9 @@ class _Step:
         assert all(step.concluded for step in before), "concluded out of order"
         self.concluded = True
 
+    def ready(self) -> bool:
+        return False
+
     def sample(self, masks: Any) -> None:
         assert self.masked and self.masks is None and len(masks) == len(self.masked)
         self.masks = masks

@@ -31,6 +31,9 @@ class Step:
     def conclude(self) -> None:
         return None
 
+    def ready(self) -> bool:
+        return self._device.now >= self._end
+
     def wait(self) -> StepResult:
         self._device.now = max(self._device.now, self._end)
         return self._result

@@ -52,6 +52,10 @@ class StagedResult:
         if self._failure is not None:
             raise self._failure
 
+    def ready(self) -> bool:
+        """Return whether the step was concluded, and this device has done its part."""
+        return self._pending is not None and self._pending.ready()
+
     def wait(self) -> StepResult:
         """Block until the step is done and return its result, as `DeviceResult.wait`.
 

@@ -48,6 +48,10 @@ class DeviceResult:
     def conclude(self) -> None:
         """Do nothing, as the whole step is already launched."""
 
+    def ready(self) -> bool:
+        """Return whether the device has done the step, without waiting for it."""
+        return self.unsampled is None and (self.event is None or self.event.query())
+
     def wait(self) -> StepResult:
         """Block until the step is done on the device and return its result.
 

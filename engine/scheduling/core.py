@@ -235,7 +235,8 @@ class EngineCore:
         self._outbox.clear()
         verifying = scheduler.drafts is not None and scheduler.drafts.verifying
         depth = 1 if recovery.bisection is not None or verifying else self._depth
-        waited = 0.0
+        # whether the device has waited for this launch since the last step
+        idle_device = bool(batch and scheduler.num_batch and pending and pending[-1].ready())
         result: StepResult | None = None
         done: LaunchedStep | None = None  # the step that `result` belongs to
         with blame(-1):
@@ -243,9 +244,7 @@ class EngineCore:
         if pending and (batch is None or len(pending) >= depth or blame.failure):
             with blame(0):
                 self.on_device = True
-                waited = time.perf_counter()
                 result = pending.popleft().wait()
-                waited = time.perf_counter() - waited
             self.on_device = False
         idle = not (result or blame.failure or batch or held)
         moving = self._moves is not None and (self._moves.copying or self._moves.holds)
@@ -276,7 +275,7 @@ class EngineCore:
             work = done.decodes, done.context, done.prompt_tokens
             scheduler.pace.observe(*work, seconds)
             if scheduler.num_batch:
-                scheduler.batch_pace.observe(*work, seconds, waited)
+                scheduler.batch_pace.observe(*work, seconds, late=idle_device)
             if scheduler.tier is not None:
                 scheduler.tier.worth.observe_step(done.prompt_tokens, seconds)
             if scheduler.drafts is not None:

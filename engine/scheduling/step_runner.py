@@ -26,6 +26,10 @@ class PendingResult(Protocol):
         """
         ...
 
+    def ready(self) -> bool:
+        """Return whether the device has done the whole step, without waiting for it."""
+        ...
+
     def wait(self) -> StepResult:
         """Block until the step is done and return its result; call it once, in launch order."""
         ...

@@ -23,8 +23,6 @@ _SHARE = 0.18  # share of the token budget for batch work's prompts
 _SECONDS = 0.025  # maximum seconds of batch work's prompts in a step
 _LEAD = 0.002  # minimum seconds from a launch to the expected end of the step before it
 _ENOUGH = 8  # number of observed steps before times are predicted
-# seconds; after a shorter wait for a result, the device is assumed to have been idle
-_LATE = 0.0002
 _KEEP = 0.98  # factor on the lead after each launch that was early enough
 
 
@@ -37,16 +35,16 @@ class BatchPace:
         self._early = 0.0  # recent maximum of 1 - time / expected time of a step
 
     def observe(
-        self, decodes: int, context: int, tokens: int, seconds: float, waited: float
+        self, decodes: int, context: int, tokens: int, seconds: float, *, late: bool
     ) -> None:
         """Update the costs with a step; see `PromptPace.observe` for the other parameters.
 
-        waited: seconds that the loop waited for the result, after it had launched the next step.
+        late: whether the device had done the step before the next one was launched.
         """
         expected = self._costs.expected(decodes, context, tokens)
         if expected > 0:
             self._early = max(_KEEP * self._early, 1 - seconds / expected)
-        if waited < _LATE:
+        if late:
             self._lead = min(2 * self._lead, seconds)
         else:
             self._lead = max(_LEAD, _KEEP * self._lead)

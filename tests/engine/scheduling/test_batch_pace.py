@@ -14,11 +14,11 @@ def _seconds(decodes: int, tokens: int) -> float:
     return 0.004 + 0.0001 * decodes + 0.00002 * tokens
 
 
-def _measured(pace: BatchPace, steps: int, waited: float = 0.01, seed: int = 1) -> None:
+def _measured(pace: BatchPace, steps: int, late: bool = False, seed: int = 1) -> None:
     dice = random.Random(seed)
     for _ in range(steps):
         decodes, tokens = dice.randrange(256), dice.randrange(500)
-        pace.observe(decodes, 0, tokens, _seconds(decodes, tokens), waited)
+        pace.observe(decodes, 0, tokens, _seconds(decodes, tokens), late=late)
 
 
 def test_a_step_is_launched_shortly_before_the_last_one_ends() -> None:
@@ -37,7 +37,7 @@ def test_it_is_launched_earlier_after_the_device_was_idle(late: bool) -> None:
     pace = BatchPace()
     _measured(pace, 400)
     before = pace.launch_after(200, 0, 300)
-    _measured(pace, 3, waited=0.0 if late else 0.01)
+    _measured(pace, 3, late=late)
     assert (pace.launch_after(200, 0, 300) < before - 0.005) == late
     _measured(pace, 400)
     assert pace.launch_after(200, 0, 300) == pytest.approx(before, abs=0.0015)
@@ -48,7 +48,7 @@ def test_it_is_launched_earlier_where_steps_vary() -> None:
     pace = BatchPace()
     _measured(pace, 400)
     before = pace.launch_after(200, 0, 300)
-    pace.observe(200, 0, 300, 0.7 * _seconds(200, 300), 0.01)
+    pace.observe(200, 0, 300, 0.7 * _seconds(200, 300), late=False)
     assert pace.launch_after(200, 0, 300) < 0.75 * before
 
 
@@ -57,7 +57,7 @@ def test_prompts_have_a_bounded_time() -> None:
     pace = BatchPace()
     assert pace.limits(64, 1000, 0, (3, 9), 0) == (64, 180, 0)
     for tokens in range(40):
-        pace.observe(3, 0, tokens, 0.01 + 0.001 * tokens, 0.0)
+        pace.observe(3, 0, tokens, 0.01 + 0.001 * tokens, late=False)
     rows, limit, _ = pace.limits(64, 1000, 0, (3, 9), 0)
     assert rows == 64 and 23 <= limit <= 27
 
@@ -104,7 +104,7 @@ def test_launches_are_held_for_batch_work_alone(priority: int) -> None:
     core, _ = make_core(async_scheduling=True)
     core.add_request(make_request(1, 8, priority=priority, max_tokens=30, ignore_eos=True))
     _measured(core.scheduler.batch_pace, 400)
-    core.scheduler.batch_pace.observe = lambda *_: None  # type: ignore[method-assign]
+    core.scheduler.batch_pace.observe = lambda *_, **__: None  # type: ignore[method-assign]
     core.step()
     delays = []
     while core.has_work():
