@@ -88,6 +88,11 @@ class Scheduler(RequestPhases):
         """The maximum number of requests that may run now."""
         return self.pace.rows(self._most_rows)
 
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if not request.batch_work:
+            self.batch_pace.observe_prompt(request.remaining)
+
     def can_run(self) -> bool:
         """Whether a request runs or may start; False if all requests wait for adapters or
         blocks."""

@@ -7,7 +7,8 @@ A request that arrives waits for the steps in flight, so batch work bounds the t
   batch work. The token budget bounds this growth, and with it the decodes of batch work. Batch work
   in at least a 32nd of the rows decodes; the rest keeps its rows and blocks, and continues later.
 - Otherwise batch work decodes in all rows, as a decode costs little. Its prompts get 18 % of the
-  budget, but no more tokens than fit into 25 ms.
+  budget, at most 25 ms. Beyond 8 ms they get no more tokens than half a prompt of other requests
+  has, so that these wait briefly in proportion to what they compute themselves.
 - One batch ahead, a request waits for the rest of the running step and for the whole next one.
   While batch work runs, the loop therefore takes input until the device is about to become idle,
   and decides the next step then. So a request waits for one step at most.
@@ -21,6 +22,9 @@ CALM_STEPS = 64  # number of steps without other requests, after which batch wor
 _ROWS = 32  # 1 / the least share of the rows for batch work's decodes
 _SHARE = 0.18  # share of the token budget for batch work's prompts
 _SECONDS = 0.025  # maximum seconds of batch work's prompts in a step
+_SHORT = 0.008  # seconds of batch work's prompts that are allowed beside any other prompts
+_PART = 0.5  # maximum tokens of batch work's prompts, as a share of the mean other prompt
+_RECENT = 0.05  # weight of the newest prompt in that mean
 _LEAD = 0.002  # minimum seconds from a launch to the expected end of the step before it
 _ENOUGH = 8  # number of observed steps before times are predicted
 _KEEP = 0.98  # factor on the lead after each launch that was early enough
@@ -33,6 +37,7 @@ class BatchPace:
         self._costs = StepCosts()
         self._lead = _LEAD  # seconds from a launch to the expected end of the step before it
         self._early = 0.0  # recent maximum of 1 - time / expected time of a step
+        self._prompt = 0.0  # recent mean of the prompt tokens of requests that are no batch work
 
     def observe(
         self, decodes: int, context: int, tokens: int, seconds: float, *, late: bool
@@ -49,6 +54,10 @@ class BatchPace:
         else:
             self._lead = max(_LEAD, _KEEP * self._lead)
         self._costs.observe(decodes, context, tokens, seconds)
+
+    def observe_prompt(self, tokens: int) -> None:
+        """Learn from the prompt of a new request that is no batch work."""
+        self._prompt += _RECENT * (tokens - self._prompt) if self._prompt else tokens
 
     def _beside_prompts(
         self, rows: int, budget: int, waiting: int, decodes: tuple[int, int], context: float
@@ -67,7 +76,7 @@ class BatchPace:
         fixed = base + row * others
         if row <= 0 or fixed <= 0:
             return least, chunk
-        room = budget / chunk - 1
+        room = min(budget, waiting) / chunk - 1
         allowed = int(room * fixed / row)
         tokens = int(chunk * (1 + min(batch, allowed) * row / fixed))
         later = waiting - tokens
@@ -95,7 +104,8 @@ class BatchPace:
             return most, 0, chunk
         tokens, cost = int(_SHARE * budget), float(self._costs.costs[3])
         if self._costs.steps >= _ENOUGH and cost > 0:
-            tokens = min(tokens, int(_SECONDS / cost))
+            most = max(int(_SHORT / cost), int(_PART * self._prompt))
+            tokens = min(tokens, int(_SECONDS / cost), most)
         return rows, max(1, tokens), 0
 
     def launch_after(self, decodes: int, context: int, tokens: int) -> float:
