@@ -677,6 +677,12 @@ class FakeCopies:
     def wait(self) -> None:
         self._loads = {ticket: (0, *load[1:]) for ticket, load in self._loads.items()}
 
+    def stores_end(self) -> Callable[[], None]:
+        return lambda: None
+
+    def loads_end(self) -> Callable[[], None]:
+        return lambda: None
+
 
 class FakeFiles:
     """A fake of `BlockFiles`, whose files hold the contents of slots of `FakeCopies`.

@@ -247,8 +247,8 @@ class EngineCore:
                 result = pending.popleft().wait()
             self.on_device = False
         idle = not (result or blame.failure or batch or held)
-        moving = self._moves is not None and (self._moves.copying or self._moves.holds)
-        if idle and (scheduler.loading or moving):
+        waits = scheduler.can_run() and self._moves is not None and self._moves.holds
+        if idle and (scheduler.loading or waits):
             time.sleep(_LOAD_SECONDS)
         else:
             assert not (idle and scheduler.can_run()), "requests are left, yet none can run"

@@ -83,7 +83,7 @@ class Cores:
             moves = core._moves
             assert moves is not None
             moves.yield_blocks()
-            self.until(lambda: not (moves.holds or moves.copying or core.has_work()))  # noqa: B023
+            self.until(lambda: not (moves.holds or core.has_work()))  # noqa: B023
             core.check_integrity()
             (pool,) = core.scheduler.memory.pools
             assert pool.num_free == pool.num_blocks
@@ -308,6 +308,49 @@ def test_dead_source_is_a_miss(what: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert tokens == Cores(alone).run(alone, PROMPT)
     assert core.stats().failed_moves == 1
     assert time.monotonic() - began < 5
+    cores.settle()
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["kept", "closed"])
+def test_further_pulls_use_the_connection_of_the_first(
+    closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs: each pull connects anew; a pull over a connection that its source has closed meanwhile
+    is a miss; an ask is read as the number of a slot; refusals keep connections."""
+    from engine.factory import block_copies
+    from engine.scheduling.moves import puller
+
+    monkeypatch.setattr(block_copies, "_STAGED_CPU", 1)  # four slots: many numbers come back
+    if closed:
+        monkeypatch.setattr(source_module, "_KEPT_SECONDS", 0.05)
+    one, other = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(2))
+    connects: list[Any] = []
+    connect = puller.Puller._connect
+
+    def counted(self: puller.Puller, pull: puller.Pull) -> wire.Peer:
+        connects.append(pull)
+        return connect(self, pull)
+
+    monkeypatch.setattr(puller.Puller, "_connect", counted)
+    cores = Cores(one, other)
+    source = kv_source(one)
+    moves = other._moves
+    assert moves is not None
+    for number in range(4):
+        prompt = [(number + 3 * at) % 190 for at in range(61)]
+        answer = cores.run(one, prompt)
+        assert cores.run(other, prompt, source=source) == answer
+        cores.until(lambda: not moves.holds)
+        (slots,) = [slots for slots in moves._puller._sources.values() if slots]
+        cores.until(lambda: slots.kept is not None and len(slots.kept) == 1)  # noqa: B023
+        time.sleep(0.2 if closed else 0)
+    assert len(connects) == (4 if closed else 1)
+    stats = other.stats()
+    assert (stats.moved_tokens, stats.shared_moves, stats.failed_moves) == (240, 4, 0)
+    cores.run(other, [9] * 61, source=source)  # nobody has it
+    assert other.stats().failed_moves == 1 and slots.kept == []
+    other.close()
+    assert slots.kept is None
     cores.settle()
 
 

@@ -301,6 +301,12 @@ class CpuCopies:
     def wait(self) -> None:
         """Do nothing, as all copies are done."""
 
+    def stores_end(self) -> Callable[[], None]:
+        return self.wait
+
+    def loads_end(self) -> Callable[[], None]:
+        return self.wait
+
 
 def _reversed(pairs: Pairs) -> Pairs:
     return [(item, slot) for slot, item in pairs]
@@ -456,6 +462,12 @@ class CudaCopies:
         self._store_stream.synchronize()
         self._load_stream.synchronize()
 
+    def stores_end(self) -> Callable[[], None]:
+        return _end_of(self._stores)
+
+    def loads_end(self) -> Callable[[], None]:
+        return _end_of(self._loads)
+
     def _probe(self) -> None:
         """Measure the load rate with the first blocks, before any request uses the caches."""
         count = min(_PROBED, self.blocks.least, self.blocks.count)
@@ -524,6 +536,11 @@ def _enqueue(slots: HostSlots, pairs: Pairs, stream: torch.cuda.Stream, to_host:
         elif rows:
             copy_rows(addresses.tolist(), *sizes, stream.cuda_stream)
         at += rows * width
+
+
+def _end_of(copies: Sequence[_Copy]) -> Callable[[], None]:
+    """Return a function that waits for copies of one stream, the last of which ends last."""
+    return copies[-1].done.synchronize if copies else lambda: None
 
 
 def _timing_event() -> torch.cuda.Event:

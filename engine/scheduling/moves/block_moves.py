@@ -23,17 +23,15 @@ import logging
 import queue
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from engine.messages import Answer, KVSource
 from engine.scheduling.memory.block_manager import BlockManager
-from engine.scheduling.memory.host_plan import HostCopies
-from engine.scheduling.moves.puller import Pull, Puller, split
-from engine.scheduling.moves.records import Export, Import, Lease, MovePlan
+from engine.scheduling.moves.puller import Arrival, Pull, Puller, split
+from engine.scheduling.moves.records import Export, Import, Lease, Load, MoveCopies, MovePlan
 from engine.scheduling.moves.shared import PeerSlots, Sharing
-from engine.scheduling.moves.source import LEASE_SECONDS, Order, SourceServer
+from engine.scheduling.moves.source import LEASE_SECONDS, Order, SourceServer, Staged
 from engine.scheduling.moves.wire import Offer, PeerError
 from engine.scheduling.request import Request
 
@@ -59,7 +57,7 @@ class BlockMoves:
     def __init__(
         self,
         plan: MovePlan,
-        copies: HostCopies,
+        copies: MoveCopies,
         memory: Sequence[memoryview],
         sharing: Sharing | None = None,
     ) -> None:
@@ -95,17 +93,16 @@ class BlockMoves:
         first = 2 * plan.slots
         self._free_on_device = list(range(first, first + plan.device_slots))
         self._exports: dict[Order, Export] = {}
-        self._stages: deque[list[tuple[Export, int, int]]] = deque()  # (export, entry, slot)
         self._imports: dict[int, Import] = {}  # request id -> import
-        # received blocks to copy to the device: (import, [(index in the table, slot)])
-        self._came: list[tuple[Import, Sequence[tuple[int, int]]]] = []
+        self._came: list[tuple[Import, Arrival]] = []
         self._loads: dict[int, Import] = {}  # ticket of a load -> import
+        self._loads_ended = 0  # loads that have ended, of which `finished` was not asked yet
         self._leases: dict[bytes, Lease] = {}  # last hash of a request -> lease
         self._pulled: list[int] = []
         self._answers: list[Answer] = []
         self._tickets = 0
         self._pool: BlockManager | None = None
-        self._step = 0
+        self._step = self._done_step = 0
         self._weights = b""
         self._logged = 0.0
         self.pulls = self.failed_pulls = self.shared_pulls = self.device_pulls = 0
@@ -127,8 +124,11 @@ class BlockMoves:
     def _post_lost(self, order: Order) -> None:
         self._post(lambda: self._drop_order(order))
 
-    def _post_arrived(self, pull: Pull, blocks: Sequence[tuple[int, int]]) -> None:
+    def _post_arrived(self, pull: Pull, blocks: Arrival) -> None:
         self._post(lambda: self._take_blocks(pull, blocks))
+
+    def _post_loaded(self) -> None:
+        self._post(self._note_loaded)
 
     def _post_ended(self, pull: Pull, error: str) -> None:
         self._post(lambda: self._end_pull(pull, error))
@@ -159,6 +159,7 @@ class BlockMoves:
 
     def close(self) -> None:
         self._server.close()
+        self._puller.close()
 
     @property
     def compatibility(self) -> bytes:
@@ -179,12 +180,7 @@ class BlockMoves:
     def has_news(self) -> bool:
         """Whether `poll` has something to do."""
         unanswered = any(not export.answered for export in self._exports.values())
-        return not self._events.empty() or self.copying or unanswered
-
-    @property
-    def copying(self) -> bool:
-        """Whether copies are in flight, which `poll` checks for completion."""
-        return bool(self._stages or self._loads)
+        return not self._events.empty() or self._loads_ended > 0 or unanswered
 
     @property
     def holds(self) -> bool:
@@ -198,17 +194,15 @@ class BlockMoves:
 
         step, done_step: the last step that was scheduled, and the last that is done.
         """
-        self._pool, self._step = pool, step
+        self._pool, self._step, self._done_step = pool, step, done_step
         while not self._events.empty():
             self._events.get()()
         self._expire()
+        for export in list(self._exports.values()):
+            if done_step >= export.step:
+                self._advance(export)
         self._load_blocks()
         self._finish_loads()
-        for export in [e for e in self._exports.values() if not e.answered]:
-            if done_step >= export.step:
-                self._answer(export)
-        self._finish_stages()
-        self._stage()
         for number, imported in list(self._imports.items()):
             if imported.ended and not imported.loads:
                 self._finish_import(number, imported)
@@ -244,12 +238,11 @@ class BlockMoves:
             self._drop_order(order)
 
     def yield_blocks(self) -> bool:
-        """Release blocks that are held for other replicas; return whether any became free."""
-        held = bool(self._leases)
+        """Give up blocks that are held for others; return whether any became free."""
+        held = bool(self._leases or self._exports)
         for last in list(self._leases):
             self._end_lease(last)
-        for order, export in list(self._exports.items()):
-            held |= not export.staging
+        for order in list(self._exports):
             self._drop_order(order)
         return held
 
@@ -263,58 +256,69 @@ class BlockMoves:
         if pool is None or ask.compatibility != self.compatibility:
             self._refuse(order, "another model, version of its weights, or layout of its KV cache")
             return
-        table = pool.match_prefix(hashes)
-        entries = []
-        for index in range(max(0, ask.near) * pool.num_groups, len(table)):
-            name = pool.name_of(table[index]) if table[index] >= 0 else None
-            if name is not None:
-                entries.append((index, table[index], name))
-        if not entries:
+        matched = pool.match_prefix(hashes)
+        first = max(0, ask.near) * pool.num_groups
+        indices = [index for index in range(first, len(matched)) if matched[index] >= 0]
+        if not indices:
             self._refuse(order, "the source has no such blocks")
             return
-        held = [block for _, block, _ in entries]
-        pool.share(held)
-        self._exports[order] = Export(order, pool, self._step, held, entries, hashes)
+        blocks = [matched[index] for index in indices]
+        pool.share(blocks)
+        expected = None if self._done_step >= self._step else matched
+        self._exports[order] = Export(order, pool, self._step, hashes, expected, indices, blocks)
 
     def _refuse(self, order: Order, why: str) -> None:
         self._server.forget(order)
         order.ended.set()
         order.answer.put(Offer(why))
 
-    def _answer(self, export: Export) -> None:
-        """Send the offer of an export, after the steps that compute its blocks are done.
+    def _advance(self, export: Export) -> None:
+        """Stage blocks of an export, whose keys are computed by now, and send its offer.
 
         If a block has left the prefix cache meanwhile, the export is dropped instead.
         """
-        pool, order = export.pool, export.order
-        if any(pool.name_of(block) != name for _, block, name in export.entries):
+        order, matched = export.order, export.matched
+        waited = not export.answered and matched is not None
+        if waited and export.pool.match_prefix(export.hashes) != matched:
             self._drop_order(order)
             return
-        export.answered = True
-        indices = [index for index, _, _ in export.entries]
-        offer = Offer("", order.ticket, indices, self.plan.block_bytes, order.proof)
-        order.answer.put(offer)
+        self._stage(export)
+        if not export.answered and order in self._exports:
+            export.answered = True
+            size, proof = self.plan.block_bytes, order.proof
+            order.answer.put(Offer("", order.ticket, export.indices, size, proof))
 
-    def _stage(self) -> None:
-        """Begin to copy blocks of exports to free slots."""
-        size = -(-self.plan.slots // _PIECES)
-        self._stage_in(self._free, size, on_device=False)
-        size = -(-self.plan.device_slots // _DEVICE_PIECES)
-        self._stage_in(self._free_on_device, size, on_device=True)
+    def _stage(self, export: Export) -> None:
+        """Begin to copy blocks of an export to the free slots, in pieces."""
+        plan, on_device = self.plan, export.order.on_device
+        free = self._free_on_device if on_device else self._free
+        size = plan.device_slots // _DEVICE_PIECES if on_device else plan.slots // _PIECES
+        while free and export.staged < len(export.indices):
+            count = min(max(1, size), len(export.indices) - export.staged)
+            slots = free[-count:]
+            del free[-count:]
+            if not self._stage_piece(export, slots):
+                self._drop_order(export.order)
+                return
 
-    def _stage_in(self, free: list[int], size: int, *, on_device: bool) -> None:
-        """Begin to copy blocks to free slots, in parts of `size` blocks."""
-        stage: list[tuple[Export, int, int]] = []
-        for export in self._exports.values():
-            if not export.answered or export.order.on_device != on_device:
-                continue
-            while free and export.staged < len(export.entries):
-                stage.append((export, export.staged, free.pop()))
-                export.staged += 1
-                export.staging += 1
-        for at in range(0, len(stage), max(1, size)):
-            self._stage_piece(stage[at : at + size])
-            self._finish_stages()
+    def _stage_piece(self, export: Export, slots: list[int]) -> bool:
+        """Begin to copy the next blocks of an export to slots; return False if that failed."""
+        order, first = export.order, export.staged
+        end = first + len(slots)
+        fills = [] if self._sharing is None else self._sharing.own.begin_fill(slots)
+        if not self.copies.store(list(zip(export.blocks[first:end], slots, strict=True))):
+            self.copies.wait()
+            self._free_slots(slots)
+            return False
+        export.staged, export.copied = end, self.copies.stores_end()
+        indices, step = export.indices[first:end], len(order.staged)
+        for stripe, staged in enumerate(order.staged):
+            part = slice((stripe - first) % step, None, step)
+            if slots[part]:
+                staged.put(Staged(indices[part], slots[part], fills[part], export.copied))
+            if end == len(export.indices):
+                staged.put(None)
+        return True
 
     def _free_slots(self, slots: Sequence[int]) -> None:
         """Free the slots of an order, all of which are in host memory or all in device memory."""
@@ -322,55 +326,13 @@ class BlockMoves:
             on_device = slots[0] >= 2 * self.plan.slots
             (self._free_on_device if on_device else self._free).extend(slots)
 
-    def _stage_piece(self, stage: list[tuple[Export, int, int]]) -> None:
-        if self._sharing is not None:
-            self._sharing.own.begin_fill(slot for _, _, slot in stage)
-        pairs = [(export.entries[entry][1], slot) for export, entry, slot in stage]
-        if self.copies.store(pairs):
-            self._stages.append(stage)
-            return
-        self.copies.wait()
-        for export, _, slot in stage:
-            export.staging -= 1
-            self._free_slots([slot])
-        for export in {id(e): e for e, _, _ in stage}.values():
-            self._drop_order(export.order)
-
-    def _finish_stages(self) -> None:
-        """Pass blocks whose copies to slots are done to the threads that send them."""
-        stored: list[tuple[Export, int, int]] = []
-        while self._stages and self.copies.stored([slot for _, _, slot in self._stages[0]]):
-            stored += self._stages.popleft()
-        if not stored:
-            return
-        # (order, stripe) -> staged blocks
-        batches: dict[tuple[Order, int], list[tuple[int, int]]] = {}
-        for export, entry, slot in stored:
-            export.staging -= 1
-            if export.dropped:
-                self._free_slots([slot])
-                self._release(export)
-                continue
-            stripe = entry % len(export.order.staged)
-            batches.setdefault((export.order, stripe), []).append((entry, slot))
-        for (order, stripe), batch in batches.items():
-            entries = self._exports[order].entries
-            order.staged[stripe].put([(entries[entry][0], slot) for entry, slot in batch])
-            # the batch has the last block of its stripe
-            if batch[-1][0] >= len(entries) - len(order.staged):
-                order.staged[stripe].put(None)
-        for export in self._exports.values():
-            if export.staged == len(export.entries) and not export.staging:
-                for batches_of_stripe in export.order.staged[len(export.entries) :]:
-                    batches_of_stripe.put(None)  # there are fewer blocks than stripes
-
     def _note_sent(self, order: Order, slots: Sequence[int]) -> None:
         self._free_slots(slots)
         order.num_sent += len(slots)
         self.sent_bytes += len(slots) * self.plan.block_bytes
         export = self._exports.get(order)
-        if export is not None and order.num_sent >= len(export.entries):
-            for digest in export.hashes:
+        if export is not None and order.num_sent >= len(export.indices):
+            for digest in self._leases.keys() & export.hashes:
                 self._end_lease(digest)
             self._drop_order(order)
 
@@ -380,23 +342,17 @@ class BlockMoves:
         if export is None:
             return
         self._server.forget(order)
-        export.dropped = True
         if not export.answered:
             order.answer.put(Offer("the source gave up its blocks"))
         for stripe in order.staged:
             while not stripe.empty():
                 batch = stripe.get()
                 if batch is not None:
-                    self._free_slots([slot for _, slot in batch])
+                    self._free_slots(batch.slots)
             stripe.put(None)
         order.ended.set()
-        self._release(export)
-
-    def _release(self, export: Export) -> None:
-        """Free the blocks of an export that has ended, once no copy reads them."""
-        if not export.staging and export.table:
-            table, export.table = export.table, []
-            export.pool.free(table)
+        export.copied()  # no copy reads the blocks any more
+        export.pool.free(export.blocks)
 
     # ---- the puller ----------------------------------------------------------------------------
 
@@ -434,10 +390,12 @@ class BlockMoves:
         imported = self._imports.get(pull.request)
         return imported if imported is not None and imported.pull is pull else None
 
-    def _take_blocks(self, pull: Pull, blocks: Sequence[tuple[int, int]]) -> None:
+    def _take_blocks(self, pull: Pull, blocks: Arrival) -> None:
         imported = self._import_of(pull)
+        if imported is not None and blocks.last:
+            imported.ended = True
         if imported is None or pull.cancelled:
-            self._puller.give_back([slot for _, slot in blocks], pull)
+            self._puller.give_back(blocks.slots, pull)
             return
         self._came.append((imported, blocks))
 
@@ -445,35 +403,38 @@ class BlockMoves:
         """Begin to copy received blocks from their slots to device blocks."""
         came, self._came = self._came, []
         for imported in {id(i): i for i, _ in came}.values():
-            pool = imported.pool
-            blocks = [block for i, batch in came if i is imported for block in batch]
-            if imported.pull.cancelled or pool.num_free < len(blocks):
-                # no free blocks, as running requests have precedence
-                imported.pull.cancelled = True
-                self._puller.give_back([slot for _, slot in blocks], imported.pull)
+            pull, pool = imported.pull, imported.pool
+            indices = [index for i, blocks in came if i is imported for index in blocks.indices]
+            slots = [slot for i, blocks in came if i is imported for slot in blocks.slots]
+            if pull.cancelled or pool.num_free < len(slots):
+                pull.cancelled = True  # no memory: the running requests come first
+                self._puller.give_back(slots, pull)
                 continue
-            targets = pool.allocate(len(blocks))
-            load = [(i, slot, block) for (i, slot), block in zip(blocks, targets, strict=True)]
+            blocks = pool.allocate(len(slots))
             self._tickets += 1
-            imported.loads[self._tickets] = load
+            imported.loads[self._tickets] = Load(indices, slots, blocks)
             self._loads[self._tickets] = imported
-            self.copies.load(self._tickets, [(slot, block) for _, slot, block in load])
+            self.copies.load(self._tickets, list(zip(slots, blocks, strict=True)))
+            self._puller.watch(self.copies.loads_end(), self._post_loaded)
+
+    def _note_loaded(self) -> None:
+        self._loads_ended += 1
 
     def _finish_loads(self) -> None:
         for ticket, succeeded in self.copies.finished():
+            self._loads_ended -= 1
             imported = self._loads.pop(ticket)
             pull, pool = imported.pull, imported.pool
-            load = imported.loads.pop(ticket)
-            slots = [slot for _, slot, _ in load]
+            indices, slots, blocks = imported.loads.pop(ticket)
             if pull.borrowed is not None and not pull.borrowed.intact(slots):
                 pull.cancelled = True
                 imported.error = "the source took back a slot that was being read"
             self._puller.give_back(slots, pull)
             if succeeded and not pull.cancelled:
-                for index, _, block in load:
-                    group, digest = index % pull.groups, pull.hashes[index // pull.groups]
-                    pool.adopt(block, (group, digest))
-            imported.table += [(index, block) for index, _, block in load]
+                groups, hashes = pull.groups, pull.hashes
+                for index, block in zip(indices, blocks, strict=True):
+                    pool.adopt(block, (index % groups, hashes[index // groups]))
+            imported.table += zip(indices, blocks, strict=True)
             if not succeeded:
                 pull.cancelled = True
                 imported.error = "blocks were not copied to the device"
@@ -536,21 +497,18 @@ class BlockMoves:
     def settle(self) -> None:
         """Wait for the copies in flight, and process their completion."""
         self.copies.wait()
-        self._finish_stages()
         self._finish_loads()
 
     # ---- counts and checks ---------------------------------------------------------------------
 
     def tables(self, pool: BlockManager) -> list[list[int]]:
-        """Return the pool's blocks that each move holds."""
-        moving = [e for stage in self._stages for e, _, _ in stage if e.dropped]
-        exports = {id(e): e for e in [*self._exports.values(), *moving]}.values()
-        tables = [e.table for e in exports if e.pool is pool]
+        """Return the blocks that each move holds."""
+        tables = [export.blocks for export in self._exports.values() if export.pool is pool]
         tables += [lease.blocks for lease in self._leases.values() if lease.pool is pool]
         for imported in self._imports.values():
             if imported.pool is pool:
                 tables.append([block for _, block in imported.table])
-                tables += [[b for _, _, b in load] for load in imported.loads.values()]
+                tables += [load.blocks for load in imported.loads.values()]
         return tables
 
     def waiting(self) -> Collection[int]:

@@ -1,8 +1,11 @@
 """Pull: the threads that receive KV blocks of one request from another replica.
 
 Blocks arrive in slots of host memory, and the step loop copies them to the device. A source on the
-same machine shares the slots that it has filled (shared.py); other sources send bytes over TCP. A
-pull ends by itself: with all blocks, with an error, or at its deadline.
+same machine lends the slots that it has filled (shared.py); bytes from others come over TCP. A pull
+ends by itself: with all blocks, with an error, or at its deadline.
+
+The connection of a pull that read lent slots is kept. The step loop itself sends the next pull's
+ask over it, so that the source begins before a thread of this engine has run.
 """
 
 import hmac
@@ -11,9 +14,9 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.messages import KVSource
 from engine.scheduling.memory.prefix_hash import DIGEST_SIZE
@@ -25,10 +28,13 @@ from engine.scheduling.moves.wire import (
     Ask,
     Join,
     Locate,
+    Message,
     Offer,
     Peer,
+    PeerClosed,
     PeerError,
     Place,
+    frame_of,
 )
 
 logger = logging.getLogger("manta.engine")
@@ -36,7 +42,8 @@ logger = logging.getLogger("manta.engine")
 PULL_SECONDS = 10.0  # timeout of a pull, after which its request computes its prompt
 _STRIPE_BYTES = 4 << 20  # minimum bytes of a pull for each further TCP connection
 _MOST_STRIPES = 4
-_MOST_SOURCES = 64  # maximum number of remembered sources, with or without mapped memory
+_MOST_SOURCES = 64  # remembered sources, whose memory is mapped or cannot be mapped
+_MOST_KEPT = 4  # connections to a source that are kept
 
 
 @dataclass(eq=False, slots=True)
@@ -67,14 +74,34 @@ class Pull:
         return self.began + PULL_SECONDS
 
 
+class Arrival(NamedTuple):
+    """Blocks that have arrived: the index of each in the pull's table, and the slot that has it.
+
+    last: whether no other block of the pull comes.
+    """
+
+    indices: list[int]
+    slots: list[int]
+    last: bool = False
+
+
+class _Asked(NamedTuple):
+    """An ask over a kept connection, whose last bytes are not sent yet."""
+
+    peer: Peer
+    slots: PeerSlots
+    unsent: bytes
+
+
 class Puller:
     """The receiver of KV blocks from other replicas, with a thread for each pull.
 
     memory: the bytes of each slot.
-    arrived: called from any thread with a pull and (index in the pull's table, slot) of received
-        blocks. The callee returns the slots by `give_back`.
-    ended: called from any thread when a pull's threads have ended, with the error or "".
-    sharing: reads the slots of other engines on this machine; None = all blocks come over TCP.
+    arrived: called from any thread with a pull's blocks. The callee gives their slots back
+        (`give_back`).
+    ended: called from any thread when a pull's threads have ended without a last arrival, with the
+        error or "".
+    sharing: reads the slots of other engines of this machine; None: all blocks come over TCP.
     gone: called from any thread with the slots of an engine that has ended.
     """
 
@@ -82,7 +109,7 @@ class Puller:
         self,
         memory: Sequence[memoryview],
         slots: Sequence[int],
-        arrived: Callable[[Pull, Sequence[tuple[int, int]]], None],
+        arrived: Callable[[Pull, Arrival], None],
         ended: Callable[[Pull, str], None],
         sharing: Sharing | None = None,
         gone: Callable[[PeerSlots], None] = lambda slots: None,
@@ -95,10 +122,72 @@ class Puller:
         self._sharing, self._gone = sharing, gone
         self._sources: dict[KVSource, PeerSlots | None] = {}
         self._mapping = threading.Lock()
+        self._keeping = threading.Lock()  # for `PeerSlots.kept`
+        self._copies: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None]
+        self._copies = queue.SimpleQueue()
+        self._watching = False
 
     def begin(self, pull: Pull) -> None:
-        """Start the thread that asks a source for the blocks of a pull."""
-        threading.Thread(target=self._run, args=(pull,), name="kv-pull", daemon=True).start()
+        """Ask a source for the blocks of a pull, and start the thread that receives them."""
+        asked = self._ask_kept(pull)
+        threading.Thread(target=self._run, args=(pull, asked), name="kv-pull", daemon=True).start()
+
+    def watch(self, end: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Let a thread call `ended` once `end`, which waits for a copy, has returned.
+
+        Copies end in the order of these calls.
+        """
+        if not self._watching:
+            self._watching = True
+            threading.Thread(target=self._watch, name="kv-copies", daemon=True).start()
+        self._copies.put((end, ended))
+
+    def close(self) -> None:
+        """Close the connections that no pull uses, and end the thread of `watch`."""
+        with self._mapping:
+            for slots in self._sources.values():
+                if slots is not None:
+                    self._drop_kept(slots)
+        self._copies.put(None)
+
+    def _watch(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            end, ended = copy
+            try:
+                end()
+            except Exception as error:  # the step loop finds it out
+                logger.warning("a copy of KV blocks has failed: %s", error)
+            ended()
+
+    def _ask_kept(self, pull: Pull) -> _Asked | None:
+        """Send a pull's ask over a kept connection; return None if there is none that works."""
+        slots = self._sources.get(pull.source)
+        while slots is not None:
+            with self._keeping:
+                if not slots.kept:
+                    return None
+                peer = slots.kept.pop()
+            peer.deadline = pull.deadline
+            try:
+                return _Asked(peer, slots, peer.send_now(frame_of(_ask(pull, peer, slots))))
+            except PeerError:
+                peer.close()
+        return None
+
+    def _keep(self, peer: Peer, slots: PeerSlots) -> None:
+        """Keep the connection of a pull that has ended, for the next one."""
+        with self._keeping:
+            if slots.kept is not None and len(slots.kept) < _MOST_KEPT:
+                slots.kept.append(peer)
+                return
+        peer.close()
+
+    def _drop_kept(self, slots: PeerSlots) -> None:
+        """Close the kept connections to a source, and keep no further one."""
+        with self._keeping:
+            peers, slots.kept = slots.kept, None
+        for peer in peers or ():
+            peer.close()
 
     def give_back(self, slots: Sequence[int], pull: Pull) -> None:
         """Free the slots that have received blocks of a pull."""
@@ -108,34 +197,51 @@ class Puller:
         for slot in slots:
             self._free.put(slot)
 
-    def _run(self, pull: Pull) -> None:
+    def _run(self, pull: Pull, asked: _Asked | None) -> None:
         error = ""
         try:
-            self._pull(pull)
+            self._pull(pull, asked)
         except PeerError as failure:
             error = str(failure)
         # any error must be reported, as a request waits for the end of this thread
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-        self._ended(pull, error)
+        if pull.borrowed is None or error:
+            self._ended(pull, error)
         if pull.borrowed is not None:
-            pull.borrowed.finish(max(0.0, pull.deadline - time.monotonic()))
+            pull.borrowed.end(succeeded=not error)
         self._drop_dead()
 
-    def _pull(self, pull: Pull) -> None:
-        size = (len(pull.hashes) - pull.near) * pull.groups * pull.block_bytes
-        stripes = max(1, min(_MOST_STRIPES, MAX_STRIPES, size // _STRIPE_BYTES))
+    def _pull(self, pull: Pull, asked: _Asked | None) -> None:
+        if asked is not None:
+            peer, slots, unsent = asked
+            try:
+                peer.send(unsent)
+                message = peer.receive_message()
+            except PeerClosed:  # the source has not kept its end, and has not begun
+                peer.close()
+            except BaseException:
+                peer.close()
+                raise
+            else:
+                self._take(pull, peer, slots, message)
+                return
         peer = self._connect(pull)
+        try:
+            lent = self._slots_of(pull.source, peer)
+            peer.send_message(_ask(pull, peer, lent))
+            message = peer.receive_message()
+        except BaseException:
+            peer.close()
+            raise
+        self._take(pull, peer, lent, message)
+
+    def _take(self, pull: Pull, peer: Peer, slots: PeerSlots | None, offer: Message) -> None:
+        """Receive the blocks that a source offers, over one connection or more."""
+        stripes = _stripes(pull)
         errors: list[str] = []
         others: list[threading.Thread] = []
         try:
-            slots = self._slots_of(pull.source, peer)
-            proof, on_device = b"", False
-            if slots is not None:
-                proof, on_device = peer.memory_proof(b"puller", slots.key), slots.on_device
-            hashes = b"".join(pull.hashes)
-            peer.send_message(Ask(pull.compatibility, hashes, pull.near, stripes, proof, on_device))
-            offer = peer.receive_message()
             if not isinstance(offer, Offer):
                 raise PeerError("no offer")
             if offer.refusal:
@@ -143,7 +249,7 @@ class Puller:
             if offer.block_bytes != pull.block_bytes:
                 raise PeerError(f"blocks of {offer.block_bytes} bytes, not {pull.block_bytes}")
             most = len(pull.hashes) * pull.groups
-            if not all(0 <= index < most for index in offer.indices):
+            if not offer.indices or min(offer.indices) < 0 or max(offer.indices) >= most:
                 raise PeerError("an index out of range")
             if offer.proof:
                 self._borrow(pull, peer, slots, offer)
@@ -221,6 +327,7 @@ class Puller:
             for source, slots in list(self._sources.items()):
                 if slots is not None and not slots.alive:
                     del self._sources[source]
+                    self._drop_kept(slots)
                     self._gone(slots)
 
     def _borrow(self, pull: Pull, peer: Peer, slots: PeerSlots | None, offer: Offer) -> None:
@@ -229,25 +336,25 @@ class Puller:
             offer.proof, peer.memory_proof(b"source", slots.key)
         ):
             raise PeerError("the source does not read the memory that it named")
-        borrowed = pull.borrowed = Borrowed(peer, slots)
-        wanted = deque(offer.indices)
-        while wanted:
+        borrowed = pull.borrowed = Borrowed(peer, slots, self._keep)
+        wanted, at = len(offer.indices), 0
+        while at < wanted:
             while not peer.readable(IDLE_SECONDS):
                 # A source without free slots sends nothing until this engine has read some.
                 if not borrowed.fills:
                     raise PeerError("the source says nothing")
             if pull.cancelled:
                 raise PeerError("cancelled")
-            announced = peer.receive_announced(len(wanted))
-            if not announced:
+            lent, fills = peer.receive_announced(wanted - at)
+            if not lent:
                 raise PeerError("the source gave up its blocks")
-            blocks = []
-            for index, slot, fill in announced:
-                if index != wanted.popleft() or not slots.lends(slot):
-                    raise PeerError(f"block {index} in slot {slot}")
-                borrowed.fills[slots.first + slot] = fill
-                blocks.append((index, slots.first + slot))
-            self._arrived(pull, blocks)
+            if not slots.lends(lent):
+                raise PeerError(f"blocks in slots {lent}")
+            indices = offer.indices[at : at + len(lent)]
+            at += len(lent)
+            lent = [slots.first + slot for slot in lent]
+            borrowed.fills.update(zip(lent, fills, strict=True))
+            self._arrived(pull, Arrival(indices, lent, at == wanted))
 
     def _join(self, pull: Pull, offer: Offer, stripe: int, stripes: int, errors: list[str]) -> None:
         try:
@@ -298,7 +405,22 @@ class Puller:
             except BaseException:
                 self._free.put(slot)
                 raise
-            self._arrived(pull, [(index, slot)])
+            self._arrived(pull, Arrival([index], [slot]))
+
+
+def _ask(pull: Pull, peer: Peer, slots: PeerSlots | None) -> Ask:
+    """Return the ask for a pull's blocks. slots: those of the source, if they can be read."""
+    proof, on_device = b"", False
+    if slots is not None:
+        proof, on_device = peer.memory_proof(b"puller", slots.key), slots.on_device
+    hashes = b"".join(pull.hashes)
+    return Ask(pull.compatibility, hashes, pull.near, _stripes(pull), proof, on_device)
+
+
+def _stripes(pull: Pull) -> int:
+    """Return the number of connections of a pull whose bytes go over them."""
+    size = (len(pull.hashes) - pull.near) * pull.groups * pull.block_bytes
+    return max(1, min(_MOST_STRIPES, MAX_STRIPES, size // _STRIPE_BYTES))
 
 
 def split(hashes: bytes) -> list[bytes]:

@@ -1,8 +1,12 @@
-"""MovePlan, Export, Import, Lease: the sizes of moves of KV blocks, and the step loop's records."""
+"""MovePlan, MoveCopies, Export, Import, Lease: the sizes and copies of moves of KV blocks, and the
+step loop's records."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.host_plan import HostCopies
 from engine.scheduling.moves.puller import Pull
 from engine.scheduling.moves.source import Order
 
@@ -25,23 +29,51 @@ class MovePlan:
     device_slots: int = 0
 
 
+class MoveCopies(HostCopies, Protocol):
+    """The copies between blocks and slots, whose ends threads wait for."""
+
+    def stores_end(self) -> Callable[[], None]:
+        """Return a function that waits, in any thread, until the stores so far are done."""
+        ...
+
+    def loads_end(self) -> Callable[[], None]:
+        """Return a function that waits, in any thread, until the loads so far are done."""
+        ...
+
+
+def _no_copy() -> None:
+    pass
+
+
 @dataclass(eq=False, slots=True)
 class Export:
-    """The step loop's record of a pull by another replica.
+    """A pull by another replica, which is answered once the steps in flight are done.
 
-    The pull is answered once the steps in flight are done.
+    step: the last step that was scheduled before the pull.
+    matched: the block table of the pull's prefix; None if no step was in flight then.
+    indices: places in it of the blocks to send. blocks: these blocks, which are held.
+    staged: number of the first ones that are in slots or on their way there.
+    copied: waits for the copies of these.
     """
 
     order: Order
     pool: BlockManager
-    step: int  # the last step that was scheduled before the pull
-    table: list[int]  # held blocks
-    entries: list[tuple[int, int, tuple[int, bytes]]]  # (index in the table, block, name)
+    step: int
     hashes: list[bytes]
+    matched: list[int] | None
+    indices: list[int]
+    blocks: list[int]
     answered: bool = False
-    staged: int = 0  # number of entries that are copied or being copied to slots
-    staging: int = 0  # number of entries whose copies to slots are in flight
-    dropped: bool = False
+    staged: int = 0
+    copied: Callable[[], None] = _no_copy
+
+
+class Load(NamedTuple):
+    """A copy of blocks that have arrived: their places in the pull's table, slots and blocks."""
+
+    indices: list[int]
+    slots: list[int]
+    blocks: list[int]
 
 
 @dataclass(eq=False, slots=True)
@@ -51,8 +83,8 @@ class Import:
     pull: Pull
     pool: BlockManager
     table: list[tuple[int, int]] = field(default_factory=list)  # (index, adopted block)
-    loads: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
-    ended: bool = False  # whether its threads have ended
+    loads: dict[int, Load] = field(default_factory=dict)  # by ticket
+    ended: bool = False  # no other block comes
     error: str = ""
 
 

@@ -20,10 +20,12 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.scheduling.moves.wire import NUMBER, Peer, Place
+import numpy as np
+
+from engine.scheduling.moves.wire import Peer, Place, pack_numbers
 
 _NAME = "manta-kv"
 _LINK = f"/memfd:{_NAME} (deleted)"  # target of the memfd's symbolic link in /proc
@@ -48,21 +50,21 @@ class SharedSlots:
         end = pages[_slots_end(count, slot_bytes) :]
         self._key = end[:_KEY_BYTES]
         num_fills = count + device_count
-        self._fills = end[_KEY_BYTES : _KEY_BYTES + _FILL_BYTES * num_fills].cast("I")
+        self._fills = np.frombuffer(end[_KEY_BYTES:], np.uint32, num_fills)
 
     @property
     def key(self) -> bytes:
         return bytes(self._key)
 
-    def fill_of(self, slot: int) -> int:
-        """Return the slot's fill number, which changes with each `begin_fill`."""
-        return self._fills[slot]
+    def fills_of(self, slots: Sequence[int]) -> list[int]:
+        """Return the slots' fill numbers, which are other ones after each `begin_fill`."""
+        return self._fills[np.array(slots, np.int64)].tolist()
 
-    def begin_fill(self, slots: Iterable[int]) -> None:
-        """Change the slots' fill numbers, before new bytes are written into them."""
-        fills = self._fills
-        for slot in slots:
-            fills[slot] = (fills[slot] + 1) & 0xFFFFFFFF
+    def begin_fill(self, slots: Sequence[int]) -> list[int]:
+        """Change the fill numbers of slots that are about to get other bytes; return the new
+        ones."""
+        self._fills[np.array(slots, np.int64)] += np.uint32(1)
+        return self.fills_of(slots)
 
 
 class OwnSlots(SharedSlots):
@@ -96,8 +98,9 @@ class OwnSlots(SharedSlots):
 class PeerSlots(SharedSlots):
     """The mapped slots of another engine.
 
-    first: number that its first slot has among this engine's slots.
-    on_device: whether its slots in device memory are read, instead of those in host memory.
+    first: number of its first slot among this engine's slots.
+    on_device: whether its slots of device memory are read, not those of host memory.
+    kept: connections to the engine, whose next message is an Ask; None: none are kept any more.
     """
 
     def __init__(self, place: Place) -> None:
@@ -105,8 +108,8 @@ class PeerSlots(SharedSlots):
         self._path = f"/proc/{place.pid}/fd/{place.file}"
         self.first = 0
         self.on_device = False
-        # checked first, as opening a device or a pipe may have side effects
-        if os.readlink(self._path) != _LINK:
+        self.kept: list[Peer] | None = []
+        if os.readlink(self._path) != _LINK:  # a device or a pipe would do things when opened
             raise ValueError("its process is not one of those that this one sees")
         file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -121,11 +124,10 @@ class PeerSlots(SharedSlots):
         finally:
             os.close(file)
 
-    def lends(self, slot: int) -> bool:
-        """Whether the other engine has a slot of this number in the memory that is read."""
-        if self.on_device:
-            return self.count <= slot < self.count + self.device_count
-        return 0 <= slot < self.count
+    def lends(self, slots: Sequence[int]) -> bool:
+        """Whether this engine reads slots of these numbers, of which there is at least one."""
+        first, count = (self.count, self.device_count) if self.on_device else (0, self.count)
+        return first <= min(slots) and max(slots) < first + count
 
     @property
     def alive(self) -> bool:
@@ -159,54 +161,58 @@ class Sharing:
 class Borrowed:
     """The source's slots that a pull reads; each is returned to the source after its copy.
 
-    fills: slot that is not returned yet -> its announced fill number (`SharedSlots.fill_of`).
+    keep: called once with the connection, when all slots of a pull that succeeded are given back.
+    fills: slot that is not given back -> its fill number when it was announced.
     """
 
     peer: Peer
     slots: PeerSlots
+    keep: Callable[[Peer, PeerSlots], None]
     fills: dict[int, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _changed: threading.Condition = field(init=False)
-    _closed: bool = False
+    _announced: bool = False  # whether no slot will be added
+    _closes: bool = False  # whether the connection is of no further use
 
-    def __post_init__(self) -> None:
-        self._changed = threading.Condition(self._lock)
-
-    def intact(self, slots: Iterable[int]) -> bool:
-        """Whether the source has refilled none of the slots since they were announced to this
-        pull."""
-        fill_of, first = self.slots.fill_of, self.slots.first
-        return all(fill_of(slot - first) == self.fills.get(slot) for slot in slots)
+    def intact(self, slots: Sequence[int]) -> bool:
+        """Whether the source has refilled none of the slots since it announced it to this pull."""
+        first, fills = self.slots.first, self.fills
+        numbers = self.slots.fills_of([slot - first for slot in slots])
+        return numbers == [fills.get(slot) for slot in slots]
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Tell the source that the slots were read.
-
-        The step loop calls this, so it must not block: if the socket's buffer has no room, the
-        source does not read, and the connection is closed.
-        """
-        numbers = b"".join(NUMBER.pack(slot - self.slots.first) for slot in slots)
-        with self._changed:
+        """Tell the source that the slots were read. The step loop calls this, so it waits for
+        nobody: a socket without room for their numbers is one that is not read."""
+        first = self.slots.first
+        numbers = pack_numbers([slot - first for slot in slots])
+        with self._lock:
             for slot in slots:
                 self.fills.pop(slot, None)
-            if not self._closed:
+            if not self._closes:
                 try:
-                    sent = os.write(self.peer.sock.fileno(), numbers) == len(numbers)
+                    self._closes = os.write(self.peer.sock.fileno(), numbers) < len(numbers)
                 except OSError:
-                    sent = False
-                if not sent:
-                    self._close()
-            self._changed.notify()
+                    self._closes = True
+                if self._closes:
+                    self.peer.shut()
+            self._settle()
 
-    def finish(self, seconds: float) -> None:
-        """Close the connection once all slots are returned, at the latest after `seconds`."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.fills or self._closed, timeout=seconds)
-            self._close()
+    def end(self, *, succeeded: bool) -> None:
+        """Note that the source announces no further slot to this pull."""
+        with self._lock:
+            self._announced = True
+            self._closes |= not succeeded
+            self._settle()
 
-    def _close(self) -> None:
-        # called with the lock held, so that no slot number is written into a reused file descriptor
-        self._closed = True
-        self.peer.close()
+    def _settle(self) -> None:
+        """Keep or close the connection, once no thread and no copy uses it."""
+        # under the lock: a number must not go into another file of the same descriptor
+        if not self._announced or self.fills:
+            return
+        if self._closes:
+            self.peer.close()
+        else:
+            self._closes = True
+            self.keep(self.peer, self.slots)
 
 
 def _slots_end(count: int, slot_bytes: int) -> int:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.scheduling.moves.shared import OwnSlots
 from engine.scheduling.moves.wire import (
@@ -22,6 +23,7 @@ from engine.scheduling.moves.wire import (
     Ask,
     Join,
     Locate,
+    Message,
     Offer,
     Peer,
     PeerError,
@@ -34,9 +36,22 @@ LEASE_SECONDS = 30.0  # maximum seconds for which blocks are held for a pull
 LENT_SECONDS = 10.0  # maximum seconds in which a puller reads no slot; its step may be long
 MAX_STRIPES = 8
 _GREETING_SECONDS = 2.0
+_KEPT_SECONDS = 600.0  # longest time of a connection without an ask
 _MAX_CONNECTIONS = 64
 
-Staged = tuple[int, int]  # (index in the request's table, slot with the block's bytes)
+
+class Staged(NamedTuple):
+    """Blocks that are being copied to slots.
+
+    indices: the blocks' places in the request's table.
+    fills: the slots' fill numbers; empty if other processes cannot map the slots.
+    copied: waits, in any thread, until the bytes are in the slots; raises RuntimeError.
+    """
+
+    indices: list[int]
+    slots: list[int]
+    fills: list[int]
+    copied: Callable[[], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +72,7 @@ class Order:
     on_device: bool = False
     ticket: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     answer: "queue.SimpleQueue[Offer]" = field(default_factory=queue.SimpleQueue)
-    staged: "list[queue.SimpleQueue[list[Staged] | None]]" = field(default_factory=list)
+    staged: "list[queue.SimpleQueue[Staged | None]]" = field(default_factory=list)
     joined: set[int] = field(default_factory=set)
     num_sent: int = 0
     ended: threading.Event = field(default_factory=threading.Event)
@@ -126,23 +141,33 @@ class SourceServer:
         peer = Peer(sock, time.monotonic() + _GREETING_SECONDS)
         try:
             peer.greet(self.secret)
-            message = peer.receive_message()
-            if isinstance(message, Locate):
-                peer.send_message(Place() if self._shared is None else self._shared.place())
-                message = peer.receive_message()
-            if isinstance(message, Ask):
-                self._take_order(peer, message)
-            elif isinstance(message, Join):
-                order = self._orders.get(message.ticket)
-                if order is not None:
-                    self._send_stripe(peer, order, message.stripe)
+            while self._serve_message(peer, peer.receive_message()):
+                peer.deadline = time.monotonic() + 2 * _KEPT_SECONDS
+                if not peer.readable(_KEPT_SECONDS):
+                    break
+                peer.deadline = time.monotonic() + _GREETING_SECONDS
         except PeerError as error:
             logger.debug("a pull of KV blocks ended: %s", error)
         finally:
             peer.close()
             self._room.release()
 
-    def _take_order(self, peer: Peer, ask: Ask) -> None:
+    def _serve_message(self, peer: Peer, message: Message) -> bool:
+        """Do what a message asks for; return whether the connection may bring a further one."""
+        if isinstance(message, Locate):
+            peer.send_message(Place() if self._shared is None else self._shared.place())
+            return True
+        if isinstance(message, Ask):
+            return self._take_order(peer, message)
+        if isinstance(message, Join):
+            order = self._orders.get(message.ticket)
+            if order is not None:
+                self._send_stripe(peer, order, message.stripe)
+        return False
+
+    def _take_order(self, peer: Peer, ask: Ask) -> bool:
+        """Send the blocks that an ask names; return whether the puller has read all of them from
+        this process's slots."""
         if not 1 <= ask.stripes <= MAX_STRIPES:
             raise PeerError(f"{ask.stripes} stripes")
         peer.deadline = time.monotonic() + LEASE_SECONDS
@@ -159,18 +184,19 @@ class SourceServer:
             self._lost(order)
             raise PeerError("the puller left before the offer") from None
         if offer.refusal:
-            return
-        if self._shared is not None and order.proof:
-            self._lend_slots(peer, order, self._shared)
-        else:
-            self._send_stripe(peer, order, 0)
+            return False
+        if order.proof:
+            self._lend_slots(peer, order, len(offer.indices))
+            return True
+        self._send_stripe(peer, order, 0)
         sent = -1
         while not order.ended.wait(2 * IDLE_SECONDS):
             # a stripe has no connection, or its connection does not progress
             if order.num_sent == sent:
                 self._lost(order)
-                return
+                break
             sent = order.num_sent
+        return False
 
     def _check_proof(self, peer: Peer, ask: Ask) -> bytes:
         """Return the source's `memory_proof`; empty if the puller has sent no valid one."""
@@ -181,52 +207,47 @@ class SourceServer:
             return b""
         return peer.memory_proof(b"source", key)
 
-    def _lend_slots(self, peer: Peer, order: Order, shared: OwnSlots) -> None:
-        """Announce filled slots to the puller, and free each slot when the puller has read it."""
+    def _lend_slots(self, peer: Peer, order: Order, count: int) -> None:
+        """Announce the slots of `count` blocks as they are filled, and take each back when the
+        puller has read it.
+
+        Raises PeerError if the puller has not read all.
+        """
         lent: set[int] = set()
-        reader = threading.Thread(
-            target=self._take_back, args=(peer, order, lent), name="kv-send", daemon=True
-        )
-        reader.start()
-        staged = order.staged[0]
+        staged, ended = order.staged[0], False
         try:
-            more = True
-            while more:
-                blocks: list[Staged] = []
+            while lent or not ended:
+                if lent and (ended or staged.empty()):  # no slot is filled until some are back
+                    self._take_back(peer, order, lent)
+                    continue
                 batch = staged.get(timeout=max(0.0, order.deadline - time.monotonic()))
-                while batch is not None:
-                    blocks += batch
-                    if staged.empty():
-                        break
-                    batch = staged.get()
-                more = batch is not None
-                if blocks:
-                    lent.update(slot for _, slot in blocks)
-                    peer.announce([(index, slot, shared.fill_of(slot)) for index, slot in blocks])
-            peer.announce(())
-        except (PeerError, queue.Empty) as error:
+                if batch is not None:
+                    lent.update(batch.slots)
+                    batch.copied()
+                    peer.announce(batch.slots, batch.fills)
+                    count -= len(batch.slots)
+                    continue
+                ended = True
+                if count:
+                    peer.announce((), ())
+            if count:
+                raise PeerError("the step loop has dropped the order")
+        except (PeerError, RuntimeError, queue.Empty) as error:
             self._lost(order)
-            peer.shut()
             raise PeerError(str(error) or "the lease has expired") from None
         finally:
-            reader.join()  # the puller closes the connection once it has returned all slots
-            # a puller that is still alive sees from the fill numbers that these slots are reused
-            self._sent(order, list(lent))
+            if lent:  # the fills' numbers tell a puller that lives that it has lost them
+                self._sent(order, list(lent))
 
     def _take_back(self, peer: Peer, order: Order, lent: set[int]) -> None:
-        try:
-            while True:
-                if not peer.readable(LENT_SECONDS):
-                    raise PeerError("it does not read")
-                slots = peer.receive_numbers()
-                if not lent.issuperset(slots) or len(set(slots)) < len(slots):
-                    raise PeerError(f"slots {slots} were not lent")
-                lent.difference_update(slots)
-                self._sent(order, slots)
-        except PeerError as error:
-            logger.debug("a puller of KV blocks reads no more: %s", error)
-            self._lost(order)  # no effect if all blocks were read
-            peer.shut()
+        """Wait for slots that the puller has read. Raises PeerError."""
+        if not peer.readable(LENT_SECONDS):
+            raise PeerError("it does not read")
+        slots = peer.receive_numbers(len(lent))
+        if not lent.issuperset(slots) or len(set(slots)) < len(slots):
+            raise PeerError(f"slots {slots} were not lent")
+        lent.difference_update(slots)
+        self._sent(order, slots)
 
     def _send_stripe(self, peer: Peer, order: Order, stripe: int) -> None:
         if not 0 <= stripe < len(order.staged) or stripe in order.joined:
@@ -242,13 +263,14 @@ class SourceServer:
                 if batch is None:
                     peer.send_number(LAST)
                     return
-                unsent += [slot for _, slot in batch]
-                for index, slot in batch:
+                unsent += batch.slots
+                batch.copied()
+                for index, slot in zip(batch.indices, batch.slots, strict=True):
                     peer.send_number(index)
                     peer.send(self._memory[slot])
                     unsent.remove(slot)
                     self._sent(order, [slot])
-        except (PeerError, queue.Empty) as error:
+        except (PeerError, RuntimeError, queue.Empty) as error:
             self._lost(order)
             raise PeerError(str(error) or "the lease has expired") from None
         finally:

@@ -16,12 +16,15 @@ puller then computes the blocks that it has not received.
 On one machine the bytes stay in the source's slots, of device or host memory, from which the
 puller's device copies them:
 
- puller   Locate
+ puller   Locate, once
  source   Place
- puller   Ask, with a proof that it can read the key in the memory at this place
- source   Offer, with its own proof; if a proof is missing, blocks are sent as above
- source   announcements: their number, then index, slot and `SharedSlots.fill_of` of each; 0 ends
+ puller   Ask with a proof that it reads the key in the memory at this place
+ source   Offer with its own proof; without one, or without the puller's, it goes on as above
+ source   announcements, in the offer's order: their number, the slots, the fill numbers of the
+          slots (`SharedSlots`); 0: it gives up
  puller   numbers of slots that it has read, meanwhile
+
+When the puller has read all slots of an offer, both ends keep the connection for its next Ask.
 """
 
 import contextlib
@@ -36,20 +39,22 @@ from collections.abc import Sequence
 
 import msgspec
 
-MAGIC = b"manta-kv-2"
-IDLE_SECONDS = 2.0  # maximum seconds without a byte from the peer
-LAST = 0xFFFFFFFF  # sent instead of an index after the last block
+MAGIC = b"manta-kv-3"
+IDLE_SECONDS = 2.0  # longest time without a byte from the peer
+LAST = 0xFFFFFFFF  # instead of an index: no block follows
 NUMBER = struct.Struct("<I")
 
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
-_MAX_FRAME = 16 << 20  # bytes; room for a million block hashes
-_ANNOUNCED = struct.Struct("<III")
-_NUMBERS_BYTES = 1 << 14
+_MAX_FRAME = 16 << 20  # bytes; 16 hashes of a block fill 256
 
 
 class PeerError(Exception):
     """An error of a connection to another replica: lost, timed out, or with invalid messages."""
+
+
+class PeerClosed(PeerError):
+    """An error of a connection that the other replica has closed."""
 
 
 class Locate(msgspec.Struct, array_like=True, tag="locate"):
@@ -167,7 +172,17 @@ class Peer:
                 self._limit()
                 view = view[self.sock.send(view) :]
         except OSError as error:
-            raise PeerError(f"sending failed: {error}") from error
+            raise _error_of("sending", error) from error
+
+    def send_now(self, data: bytes) -> bytes:
+        """Send what the system's buffer takes at once; return the rest. Raises PeerError."""
+        self._limit()
+        try:
+            return data[self.sock.send(data, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return data
+        except OSError as error:
+            raise _error_of("sending", error) from error
 
     def fill(self, view: memoryview) -> None:
         """Fill the view with received bytes. Raises PeerError."""
@@ -176,10 +191,10 @@ class Peer:
                 self._limit()
                 count = self.sock.recv_into(view)
                 if not count:
-                    raise PeerError("the peer closed the connection")
+                    raise PeerClosed("the peer closed the connection")
                 view = view[count:]
         except OSError as error:
-            raise PeerError(f"receiving failed: {error}") from error
+            raise _error_of("receiving", error) from error
 
     def receive(self, count: int) -> bytes:
         """Return `count` received bytes. Raises PeerError."""
@@ -194,36 +209,33 @@ class Peer:
         number: int = NUMBER.unpack(self.receive(NUMBER.size))[0]
         return number
 
-    def receive_numbers(self) -> list[int]:
-        """Return the slot numbers that the puller has sent, at least one. Raises PeerError."""
+    def receive_numbers(self, most: int) -> list[int]:
+        """Return the numbers that have come, at least one and at most `most`. Raises PeerError."""
         self._limit()
         try:
-            data = self.sock.recv(_NUMBERS_BYTES)
+            data = self.sock.recv(most * NUMBER.size)
         except OSError as error:
-            raise PeerError(f"receiving failed: {error}") from error
+            raise _error_of("receiving", error) from error
         if not data:
-            raise PeerError("the peer closed the connection")
-        data += self.receive(-len(data) % NUMBER.size)
-        return [number for (number,) in NUMBER.iter_unpack(data)]
+            raise PeerClosed("the peer closed the connection")
+        return unpack_numbers(data + self.receive(-len(data) % NUMBER.size))
 
-    def announce(self, filled: Sequence[tuple[int, int, int]]) -> None:
-        """Announce filled slots to the puller; an empty list ends the announcements.
+    def announce(self, slots: Sequence[int], fills: Sequence[int]) -> None:
+        """Send the slots of the next blocks, and the numbers of their fills; none: no block comes
+        any more."""
+        self.send(pack_numbers([len(slots), *slots, *fills]))
 
-        filled: (index in the request's table, slot, fill number) of each block.
-        """
-        parts = [NUMBER.pack(len(filled)), *(_ANNOUNCED.pack(*block) for block in filled)]
-        self.send(b"".join(parts))
-
-    def receive_announced(self, most: int) -> list[tuple[int, int, int]]:
-        """Return the triples of one `announce`, at most `most`. Raises PeerError."""
+    def receive_announced(self, most: int) -> tuple[list[int], list[int]]:
+        """Return the slots and numbers that `announce` has sent, at most `most`. Raises
+        PeerError."""
         count = self.receive_number()
         if count > most:
             raise PeerError(f"{count} blocks instead of {most}")
-        return list(_ANNOUNCED.iter_unpack(self.receive(count * _ANNOUNCED.size)))
+        numbers = unpack_numbers(self.receive(2 * count * NUMBER.size))
+        return numbers[:count], numbers[count:]
 
     def send_message(self, message: Message) -> None:
-        payload = msgspec.msgpack.encode(message)
-        self.send(NUMBER.pack(len(payload)) + payload)
+        self.send(frame_of(message))
 
     def receive_message(self) -> Message:
         """Return the message of the next frame. Raises PeerError."""
@@ -263,6 +275,27 @@ class Peer:
     def memory_proof(self, role: bytes, key: bytes) -> bytes:
         """Return the proof of a role ("puller", "source") that it can read the slots' key."""
         return _mac(key, b"memory of " + role, self._nonces)
+
+
+def frame_of(message: Message) -> bytes:
+    """Return the frame of a message: its size, and its bytes."""
+    payload = msgspec.msgpack.encode(message)
+    return NUMBER.pack(len(payload)) + payload
+
+
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    """Return the bytes of numbers below 2**32."""
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def unpack_numbers(data: bytes) -> list[int]:
+    """Return the numbers whose bytes `pack_numbers` has returned."""
+    return list(struct.unpack(f"<{len(data) // NUMBER.size}I", data))
+
+
+def _error_of(doing: str, error: OSError) -> PeerError:
+    closed = isinstance(error, ConnectionError)
+    return (PeerClosed if closed else PeerError)(f"{doing} failed: {error}")
 
 
 def _mac(secret: bytes, role: bytes, nonces: bytes) -> bytes:

@@ -5,14 +5,14 @@ import queue
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.messages import KVSource
 from engine.scheduling.memory.host_plan import HostPlan
 from engine.scheduling.moves.block_moves import BlockMoves
-from engine.scheduling.moves.puller import Pull
+from engine.scheduling.moves.puller import Arrival, Pull
 from engine.scheduling.moves.records import MovePlan
 from engine.scheduling.moves.source import Order
 from engine.scheduling.moves.wire import Ask, Offer
@@ -34,6 +34,9 @@ class FakePuller:
 
     def give_back(self, slots: Sequence[int], pull: Pull) -> None:
         self.free.extend(slots)
+
+    def watch(self, end: Callable[[], None], ended: Callable[[], None]) -> None:
+        ended()  # the loop then polls the fake copies until they are done
 
 
 @dataclass(eq=False)
@@ -135,7 +138,7 @@ class MovingPair:
                 if staged is None:
                     connection.open.remove(stripe)
                     continue
-                batch.extend(staged)
+                batch.extend(zip(staged.indices, staged.slots, strict=True))
             if not (batch and free):
                 continue
             index, slot = batch.popleft()
@@ -144,7 +147,7 @@ class MovingPair:
             target.copies._host[place] = source.copies._host[slot].copy()
             target.copies._owners[place] = source.copies._owners[slot]
             source._post_sent(order, [slot])
-            target._post_arrived(pull, [(index, place)])
+            target._post_arrived(pull, Arrival([index], [place]))
             connection.received += 1
         if connection.open:
             return None
