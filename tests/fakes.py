@@ -212,7 +212,8 @@ class _Step:
     images: list[Image]
     dropped_images: list[bytes]
     ahead_images: list[Image]
-    masks: Any = None  # see engine.scheduling.core.PendingResult.sample
+    loads: Callable[[], None] = lambda: None  # ends loads that the step waits for
+    masks: Any = None  # as of engine.scheduling.core.PendingResult.sample
     concluded: bool = False
     done: bool = False
 
@@ -233,6 +234,7 @@ class _Step:
         assert not self.masked or self.masks is not None, "waited for what was not sampled"
         assert not self.done and self.runner.in_flight[0] is self, "waited out of order"
         self.done = True
+        self.loads()
         self.runner.in_flight.pop(0)
         return self.runner.execute(self)
 
@@ -279,6 +281,7 @@ class FakeRunner:
         self.max_in_flight = 0
         self.num_steps = 0
         self.num_tokens = 0
+        self.moved: FakeCopies | None = None  # whose loads steps wait for
         self.batches: list[Batch] = []  # the last few, newest last
 
     def in_one(self, batch: Batch) -> Batch:
@@ -317,6 +320,8 @@ class FakeRunner:
             list(batch.dropped_images),
             list(batch.ahead_images),
         )
+        if self.moved is not None:
+            step.loads = self.moved.before(batch)
         self.in_flight.append(step)
         self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
         self.num_steps += 1
@@ -650,8 +655,9 @@ class FakeCopies:
         return True
 
     def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
-        for _, block in pairs:
+        for slot, block in pairs:
             self._kv[block] = -7
+            self.owners[block] = self._owners[slot]
         self._loads[ticket] = self._delay, pairs, states, list(self._runner.in_flight)
         return ticket not in self._failing
 
@@ -663,19 +669,40 @@ class FakeCopies:
                 continue
             del self._loads[ticket]
             done.append((ticket, ticket not in self._failing))
-            for slot, block in pairs if ticket not in self._failing else ():
-                self._kv[block] = self._host[slot]
-                self.owners[block] = self._owners[slot]
+            if ticket not in self._failing:
+                self._copy(pairs)
             for slot, snapshot in states:
                 failed = ticket in self._failing
                 self._runner.states[snapshot] = (-7, -7) if failed else self._states[slot]
         return done
+
+    def _copy(self, pairs: Pairs) -> None:
+        for slot, block in pairs:
+            self._kv[block] = self._host[slot]
 
     def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:
         return True
 
     def wait(self) -> None:
         self._loads = {ticket: (0, *load[1:]) for ticket, load in self._loads.items()}
+
+    def before(self, batch: Batch) -> Callable[[], None]:
+        """Return what a step of this batch does before it runs: end the loads that it needs."""
+        blocks = {block for _, _, block in batch.new_blocks}
+        needed = [
+            ticket
+            for ticket, (_, pairs, *_) in self._loads.items()
+            if any(block in blocks for _, block in pairs)
+        ]
+        return lambda: self._end(needed)
+
+    def _end(self, needed: Sequence[int]) -> None:
+        for ticket in needed:
+            if ticket in self._loads:
+                _, pairs, states, _ = self._loads[ticket]
+                assert not states and ticket not in self._failing
+                self._copy(pairs)
+                self._loads[ticket] = 0, (), (), []
 
     def stores_end(self) -> Callable[[], None]:
         return lambda: None
@@ -954,7 +981,10 @@ def make_core(
     moving = None
     if moves is not None:
         memory = [memoryview(bytearray(1))] * 2 * moves.slots
-        moving = BlockMoves(moves, FakeCopies(runner, delay, failing), memory)
+        early = host is None
+        moved = FakeCopies(runner, delay, failing)
+        runner.moved = moved if early else None
+        moving = BlockMoves(moves, moved, memory, early=early)
     if not growth:
         core = EngineCore(config, runner, store, speculation=speculation, tier=tier, moves=moving)
         return core, runner

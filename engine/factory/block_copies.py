@@ -152,7 +152,12 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
         return blocks.attach_device(OpenedMemory(handle, device), count)
 
     sharing = None if own is None else Sharing(own, blocks.attach, attach_device, blocks.detach)
-    return BlockMoves(plan, copies, [memoryview(slot.numpy()) for slot in blocks.slots], sharing)
+    # What the host tier stores may come from steps whose results are dropped.
+    early = runner.host is None
+    if early:
+        runner.moved = copies
+    memory_of_slots = [memoryview(slot.numpy()) for slot in blocks.slots]
+    return BlockMoves(plan, copies, memory_of_slots, sharing, early=early)
 
 
 class _DeviceStaging(NamedTuple):

@@ -65,6 +65,7 @@ class ModelRunner:
         self.lora, self.link = forward.lora, forward.link
         self._prompts = prompts
         self.host: Copies | None = None  # set by an engine with a host tier
+        self.moved: Copies | None = None  # set by an engine whose steps wait for moved blocks
         self.graphs: StepGraphs | None = None  # set by `warm_up.capture_graphs`
         # Programs of decodes on the CPU; an encoder has none.
         self.programs: StepPrograms | None = None
@@ -114,6 +115,8 @@ class ModelRunner:
     def _launch(self, batch: Batch) -> DeviceResult | StagedResult:
         if self.host is not None:
             self.host.before(batch)
+        if self.moved is not None:
+            self.moved.before(batch)
         if batch.new_rows:
             self._set_rows(batch.new_rows)
         images, encode_seconds = self.forward.images, None

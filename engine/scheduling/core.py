@@ -246,6 +246,9 @@ class EngineCore:
                 self.on_device = True
                 result = pending.popleft().wait()
             self.on_device = False
+        if result is not None and self._moves is not None and not self._moves.confirm():
+            recovery.recompute()
+            result = None
         idle = not (result or blame.failure or batch or held)
         waits = scheduler.can_run() and self._moves is not None and self._moves.holds
         if idle and (scheduler.loading or waits):

@@ -428,8 +428,8 @@ class CudaCopies:
     def before(self, batch: Batch) -> None:
         """Make the next step wait on its stream for stores of the blocks and states that it writes.
 
-        On ranks other than 0 the step also waits for loads, as rank 0 knows only when its own loads
-        end.
+        It also waits for loads of what it reads: on ranks other than 0, as rank 0 knows only the
+        end of its own loads, and of blocks that come from another replica.
         """
         if not (self._stores or self._loads):
             return

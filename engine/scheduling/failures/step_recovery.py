@@ -66,6 +66,12 @@ class StepRecovery:
         else:
             self._begin_bisection(runner, failure, suspect)
 
+    def recompute(self) -> None:
+        """Drop the results of the steps in flight, which have read wrong keys, and compute the
+        running requests again."""
+        self._drop_pending()
+        self._scheduler.requeue(trusted=False)
+
     def _retry_smaller(self, runner: Runner, failure: OutOfMemory, newest: LaunchedStep) -> None:
         """Requeue all requests, and run smaller steps from now on.
 

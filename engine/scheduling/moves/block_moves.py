@@ -12,6 +12,10 @@ Arrived blocks enter the prefix cache under their hashes, which contain model, a
 request then starts as after any other hit. So whatever a move does not deliver, or delivers late,
 is a cache miss: those blocks are computed.
 
+Where steps wait on the device for the loads that they need (`early`), the request starts once its
+last load is enqueued. If a source then turns out to have filled a slot again before it was read,
+the results of the steps since are dropped, and their requests computed again (`confirm`).
+
 Blocks go only between engines of equal `compatibility`, a digest of everything that decides what a
 block's bytes mean. The source holds the blocks of a pull until they are sent, and those of a
 request with `keep_seconds` until they were pulled or the time is over. When the source itself needs
@@ -24,6 +28,7 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from engine.messages import Answer, KVSource
@@ -60,14 +65,19 @@ class BlockMoves:
         copies: MoveCopies,
         memory: Sequence[memoryview],
         sharing: Sharing | None = None,
+        *,
+        early: bool = False,
     ) -> None:
         """Set up the moves.
 
         copies: copies between blocks and slots; it has twice as many host slots as the plan.
         memory: the bytes of these slots.
-        sharing: shares the same slots with other engines on this machine.
+        sharing: shares the same slots with other engines of this machine.
+        early: whether a step waits on the device for loads of the blocks that it reads.
         """
         self.plan = plan
+        self._early = early
+        self._broken = False  # whether steps may have read what no source has sent
         self.copies = copies
         self.wake: Callable[[], None] = lambda: None
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -179,8 +189,20 @@ class BlockMoves:
 
     def has_news(self) -> bool:
         """Whether `poll` has something to do."""
-        unanswered = any(not export.answered for export in self._exports.values())
+        unanswered = any(
+            not export.answered and self._is_loaded(export) for export in self._exports.values()
+        )
         return not self._events.empty() or self._loads_ended > 0 or unanswered
+
+    def confirm(self) -> bool:
+        """Whether all blocks that steps have read until now had the bytes of their source.
+
+        Call it when a step has ended, before its results are used. After False drop the results of
+        all steps in flight, and compute their requests again.
+        """
+        self._finish_loads()
+        broken, self._broken = self._broken, False
+        return not broken
 
     @property
     def holds(self) -> bool:
@@ -198,14 +220,16 @@ class BlockMoves:
         while not self._events.empty():
             self._events.get()()
         self._expire()
-        for export in list(self._exports.values()):
-            if done_step >= export.step:
-                self._advance(export)
         self._load_blocks()
         self._finish_loads()
+        for export in list(self._exports.values()):
+            if done_step >= export.step and self._is_loaded(export):
+                self._advance(export)
         for number, imported in list(self._imports.items()):
             if imported.ended and not imported.loads:
                 self._finish_import(number, imported)
+            elif imported.ended and self._early and not imported.pull.cancelled:
+                self._release(number, imported)
         if self._gone:
             self._detach()
         pulled, self._pulled = self._pulled, []
@@ -264,13 +288,19 @@ class BlockMoves:
             return
         blocks = [matched[index] for index in indices]
         pool.share(blocks)
-        expected = None if self._done_step >= self._step else matched
-        self._exports[order] = Export(order, pool, self._step, hashes, expected, indices, blocks)
+        expected = None if self._done_step >= self._step and not self._loads else matched
+        self._exports[order] = Export(
+            order, pool, self._step, self._tickets, hashes, expected, indices, blocks
+        )
 
     def _refuse(self, order: Order, why: str) -> None:
         self._server.forget(order)
         order.ended.set()
         order.answer.put(Offer(why))
+
+    def _is_loaded(self, export: Export) -> bool:
+        """Whether no load is in flight that has begun before an export."""
+        return next(iter(self._loads), export.load + 1) > export.load
 
     def _advance(self, export: Export) -> None:
         """Stage blocks of an export, whose keys are computed by now, and send its offer.
@@ -383,7 +413,7 @@ class BlockMoves:
     def cancel(self, request: int) -> None:
         """Cancel the pull of a request that has ended; unknown ids are ignored."""
         imported = self._imports.get(request)
-        if imported is not None:
+        if imported is not None and not imported.released:
             imported.pull.cancelled = True
 
     def _import_of(self, pull: Pull) -> Import | None:
@@ -412,10 +442,20 @@ class BlockMoves:
                 continue
             blocks = pool.allocate(len(slots))
             self._tickets += 1
-            imported.loads[self._tickets] = Load(indices, slots, blocks)
+            load = imported.loads[self._tickets] = Load(indices, slots, blocks)
             self._loads[self._tickets] = imported
-            self.copies.load(self._tickets, list(zip(slots, blocks, strict=True)))
-            self._puller.watch(self.copies.loads_end(), self._post_loaded)
+            if not self.copies.load(self._tickets, list(zip(slots, blocks, strict=True))):
+                pull.cancelled = True
+            self._puller.watch(
+                self.copies.loads_end(),
+                partial(self._close_load, imported, load),
+                self._post_loaded,
+            )
+
+    def _close_load(self, imported: Import, load: Load) -> None:
+        """Give back the slots of a load that has ended. Called by the thread that waits for it."""
+        imported.loaded = time.monotonic()
+        load.close(imported.pull, self._puller.give_back)
 
     def _note_loaded(self) -> None:
         self._loads_ended += 1
@@ -424,20 +464,35 @@ class BlockMoves:
         for ticket, succeeded in self.copies.finished():
             self._loads_ended -= 1
             imported = self._loads.pop(ticket)
-            pull, pool = imported.pull, imported.pool
-            indices, slots, blocks = imported.loads.pop(ticket)
-            if pull.borrowed is not None and not pull.borrowed.intact(slots):
-                pull.cancelled = True
+            pull = imported.pull
+            load = imported.loads.pop(ticket)
+            intact = load.close(pull, self._puller.give_back)
+            if not intact:
                 imported.error = "the source took back a slot that was being read"
-            self._puller.give_back(slots, pull)
-            if succeeded and not pull.cancelled:
-                groups, hashes = pull.groups, pull.hashes
-                for index, block in zip(indices, blocks, strict=True):
-                    pool.adopt(block, (index % groups, hashes[index // groups]))
-            imported.table += zip(indices, blocks, strict=True)
-            if not succeeded:
-                pull.cancelled = True
+            elif not succeeded:
                 imported.error = "blocks were not copied to the device"
+            if not (intact and succeeded):
+                pull.cancelled = True
+                if imported.released:
+                    self._broken = True
+                    imported.pool.forget({pull.hashes[i // pull.groups] for i in load.indices})
+            if not (pull.cancelled or imported.released):
+                self._adopt(imported, load)
+            imported.table += zip(load.indices, load.blocks, strict=True)
+
+    def _adopt(self, imported: Import, load: Load) -> None:
+        """Let the blocks of a load enter the prefix cache."""
+        groups, hashes, pool = imported.pull.groups, imported.pull.hashes, imported.pool
+        for index, block in zip(load.indices, load.blocks, strict=True):
+            pool.adopt(block, (index % groups, hashes[index // groups]))
+
+    def _release(self, number: int, imported: Import) -> None:
+        """Let a request go on whose last loads are in flight. Idempotent."""
+        if not imported.released:
+            imported.released = True
+            for load in imported.loads.values():
+                self._adopt(imported, load)
+            self._pulled.append(number)
 
     def _end_pull(self, pull: Pull, error: str) -> None:
         imported = self._import_of(pull)
@@ -455,7 +510,7 @@ class BlockMoves:
             self.pulled_bytes += len(imported.table) * self.plan.block_bytes
             positions = {index // pull.groups for index, _ in imported.table}
             self.pulled_tokens += len(positions) * imported.pool.block_size
-            self.pull_seconds += time.monotonic() - pull.began
+            self.pull_seconds += (imported.loaded or time.monotonic()) - pull.began
             self.shared_pulls += pull.borrowed is not None
             self.device_pulls += pull.borrowed is not None and pull.borrowed.slots.on_device
         if imported.error:
@@ -463,7 +518,8 @@ class BlockMoves:
             if time.monotonic() >= self._logged + _LOG_SECONDS:
                 self._logged = time.monotonic()
                 logger.warning("KV blocks were not moved here: %s", imported.error)
-        self._pulled.append(number)
+        if not imported.released:
+            self._pulled.append(number)
 
     def _detach(self) -> None:
         """Forget the slots of engines that have ended, once no pull reads them."""
@@ -513,7 +569,7 @@ class BlockMoves:
 
     def waiting(self) -> Collection[int]:
         """Return the ids of requests that wait for blocks."""
-        return self._imports.keys()
+        return [number for number, i in self._imports.items() if not i.released]
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of `EngineStats` about moves."""

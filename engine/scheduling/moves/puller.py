@@ -123,7 +123,7 @@ class Puller:
         self._sources: dict[KVSource, PeerSlots | None] = {}
         self._mapping = threading.Lock()
         self._keeping = threading.Lock()  # for `PeerSlots.kept`
-        self._copies: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None]
+        self._copies: queue.SimpleQueue[tuple[Callable[[], None], ...] | None]
         self._copies = queue.SimpleQueue()
         self._watching = False
 
@@ -132,15 +132,18 @@ class Puller:
         asked = self._ask_kept(pull)
         threading.Thread(target=self._run, args=(pull, asked), name="kv-pull", daemon=True).start()
 
-    def watch(self, end: Callable[[], None], ended: Callable[[], None]) -> None:
-        """Let a thread call `ended` once `end`, which waits for a copy, has returned.
+    def watch(
+        self, end: Callable[[], None], close: Callable[[], None], ended: Callable[[], None]
+    ) -> None:
+        """Let a thread call `close`, then `ended`, once `end`, which waits for a copy, has
+        returned.
 
         Copies end in the order of these calls.
         """
         if not self._watching:
             self._watching = True
             threading.Thread(target=self._watch, name="kv-copies", daemon=True).start()
-        self._copies.put((end, ended))
+        self._copies.put((end, close, ended))
 
     def close(self) -> None:
         """Close the connections that no pull uses, and end the thread of `watch`."""
@@ -152,12 +155,14 @@ class Puller:
 
     def _watch(self) -> None:
         while (copy := self._copies.get()) is not None:
-            end, ended = copy
+            end, close, ended = copy
             try:
                 end()
+                close()
             except Exception as error:  # the step loop finds it out
                 logger.warning("a copy of KV blocks has failed: %s", error)
             ended()
+            del copy, end, close, ended  # they hold the memory of a source, which may end
 
     def _ask_kept(self, pull: Pull) -> _Asked | None:
         """Send a pull's ask over a kept connection; return None if there is none that works."""

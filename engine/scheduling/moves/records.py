@@ -1,9 +1,10 @@
 """MovePlan, MoveCopies, Export, Import, Lease: the sizes and copies of moves of KV blocks, and the
 step loop's records."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine.scheduling.memory.block_manager import BlockManager
 from engine.scheduling.memory.host_plan import HostCopies
@@ -47,10 +48,10 @@ def _no_copy() -> None:
 
 @dataclass(eq=False, slots=True)
 class Export:
-    """A pull by another replica, which is answered once the steps in flight are done.
+    """A pull by another replica, which is answered once the steps and loads in flight are done.
 
-    step: the last step that was scheduled before the pull.
-    matched: the block table of the pull's prefix; None if no step was in flight then.
+    step, load: the last step and the last load of an import that came before the pull.
+    matched: the block table of the pull's prefix; None if nothing was in flight then.
     indices: places in it of the blocks to send. blocks: these blocks, which are held.
     staged: number of the first ones that are in slots or on their way there.
     copied: waits for the copies of these.
@@ -59,6 +60,7 @@ class Export:
     order: Order
     pool: BlockManager
     step: int
+    load: int
     hashes: list[bytes]
     matched: list[int] | None
     indices: list[int]
@@ -68,23 +70,43 @@ class Export:
     copied: Callable[[], None] = _no_copy
 
 
-class Load(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Load:
     """A copy of blocks that have arrived: their places in the pull's table, slots and blocks."""
 
     indices: list[int]
     slots: list[int]
     blocks: list[int]
+    _closing: threading.Lock = field(default_factory=threading.Lock)
+    _intact: bool | None = None
+
+    def close(self, pull: Pull, give_back: Callable[[Sequence[int], Pull], None]) -> bool:
+        """Give the slots back, once, as the copy has ended; return whether they kept their bytes.
+
+        Called from any thread.
+        """
+        with self._closing:
+            if self._intact is None:
+                self._intact = pull.borrowed is None or pull.borrowed.intact(self.slots)
+                give_back(self.slots, pull)
+            return self._intact
 
 
 @dataclass(eq=False, slots=True)
 class Import:
-    """The step loop's record of a pull: the blocks that have arrived."""
+    """The step loop's record of a pull: the blocks that have arrived.
+
+    released: whether the request goes on already, though loads are in flight.
+    loaded: when the last load has ended, monotonic seconds; 0: not known.
+    """
 
     pull: Pull
     pool: BlockManager
     table: list[tuple[int, int]] = field(default_factory=list)  # (index, adopted block)
     loads: dict[int, Load] = field(default_factory=dict)  # by ticket
     ended: bool = False  # no other block comes
+    released: bool = False
+    loaded: float = 0.0
     error: str = ""
 
 

@@ -35,7 +35,9 @@ class FakePuller:
     def give_back(self, slots: Sequence[int], pull: Pull) -> None:
         self.free.extend(slots)
 
-    def watch(self, end: Callable[[], None], ended: Callable[[], None]) -> None:
+    def watch(
+        self, end: Callable[[], None], close: Callable[[], None], ended: Callable[[], None]
+    ) -> None:
         ended()  # the loop then polls the fake copies until they are done
 
 
