@@ -46,8 +46,8 @@ KV_MOVES_OFF = "kv_moves_off"
 _MOST_PULLS = 16  # maximum number of simultaneous pulls; further requests compute their prompts
 _LEASED_SHARE = 4  # at most 1 / _LEASED_SHARE of the pool's blocks are leased
 _LOG_SECONDS = 5.0
-# The slots are copied in this many parts, so that source and puller copy at the same time. Copies
-# between device memories take less time than their launches, so these have fewer parts.
+# Slots are copied in so many parts, so that both devices copy at once. Copies to device memory take
+# less time than the calls that begin them, so blocks that have room there are copied at once.
 _PIECES, _DEVICE_PIECES = 8, 2
 
 
@@ -323,8 +323,9 @@ class BlockMoves:
         plan, on_device = self.plan, export.order.on_device
         free = self._free_on_device if on_device else self._free
         size = plan.device_slots // _DEVICE_PIECES if on_device else plan.slots // _PIECES
-        while free and export.staged < len(export.indices):
-            count = min(max(1, size), len(export.indices) - export.staged)
+        while free and (count := len(export.indices) - export.staged):
+            if not on_device or count > len(free):
+                count = min(max(1, size), count)
             slots = free[-count:]
             del free[-count:]
             if not self._stage_piece(export, slots):
