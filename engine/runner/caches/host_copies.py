@@ -26,7 +26,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -209,9 +209,16 @@ def _states_of(storage: Tensor) -> Callable[[], Tensor]:
     return lambda: items
 
 
-def _ends(blocks: Iterable[int], states: Iterable[int]) -> frozenset[int]:
-    """Return blocks and snapshots as one set of numbers: n for block n, -1 - n for snapshot n."""
-    return frozenset(blocks).union(-1 - slot for slot in states)
+def _ends(blocks: Collection[int], states: Collection[int]) -> frozenset[int]:
+    """Return one set of numbers: n for block n, -1 - n for snapshot n."""
+    numbers = frozenset(blocks)
+    return numbers.union(-1 - slot for slot in states) if states else numbers
+
+
+def _ends_of(pairs: Pairs, states: Pairs) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the sets of both ends of copies, for (first, second) pairs."""
+    firsts = _ends([first for first, _ in pairs], [first for first, _ in states])
+    return firsts, _ends([second for _, second in pairs], [second for _, second in states])
 
 
 class CpuCopies:
@@ -241,7 +248,7 @@ class CpuCopies:
 
     def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
         began = time.perf_counter()
-        slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
+        slots = _ends_of(pairs, states)[1]
         self._lost -= slots
         try:
             self._copy(self.blocks, pairs, to_host=True)
@@ -257,7 +264,7 @@ class CpuCopies:
     def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
         began = time.perf_counter()
         try:
-            if self._lost & _ends((slot for slot, _ in pairs), (slot for slot, _ in states)):
+            if self._lost & _ends_of(pairs, states)[0]:
                 raise RuntimeError("they had not got there")
             self._copy(self.blocks, _reversed(pairs), to_host=False)
             if self.states is not None:
@@ -370,14 +377,17 @@ class CudaCopies:
         return max(0, _QUEUE_BYTES - queued) // max(1, self.blocks.num_bytes)
 
     def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
-        slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
+        slots = _ends_of(pairs, states)[1] if self._lost else frozenset()
         size = max(1, len(pairs)) if self.blocks.on_device(pairs) else _PIECE
         pieces = [(pairs[at : at + size], ()) for at in range(0, len(pairs), size)]
         succeeded = True
         for piece, some in [*pieces, ((), states)]:
             if (piece or some) and succeeded:
                 succeeded = self._store(piece, some)
-        self._lost = self._lost - slots if succeeded else self._lost | slots
+        if succeeded:
+            self._lost -= slots
+        else:
+            self._lost |= _ends_of(pairs, states)[1]
         return succeeded
 
     def _store(self, pairs: Pairs, states: Pairs) -> bool:
@@ -405,12 +415,8 @@ class CudaCopies:
         return not load.failed
 
     def _new_copy(self, ticket: int, pairs: Pairs, states: Pairs) -> _Copy:
-        """Return the record of a new copy.
-
-        pairs, states: (device item, slot) pairs.
-        """
-        items = _ends((item for item, _ in pairs), (item for item, _ in states))
-        slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
+        """Return the record of a copy. pairs, states: (item of the device, slot)."""
+        items, slots = _ends_of(pairs, states)
         size = _size(self, pairs, states)
         return _Copy(ticket, items, slots, size, _timing_event(), _timing_event())
 

@@ -317,13 +317,13 @@ class BlockManager:
         digest = self._hashes[block]
         return None if digest is None else (self._group_of[block], digest)
 
-    def adopt(self, block: int, name: tuple[int, bytes]) -> None:
-        """Register a block whose KV was loaded from another memory, unless its name is registered.
+    def adopt(self, blocks: Sequence[int], names: Sequence[tuple[int, bytes]]) -> None:
+        """Register blocks whose keys came from elsewhere, but those whose name another one has.
 
-        name: the group and hash of the block.
+        names: the group and hash of each block.
         """
-        group, digest = name
-        self._register(digest, block, group)
+        for block, (group, digest) in zip(blocks, names, strict=True):
+            self._register(digest, block, group)
 
     def is_resident(self, digest: bytes) -> bool:
         """Whether every group has the block of this hash."""

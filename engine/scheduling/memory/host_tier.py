@@ -372,7 +372,7 @@ class HostTier:
             elif not succeeded:
                 self._drop(slot)
             if succeeded and not load.stale:
-                load.pool.adopt(block, name)
+                load.pool.adopt([block], [name])
         usable = succeeded and not load.stale
         if load.snapshots is not None:
             del self._coming_states[load.state]

@@ -282,11 +282,13 @@ class BlockMoves:
             return
         matched = pool.match_prefix(hashes)
         first = max(0, ask.near) * pool.num_groups
-        indices = [index for index in range(first, len(matched)) if matched[index] >= 0]
+        indices = list(range(first, len(matched)))
+        if not pool.whole:
+            indices = [index for index in indices if matched[index] >= 0]
         if not indices:
             self._refuse(order, "the source has no such blocks")
             return
-        blocks = [matched[index] for index in indices]
+        blocks = matched[first:] if pool.whole else [matched[index] for index in indices]
         pool.share(blocks)
         expected = None if self._done_step >= self._step and not self._loads else matched
         self._exports[order] = Export(
@@ -483,9 +485,9 @@ class BlockMoves:
 
     def _adopt(self, imported: Import, load: Load) -> None:
         """Let the blocks of a load enter the prefix cache."""
-        groups, hashes, pool = imported.pull.groups, imported.pull.hashes, imported.pool
-        for index, block in zip(load.indices, load.blocks, strict=True):
-            pool.adopt(block, (index % groups, hashes[index // groups]))
+        groups, hashes = imported.pull.groups, imported.pull.hashes
+        names = [(index % groups, hashes[index // groups]) for index in load.indices]
+        imported.pool.adopt(load.blocks, names)
 
     def _release(self, number: int, imported: Import) -> None:
         """Let a request go on whose last loads are in flight. Idempotent."""

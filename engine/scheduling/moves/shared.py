@@ -63,8 +63,10 @@ class SharedSlots:
     def begin_fill(self, slots: Sequence[int]) -> list[int]:
         """Change the fill numbers of slots that are about to get other bytes; return the new
         ones."""
-        self._fills[np.array(slots, np.int64)] += np.uint32(1)
-        return self.fills_of(slots)
+        places = np.array(slots, np.int64)
+        numbers = self._fills[places] + np.uint32(1)
+        self._fills[places] = numbers
+        return numbers.tolist()
 
 
 class OwnSlots(SharedSlots):
