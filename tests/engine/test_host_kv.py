@@ -182,9 +182,11 @@ def test_blocks_return_to_other_places(device: str, tmp_path: Path) -> None:
     copies = host_copies(both, 30, 0, torch.device(device), after_steps=True)
     before = [cache.storage.clone() for cache in both]
     assert copies.store([(3, 7), (5, 29), (11, 0)])
-    copies.wait()
+    copies.stores_end()()
+    assert copies.stored([7, 29, 0])
     copies.load(1, [(29, 3), (7, 8)])
-    assert finish(copies) == [(1, True)]
+    copies.loads_end()()
+    assert copies.finished() == [(1, True)]
     for cache, old in zip(both, before, strict=True):
         wanted = old.clone()
         wanted[:, :, 3], wanted[:, :, 8] = old[:, :, 5], old[:, :, 3]

@@ -377,6 +377,7 @@ class CudaCopies:
         return max(0, _QUEUE_BYTES - queued) // max(1, self.blocks.num_bytes)
 
     def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
+        self._take_stored()
         slots = _ends_of(pairs, states)[1] if self._lost else frozenset()
         size = max(1, len(pairs)) if self.blocks.on_device(pairs) else _PIECE
         pieces = [(pairs[at : at + size], ()) for at in range(0, len(pairs), size)]

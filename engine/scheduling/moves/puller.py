@@ -43,7 +43,7 @@ PULL_SECONDS = 10.0  # timeout of a pull, after which its request computes its p
 _STRIPE_BYTES = 4 << 20  # minimum bytes of a pull for each further TCP connection
 _MOST_STRIPES = 4
 _MOST_SOURCES = 64  # remembered sources, whose memory is mapped or cannot be mapped
-_MOST_KEPT = 4  # connections to a source that are kept
+_MOST_KEPT = 2  # connections to a source that are kept; it has room for 64 of all replicas
 
 
 @dataclass(eq=False, slots=True)

@@ -30,6 +30,7 @@ When the puller has read all slots of an offer, both ends keep the connection fo
 import contextlib
 import hashlib
 import hmac
+import os
 import secrets
 import select
 import socket
@@ -178,7 +179,7 @@ class Peer:
         """Send what the system's buffer takes at once; return the rest. Raises PeerError."""
         self._limit()
         try:
-            return data[self.sock.send(data, socket.MSG_DONTWAIT) :]
+            return data[os.write(self.sock.fileno(), data) :]  # `sock.send` would wait for room
         except BlockingIOError:
             return data
         except OSError as error:
