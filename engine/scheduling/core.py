@@ -250,7 +250,7 @@ class EngineCore:
             recovery.recompute()
             result = None
         idle = not (result or blame.failure or batch or held)
-        waits = scheduler.can_run() and self._moves is not None and self._moves.holds
+        waits = self._moves is not None and self._moves.holds and scheduler.can_run()
         if idle and (scheduler.loading or waits):
             time.sleep(_LOAD_SECONDS)
         else:
