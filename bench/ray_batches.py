@@ -228,7 +228,7 @@ def cluster(config: MantaConfig) -> Iterator[None]:
     """Start Ray and Serve, whose processes, unlike this one, have the application's variables."""
     with contextlib.ExitStack() as stack:
         with variables(config):
-            stack.enter_context(ray_and_serve(6))
+            stack.enter_context(ray_and_serve(10))
         yield
 
 
@@ -364,6 +364,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="actors of the Serve stage; by default so many that their rows are four times as many "
         "as an engine has at once, since an actor waits for the longest row of its batch",
     )
+    parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=20.0, help="of a phase of `beside`")
     parser.add_argument("--turns", type=int, default=2, help="of `beside`")
     parser.add_argument(
@@ -404,7 +405,7 @@ def main(arguments: list[str] | None = None) -> None:
         "model": folder,
         "engine": {key: value for key, value in fields.items() if key != "device"},
         "pools": {pool: {"replicas": 1, "num_cpus": 1}},
-        "router": {"replicas": 1},
+        "router": {"replicas": args.routers},
         "http": {"proxy": "serve"},
     }
     config = parse_config(settings, {})
@@ -433,6 +434,7 @@ def main(arguments: list[str] | None = None) -> None:
             "batch_size": args.batch_size,
             "concurrency": concurrency,
             "request": args.request,
+            "routers": args.routers,
         }
         write(args.out, "ray-batches", config_of, table_rows, lines)
 
