@@ -44,6 +44,7 @@ from deployments.config.load import MantaConfig, parse_config
 from deployments.environment import send_auth_token
 from deployments.ray_data import MantaEngineProcessorConfig
 from engine import LLM, SamplingParams
+from engine.errors import Overloaded
 from engine.library.handle import RequestHandle
 from loadtest.measure.figures import sample_at
 from tests.deployments.on_ray.serve_cluster import ray_and_serve
@@ -171,13 +172,16 @@ class Interactive:
     vocab: int
 
     async def _first(self, client: AsyncClient, draw: random.Random) -> float:
-        """Send a request; return the seconds to its first token."""
+        """Send a request, again after a refusal; return the seconds to its first token."""
         ids = [draw.randrange(3, self.vocab) for _ in range(self.prompt)]
+        fields = {"max_tokens": self.output, "temperature": 0.0, "ignore_eos": True}
         began, first = time.perf_counter(), 0.0
-        async for _ in client.stream(
-            ids, max_tokens=self.output, temperature=0.0, ignore_eos=True, return_token_ids=True
-        ):
-            first = first or time.perf_counter() - began
+        while not first:
+            try:
+                async for _ in client.stream(ids, return_token_ids=True, **fields):
+                    first = first or time.perf_counter() - began
+            except Overloaded as refusal:
+                await asyncio.sleep(refusal.retry_after or 1.0)
         return first
 
     async def in_turn(self, seconds: float, streams: int = 1) -> list[float]:
