@@ -432,7 +432,7 @@ def main(arguments: list[str] | None = None) -> None:
     print_ratios(table_rows)
     if args.out:
         config_of = {
-            "model": args.model,
+            "model": Path(args.model).name,
             "ours": fields,
             "peers": {"offline": "LLM", "alone": "beside"},
             "batch_size": args.batch_size,
