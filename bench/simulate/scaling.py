@@ -303,8 +303,8 @@ def _poisson(dice: Random, mean: float) -> int:
 def compare(case: str) -> tuple[list[RoutingRow], list[ScalingRun]]:
     """Simulate a case with all policies; return (rows of the table, runs).
 
-    Rows compare the share within the target with Serve's default policy, and the cost with the
-    clairvoyant policy.
+    Rows compare Manta's policy: the share of requests answered within the latency target, with
+    Serve's default policy; GPU hours and changes of direction, with the clairvoyant policy.
     """
     ours = simulate(case, MantaScaling())
     default = simulate(case, ServeDefault())

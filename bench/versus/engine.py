@@ -236,12 +236,14 @@ def compare(
     against: Path | None = None,
     title: str = "versus-engine",
 ) -> None:
-    """Alternate two sides and print the table.
+    """Measure two sides in turns, `runs` times each, and print the table of ratios.
 
     Sides are Manta and vLLM, Manta with and without a change, or Manta and an older checkout.
 
     models: label -> folder.
     names: names of workloads; empty for those of TABLE.
+    change: engine options that differ, as KEY=VALUE; empty for another comparison.
+    resume: whether to run only what today's file lacks.
     against: the folder of another checkout.
 
     Writes <out>/<title>-<date>.json (the table) and .jsonl (the raw lines); with a change,

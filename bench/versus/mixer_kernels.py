@@ -328,9 +328,12 @@ def compile_all(only: list[str]) -> None:
 
 
 def compile_share(chosen: dict[str, Callable[[], Case]], index: int, count: int) -> None:
-    """Run this process's share of the launches that peers autotune, and in process 0 also ours.
+    """Compile this process's share of the configurations that other libraries' kernels try.
 
-    The share is every count-th launch, from launch `index` on.
+    Each case runs once. The share is every count-th configuration of a kernel's autotuner from
+    number `index` on, or the first one. Process 0 also compiles Manta's kernels.
+
+    chosen: name -> function that makes the case.
     """
     from triton.runtime.autotuner import Autotuner
 

@@ -180,8 +180,10 @@ async def _replay(
 def _policy(
     config: MantaConfig, pools: Mapping[str, SimulatedPool]
 ) -> autoscaling.PoolsPolicy | None:
-    """Return the autoscaling policy for the pools that scale, with rates from their speeds; None if
-    no pool scales."""
+    """Return the autoscaling policy of the pools that scale; None if none does.
+
+    A replica's tokens/s and time to start are those of its simulated pool.
+    """
     arguments = autoscaling.policy_arguments(config, config.engine_pools)
     for name, fields in arguments["pools"].items():
         speed = pools[name].speed

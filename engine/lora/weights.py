@@ -150,7 +150,10 @@ class LoraReader:
     def _match(
         self, path: Path, stored: Sequence[StoredTensor], config: PeftConfig
     ) -> dict[int, dict[str, StoredTensor]]:
-        """Return part number -> its "A" and "B" tensors on disk."""
+        """Match an adapter's tensors to the model's matrices, and check names, shapes and ranks.
+
+        Returns index in `LoraLayout.parts` -> {"A": tensor, "B": tensor}. Raises AdapterError.
+        """
         pairs: dict[int, dict[str, StoredTensor]] = {}
         used = [tensor for tensor in stored if not self._ignored(_module_of(tensor))]
         for tensor in used:

@@ -31,7 +31,7 @@ from engine.runner.memory import image_cache_shape
 from engine.runner.request_rows import RequestRows
 from kernels.metadata import AttentionMeta, RotaryPlaces
 
-# Minimum number of embeddings that are divided among ranks: fewer take a GPU about the same time.
+# Minimum number of embeddings for which ranks divide images: fewer take one GPU as long as half.
 _LEAST_SHARED = 256
 
 

@@ -235,7 +235,7 @@ class StepSampler:
     def by_parts(self, plan: SamplePlan, masked: Sequence[int] = ()) -> bool:
         """Whether ranks exchange the best token of their vocabulary shards instead of logits.
 
-        masked: the batch's masked samples.
+        masked: indices of the samples that a grammar constrains; with any, logits are exchanged.
         """
         return self._head.group.size > 1 and plan.greedy and plan.simple and not masked
 

@@ -23,7 +23,7 @@ _MEASURED = 5  # number of measured steps of a short block
 # steps of a long block of the best length; the second value if the length gains a tenth
 _LONG, _LONGER = 128, 512
 _FIRST_REST, _SECOND_REST, _LONGEST_REST = 32, 512, 8192
-_DORMANT = 128  # in longer rests the drafter skips the tokens of steps
+_DORMANT = 128  # in longer pauses of drafts the drafter does not process the steps' tokens
 _LAST = 8  # number of last steps of such a rest, in which the drafter processes tokens
 _RETRIALS = 4  # number of long blocks until another length is measured again; fewer at first
 

@@ -80,7 +80,10 @@ def _kernel(
     tokens: Callable[[AttentionForm], tuple[int, float]],
     fits: Callable[..., bool] = _always,
 ) -> Candidate[AttentionForm]:
-    """Return the candidate that runs a function of kernels.attention. path: "module:function"."""
+    """Return the candidate that runs a function of kernels.attention.
+
+    path: "module:function". takes, tokens, fits: see Candidate.
+    """
     operands: Operands = "codes of keys and values" if takes is _takes_codes else "keys and values"
     run = Lazy(f"kernels.attention.{path}")
     return Candidate(path.split(":")[1], operands, takes, tokens, fits, run)

@@ -25,7 +25,13 @@ def choose_experts(
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Choose one token's experts, and store their ids and weights."""
+    """Choose one token's CHOSEN experts by score, and store their ids and weights.
+
+    Scores are the softmax of `logit`, or its sigmoid (SIGMOID). With CORRECT, `correction`
+    [EXPERTS] is added for the choice, but not to weights. RENORMALISE: the weights sum to 1 before
+    they are multiplied by `scale`. Results go to row `token` of `ids` and `weights` [n, CHOSEN].
+    PLACES: a power of two, at least CHOSEN.
+    """
     expert = tl.arange(0, BLOCK)
     if SIGMOID:
         score = tl.sigmoid(logit)

@@ -145,8 +145,12 @@ class EventIds:
 
     @classmethod
     def parse(cls, text: bytes, secret: bytes, binding: bytes) -> "EventIds":
-        """Decode and verify a client's event id. Raises ApiError 400 invalid_event_id,
-        event_id_expired."""
+        """Decode a client's event id, and verify its MAC and age.
+
+        secret: the MAC's key.
+        binding: what the id belongs to: the request's path, the digest of its body, its caller.
+        Raises ApiError 400 invalid_event_id, event_id_expired.
+        """
         try:
             raw = a2b_base64(text if len(text) <= _MAX_ID else b"", strict_mode=True)
         except Base64Error:

@@ -132,7 +132,10 @@ class StepPrograms:
     def _enter(
         self, token_ids: Tensor, metas: Sequence[AttentionMeta], entered: Tensor | None
     ) -> Tensor:
-        """Copy the step's inputs to their fixed addresses; return the first layer's input."""
+        """Copy the step's inputs to their fixed addresses; return the first layer's input.
+
+        entered: see `through`.
+        """
         count = token_ids.shape[0]
         positions, kv_len, slots, tables, rows, ids = self._arrays
         first = metas[0]

@@ -159,7 +159,7 @@ def _half(
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     pairs = gl.load(counted) * PARTS
     step = 0  # processed tiles
-    gone = 0  # processed splits; after each one more exchange passes on the denominators
+    gone = 0  # processed splits; each uses the barriers once more, to pass its denominators on
     for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
         item = work // PARTS
         entry, begin, end, splits = _listed(items + item * 8)

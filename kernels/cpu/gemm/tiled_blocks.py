@@ -261,10 +261,14 @@ def _products(writer: IRWriter, form: Format) -> None:
         into = writer.at("%out", writer.mul(first, "%stride"))
 
         def step(block: Value, odd: int, sums: list[Value]) -> list[Value]:
-            """Generate a step of the pipeline over blocks.
+            """Generate one step of the software pipeline over blocks; return the new `sums`.
 
-            It adds the sums of `block`, stores the tile of block + 1, and multiplies block +
-            _AHEAD, which may belong to the next item. odd: block % 2, which selects the tiles.
+            The step scales the products of `block`, which are in memory, and adds them to `sums`.
+            It stores the products of block + 1 from their tile to memory, and multiplies block +
+            _AHEAD, which may belong to the next item.
+
+            sums: one vector per row of x, the float32 sums so far.
+            odd: block % 2; even and odd blocks have different tiles.
             """
             row = writer.op(f"and i64 {block}, {TILE_ROWS - 1}")
             line = writer.at(writer.at(into, writer.mul(row, "%stride")), writer.mul(half, size))
