@@ -238,8 +238,7 @@ class RolloutActor:
         return Rollout(list(prompt_token_ids), choices)
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of running rollouts, by which OpenRLHF balances prompts among
-        actors."""
+        """Return the number of running rollouts, by which OpenRLHF balances its actors."""
         return self._running
 
     async def generate_responses(
@@ -252,8 +251,7 @@ class RolloutActor:
         num_samples: int = 1,
         images: Any = None,
     ) -> list[Any]:
-        """Return num_samples samples of a prompt, which OpenRLHF's agent executor generates with
-        this engine."""
+        """Let OpenRLHF's agent executor generate num_samples samples of a prompt."""
         if self._executor is None:
             self._executor = _executor(*self._executor_fields)
         fields = prompt, label, sampling_params, max_length, hf_tokenizer, self, images
