@@ -13,7 +13,7 @@ from deployments.cluster_store import prefix, store
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What an adapter's name currently refers to: the path of its files, and their revision.
+    """The files that an adapter's name currently refers to: their path and revision.
 
     path: path of the adapter's folder, or its URL in an object store.
     revision: hash of the adapter's files; "" until a replica has read them.

@@ -20,7 +20,7 @@ logger = logging.getLogger("manta.engine")
 
 @contextmanager
 def _named(path: str, entry: CachedFolder) -> Iterator[None]:
-    """In errors of the `with` block, replace the path of the cached copy by the adapter's URL.
+    """Replace the path of the cached copy by the adapter's URL in errors of the `with` block.
 
     path: the URL.
     entry: the cached copy.

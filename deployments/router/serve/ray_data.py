@@ -34,13 +34,14 @@ class DatasetRows:
         self._turn = asyncio.Lock()
 
     async def answer(self, path: str, request: Any, model: str) -> dict[str, Any]:
-        """Return the JSON answer to a row's request; wait, however long, while there is no room.
+        """Return the JSON answer to a row's request; retry without a time limit while there is no
+        room.
 
         path: the HTTP route that answers.
         request: the row's fields of the HTTP API and of the stage, as a mapping or a pydantic
             model.
-        model: the model of a request that names none; "": there are several.
-        Raises ValueError for an error response: the stage then fails this row alone.
+        model: the default model of a request; "": several models are served.
+        Raises ValueError for an error response; the stage then fails only this row.
         """
         fields = _fields(request)
         if fields.pop("stream", None):

@@ -210,7 +210,7 @@ def _states_of(storage: Tensor) -> Callable[[], Tensor]:
 
 
 def _ends(blocks: Collection[int], states: Collection[int]) -> frozenset[int]:
-    """Return one set of numbers: n for block n, -1 - n for snapshot n."""
+    """Return blocks and snapshots as one set of numbers: n for block n, -1 - n for snapshot n."""
     numbers = frozenset(blocks)
     return numbers.union(-1 - slot for slot in states) if states else numbers
 
@@ -416,7 +416,7 @@ class CudaCopies:
         return not load.failed
 
     def _new_copy(self, ticket: int, pairs: Pairs, states: Pairs) -> _Copy:
-        """Return the record of a copy. pairs, states: (item of the device, slot)."""
+        """Return the record of a new copy. pairs, states: (device item, slot) pairs."""
         items, slots = _ends_of(pairs, states)
         size = _size(self, pairs, states)
         return _Copy(ticket, items, slots, size, _timing_event(), _timing_event())

@@ -318,7 +318,7 @@ class BlockManager:
         return None if digest is None else (self._group_of[block], digest)
 
     def adopt(self, blocks: Sequence[int], names: Sequence[tuple[int, bytes]]) -> None:
-        """Register blocks whose keys came from elsewhere, but those whose name another one has.
+        """Register blocks whose KV was loaded from another memory, except under registered names.
 
         names: the group and hash of each block.
         """

@@ -46,8 +46,8 @@ KV_MOVES_OFF = "kv_moves_off"
 _MOST_PULLS = 16  # maximum number of simultaneous pulls; further requests compute their prompts
 _LEASED_SHARE = 4  # at most 1 / _LEASED_SHARE of the pool's blocks are leased
 _LOG_SECONDS = 5.0
-# Slots are copied in so many parts, so that both devices copy at once. Copies to device memory take
-# less time than the calls that begin them, so blocks that have room there are copied at once.
+# The slots are copied in this many parts, so that source and puller copy at the same time. Copies
+# between device memories take less time than their launches, so blocks with room there need one.
 _PIECES, _DEVICE_PIECES = 8, 2
 
 
@@ -72,7 +72,7 @@ class BlockMoves:
 
         copies: copies between blocks and slots; it has twice as many host slots as the plan.
         memory: the bytes of these slots.
-        sharing: shares the same slots with other engines of this machine.
+        sharing: shares the same slots with other engines on this machine.
         early: whether a step waits on the device for loads of the blocks that it reads.
         """
         self.plan = plan
@@ -262,7 +262,7 @@ class BlockMoves:
             self._drop_order(order)
 
     def yield_blocks(self) -> bool:
-        """Give up blocks that are held for others; return whether any became free."""
+        """Release blocks that are held for other replicas; return whether any became free."""
         held = bool(self._leases or self._exports)
         for last in list(self._leases):
             self._end_lease(last)
@@ -440,7 +440,8 @@ class BlockMoves:
             indices = [index for i, blocks in came if i is imported for index in blocks.indices]
             slots = [slot for i, blocks in came if i is imported for slot in blocks.slots]
             if pull.cancelled or pool.num_free < len(slots):
-                pull.cancelled = True  # no memory: the running requests come first
+                # no free blocks, as running requests have precedence
+                pull.cancelled = True
                 self._puller.give_back(slots, pull)
                 continue
             blocks = pool.allocate(len(slots))

@@ -1,8 +1,8 @@
 """Pull: the threads that receive KV blocks of one request from another replica.
 
 Blocks arrive in slots of host memory, and the step loop copies them to the device. A source on the
-same machine lends the slots that it has filled (shared.py); bytes from others come over TCP. A pull
-ends by itself: with all blocks, with an error, or at its deadline.
+same machine shares the slots that it has filled (shared.py); other sources send bytes over TCP. A
+pull ends by itself: with all blocks, with an error, or at its deadline.
 
 The connection of a pull that read lent slots is kept. The step loop itself sends the next pull's
 ask over it, so that the source begins before a thread of this engine has run.
@@ -42,8 +42,9 @@ logger = logging.getLogger("manta.engine")
 PULL_SECONDS = 10.0  # timeout of a pull, after which its request computes its prompt
 _STRIPE_BYTES = 4 << 20  # minimum bytes of a pull for each further TCP connection
 _MOST_STRIPES = 4
-_MOST_SOURCES = 64  # remembered sources, whose memory is mapped or cannot be mapped
-_MOST_KEPT = 2  # connections to a source that are kept; it has room for 64 of all replicas
+_MOST_SOURCES = 64  # maximum number of remembered sources, with or without mapped memory
+# maximum number of kept connections to a source, which has room for 64 of all replicas
+_MOST_KEPT = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -97,11 +98,11 @@ class Puller:
     """The receiver of KV blocks from other replicas, with a thread for each pull.
 
     memory: the bytes of each slot.
-    arrived: called from any thread with a pull's blocks. The callee gives their slots back
-        (`give_back`).
+    arrived: called from any thread with a pull and blocks that it has received. The callee returns
+        their slots by `give_back`.
     ended: called from any thread when a pull's threads have ended without a last arrival, with the
         error or "".
-    sharing: reads the slots of other engines of this machine; None: all blocks come over TCP.
+    sharing: reads the slots of other engines on this machine; None = all blocks come over TCP.
     gone: called from any thread with the slots of an engine that has ended.
     """
 

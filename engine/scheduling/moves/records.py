@@ -48,7 +48,9 @@ def _no_copy() -> None:
 
 @dataclass(eq=False, slots=True)
 class Export:
-    """A pull by another replica, which is answered once the steps and loads in flight are done.
+    """The step loop's record of a pull by another replica.
+
+    The pull is answered once the steps and loads in flight are done.
 
     step, load: the last step and the last load of an import that came before the pull.
     matched: the block table of the pull's prefix; None if nothing was in flight then.

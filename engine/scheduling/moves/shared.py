@@ -57,12 +57,12 @@ class SharedSlots:
         return bytes(self._key)
 
     def fills_of(self, slots: Sequence[int]) -> list[int]:
-        """Return the slots' fill numbers, which are other ones after each `begin_fill`."""
+        """Return the slots' fill numbers, which change with each `begin_fill`."""
         return self._fills[np.array(slots, np.int64)].tolist()
 
     def begin_fill(self, slots: Sequence[int]) -> list[int]:
-        """Change the fill numbers of slots that are about to get other bytes; return the new
-        ones."""
+        """Change the slots' fill numbers, before new bytes are written into them; return the new
+        numbers."""
         places = np.array(slots, np.int64)
         numbers = self._fills[places] + np.uint32(1)
         self._fills[places] = numbers
@@ -100,9 +100,10 @@ class OwnSlots(SharedSlots):
 class PeerSlots(SharedSlots):
     """The mapped slots of another engine.
 
-    first: number of its first slot among this engine's slots.
-    on_device: whether its slots of device memory are read, not those of host memory.
-    kept: connections to the engine, whose next message is an Ask; None: none are kept any more.
+    first: number that its first slot has among this engine's slots.
+    on_device: whether its slots in device memory are read, instead of those in host memory.
+    kept: open connections to the engine, whose next message is an Ask; None = no further
+        connection is kept.
     """
 
     def __init__(self, place: Place) -> None:
@@ -111,7 +112,8 @@ class PeerSlots(SharedSlots):
         self.first = 0
         self.on_device = False
         self.kept: list[Peer] | None = []
-        if os.readlink(self._path) != _LINK:  # a device or a pipe would do things when opened
+        # checked first, as opening a device or a pipe may have side effects
+        if os.readlink(self._path) != _LINK:
             raise ValueError("its process is not one of those that this one sees")
         file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -127,7 +129,8 @@ class PeerSlots(SharedSlots):
             os.close(file)
 
     def lends(self, slots: Sequence[int]) -> bool:
-        """Whether this engine reads slots of these numbers, of which there is at least one."""
+        """Whether the other engine has slots of these numbers, at least one, in the memory that is
+        read."""
         first, count = (self.count, self.device_count) if self.on_device else (0, self.count)
         return first <= min(slots) and max(slots) < first + count
 

@@ -41,8 +41,8 @@ from collections.abc import Sequence
 import msgspec
 
 MAGIC = b"manta-kv-3"
-IDLE_SECONDS = 2.0  # longest time without a byte from the peer
-LAST = 0xFFFFFFFF  # instead of an index: no block follows
+IDLE_SECONDS = 2.0  # maximum seconds without a byte from the peer
+LAST = 0xFFFFFFFF  # sent instead of an index after the last block
 NUMBER = struct.Struct("<I")
 
 _NONCE_BYTES = 32
@@ -211,7 +211,7 @@ class Peer:
         return number
 
     def receive_numbers(self, most: int) -> list[int]:
-        """Return the numbers that have come, at least one and at most `most`. Raises PeerError."""
+        """Return the slot numbers that the puller has sent, one to `most`. Raises PeerError."""
         self._limit()
         try:
             data = self.sock.recv(most * NUMBER.size)
@@ -222,12 +222,14 @@ class Peer:
         return unpack_numbers(data + self.receive(-len(data) % NUMBER.size))
 
     def announce(self, slots: Sequence[int], fills: Sequence[int]) -> None:
-        """Send the slots of the next blocks, and the numbers of their fills; none: no block comes
-        any more."""
+        """Announce the filled slots of the next blocks, and their fill numbers, to the puller.
+
+        Empty lists end the announcements.
+        """
         self.send(pack_numbers([len(slots), *slots, *fills]))
 
     def receive_announced(self, most: int) -> tuple[list[int], list[int]]:
-        """Return the slots and numbers that `announce` has sent, at most `most`. Raises
+        """Return the slots and fill numbers of one `announce`, at most `most` of each. Raises
         PeerError."""
         count = self.receive_number()
         if count > most:
