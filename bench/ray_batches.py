@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import ray
@@ -313,14 +314,10 @@ def beside(
     return lines
 
 
-def _mean(lines: list[Line], key: str) -> float:
-    return sum(line[key] for line in lines) / len(lines)
-
-
 def beside_rows(lines: list[Line]) -> list[Line]:
     """Return the rows of `beside`, two for each load."""
     rows = []
-    alone = _mean([line for line in lines if line["phase"] == "dataset"], "tok_s")
+    alone = fmean(line["tok_s"] for line in lines if line["phase"] == "dataset")
     for load in sorted({line["load"] for line in lines}):
         of = {
             name: [line for line in lines if (line["phase"], line["load"]) == (name, load)]
@@ -333,7 +330,7 @@ def beside_rows(lines: list[Line]) -> list[Line]:
         case = f"beside/{load:.0%}" if load else "beside/one"
         count = {"requests": sum(len(line["first_s"]) for line in of["both"])}
         rows.append(ratio_row(f"{case}/p99", p99["both"], p99["interactive"], "s") | count)
-        used = _mean(of["both"], "dataset_tok_s" if load else "tok_s")
+        used = fmean(line["dataset_tok_s" if load else "tok_s"] for line in of["both"])
         idle = (1 - load) * alone
         rows.append(ratio_row(f"{case}/idle", round(used, 1), round(idle, 1), "tok/s"))
     return rows
