@@ -1,7 +1,7 @@
 """The offline workloads, and the choice of each workload's result.
 
-They are the load tester's workloads, one request after a long context, and conversations that
-continue from the prefix cache.
+They are the load tester's workloads, one request after a long context, long prompts, and
+conversations that continue from the prefix cache.
 """
 
 import random
@@ -78,6 +78,34 @@ def decode_128k(generate: Generate) -> dict[str, Any]:
     return {**_speeds(0, DECODED, whole - first), "first_token_ms": round(first * 1e3, 1)}
 
 
+def _long_prompts(generate: Generate, length: int, count: int) -> dict[str, Any]:
+    """Measure `count` prompts of `length` tokens at once, with one output token each.
+
+    A first run of one prompt is not counted.
+    """
+    rng = random.Random(0)
+
+    def requests(number: int) -> list[Request]:
+        return [
+            ([rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in range(length)], 1)
+            for _ in range(number)
+        ]
+
+    _asked(generate, requests(1))
+    measured = requests(count)
+    return _speeds(count * length, count, _asked(generate, measured)[1])
+
+
+def prefill_32k(generate: Generate) -> dict[str, Any]:
+    """Measure eight prompts of 32,768 tokens."""
+    return _long_prompts(generate, 32_768, 8)
+
+
+def prefill_128k(generate: Generate) -> dict[str, Any]:
+    """Measure two prompts of almost 131,072 tokens."""
+    return _long_prompts(generate, LONG_CONTEXT - 16, 2)
+
+
 def conversations(generate: Generate) -> dict[str, Any]:
     """Measure the time of all turns of conversations, including prompts."""
     turned = Turned(generate, CONVERSATIONS, OPENING)
@@ -101,16 +129,23 @@ def second_turn(generate: Generate) -> dict[str, Any]:
 
 
 OURS: dict[str, Callable[[Generate], dict[str, Any]]] = {
-    f.__name__: f for f in (decode_128k, conversations, second_turn)
+    f.__name__: f for f in (decode_128k, prefill_32k, prefill_128k, conversations, second_turn)
 }
 # Workload -> the engine options that it needs, if they differ from the defaults.
 NEEDS: dict[str, dict[str, Any]] = {
     "decode_128k": {"max_model_len": LONG_CONTEXT},
+    "prefill_32k": {"max_model_len": LONG_CONTEXT},
+    "prefill_128k": {"max_model_len": LONG_CONTEXT},
     "conversations": {"prefix_caching": True},
     "second_turn": {"prefix_caching": True},
 }
 # workload -> its result, if it is not out_tok_s
-FIGURES = {"prefill": "total_tok_s", "second_turn": "first_token_ms"}
+FIGURES = {
+    "prefill": "total_tok_s",
+    "prefill_32k": "total_tok_s",
+    "prefill_128k": "total_tok_s",
+    "second_turn": "first_token_ms",
+}
 
 
 def measure(name: str, generate: Generate) -> dict[str, Any]:
@@ -141,7 +176,7 @@ def by_engine(names: Iterable[str]) -> list[list[str]]:
 def best(name: str, lines: Iterable[dict[str, Any]]) -> float:
     """Return the best result of a workload over several runs' lines.
 
-    It is output tokens/s; for prefill the tokens/s of prompts and outputs; for second_turn
+    It is output tokens/s; for prompts alone the tokens/s of prompts and outputs; for second_turn
     milliseconds.
     """
     key = FIGURES.get(name, "out_tok_s")
