@@ -6,15 +6,16 @@ r"""Speculation by n-gram look-up: edits, summaries, copies and chat with and wi
 
 The sides are engines in this process, which alternate: `off`, `own` (drafts from the request's own
 text, like vLLM's ngram) and `auto` (also from earlier answers). Each round has new documents, whose
-names and numbers are random, so no request is repeated. Sampling is greedy. A row has a side's
-output tokens/s, including the time of prompts, divided by those of `off`, the best round of each;
-and the number of equal texts. On the CPU in float32 all texts are equal:
+names and numbers are random, so no request is repeated. Sampling is greedy except for `fresh`. A
+row has a side's output tokens/s, including the time of prompts, divided by those of `off`, the best
+round of each; and the number of equal texts. On the CPU in float32 all texts are equal:
 tests/parity/test_speculation.py.
 
     edit       replace a name in a text; rename a function in code
     copy       repeat a text
     summarise  summarise a text in three sentences
-    chat       answer a question
+    chat       answer a question, of which there are 40
+    fresh      answer a question that was not asked before, at temperature 0.8 with a seed
 
 --host measures the host's microseconds per step without a model and a device. No text repeats,
 answers have 512 random tokens, and one batch is launched ahead. Rows have a side's time divided by
@@ -51,7 +52,7 @@ from engine.speculation.synthetic import SyntheticAcceptance
 from engine.text.tokenizer import Tokenizer
 
 SIDES: Mapping[str, Any] = {"off": "off", "own": {"method": "ngram"}, "auto": "auto"}
-KINDS = ("edit", "copy", "summarise", "chat")
+KINDS = ("edit", "copy", "summarise", "chat", "fresh")
 _TOWNS = ("Lindau", "Aarau", "Nyborg", "Trieste", "Viana", "Galway", "Ronda", "Tartu", "Kotor")
 _WORKS = ("harbour", "library", "theatre", "station", "market hall", "observatory", "tram depot")
 _VERBS = ("mean", "total", "spread", "largest", "median", "scale", "shift", "trim", "pairs")
@@ -62,6 +63,19 @@ _CHATS = (
     "Give me three reasons to {} in winter.",
 )
 _WORDS = ("read", "sail", "paint", "sell", "mend", "blue", "dark", "walk", "cook", "sing")
+_FRESH = (
+    "What connects {} and {} in the history of {}?",
+    "Write a scene in which {} meets {} near {}.",
+    "How would an engineer explain {} to somebody who only knows {} and {}?",
+    "Compare {} with {}, and say what {} has to do with it.",
+    "Plan a day that begins with {}, goes on with {} and ends with {}.",
+)
+_TOPICS = (
+    *("volcanoes", "chess", "bread", "glaciers", "satellites", "opera", "bees", "bridges", "tea"),
+    *("coral", "clocks", "maps", "violins", "wheat", "lighthouses", "algebra", "silk", "owls"),
+    *("railways", "perfume", "deserts", "cheese", "telescopes", "carpets", "salt", "kites"),
+    *("poetry", "batteries", "mushrooms", "canals", "cinema", "marble", "whales", "orchards"),
+)
 
 
 def article(rng: random.Random) -> tuple[str, str]:
@@ -96,6 +110,8 @@ def question(kind: str, rng: random.Random) -> str:
     """Return a message of this kind."""
     if kind == "chat":
         return rng.choice(_CHATS).format(rng.choice(_WORDS))
+    if kind == "fresh":
+        return rng.choice(_FRESH).format(*rng.sample(_TOPICS, 3))
     if kind == "edit" and rng.random() < 0.5:
         text, name = code(rng)
         return f"Rename the function {name} to compute and print the whole file.\n\n```\n{text}```"
@@ -113,13 +129,15 @@ class Side:
     def __init__(self, config: Mapping[str, Any], speculation: Any) -> None:
         self.core, _ = build(EngineConfig(**config, speculation=speculation))
 
-    def answer(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[list[int]], Line]:
+    def answer(
+        self, prompts: Sequence[list[int]], max_tokens: int, temperature: float
+    ) -> tuple[list[list[int]], Line]:
         """Return the answers to prompts that run at once, and the measured figures."""
         core: EngineCore = self.core
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         before = core.stats()
         began = time.perf_counter()
         for number, ids in enumerate(prompts):
+            params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
             core.add_request(EngineRequest(number, list(ids), len(ids), params, 0))
         answers: list[list[int]] = [[] for _ in prompts]
         while core.has_work():
@@ -155,7 +173,8 @@ def measure(
                 ]
                 expected: list[list[int]] = []
                 for name, side in sides.items():
-                    answers, figures = side.answer(prompts, options.max_tokens)
+                    temperature = 0.8 if kind == "fresh" else 0.0
+                    answers, figures = side.answer(prompts, options.max_tokens, temperature)
                     expected = expected or answers
                     equal = sum(map(list.__eq__, answers, expected))
                     case = {"kind": kind, "streams": streams, "round": number, "side": name}
