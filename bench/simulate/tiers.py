@@ -43,17 +43,18 @@ class TierCase:
     sizes: Sizes
 
 
-# Costs of a step, of a sequence and of a prompt token, and the rate of copies, as on an H200.
+# Costs on an H200: of a step, of a sequence of 5,000 tokens, and of a prompt token. The last is the
+# rate of copies.
 CASES = {
     "llama-8b": TierCase(
-        Speed("gpu", 0.0043, 0.00005, 0.000024, SIZES.pool, 64, 8192, ahead=True),
+        Speed("gpu", 0.0043, 0.00024, 0.000024, SIZES.pool, 64, 8192, ahead=True),
         128 << 10,
         50e9,
-        80 << 30,
+        90 << 30,
         SIZES,
     ),
     "quick": TierCase(
-        Speed("gpu", 0.0043, 0.00005, 0.000024, 8192, 64, 8192, ahead=True),
+        Speed("gpu", 0.0043, 0.00024, 0.000024, 8192, 64, 8192, ahead=True),
         128 << 10,
         50e9,
         10 << 30,
@@ -176,11 +177,11 @@ class TierEngine:
         self.core = EngineCore(config, self.device, tier=self.tier)
         self._number = 0
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], int]]:
+    def generate(self, prompts: list[list[int]], tokens: list[int]) -> list[tuple[list[int], int]]:
         """Run requests that arrive together; return (tokens, cached prompt tokens) of each."""
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
         places: dict[int, int] = {}
-        for prompt in prompts:
+        for prompt, count in zip(prompts, tokens, strict=True):
+            params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
             self._number += 1
             places[self._number] = len(places)
             request = EngineRequest(self._number, list(prompt), len(prompt), params, seed=1)

@@ -7,7 +7,7 @@ FOLDER has config.json; weights are random on all sides. Every side has the same
 `--pool-tokens` tokens on the device. `host`, `all` (`host_kv_store: all`) and `vllm`
 (`kv_offloading_size`, native) also have `--host-gib` GiB of host memory. `disk` has an eighth of
 this memory, and files. Each side has its own process. vLLM runs under `--vllm-python`, if it is in
-another environment.
+another environment. --resume adds sides to the day's lines in --out.
 
 - `dialogue`: tokens/s, including prompts, of conversations that take turns. Together they have
   `--over` times as many tokens as the pool.
@@ -55,12 +55,12 @@ class Sizes(NamedTuple):
     over: float
     opening: int  # first message of a conversation
     message: int
-    answer: int
+    answer: int  # mean length of an answer
     turns: int
     long: int  # prompt of `first`
 
 
-SIZES = Sizes(65_536, 3.0, 4096, 256, 64, 12, 8192)
+SIZES = Sizes(90_112, 3.0, 4096, 256, 64, 12, 8192)
 
 
 class Side(NamedTuple):
@@ -70,7 +70,7 @@ class Side(NamedTuple):
     copied: returns (bytes, seconds) of all copies to the device so far; None = not known.
     """
 
-    generate: Callable[[list[list[int]], int], list[tuple[list[int], int]]]
+    generate: Callable[[list[list[int]], list[int]], list[tuple[list[int], int]]]
     copied: Callable[[], tuple[int, float]] | None
     config: dict[str, Any]
 
@@ -97,8 +97,10 @@ def start_manta(side: str, model: str, sizes: Sizes, args: argparse.Namespace) -
         config["disk_kv_folder"] = str(args.disk_folder.resolve())
     llm = LLM(model, **config)
 
-    def generate(prompts: list[list[int]], tokens: int) -> list[tuple[list[int], int]]:
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+    def generate(prompts: list[list[int]], tokens: list[int]) -> list[tuple[list[int], int]]:
+        params = [
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count) for count in tokens
+        ]
         outputs = llm.generate(prompts, params, detokenize=False, progress=False)
         return [(list(o.outputs[0].token_ids), o.num_cached_tokens or 0) for o in outputs]
 
@@ -129,10 +131,11 @@ def start_vllm(model: str, sizes: Sizes, args: argparse.Namespace) -> Side:
     llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
     check_drawn(llm)
 
-    def generate(prompts: list[list[int]], tokens: int) -> list[tuple[list[int], int]]:
-        params = SamplingParams(
-            temperature=0.0, ignore_eos=True, max_tokens=tokens, detokenize=False
-        )
+    def generate(prompts: list[list[int]], tokens: list[int]) -> list[tuple[list[int], int]]:
+        params = [
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False)
+            for count in tokens
+        ]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = llm.generate(requests, params, use_tqdm=False)
         return [(list(o.outputs[0].token_ids), o.num_cached_tokens or 0) for o in outputs]
@@ -142,12 +145,16 @@ def start_vllm(model: str, sizes: Sizes, args: argparse.Namespace) -> Side:
 
 def longest(sizes: Sizes) -> int:
     """Return the maximum number of tokens of a request in any of the workloads."""
-    grown = sizes.opening + max(sizes.turns, _RETURNS) * (sizes.message + sizes.answer)
+    answer = 3 * (sizes.answer // 2)  # the longest
+    grown = sizes.opening + max(sizes.turns, _RETURNS) * (sizes.message + answer)
     return max(grown, sizes.long) + BLOCK
 
 
 class Conversations:
     """Conversations that take turns at the same time.
+
+    Answers have random lengths of the same mean: with equal ones, all requests of the pool would
+    end in the same step, and no copy could run beside a decode.
 
     tokens: total tokens of all conversations after the last turn.
     """
@@ -167,15 +174,17 @@ class Conversations:
 
         Returns (seconds, share of the prompts' tokens that came from a cache).
         """
+        least = self._sizes.answer // 2
+        lengths = [least + self._random.randrange(2 * least + 1) for _ in self.history]
         began = time.perf_counter()
-        answers = self._side.generate(self.history, self._sizes.answer)
+        answers = self._side.generate(self.history, lengths)
         seconds = time.perf_counter() - began
         asked = sum(map(len, self.history))
-        for ids, (answer, _) in zip(self.history, answers, strict=True):
-            if len(answer) != self._sizes.answer:
-                raise SystemExit(f"an answer has {len(answer)} tokens, not {self._sizes.answer}")
+        for ids, (answer, _), length in zip(self.history, answers, lengths, strict=True):
+            if len(answer) != length:
+                raise SystemExit(f"an answer has {len(answer)} tokens, not {length}")
             ids += [*answer, *self._ids(self._sizes.message)]
-        self.tokens += asked + self._sizes.answer * len(self.history)
+        self.tokens += asked + sum(lengths)
         return seconds, sum(cached for _, cached in answers) / asked
 
 
@@ -192,12 +201,12 @@ def measure(side: Side, sizes: Sizes) -> Iterator[tuple[str, float]]:
         return [prompt_ids(source, length) for _ in range(count)]
 
     flood = -(-sizes.pool // sizes.long) + 1
-    side.generate(fresh(2, sizes.opening), sizes.answer)  # a warm-up
+    side.generate(fresh(2, sizes.opening), [sizes.answer] * 2)  # a warm-up
     results = []
     for _ in range(2):
         prompts = fresh(max(2, sizes.pool // sizes.opening), sizes.opening)
         began = time.perf_counter()
-        side.generate(prompts, sizes.answer)
+        side.generate(prompts, [sizes.answer] * len(prompts))
         tokens = len(prompts) * (sizes.opening + sizes.answer)
         results.append(tokens / (time.perf_counter() - began))
     yield "fresh", max(results)
@@ -215,13 +224,13 @@ def measure(side: Side, sizes: Sizes) -> Iterator[tuple[str, float]]:
 
     prompts = fresh(max(1, sizes.pool // sizes.long // 2), sizes.long)
     for _ in range(2):
-        side.generate(prompts, 1)
-    side.generate(fresh(flood, sizes.long), 1)
+        side.generate(prompts, [1] * len(prompts))
+    side.generate(fresh(flood, sizes.long), [1] * flood)
     before = (0, 0.0) if side.copied is None else side.copied()
     times = []
     for ids in prompts:
         began = time.perf_counter()
-        side.generate([ids], 1)
+        side.generate([ids], [1])
         times.append(time.perf_counter() - began)
     yield "first", 1000 * median(times)
     if side.copied is not None:
@@ -271,6 +280,10 @@ def rows_of(label: str, lines: Sequence[Line], ours: str) -> list[Line]:
     return rows
 
 
+def _finished(_: Piece, lines: list[Line]) -> bool:
+    return any(line.get("workload") == "first" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -280,7 +293,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--pool-tokens", type=int, default=SIZES.pool)
-    parser.add_argument("--host-gib", type=float, default=80.0)
+    parser.add_argument("--host-gib", type=float, default=90.0)
     parser.add_argument("--disk-gib", type=float, default=80.0)
     parser.add_argument("--disk-folder", type=Path, default=Path("bench-kv"))
     parser.add_argument("--over", type=float, default=SIZES.over, help="times the pool")
@@ -292,23 +305,24 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     parser.add_argument("--side", choices=SIDES, help="run one side only, here")
     args = parser.parse_args()
     if args.side:
         run_side(args.side, args)
         return
-    harness = Harness(args.out, "versus-tiers", ("side",))
+    harness = Harness(args.out, "versus-tiers", ("side",), _finished, args.resume)
 
     def run_piece(piece: Piece) -> Iterator[Line]:
         python = args.vllm_python if piece[0] == "vllm" else sys.executable
         command = [python, "-m", "bench.versus.tiers", "--side", piece[0]]
         for name, value in vars(args).items():
-            if name not in ("side", "sides", "out", "name", "vllm_python"):
+            if name not in ("side", "sides", "out", "name", "vllm_python", "resume"):
                 command += [f"--{name.replace('_', '-')}", str(value)]
         return lines_of(command)
 
-    ours = next(side for side in ("host", "disk", "none") if side in args.sides)
     configs = harness.run_sides(args.sides, run_piece)
+    ours = next(side for side in ("host", "disk", "none") if side in configs)
     rows = rows_of(args.name, harness.raw.all, ours)
     peers = {side: config for side, config in configs.items() if side != ours}
     harness.raw.finish({"ours": configs[ours], "peers": peers}, rows)

@@ -21,23 +21,37 @@ RESULTS = {
 }
 
 
-def test_host_is_held_against_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a side is held against itself, or vLLM runs in Manta's environment."""
-    commands: list[list[str]] = []
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Replace the sides' processes by fixed results; return the list of their commands."""
+    started: list[list[str]] = []
 
     def fake(command: list[str]) -> Iterator[Line]:
-        commands.append(command)
+        started.append(command)
         side = command[command.index("--side") + 1]
         yield {"side": side, "ready_s": 1.0, "config": {"of": side}}
         for name, result in RESULTS[side].items():
             yield {"side": side, "workload": name, "result": result}
 
     monkeypatch.setattr(versus, "lines_of", fake)
-    arguments = ["--model", "m", "--name", "m", "--vllm-python", "other", "--out", str(tmp_path)]
+    return started
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> list[Line]:
+    """Run the comparison, and return the rows of its table."""
+    arguments = ("--model", "m", "--name", "m", "--out", str(out), *arguments)
     monkeypatch.setattr(sys, "argv", ["versus", *arguments])
     versus.main()
-    (table,) = tmp_path.glob("versus-tiers-*.json")
-    rows = json.loads(table.read_text())["rows"]
+    (table,) = out.glob("versus-tiers-*.json")
+    rows: list[Line] = json.loads(table.read_text())["rows"]
+    return rows
+
+
+def test_host_is_held_against_each_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: list[list[str]]
+) -> None:
+    """Bug: a side is held against itself, or vLLM runs in Manta's environment."""
+    rows = run(monkeypatch, tmp_path, "--vllm-python", "other")
     assert {row["case"]: row.get("ratio") for row in rows} == {
         "m/dialogue/none": 3.0,
         "m/dialogue/vllm": 1.2,
@@ -47,15 +61,25 @@ def test_host_is_held_against_each_side(tmp_path: Path, monkeypatch: pytest.Monk
     assert [command[0] for command in commands] == [sys.executable, sys.executable, "other"]
 
 
+def test_resume_runs_only_the_sides_that_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: list[list[str]]
+) -> None:
+    """Bug: a second call runs all sides again, or compares only its own."""
+    run(monkeypatch, tmp_path, "--sides", "host")
+    rows = run(monkeypatch, tmp_path, "--resume", "--sides", "none", "vllm")
+    assert [command[command.index("--side") + 1] for command in commands] == list(RESULTS)
+    assert {row["case"] for row in rows} > {"m/dialogue/none", "m/dialogue/vllm"}
+
+
 class Counting:
     """A side that records its prompts, and reports half of each as cached."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []  # (prompts, tokens of the longest)
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], int]]:
+    def generate(self, prompts: list[list[int]], tokens: list[int]) -> list[tuple[list[int], int]]:
         self.asked.append((len(prompts), max(map(len, prompts))))
-        return [([5] * tokens, len(ids) // 2) for ids in prompts]
+        return [([5] * count, len(ids) // 2) for ids, count in zip(prompts, tokens, strict=True)]
 
 
 def test_workloads_are_as_large_as_they_say() -> None:
