@@ -37,8 +37,15 @@ from kernels.kv.write import rope_kv_write
 from kernels.launch.assembler import choose_assembler
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
-from kernels.recurrent import convolution_cuda, delta_rule_cuda, mamba1_cuda, mamba2_cuda
+from kernels.recurrent import (
+    convolution_cuda,
+    delta_rule_cuda,
+    delta_verify_cuda,
+    mamba1_cuda,
+    mamba2_cuda,
+)
 from kernels.recurrent.delta_rule import DeltaInputs
+from kernels.recurrent.delta_walk_cuda import verify_by_walks
 from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
@@ -299,7 +306,8 @@ class Cuda(Kernels):
         runs = meta.state_runs
         if runs is None or not runs.in_place:
             return None
-        return delta_rule_cuda.verify(inputs, meta, runs, self.DETERMINISTIC)
+        verify = verify_by_walks if self.DETERMINISTIC else delta_verify_cuda.verify
+        return verify(inputs, runs)
 
     def causal_conv(
         self,

@@ -1,13 +1,13 @@
 """The metadata of a step, built once and passed to all layers.
 
 AttentionMeta: the layout of tokens and their keys. StateRuns: runs of draft tokens in recurrent
-layers. RotaryPlaces: rotary positions. OwnTokens: this rank's tokens with data-parallel attention.
-LoraStep: tokens sorted by adapter.
+layers. KeptRuns: what such layers keep of runs. RotaryPlaces: rotary positions. OwnTokens: this
+rank's tokens with data-parallel attention. LoraStep: tokens sorted by adapter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -121,7 +121,12 @@ class StateRuns:
     in_place: whether `others_meta` is the layout of the whole step, in which the entries of runs
         have no tokens (`kv_len` 0). Kernels that write no state of a run then need no copies.
     replays: for each layer computed so far, a function that computes `tokens` again. It takes the
-        layout of the accepted tokens.
+        layout of the accepted tokens. Layers in `settles` are not among them.
+    kept: memory in which layers may keep the updates of a step's runs.
+    numbers: int32 [runs, 12], a `KeptRun` for each run; zeros where there is none.
+    settles: for each layer that keeps updates in `kept`, a function that advances states by
+        accepted tokens. It takes numbers as above, of runs without tokens. A layer's kernel itself
+        advances the states of runs whose `KeptRun` has accepted tokens.
     """
 
     others: Tensor
@@ -132,6 +137,53 @@ class StateRuns:
     back: Tensor
     in_place: bool = False
     replays: list[Callable[[AttentionMeta], object]] = field(default_factory=list)
+    kept: "KeptRuns | None" = None
+    numbers: Tensor | None = None
+    settles: list[Callable[[Tensor], object]] = field(default_factory=list)
+
+
+class KeptRun(NamedTuple):
+    """A run of a step, and the same request's run of the step before, as int32 numbers.
+
+    row: the row of the state.
+    position: the number of the request's tokens before the run.
+    length: the number of tokens of the run; 0 if only accepted tokens are to be applied.
+    first, draft: indices in the step of the decode and of the first draft, which others follow.
+    accepted: the number of accepted tokens of the run before, to apply to the state in memory.
+    whole: 1 if no pending updates of decodes are to be applied to the state in memory before.
+    kept, kept_run: the place in `KeptRuns` of the run before: the number of its first token, and
+        that of the run.
+    own, own_run: the place of this run.
+    """
+
+    row: int
+    position: int
+    length: int
+    first: int
+    draft: int
+    accepted: int
+    whole: int
+    kept: int
+    kept_run: int
+    own: int
+    own_run: int
+    unused: int = 0  # for alignment to 16 bytes
+
+
+@dataclass(slots=True)
+class KeptRuns:
+    """Memory for the updates of the runs of two consecutive steps, of all layers that use it.
+
+    A step reads the places of the step before, and writes the others. The CUDA graphs of steps of
+    any size share it.
+
+    tokens, runs: the maximum numbers of tokens and of runs of a step.
+    layers: for each layer, updates and convolution inputs, allocated by the layer's kernel.
+    """
+
+    tokens: int
+    runs: int
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -436,8 +436,9 @@ class Kernels:
     def verify_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
         """Compute gated_delta or kimi_delta of a step that verifies drafts, without state copies.
 
-        The states of runs (a request's decode and its drafts) are not written. A function that
-        updates them by the accepted tokens is added to `meta.state_runs.replays`.
+        Tokens of runs (a request's decode and its drafts) are not written into states. A function
+        that updates states by the accepted tokens is added to `meta.state_runs`: to `replays`, or
+        to `settles` if the next step's launch itself may do it.
 
         Returns None, and does nothing, if this back end needs state copies for runs.
         """

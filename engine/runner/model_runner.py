@@ -127,7 +127,7 @@ class ModelRunner:
         if batch.prefixes:
             self._copy_prefixes(batch.prefixes)
         if self.forward.state_runs is not None:
-            self.forward.state_runs.settle(batch.settled)
+            self.forward.state_runs.settle(batch.settled, batch)
         if self.kv.states is not None and (batch.saved_states or batch.resumed_states):
             self.kv.states.save(batch.saved_states)
             self.kv.states.resume(batch.resumed_states)

@@ -9,10 +9,14 @@ a layer.
 
 On CUDA a step with up to GRAPHED decodes is a CUDA graph, and so is the second computation of its
 accepted tokens. The inputs of both are uploaded before each launch.
+
+Layers of a delta rule keep updates instead of inputs (`kernels.recurrent.delta_verify_cuda`). Where
+a request has drafts in consecutive steps, the second step's launch applies the accepted tokens of
+the first, so nothing else is launched for these.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from kernels.metadata import AttentionMeta, StateRuns
+from kernels.metadata import AttentionMeta, KeptRun, KeptRuns, StateRuns
 
 GRAPHED = 64  # decodes of the largest captured step; more would keep gigabytes of copied states
 
@@ -62,6 +66,22 @@ class _Layout:
         self._numbers.upload()
 
 
+@dataclass(slots=True)
+class _Run:
+    """A run of the newest step with drafts.
+
+    start, length: the position of the first token, and the number of tokens.
+    number, begin: the run's number in the step, and its first token's among those of runs.
+    whole: whether the state in memory, which is that before the run, has all pending updates.
+    """
+
+    start: int
+    length: int
+    number: int
+    begin: int
+    whole: bool = False
+
+
 class GraphRuns:
     """The runs of a captured step of decodes, and the graph that replays their accepted tokens.
 
@@ -72,12 +92,18 @@ class GraphRuns:
     """
 
     def __init__(
-        self, decodes: int, like: AttentionMeta, pad_row: int, device: torch.device
+        self,
+        decodes: int,
+        like: AttentionMeta,
+        pad_row: int,
+        device: torch.device,
+        kept: KeptRuns,
     ) -> None:
         """Set up the runs.
 
         decodes: the number of decode entries, including drafts.
         like: the AttentionMeta of the captured step.
+        kept: the memory for updates of runs.
         """
         self._decodes, self._pad_row = decodes, pad_row
         most = decodes // 2  # a run has at least two tokens
@@ -86,6 +112,9 @@ class GraphRuns:
         # rows are indices into the copied states
         self._layout = _Layout(most, like, 0, device)
         self.settled = _Layout(2 * most, like, pad_row, device)
+        numbers = len(KeptRun._fields)
+        self._kept = _Numbers((most * numbers,), device)
+        self._settled = torch.zeros(most, numbers, dtype=torch.int32, device=device)
         self.runs = StateRuns(
             others=torch.arange(decodes, device=device),
             others_meta=replace(like, rows=others_rows, kv_len=others_len),
@@ -94,6 +123,8 @@ class GraphRuns:
             rows=rows,
             back=back,
             in_place=True,
+            kept=kept,
+            numbers=self._kept.tensors[0].view(most, numbers),
         )
         self.settle: Callable[[], object] = self.replay
         self.fill([], [], [], [], [], [])
@@ -123,12 +154,43 @@ class GraphRuns:
         back[:] = np.arange(self._decodes)
         back[list(tokens)] = self._decodes + np.arange(len(tokens))
         self._numbers.upload()
-        self._layout.fill(range(len(rows)), starts, lengths)
+        if not self.resumes:
+            self._layout.fill(range(len(rows)), starts, lengths)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the step's own launch may advance states by the accepted tokens of the last."""
+        return bool(self.runs.settles) and not self.runs.replays
+
+    def fill_kept(self, runs: Sequence[KeptRun]) -> None:
+        """Upload a step's runs for layers that keep updates."""
+        array = self._kept.arrays[0].reshape(-1, len(KeptRun._fields))
+        array[: len(runs)], array[len(runs) :] = runs, 0
+        self._kept.upload()
+
+    def fill_settled(self, runs: Sequence[KeptRun]) -> None:
+        """Upload runs without tokens, whose accepted tokens `settle` applies to the states.
+
+        Each call takes other host memory, as a launch may settle twice.
+        """
+        host = torch.zeros_like(self._settled, device="cpu")
+        host[: len(runs)] = torch.tensor(runs, dtype=torch.int32)
+        if self._settled.is_cuda:
+            host = host.pin_memory()
+        self._settled.copy_(host, non_blocking=True)
+
+    def place(self, run: _Run, side: int) -> tuple[int, int]:
+        """Return the places of a run's first token and of the run in a half of `KeptRuns`."""
+        kept = self.runs.kept
+        assert kept is not None
+        return side * kept.tokens + run.begin, side * kept.runs + run.number
 
     def replay(self) -> None:
-        """Replay the graph that computes the accepted tokens on the states."""
+        """Compute the accepted tokens on the states, without a CUDA graph."""
         for replay in self.runs.replays:
             replay(self.settled.meta)
+        for settle in self.runs.settles:
+            settle(self._settled)
 
 
 class StateVerification:
@@ -143,34 +205,66 @@ class StateVerification:
         self._pad_row = pad_row
         self._device = device
         self._runs: StateRuns | GraphRuns | None = None
-        self._rows: list[int] = []  # the row of each run
-        self._starts: list[int] = []
-        self._lengths: list[int] = []
+        self._of_row: dict[int, _Run] = {}  # the newest step's runs, in the step's order
+        # row -> number of accepted tokens, for rows that wait for the next launch
+        self._waiting: dict[int, int] = {}
+        self._kept: KeptRuns | None = None
+        self._side = 0  # the half of `_kept` that the newest step has written
 
     def graphed(self, decodes: int, like: AttentionMeta) -> GraphRuns:
         """Return the runs of verified tokens for a decode step that is about to be captured.
 
-        decodes: the step's number of decode entries, those of drafts included.
+        decodes: the step's number of decode entries, those of drafts included. The first call has
+            the largest number.
         like: the step's attention meta, whose tensors the CUDA graph reads.
         """
-        return GraphRuns(decodes, like, self._pad_row, self._device)
+        if self._kept is None or self._kept.tokens < decodes:
+            self._kept = KeptRuns(decodes, decodes // 2)
+        return GraphRuns(decodes, like, self._pad_row, self._device, self._kept)
 
     def upload(self, batch: Batch, graph: GraphRuns) -> None:
         """Upload the runs of a batch of decodes, some of which have drafts, for a captured step."""
+        last_graph = self._runs
+        if not (
+            graph.resumes
+            and isinstance(last_graph, GraphRuns)
+            and last_graph.runs.kept is graph.runs.kept
+        ):
+            self.flush()
+        last, waiting, last_side = self._of_row, self._waiting, self._side
         tokens = self._record_runs(batch)
+        self._side, self._waiting, self._runs = 1 - last_side, {}, graph
+        kept = []
+        for row, run in self._of_row.items():
+            accepted = waiting.get(row, 0)
+            before = last[row] if accepted else run
+            assert not accepted or before.start + accepted == run.start
+            run.whole = accepted > 0
+            first, draft = tokens[run.begin : run.begin + 2]
+            whole = int(accepted > 0 and before.whole)
+            places = *graph.place(before, last_side), *graph.place(run, self._side)
+            kept.append(KeptRun(row, run.start, run.length, first, draft, accepted, whole, *places))
+        if graph.runs.settles or not graph.runs.replays:
+            graph.fill_kept(kept)
         others = np.asarray(batch.rows)
         others_len = np.asarray(batch.starts) + 1
         others[tokens], others_len[tokens] = self._pad_row, 0
+        runs = self._of_row.values()
         graph.fill(
-            others.tolist(), others_len.tolist(), tokens, self._rows, self._starts, self._lengths
+            others.tolist(),
+            others_len.tolist(),
+            tokens,
+            [*self._of_row],
+            [run.start for run in runs],
+            [run.length for run in runs],
         )
-        self._runs = graph
 
     def lay_out(self, batch: Batch, metas: Sequence[AttentionMeta]) -> None:
         """Set up a step so that recurrent layers compute drafts on copies of the states.
 
         metas: the step's attention metadata, whose `state_runs` is set if the batch has drafts.
         """
+        self.flush()
         if not batch.drafts:
             return
         tokens = self._record_runs(batch)
@@ -179,6 +273,8 @@ class StateVerification:
         others = np.flatnonzero(~in_run)
         decodes = np.flatnonzero(~in_run[: batch.num_decodes])
         entries = [*decodes.tolist(), *range(batch.num_decodes, len(batch.rows))]
+        runs = self._of_row.values()
+        rows, starts = [*self._of_row], [run.start for run in runs]
         back = np.empty(batch.num_tokens, dtype=np.int64)
         back[np.concatenate((others, np.asarray(tokens)))] = np.arange(batch.num_tokens)
         self._runs = StateRuns(
@@ -192,60 +288,101 @@ class StateVerification:
                 short=False,
             ),
             tokens=self._on_device(tokens),
-            meta=self._entries(metas[0], range(len(self._rows)), self._starts, self._lengths),
-            rows=self._on_device(self._rows),
+            meta=self._entries(metas[0], range(len(rows)), starts, [run.length for run in runs]),
+            rows=self._on_device(rows),
             back=self._on_device(back),
         )
         for meta in metas:
             meta.state_runs = self._runs
 
     def _record_runs(self, batch: Batch) -> list[int]:
-        """Store the row, start and length of each of a batch's runs.
+        """Store the runs of a batch.
 
         Returns the indices of the runs' tokens among the tokens of the batch.
         """
         at = batch.num_decodes - sum(len(drafts) for _, _, drafts in batch.drafts)
         entries = {row: entry for entry, row in enumerate(batch.rows[:at])}
-        self._rows = [row for row, _, _ in batch.drafts]
-        self._starts = [batch.starts[entries[row]] for row in self._rows]
-        self._lengths = [1 + len(drafts) for _, _, drafts in batch.drafts]
+        self._of_row = {}
         tokens: list[int] = []
-        for row, _, drafts in batch.drafts:
+        for number, (row, _, drafts) in enumerate(batch.drafts):
+            start, length = batch.starts[entries[row]], 1 + len(drafts)
+            self._of_row[row] = _Run(start, length, number, len(tokens))
             tokens += [entries[row], *range(at, at + len(drafts))]
             at += len(drafts)
         return tokens
 
-    def settle(self, settled: Sequence[tuple[int, int]]) -> None:
+    def settle(self, settled: Sequence[tuple[int, int]], following: Batch | None = None) -> None:
         """Advance the rows' states by the accepted tokens, before a step or a snapshot reads them.
 
         settled: (row, number of accepted tokens of its run) for the last step's runs, except for
             requests that have ended.
+        following: the batch that is launched next. Rows that have drafts in it may wait for this
+            launch, if nothing else reads or writes their states before. Call `upload`, `lay_out`
+            or `flush` in this launch.
         """
-        runs, self._runs = self._runs, None
-        if not settled:
-            return
-        assert runs is not None
         counts = dict(settled)
+        if isinstance(self._runs, GraphRuns) and self._runs.resumes and following is not None:
+            again = self._verified_again(following)
+            self._waiting = {row: counts.pop(row) for row in again if row in counts}
+        self._advance(counts)
+
+    def flush(self) -> None:
+        """Advance the states of rows that wait for the next launch."""
+        counts, self._waiting = self._waiting, {}
+        self._advance(counts)
+        self._runs = None
+
+    def _verified_again(self, batch: Batch) -> list[int]:
+        """Return the rows with drafts in a batch that a CUDA graph may compute, but for rows whose
+        states are copied."""
+        if batch.num_decodes < len(batch.rows):
+            return []
+        copied = {row for row, _ in (*batch.saved_states, *batch.resumed_states)}
+        copied.update(new.row for new in batch.new_rows)
+        return [row for row, _, _ in batch.drafts if row not in copied]
+
+    def _advance(self, counts: dict[int, int]) -> None:
+        """Advance states by accepted tokens of the last runs. counts: row -> their number."""
+        if not counts:
+            return
+        graph = self._runs
+        assert graph is not None
+        if not isinstance(graph, GraphRuns):
+            layout = self._entries(graph.meta, *self._settled_entries(counts))
+            for replay in graph.replays:
+                replay(layout)
+            return
+        if graph.runs.settles:
+            kept = []
+            for row, accepted in counts.items():
+                run = self._of_row[row]
+                places = graph.place(run, self._side)
+                position, whole = run.start + accepted, int(run.whole)
+                kept.append(KeptRun(row, position, 0, 0, 0, accepted, whole, *places, 0, 0))
+            graph.fill_settled(kept)
+        if graph.runs.replays:
+            graph.settled.fill(*self._settled_entries(counts))
+        graph.settle()
+
+    def _settled_entries(self, counts: dict[int, int]) -> tuple[list[int], list[int], list[int]]:
+        """Return rows, starts and lengths of entries that cover all tokens of the last runs.
+
+        Rejected tokens are entries of the padding row.
+        """
         rows, starts, lengths = [], [], []
-        for row, start, length in zip(self._rows, self._starts, self._lengths, strict=True):
+        for row, run in self._of_row.items():
             count = counts.get(row, 0)
-            # rejected tokens become an entry of the padding row
-            for own, first, tokens in ((row, start, count), (self._pad_row, 0, length - count)):
+            rejected = self._pad_row, 0, run.length - count
+            for own, first, tokens in ((row, run.start, count), rejected):
                 if tokens:
                     rows.append(own)
                     starts.append(first)
                     lengths.append(tokens)
-        if isinstance(runs, GraphRuns):
-            runs.settled.fill(rows, starts, lengths)
-            runs.settle()
-            return
-        layout = self._entries(runs.meta, rows, starts, lengths)
-        for replay in runs.replays:
-            replay(layout)
+        return rows, starts, lengths
 
     def forget(self) -> None:
         """Forget the tokens of a step whose result is discarded."""
-        self._runs = None
+        self._runs, self._waiting = None, {}
 
     def _entries(
         self,

@@ -22,10 +22,9 @@ not wait for each other.
 
 Prompts are computed in chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi). In
 deterministic mode all sequences are computed token by token instead (`delta_walk_cuda`), as are
-short sequences and runs of drafts.
+short sequences. Runs of drafts are computed in `delta_verify_cuda`.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import triton
@@ -33,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from kernels.metadata import AttentionMeta, StateRuns
+from kernels.metadata import AttentionMeta
 from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, tickets
 from kernels.recurrent.delta_chunks_cuda import delta_chunks
@@ -71,7 +70,7 @@ def decode_launch(programs: int, sms: int, values: int, by_key: bool = False) ->
 
 
 @triton.jit
-def _weights(conv, channels, mask, TAPS: tl.constexpr):
+def weights_of(conv, channels, mask, TAPS: tl.constexpr):
     """Load the convolution weights of some channels, one vector per tap, oldest first."""
     weights = ()
     for tap in tl.static_range(TAPS):
@@ -95,7 +94,7 @@ def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.cons
 
 @triton.jit
 def _mixed(seen, weights, TAPS: tl.constexpr):
-    """Return SiLU of some channels' convolution. seen, weights: from `_seen` and `_weights`."""
+    """Return SiLU of some channels' convolution. seen, weights: from `_seen` and `weights_of`."""
     total = seen[0].to(tl.float32) * weights[0]
     for tap in tl.static_range(1, TAPS):
         total += seen[tap].to(tl.float32) * weights[tap]
@@ -237,9 +236,9 @@ def _delta_decode_kernel(
     of_q, of_k, of_v = head_channels(
         head, dims, wide, SIZES.key_heads, SIZES.value_heads, SIZES.key_dim, SIZES.value_dim
     )
-    q_weights = _weights(conv, of_q, key_mask, SIZES.taps)
-    k_weights = _weights(conv, of_k, key_mask, SIZES.taps)
-    v_weights = _weights(conv, of_v, wide_mask, SIZES.taps)
+    q_weights = weights_of(conv, of_q, key_mask, SIZES.taps)
+    k_weights = weights_of(conv, of_k, key_mask, SIZES.taps)
+    v_weights = weights_of(conv, of_v, wide_mask, SIZES.taps)
     scale = tl.load(norm + columns, mask=columns < SIZES.value_dim, other=0.0)
     rate, of_decay, decay_mask, shift = decay_of(
         decay, bias, head, dims, SIZES.key_dim, SIZES.by_key
@@ -388,7 +387,7 @@ def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = 
     assert inputs.a.stride(0) == inputs.b.stride(0)
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
     walks = deterministic or meta.by_token
-    _by_token(inputs, out, meta, walks)
+    by_token(inputs, out, meta, walks)
     if not walks and x.shape[0] > meta.num_decodes:
         delta_chunks(inputs, out, meta)
     return out
@@ -403,35 +402,22 @@ def kimi_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = F
     x, heads = inputs.x, inputs.heads
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
     walks = deterministic or meta.by_token
-    _by_token(inputs, out, meta, walks)
+    by_token(inputs, out, meta, walks)
     if not walks and x.shape[0] > meta.num_decodes:
         kimi_chunks(inputs, out, meta)
     return out
 
 
-def verify(
-    inputs: DeltaInputs, meta: AttentionMeta, runs: StateRuns, deterministic: bool = False
-) -> Tensor:
-    """Return the outputs of decodes and of runs of drafts, [num_tokens, value_heads * value_size].
-
-    One launch computes decodes without drafts and updates their states. Another launch computes
-    runs and writes no states. A function that updates the runs' states by the accepted tokens is
-    added to `runs.replays`.
-    """
-    x, heads = inputs.x, inputs.heads
-    out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    _by_token(inputs, out, runs.others_meta, deterministic)
-    walk(inputs, out, replace(runs.meta, rows=runs.rows), runs.tokens, keeps=False)
-    runs.replays.append(lambda layout: walk(inputs, None, layout, runs.tokens))
-    return out
-
-
-def _by_token(
+def by_token(
     inputs: DeltaInputs,
     out: Tensor,
     meta: AttentionMeta,
-    prompts: bool,  # whether to compute prompts token by token, too, and write zeros for padding
+    prompts: bool,
 ) -> None:
+    """Compute a step's decodes.
+
+    prompts: whether to compute prompts token by token, too, and write zeros for padding.
+    """
     x, z, a, b, heads, tail, state, late = inputs
     assert meta.rows is not None and meta.counts is not None
     entries = meta.kv_len.shape[0] if prompts else meta.num_decodes

@@ -3,16 +3,18 @@
 A program keeps a head's state in registers and computes the tokens of one sequence (an entry of the
 step) one after the other, so results are batch-invariant. It applies pending updates first. The
 kernel computes all entries in deterministic mode, or if all entries are short
-(`AttentionMeta.by_token`). If draft tokens are verified in place, a first launch over them writes
-no states; a second launch over the accepted tokens does.
+(`AttentionMeta.by_token`). In deterministic mode a first launch over draft tokens writes no states,
+and a second launch over the accepted tokens does.
 """
+
+from dataclasses import replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, StateRuns
 from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail, tickets
 from kernels.recurrent.delta_rule import DeltaInputs
@@ -61,7 +63,7 @@ def normed_result(results, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.con
 
 
 @triton.jit
-def _applied(
+def applied(
     matrix, late, since, dims, columns, KEY: tl.constexpr, VALUE: tl.constexpr,
     LATE: tl.constexpr, ENTRY: tl.constexpr, BY_KEY: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +158,7 @@ def _delta_walk_kernel(
     matrix = tl.load(state + tile, mask=tile_mask & (before + tile * 0 > 0), other=0.0)
     if LATE:
         late += (row * SIZES.value_heads + head) * LATE * ENTRY
-        matrix = _applied(
+        matrix = applied(
             matrix, late, before % (LATE + 1), dims, columns, SIZES.key_dim, SIZES.value_dim,
             LATE, ENTRY, SIZES.by_key, KEEPS,
         )  # fmt: skip
@@ -299,3 +301,18 @@ def walk(
         num_warps=4 if sizes.key_columns * values <= 128 * 128 else 16,
         **pdl(x.device),
     )
+
+
+def verify_by_walks(inputs: DeltaInputs, runs: StateRuns) -> Tensor:
+    """Return the outputs of decodes and of runs of drafts, [num_tokens, value_heads * value_size].
+
+    They are bit for bit those of `walk`. One launch computes decodes without drafts and updates
+    their states. Another launch computes runs and writes no states. A function that updates the
+    runs' states by the accepted tokens is added to `runs.replays`.
+    """
+    x, heads = inputs.x, inputs.heads
+    out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
+    walk(inputs, out, runs.others_meta)
+    walk(inputs, out, replace(runs.meta, rows=runs.rows), runs.tokens, keeps=False)
+    runs.replays.append(lambda layout: walk(inputs, None, layout, runs.tokens))
+    return out

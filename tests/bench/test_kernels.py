@@ -38,11 +38,11 @@ from kernels.gemm import deterministic  # noqa: E402
 from kernels.gemm.packed import blocks, dot, fp8, int8  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.metadata import LoraLinear  # noqa: E402
-from kernels.recurrent import delta_rule_cuda  # noqa: E402
+from kernels.recurrent import delta_rule_cuda, delta_verify_cuda  # noqa: E402
 
 NUM_SMS = (
     attention_decode, decode_plan, quantized_decode, latent_decode, deterministic, int8,
-    blocks, dot, fp8, delta_rule_cuda,
+    blocks, dot, fp8, delta_rule_cuda, delta_verify_cuda,
 )  # fmt: skip
 INTERPRETED = triton.knobs.runtime.interpret
 BEST = Best(copy=4e12, product=8e14)

@@ -232,8 +232,10 @@ def test_decodes_of_delta_read_all_at_once(launches: Launches) -> None:
     made; a state that is read by less than 16 bytes."""
     delta("qwen3-0.6b")
     seen = [launch for name, launch in launches.seen if name == "_delta_decode_kernel"]
-    assert len(seen) == 4  # with states written late and not; beside runs of drafts, too
-    for compiled in seen:
+    assert len(seen) == 6  # with states written late and not; beside runs of drafts, too
+    verified = [launch for name, launch in launches.seen if name == "_delta_verify_kernel"]
+    assert len(verified) == 8  # few runs and many, and what settles them
+    for compiled in (*seen, *verified):
         ptx = compiled.asm["ptx"]
         _, late = ptx.split("griddepcontrol.wait")
         first = late.split("bar.sync")[0]

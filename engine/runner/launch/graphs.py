@@ -403,8 +403,11 @@ class StepGraphs:
             self._own_inputs.upload(self._forward.own.padded(batch), *size)
         if lora is not None and slots is not None:
             lora.upload_step(slots, size[1])
-        if verifies and self._forward.state_runs is not None:
-            self._forward.state_runs.upload(batch, self._state_runs[key])
+        states = self._forward.state_runs
+        if states is not None and verifies:
+            states.upload(batch, self._state_runs[key])
+        elif states is not None:
+            states.flush()
         graphs[key].replay()
         if stage.alone:
             hidden = Hidden(self._hidden[:count], None, graphs=self, size=size)

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from kernels.metadata import AttentionMeta, StateRuns
+from kernels.metadata import AttentionMeta, KeptRun, KeptRuns, StateRuns
 from kernels.norm import gated_norm
 from kernels.recurrent.chunks_cuda import ENTRIES
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
-from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta, verify
+from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta
+from kernels.recurrent.delta_verify_cuda import verify
+from kernels.recurrent.delta_walk_cuda import verify_by_walks
 from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba1_cuda import mamba1
 from kernels.recurrent.mamba2 import Mamba2Heads
@@ -38,20 +40,26 @@ def _meta(entries: int = 2) -> AttentionMeta:
 
 
 def _verify(inputs: DeltaInputs) -> None:
-    """Launch a step that verifies drafts without state copies, and the replay of accepted
-    drafts."""
-    runs = StateRuns(
-        *(
-            int64(20),
-            replace(_meta(20), num_decodes=20),
-            int64(20),
-            replace(_meta(), by_token=True),
-        ),
-        *(int32(2), int64(20)),
-        in_place=True,
-    )
-    verify(inputs, _meta(20), runs)
-    runs.replays[0](replace(_meta(4), by_token=True))
+    """Launch steps that verify drafts of few and of many runs, and settle accepted tokens."""
+    for count in (1, 10):
+        runs = StateRuns(
+            *(
+                int64(20),
+                replace(_meta(20), num_decodes=20),
+                int64(20),
+                replace(_meta(), by_token=True),
+            ),
+            *(int32(2), int64(20)),
+            in_place=True,
+            kept=KeptRuns(20, 10),
+            numbers=int32(count, len(KeptRun._fields)),
+        )
+        verify(inputs, runs)
+        assert runs.numbers is not None
+        runs.settles[0](runs.numbers)
+    if inputs.pending_updates is None:  # in deterministic mode
+        verify_by_walks(inputs, runs)
+        runs.replays[0](replace(_meta(4), by_token=True))
 
 
 def delta(model: str) -> None:
