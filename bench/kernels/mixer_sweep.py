@@ -34,12 +34,14 @@ from kernels.candidates import first_fit
 from kernels.recurrent import (
     delta_chunks_cuda,
     delta_rule_cuda,
+    delta_verify_cuda,
     kimi_chunks_cuda,
     mamba2_chunks_cuda,
 )
 from kernels.recurrent.chunks_cuda import Launch, PassLaunch
 from kernels.recurrent.delta_chunks_cuda import RowsLaunch
 from kernels.recurrent.delta_rule_cuda import DecodeLaunch as DeltaLaunch
+from kernels.recurrent.delta_verify_cuda import VerifyLaunch
 
 COMPILE_S = 320  # seconds for all first runs
 Table = tuple[Any, str, Sequence[Any]]  # a module, its table's name, launches
@@ -98,6 +100,19 @@ TABLES: dict[str, list[Table]] = {
                 for launch in (
                     *((8, 1, 1), (8, 1, 4), (16, 1, 1), (16, 2, 1), (16, 2, 4), (32, 2, 1)),
                     *((32, 2, 4), (16, 4, 1), (16, 4, 8), (32, 4, 1), (32, 4, 4), (64, 4, 2)),
+                )
+            ],
+        )
+    ],
+    "delta drafts/": [
+        (
+            delta_verify_cuda,
+            "verify_launch",
+            [
+                VerifyLaunch(*launch)
+                for launch in (
+                    *((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4)),
+                    *((64, 8), (128, 4), (128, 8)),
                 )
             ],
         )

@@ -14,9 +14,11 @@ from torch import Tensor
 from bench.kernels.measure import OPERATIONS, KernelWork, copies_for
 from bench.kernels.sizes import Sizes, meta_of
 from kernels.dispatch import kernels_for
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, KeptRun, KeptRuns, StateRuns
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.delta_rule_cuda import gated_delta
+from kernels.recurrent.delta_verify_cuda import verify
+from kernels.recurrent.delta_walk_cuda import verify_by_walks
 from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 
@@ -178,6 +180,21 @@ def delta(
     """
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
+    inputs = _delta_inputs(s, count, tokens)
+    _, _, _, _, _, tail, state, late = inputs
+    assert late is not None
+    if deterministic:
+        inputs = inputs._replace(pending_updates=None)
+    calls = [
+        partial(gated_delta, inputs, positions, deterministic)
+        for positions in _positions(meta, tokens == count)
+    ]
+    moved = _states(state, late, tokens == count) + 2.0 * tail.nbytes + _activations(inputs)
+    return KernelWork(calls, moved)
+
+
+def _delta_inputs(s: Sizes, rows: int, tokens: int) -> DeltaInputs:
+    """Return a layer's inputs, and its states for a number of rows."""
     channels = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
     heads = DeltaHeads(
         KEY_HEADS,
@@ -192,17 +209,69 @@ def delta(
     )
     sizes = (channels, VALUE_HEADS * SIZE, VALUE_HEADS, VALUE_HEADS)
     x, z, a, b = s.random(tokens, sum(sizes)).split(sizes, dim=1)
-    tail = torch.zeros(count, TAPS - 1, channels, device=s.device)
-    state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
-    late = torch.zeros(count, VALUE_HEADS, LATE, 2 * SIZE + 4, device=s.device)
-    inputs = DeltaInputs(x, z, a, b, heads, tail, state, None if deterministic else late)
-    calls = [
-        partial(gated_delta, inputs, positions, deterministic)
-        for positions in _positions(meta, tokens == count)
+    tail = torch.zeros(rows, TAPS - 1, channels, device=s.device)
+    state = torch.zeros(rows, VALUE_HEADS, SIZE, SIZE, device=s.device)
+    late = torch.zeros(rows, VALUE_HEADS, LATE, 2 * SIZE + 4, device=s.device)
+    return DeltaInputs(x, z, a, b, heads, tail, state, late)
+
+
+def _activations(inputs: DeltaInputs) -> float:
+    """Return the bytes of a delta rule's activations and outputs."""
+    read = sum(part.numel() for part in inputs[:4])
+    return float(read + inputs.z.numel()) * inputs.x.element_size()
+
+
+def delta_drafts(s: Sizes, streams: int, drafts: int = 1, walks: bool = False) -> KernelWork:
+    """Make a case of a layer in a step that verifies drafts, of which the last step's all passed.
+
+    Bytes count states, read and written once, and activations.
+    walks: whether the layer walks over the step's tokens, then over the accepted ones, as in
+        deterministic mode.
+    """
+    length, position = drafts + 1, 1000
+    tokens = streams * length
+    inputs = _delta_inputs(s, streams, tokens)
+    num_bytes = 2.0 * (inputs.state.nbytes + inputs.tail.nbytes) + _activations(inputs)
+    layers = [
+        inputs._replace(
+            tail=inputs.tail.clone(),
+            state=inputs.state.clone(),
+            pending_updates=torch.zeros_like(inputs.pending_updates),
+        )
+        for _ in range(copies_for(num_bytes))
     ]
-    moved = _states(state, late, tokens == count) + 2.0 * tail.nbytes
-    moved += tokens * (sum(sizes) + VALUE_HEADS * SIZE) * s.dtype.itemsize
-    return KernelWork(calls, moved)
+    # No entry decodes alone. Tokens of a run are adjacent, as in a step the drafts alone are.
+    lone = _with_rows(s, [1] * tokens, [1] * tokens)
+    lone = replace(lone, kv_len=torch.zeros_like(lone.kv_len))
+    entries = [length] * streams
+    meta = replace(_with_rows(s, [position + length] * streams, entries), by_token=True)
+    order = torch.arange(tokens, device=s.device)
+    numbers = [
+        KeptRun(row, position, length, *[row * length + late for late in range(2)], length, 1,
+                row * length, row, tokens + row * length, streams + row)
+        for row in range(streams)
+    ]  # fmt: skip
+    kept = KeptRuns(tokens, streams)
+    assert meta.rows is not None
+    runs = StateRuns(
+        order, lone, order, meta, meta.rows, order, True,
+        kept=kept, numbers=s.ints([number for run in numbers for number in run]).view(streams, -1),
+    )  # fmt: skip
+
+    def call(layer: DeltaInputs) -> Tensor:
+        runs.settles.clear()
+        runs.replays.clear()
+        if not walks:
+            return verify(layer, runs)
+        out = verify_by_walks(layer, runs)
+        runs.replays[0](meta)
+        return out
+
+    if not walks:  # what the last step has kept
+        call(layers[0])
+        for memory in kept.layers[0]:
+            memory.fill_(0.5)
+    return KernelWork([partial(call, layer) for layer in layers], num_bytes)
 
 
 def kimi(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
@@ -263,5 +332,10 @@ def mixer_cases(s: Sizes) -> dict[str, Callable[[], KernelWork]]:
             cases[f"{name} decode/{rows}"] = partial(work, s, [1000] * rows, [1] * rows)
     for name, work in RECURRENT.items():
         cases[f"{name} prefill/1 x 8192"] = partial(work, s, [8192], [8192])
+    for streams in (1, 8, 32, 64):
+        for name, walks in (("delta drafts", False), ("delta drafts by walks", True)):
+            cases[f"{name}/{streams} x 2"] = partial(delta_drafts, s, streams, walks=walks)
+    for drafts in (3, 7):
+        cases[f"delta drafts/32 x {drafts + 1}"] = partial(delta_drafts, s, 32, drafts)
     cases["deterministic delta prefill/1 x 1024"] = partial(delta, s, [1024], [1024], True)
     return cases
