@@ -35,12 +35,13 @@ from deployments.config.load import (
     parse_part,
 )
 from deployments.config.models import ScalingConfig
-from deployments.router.deployment import Router, RouterSettings
+from deployments.router.deployment import BatchRouter, Router, RouterSettings
 from deployments.router.keys.key_files import KeySettings
 from deployments.router.models.model_loader import ChangeModels
 from deployments.router.models.model_settings import ServedModel
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.scaling import policy as autoscaling
+from deployments.scaling.policy import BATCH_ROUTER, ROUTER
 from deployments.serve import coexistence, model_deployments
 from deployments.serve.model_deployments import (
     NodeCapacity,
@@ -182,53 +183,67 @@ def _routers(
         if (file := getattr(http, name)) is not None
     }
     keys = {name: read_api_keys(file, f"http.{name}") for name, file in key_files.items()}
-    router = deployment(serve.ingress()(Router)).options(
-        name="router",
-        num_replicas=config.router.replicas,
-        ray_actor_options={"num_cpus": config.router.num_cpus},
+    counts = _router_counts(config)
+    options: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": config.router.num_cpus},
         # The routers refuse requests earlier, by their own limits, with an error in the client's
         # format.
-        max_ongoing_requests=2 * config.limits.in_flight,
+        "max_ongoing_requests": 2 * config.limits.in_flight,
         # An open stream cannot move to another router, because its connection is to this one. In an
         # update, new routers start first, and old ones remain while they have streams. If the
         # engines are also replaced, the streams end soon.
-        max_surge_percent=model_deployments.SURGE,
-        graceful_shutdown_wait_loop_s=model_deployments.DRAIN_POLL,
-        graceful_shutdown_timeout_s=config.http.max_stream_seconds + model_deployments.KILL_MARGIN,
+        "max_surge_percent": model_deployments.SURGE,
+        "graceful_shutdown_wait_loop_s": model_deployments.DRAIN_POLL,
+        "graceful_shutdown_timeout_s": http.max_stream_seconds + model_deployments.KILL_MARGIN,
         **model_deployments.logs(config),
+    }
+    settings = RouterSettings(
+        models=models,
+        find_models=None if models is not None else served_models,
+        change_models=None if models is not None else _changes(config),
+        routers=tuple(counts),
+        runs_batches=BATCH_ROUTER not in counts,
+        in_flight=config.limits.in_flight,
+        keys=KeySettings(keys.get("api_keys_file", ()), keys.get("admin_keys_file", ()), key_files),
+        usage_file=config.usage.file or "",
+        usage_bytes=config.usage.bytes,
+        usage_files=config.usage.files,
+        batches=config.batch.settings(),
+        tracing=config.tracing.settings(),
+        share_prefixes=http.share_prefixes,
+        body_bytes=config.limits.body_bytes,
+        images=config.images.limits(),
+        choices=config.limits.choices,
+        max_tokens=config.limits.max_tokens,
+        strict=http.strict,
+        cors_origins=tuple(http.cors_origins),
+        keepalive_seconds=http.keepalive_seconds,
+        store_bytes=http.store_bytes,
+        page=http.page,
+        share_by=config.limits.share_by,
+        deadline_seconds=config.limits.deadline_seconds,
+        log_level=config.log.level,
+        stream_seconds=http.max_stream_seconds,
+        grpc=_grpc(config),
     )
-    return router.bind(
-        RouterSettings(
-            models=models,
-            find_models=None if models is not None else served_models,
-            change_models=None if models is not None else _changes(config),
-            in_flight=config.limits.in_flight,
-            keys=KeySettings(
-                keys.get("api_keys_file", ()), keys.get("admin_keys_file", ()), key_files
-            ),
-            usage_file=config.usage.file or "",
-            usage_bytes=config.usage.bytes,
-            usage_files=config.usage.files,
-            batches=config.batch.settings(),
-            tracing=config.tracing.settings(),
-            share_prefixes=http.share_prefixes,
-            body_bytes=config.limits.body_bytes,
-            images=config.images.limits(),
-            choices=config.limits.choices,
-            max_tokens=config.limits.max_tokens,
-            strict=http.strict,
-            cors_origins=tuple(http.cors_origins),
-            keepalive_seconds=http.keepalive_seconds,
-            store_bytes=http.store_bytes,
-            page=http.page,
-            share_by=config.limits.share_by,
-            deadline_seconds=config.limits.deadline_seconds,
-            log_level=config.log.level,
-            stream_seconds=config.http.max_stream_seconds,
-            grpc=_grpc(config),
-        ),
-        *engines,
+    routers = deployment(serve.ingress()(Router)).options(
+        name=ROUTER, num_replicas=counts[ROUTER], **options
     )
+    if BATCH_ROUTER not in counts:
+        return routers.bind(settings, *engines)
+    batch_routers = deployment(BatchRouter).options(
+        name=BATCH_ROUTER, num_replicas=counts[BATCH_ROUTER], **options
+    )
+    # A node's routers of both deployments must not share the port of gRPC. A later turn of a stored
+    # response comes over HTTP.
+    own = replace(settings, runs_batches=True, grpc=None, store_bytes=0)
+    return routers.bind(settings, *engines, batch_routers=batch_routers.bind(own, *engines))
+
+
+def _router_counts(config: MantaConfig) -> dict[str, int]:
+    """Return the number of routers of each Serve deployment of routers, by its name."""
+    batch = config.router.batch_replicas
+    return {ROUTER: config.router.replicas, **({BATCH_ROUTER: batch} if batch else {})}
 
 
 def _changes(base: MantaConfig) -> ChangeModels:
@@ -355,21 +370,21 @@ def serve_config(
 def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
     """Return Serve's schema of one model's application: routers and engines."""
     resolved = _resolved(config, machine)
-    routers = config.router.replicas
     policy = _policy(config, resolved)
     # The policy scales all pools and needs the routers' reports. Serve collects reports only of
     # autoscaled deployments, so the routers are autoscaled with equal minimum and maximum.
-    counts = (
-        {"autoscaling_config": autoscaling.counts(routers, routers)}
+    routers = [
+        {"name": name, "autoscaling_config": autoscaling.counts(count, count)}
         if policy
-        else {"num_replicas": routers}
-    )
+        else {"name": name, "num_replicas": count}
+        for name, count in _router_counts(config).items()
+    ]
     return {
         "name": config.app_name,
         "route_prefix": config.route_prefix,
         "import_path": coexistence.ONE_MODEL,
         "args": {"config": _arguments(config, resolved)},
-        "deployments": [*_counts(config, resolved), {"name": "router", **counts}],
+        "deployments": [*_counts(config, resolved), *routers],
         **policy,
     }
 
@@ -382,7 +397,9 @@ def _routers_application(config: MantaConfig) -> dict[str, Any]:
         "route_prefix": config.route_prefix,
         "import_path": coexistence.SEVERAL_MODELS,
         "args": {"config": counted.model_dump(exclude_defaults=True)},
-        "deployments": [{"name": "router", "num_replicas": config.router.replicas}],
+        "deployments": [
+            {"name": name, "num_replicas": count} for name, count in _router_counts(config).items()
+        ],
     }
 
 
@@ -473,12 +490,13 @@ def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[
 
 
 def _uncounted(router: RouterConfig) -> RouterConfig:
-    """Return the routers' configuration with `replicas` set to 1, so that changing the number of
+    """Return the routers' configuration with counts of at most 1, so that changing the number of
     routers does not change the application's arguments.
 
     1 is valid in combination with all other keys when the arguments are validated again.
     """
-    return router.model_copy(update={"replicas": 1})
+    batch = min(1, router.batch_replicas)
+    return router.model_copy(update={"replicas": 1, "batch_replicas": batch})
 
 
 def _counts(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:

@@ -181,7 +181,7 @@ def _fault_of_all(
 ) -> ConfigError | None:
     """Return the error for pools that fit separately but not together; None if all fit."""
     for name in dict.fromkeys(name for demand in demands for name in demand.per_node):
-        routers = config.router.replicas * config.router.num_cpus if name == "CPU" else 0.0
+        routers = config.router.processes * config.router.num_cpus if name == "CPU" else 0.0
         engines = sum(
             other.least * other.nodes * other.per_node.get(name, 0.0) for other in demands
         )

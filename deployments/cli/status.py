@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deployments.cli.console import out
-from deployments.cli.serving.cluster import Cluster
+from deployments.cli.serving.cluster import Cluster, router_handles
 from deployments.cli.serving.joining import ClusterError, join, rays_here
 from deployments.cli.serving.time_limit import within
 from deployments.environment import send_auth_token
@@ -29,6 +29,7 @@ from deployments.scaling.policy import (
     ENCODER_PREFIX,
     ENGINE_PREFIX,
     ROUTER,
+    ROUTERS,
     scaling_decisions,
 )
 
@@ -164,14 +165,18 @@ def poll(app: str) -> StatusSnapshot:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    application = serve.status().applications.get(app)
+    status = serve.status()
+    application = status.applications.get(app)
     if application is None:
-        known = ", ".join(serve.status().applications) or "none"
+        known = ", ".join(status.applications) or "none"
         raise ClusterError(f"no application is called {app!r}; there is: {known}")
     answers: list[Any] = []
     try:
-        handle = serve.get_app_handle(app)
-        answers = handle.broadcast("state").results(timeout_s=_ANSWER, return_exceptions=True)
+        calls = [handle.broadcast("state") for handle in router_handles(status, app)]
+        end = time.monotonic() + _ANSWER
+        for call in calls:
+            left = max(0.0, end - time.monotonic())
+            answers += call.results(timeout_s=left, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):
         # No router can be called at the moment, which the page shows.
         pass
@@ -183,9 +188,12 @@ def poll(app: str) -> StatusSnapshot:
         _counts(application),
         sorted(routers, key=lambda router: str(router["name"])),
         scaling_decisions(app),
-        sum(application.deployments["router"].replica_states.values()) - len(routers)
-        if "router" in application.deployments
-        else 0,
+        sum(
+            sum(application.deployments[name].replica_states.values())
+            for name in ROUTERS
+            if name in application.deployments
+        )
+        - len(routers),
     )
     return replace(whole, models=_models(whole, serve.status().applications))
 

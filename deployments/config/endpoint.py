@@ -30,6 +30,13 @@ class RouterConfig(Section):
         le=256,
         description="Router processes, a fixed number. 2: one can fail.",
     )
+    batch_replicas: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="Further routers, for batch work alone: for datasets (docs/ray-data.md) and "
+        "the requests of batches. HTTP never reaches them. 0: none.",
+    )
     num_cpus: float = Field(
         0.0,
         ge=0,
@@ -66,6 +73,11 @@ class RouterConfig(Section):
         description="Seconds of silence after which a channel counts as dead and its requests "
         "move.",
     )
+
+    @property
+    def processes(self) -> int:
+        """The number of router processes, those for batch work included."""
+        return self.replicas + self.batch_replicas
 
     @model_validator(mode="after")
     def _order(self) -> "RouterConfig":

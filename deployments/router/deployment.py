@@ -77,6 +77,8 @@ class RouterSettings:
     max_tokens, strict, share_by, share_prefixes, cors_origins, store_bytes, images, page: see
         ApiOptions.
     stream_seconds: seconds that a request may go on after its model was changed or removed.
+    routers: names of the Serve deployments of the application's routers.
+    runs_batches: whether this router may run the requests of batches.
     usage_file: path of the usage file; "": none; see UsageConfig.
     batches, grpc: settings; None if they are not served.
     tracing: settings of the span exporter; None: no spans are exported.
@@ -92,6 +94,8 @@ class RouterSettings:
     strict: bool
     share_by: str
     deadline_seconds: float | None
+    routers: tuple[str, ...]
+    runs_batches: bool = True
     keys: KeySettings = field(default_factory=KeySettings)
     usage_file: str = ""
     usage_bytes: int = 2**26
@@ -114,9 +118,15 @@ class Router:
 
     engines: handles of the engine deployments, through which the router discovers replicas. Tokens
         arrive over channels instead.
+    batch_routers: the deployment of `BatchRouter`, which Serve deploys because it is bound here.
     """
 
-    def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *engines: "DeploymentHandle[Any]",
+        batch_routers: "DeploymentHandle[Any] | None" = None,
+    ) -> None:
         log_through_serve(settings.log_level)
         # While another thread runs Python, the event loop waits for one switch interval after each
         # of its system calls, several times per chunk. The default interval is 5 ms.
@@ -139,10 +149,10 @@ class Router:
         except OSError as error:
             logger.warning("event ids are good at this router only: %s", error)
             secret = secrets.token_bytes(32)
-        name = f"router-{secrets.token_hex(4)}"
+        name = f"{context.deployment}-{secrets.token_hex(4)}"
         front = self._front = ModelsBackend(name, several=settings.models is None)
         self._training = RouterTraining(front)
-        self._peers = AllRouters(context.deployment, app)
+        self._peers = AllRouters(settings.routers, app)
         self._models = ModelLoader(front, app, settings.stream_seconds)
         for model in settings.models or ():
             await self._models.serve(model, self._engines)
@@ -212,8 +222,9 @@ class Router:
         if settings.batches is not None:
             folder = await asyncio.to_thread(BatchFolder, settings.batches)
             http.change_options(batches=folder)
-            self._worker = BatchWorker(folder, asker(http, lambda: http.options))
-            self._worker.start()
+            if settings.runs_batches:
+                self._worker = BatchWorker(folder, asker(http, lambda: http.options))
+                self._worker.start()
         if settings.grpc is not None:
             # Imported only here: the library is large and seldom used.
             from deployments.router.rpc.server import GrpcServer
@@ -419,6 +430,20 @@ class Router:
             if self._worker is not None:
                 self._worker.close()
             self._front.close()
+
+
+class BatchRouter(Router):
+    """The Serve deployment of routers for batch work: no proxy reaches them, only Serve handles.
+
+    Serve allows an application only one deployment with an ASGI application, and calls the hook
+    that builds it nowhere else.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: RouterSettings, *engines: "DeploymentHandle[Any]"
+    ) -> None:
+        super().__init__(settings, *engines)
+        await self.__serve_build_asgi_app__()
 
 
 def _state_json(what: ModelsBackend | Dispatcher, model: str) -> dict[str, Any]:

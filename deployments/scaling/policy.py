@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -42,6 +42,8 @@ logger = logging.getLogger("ray.serve")
 ENGINE_PREFIX = "engine-"  # prefix of the names of the pools' deployments
 ENCODER_PREFIX = "encoder-"
 ROUTER = "router"
+BATCH_ROUTER = "batch-router"
+ROUTERS = (ROUTER, BATCH_ROUTER)  # deployments of routers, the second only if it is on
 _SMOOTHING = 0.3  # weight of the newest start-up time in the mean
 _KEY = "manta/scaling/"
 _EVERY = 1.0  # seconds between two decisions
@@ -196,30 +198,32 @@ class PoolsPolicy:
                 decisions[id] = math.ceil(wanted)
         if not engines:
             return decisions, states
-        router = by_name[ROUTER][1] if ROUTER in by_name else None
+        routers = [by_name[name][1] for name in ROUTERS if name in by_name]
         for part in self._parts:
             own = {name: context for name, context in engines.items() if name in part._pools}
             if not own:
                 continue
-            plan = part.plan(own, router)
+            plan = part.plan(own, routers)
             for name, target in plan.targets.items():
                 id = by_name[ENGINE_PREFIX + name][0]
                 decisions[id] = target
                 states[id] = {"target": target, "reason": plan.reasons[name]}
         return decisions, states
 
-    def plan(self, engines: Mapping[str, ServeContext], router: ServeContext | None) -> ScalingPlan:
+    def plan(
+        self, engines: Mapping[str, ServeContext], routers: Sequence[ServeContext]
+    ) -> ScalingPlan:
         """Return the present plan; once a second compute a new one, and report changed targets.
 
         engines: Serve's contexts of the engine deployments, by pool.
-        router: Serve's context of the router deployment; None: there is none.
+        routers: Serve's contexts of the application's deployments of routers.
         """
         any_context = next(iter(engines.values()))
         now = any_context.current_time or time.time()
         last = self._plan
         if last and engines.keys() == last.targets.keys() and 0 <= now - self._decided < _EVERY:
             return last
-        plan = self.decide(engines, router, now)
+        plan = self.decide(engines, routers, now)
         app = any_context.app_name or ""
         limits = {name: (self._pools[name].minimum, self._pools[name].maximum) for name in engines}
         cooldowns = (self._objective.calm_seconds, self._objective.idle_seconds)
@@ -229,19 +233,19 @@ class PoolsPolicy:
         return plan
 
     def decide(
-        self, engines: Mapping[str, ServeContext], router: ServeContext | None, now: float
+        self, engines: Mapping[str, ServeContext], routers: Sequence[ServeContext], now: float
     ) -> ScalingPlan:
         """Return a new plan, computed from Serve's contexts and earlier measurements.
 
-        engines, router: see `plan`.
+        engines, routers: see `plan`.
         now: seconds of any clock.
         """
         last = self._plan
         observed = {name: self._pool_state(name, context, now) for name, context in engines.items()}
         pools = {name: self._measured(name, context) for name, context in engines.items()}
-        demand = _of_role(_demand(engines, router, now), engines, self._role)
+        demand = _of_role(_demand(engines, routers, now), engines, self._role)
         plan = decide(pools, observed, demand, self._history, self._objective)
-        if last and any(map(_silent, (*engines.values(), router))):
+        if last and any(map(_silent, (*engines.values(), *routers))):
             plan = keep(plan, last.targets, "some say nothing of their load")
         self._history, self._plan, self._decided = plan.history, plan, now
         return plan
@@ -285,32 +289,31 @@ class PoolPolicy:
         self._policy = PoolsPolicy({name: pool}, objective)
 
     def __call__(self, context: ServeContext) -> tuple[int, dict[str, Any]]:
-        plan = self._policy.plan({self._name: context}, None)
+        plan = self._policy.plan({self._name: context}, ())
         return plan.targets[self._name], {"reason": plan.reasons[self._name]}
 
 
-def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, now: float) -> Demand:
+def _demand(
+    engines: Mapping[str, ServeContext], routers: Sequence[ServeContext], now: float
+) -> Demand:
     """Return the demand that the routers report; without routers, the demand is the engines'
     tokens/s.
 
     Only routers know the requests at a replica that Serve is stopping, as Serve no longer reports
     it.
     """
-    source: Iterable[ServeContext | None] = engines.values() if router is None else (router,)
-    prompt = output = 0.0
-    for context in source:
-        prompt += sum(_values(context, "prompt_rate"))
-        output += sum(_values(context, "output_rate"))
+    source = routers or engines.values()
+    prompt, output = _sum(source, "prompt_rate"), _sum(source, "output_rate")
     # `queued_tokens` includes the expected output; `share` is the prompts' share of it.
     share = prompt / (prompt + output) if prompt + output > 0 else 0.5
-    waiting_tokens = share * sum(_values(router, "queued_tokens"))
-    waiting = sum(_values(router, "queued"))
+    waiting_tokens = share * _sum(routers, "queued_tokens")
+    waiting = _sum(routers, "queued")
     running = 0.0
     for context in engines.values():
         waiting_tokens += sum(_values(context, "waiting_tokens"))
         waiting += context.total_queued_requests or 0.0
         running += sum(_values(context, "running"))
-    running = max(running, sum(_values(router, "in_flight")))
+    running = max(running, _sum(routers, "in_flight"))
     return Demand(now, prompt, output, waiting_tokens, math.ceil(waiting), math.ceil(running))
 
 
@@ -329,16 +332,21 @@ def _of_role(demand: Demand, engines: Mapping[str, ServeContext], role: str) -> 
     return replace(demand, prompt_rate=0.0, waiting_tokens=0.0, waiting=math.ceil(waiting))
 
 
-def _values(context: ServeContext | None, metric: str) -> list[float]:
-    """Return the values of a metric, one per replica that reports it; [] without a context."""
-    metrics = context.aggregated_metrics if context is not None else None
+def _sum(contexts: Iterable[ServeContext], metric: str) -> float:
+    """Return the sum of a metric over all replicas of some deployments."""
+    return sum(sum(_values(context, metric)) for context in contexts)
+
+
+def _values(context: ServeContext, metric: str) -> list[float]:
+    """Return the values of a metric, one per replica that reports it."""
+    metrics = context.aggregated_metrics
     return list(metrics.get(metric, {}).values()) if metrics else []
 
 
-def _silent(context: ServeContext | None) -> bool:
+def _silent(context: ServeContext) -> bool:
     """Return whether a deployment has replicas but none of them reports, for lack of CPU time or
     network; idle replicas do report."""
-    return bool(context and context.current_num_replicas and not context.aggregated_metrics)
+    return bool(context.current_num_replicas and not context.aggregated_metrics)
 
 
 def _mean(values: list[float]) -> float:

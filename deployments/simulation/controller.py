@@ -169,7 +169,7 @@ class Controller:
             engines = {
                 name: self._context(name, pool) for name, pool in self._pools.items() if pool.scales
             }
-            plan = self._policy.decide(engines, self._router_context(), self._loop.time())
+            plan = self._policy.decide(engines, [self._router_context()], self._loop.time())
             for name, target in plan.targets.items():
                 self._scale(name, target)
 

@@ -166,8 +166,8 @@ class Cluster:
                 return
         # A router may have died.
         with contextlib.suppress(*gone):
-            handle = within(_ANSWER, lambda: serve.get_app_handle(app_name))
-            within(drain_seconds + _DRAIN_MARGIN, lambda: _drain(handle, drain_seconds))
+            handles = within(_ANSWER, lambda: router_handles(serve.status(), app_name))
+            within(drain_seconds + _DRAIN_MARGIN, lambda: _drain(handles, drain_seconds))
         with contextlib.suppress(*gone):
             within(_DELETE, lambda: _delete(app_name))
 
@@ -185,8 +185,23 @@ class Cluster:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _drain(handle: Any, seconds: float) -> None:
-    handle.broadcast("drain", seconds).results(timeout_s=seconds + _DRAIN_MARGIN)
+def router_handles(status: Any, app_name: str) -> list[Any]:
+    """Return a handle of each deployment of routers that an application has.
+
+    status: result of `serve.status`.
+    """
+    from ray import serve
+
+    from deployments.scaling.policy import ROUTERS
+
+    there = status.applications[app_name].deployments if app_name in status.applications else ()
+    return [serve.get_deployment_handle(name, app_name) for name in ROUTERS if name in there]
+
+
+def _drain(handles: list[Any], seconds: float) -> None:
+    drains = [handle.broadcast("drain", seconds) for handle in handles]
+    for drain in drains:
+        drain.results(timeout_s=seconds + _DRAIN_MARGIN)
 
 
 def _delete(app_name: str) -> None:

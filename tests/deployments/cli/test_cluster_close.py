@@ -24,14 +24,20 @@ def test_what_was_deployed_in_its_place_stays(
     """An update from another shell, and then Ctrl-C in the old one, which nobody needs any more:
     the service is gone for everybody. An application beside it is no update, though Serve gives
     both the same time. The engines of several models stay behind."""
-    app = SimpleNamespace(last_deployed_time_s=100.0)
+    deployments = {"router": None, "batch-router": None, "engine-cpu": None}
+    app = SimpleNamespace(last_deployed_time_s=100.0, deployments=deployments)
     there = {"manta": app, "manta.a": app, "mantas": app, "mantas.b": app}
     said: list[str] = []
-    handle = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(results=lambda **_: None))
+    drained: list[str] = []
+
+    def handle(name: str, _: str) -> SimpleNamespace:
+        drained.append(name)
+        return SimpleNamespace(broadcast=lambda *_: SimpleNamespace(results=lambda **_: None))
+
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: said.append("shutdown"))
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=there))
-    monkeypatch.setattr(serve, "get_app_handle", lambda _: handle)
+    monkeypatch.setattr(serve, "get_deployment_handle", handle)
     gone: list[str] = []
     monkeypatch.setattr(serve, "delete", lambda name, **_: gone.append(name))
     monkeypatch.setattr("deployments.cli.serving.cluster.forget_app", lambda _: None)
@@ -49,3 +55,4 @@ def test_what_was_deployed_in_its_place_stays(
         app.last_deployed_time_s = 160.0
     cluster.close("manta", 1.0)
     assert gone == deleted and said == ["shutdown"]
+    assert drained == (["router", "batch-router"] if deleted else [])

@@ -3,12 +3,14 @@ routers and engines start."""
 
 import importlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from ray.serve._private.http_util import ASGIAppReplicaWrapper
 
 from deployments import app
 from deployments.config.load import MantaConfig, parse_config
@@ -39,7 +41,12 @@ OF_ENDPOINT = {
     "engine": ENGINES,
     "scaling": [{"ttft": 3.0}, {"idle_seconds": 5.0}],
     "limits": [{"in_flight": 7, "share_by": "user"}],
-    "router": [{"replicas": 1}, {"replicas": 3}, {"heartbeat_seconds": 2.0, "silence_seconds": 9}],
+    "router": [
+        {"replicas": 1},
+        {"replicas": 3},
+        {"batch_replicas": 2},
+        {"heartbeat_seconds": 2.0, "silence_seconds": 9},
+    ],
     "http": [{"store_bytes": 10_000_000}, {"store_bytes": 1, "port": 9000}, {"strict": True}],
     "grpc": [{"port": 9001}],
     "log": [{"level": "debug"}],
@@ -118,6 +125,66 @@ def check(data: dict[str, Any]) -> None:
 def test_what_was_taken_is_taken_again_as_arguments(data: dict[str, Any]) -> None:
     """A key that `manta serve` accepts and its own replicas refuse: nobody could ever use it."""
     check(data)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("scales", [False, True])
+def test_routers_of_batch_work(several: bool, scales: bool) -> None:
+    """Deployments of an application without the setting that differ from before, a count that
+    restarts the engines, or routers of which the policy hears nothing."""
+    model = {"model": "/m", "pools": {"cpu": {"num_cpus": 1}}}
+    if scales:
+        model["pools"] = {"cpu": {"num_cpus": 1, "min_replicas": 1, "max_replicas": 2}}
+    data = {"models": {"a": model}} if several else model
+
+    def deployed(count: int) -> tuple[Any, dict[str, Any]]:
+        config = parse_config({**data, "router": {"batch_replicas": count}}, {}, check_files=False)
+        (routers,) = (
+            application
+            for application in schema_of(config).values()
+            if any(part["name"] == "router" for part in application["deployments"])
+        )
+        return routers["args"], {part.pop("name"): part for part in routers["deployments"]}
+
+    without, of_none = deployed(0)
+    assert without["config"]["router"] == {"replicas": 1} and "batch-router" not in of_none
+    args, of_two = deployed(2)
+    assert args == deployed(3)[0]
+    assert args["config"]["router"] == {"replicas": 1, "batch_replicas": 1}
+    batch = of_two.pop("batch-router")
+    assert of_two == of_none
+    counts = {"num_replicas": 2}
+    if scales and not several:
+        limits = of_none["router"]["autoscaling_config"]
+        counts = {"autoscaling_config": {**limits, "min_replicas": 2, "max_replicas": 2}}
+    assert batch == counts
+
+
+def test_what_differs_for_routers_of_batch_work() -> None:
+    """Two deployments at a node's one gRPC port, batches in the routers of HTTP, or an application
+    with two endpoints, which Serve refuses."""
+    data = {"model": "/m", "grpc": {"port": 9001}, "router": {"replicas": 3, "num_cpus": 0.5}}
+
+    def bound(count: int) -> Any:
+        router = {**data["router"], "batch_replicas": count}
+        config = parse_config({**data, "router": router}, {}, check_files=False)
+        return app._routers(config, None)._bound_deployment
+
+    alone, routers = bound(0), bound(2)
+    assert not alone.init_kwargs
+    batch = routers.init_kwargs["batch_routers"]._bound_deployment
+    assert (routers.name, routers.num_replicas) == (alone.name, alone.num_replicas) == ("router", 3)
+    assert (batch.name, batch.num_replicas) == ("batch-router", 2)
+    assert batch.ray_actor_options == routers.ray_actor_options == alone.ray_actor_options
+    assert issubclass(routers.func_or_class, ASGIAppReplicaWrapper)
+    assert not issubclass(batch.func_or_class, ASGIAppReplicaWrapper)
+    (before,), (settings,), (own,) = alone.init_args, routers.init_args, batch.init_args
+    assert before.routers == ("router",) and before.runs_batches
+    assert replace(settings, routers=("router",), runs_batches=True, change_models=None) == replace(
+        before, change_models=None
+    )
+    assert own.routers == settings.routers == ("router", "batch-router")
+    assert settings.grpc and own.grpc is None and own.runs_batches and not settings.runs_batches
 
 
 @pytest.mark.parametrize("several", [False, True])

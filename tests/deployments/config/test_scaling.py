@@ -260,9 +260,28 @@ def test_what_waits_in_the_routers_counts_once():
     policy = PoolsPolicy({"gpu": FIELDS}, {"busy": 0.9})
     queue = {"prompt_rate": 1_000, "output_rate": 3_000, "queued_tokens": 8_000, "queued": 20}
     router, engine = context("router", 2, 2, 0, **queue), context("engine-gpu", 2, 2, 0, running=3)
-    demand = _demand({"gpu": engine}, router, 0.0)
+    demand = _demand({"gpu": engine}, [router], 0.0)
     assert (demand.waiting_tokens, demand.waiting, demand.running) == (2_000, 20, 3)
     assert policy({"r": router, "e": engine})[0]["e"] == 2
+    # Those of batch work have queues of their own.
+    batch = context("batch-router", 1, 1, 0, **queue, in_flight=9)
+    demand = _demand({"gpu": engine}, [router, batch], 0.0)
+    assert (demand.waiting_tokens, demand.waiting, demand.running) == (4_000, 40, 9)
+
+
+def test_routers_of_batch_work_are_heard_and_not_scaled() -> None:
+    """A dataset's queue that starts no replica, or routers that the policy changes with the
+    engines."""
+    policy = PoolsPolicy({"gpu": FIELDS}, {"busy": 0.9})
+    for now in range(30):
+        rates = {"prompt_rate": 20_000, "output_rate": 10_000}
+        contexts = {
+            "r": context("router", 2, 2, now, prompt_rate=0, output_rate=0),
+            "b": context("batch-router", 4, 4, now, **rates),
+            "e": context("engine-gpu", 1, 1, now, kv_usage=0.5, waiting_tokens=0),
+        }
+        decisions, _ = policy(contexts)
+    assert (decisions["r"], decisions["b"]) == (2, 4) and decisions["e"] >= 5
 
 
 def test_a_backlog_counts_when_nothing_arrives_any_more():

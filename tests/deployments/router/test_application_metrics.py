@@ -198,16 +198,16 @@ def test_a_silent_router_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatc
         async def _fetch_replica_results_async(self) -> list[Result]:
             return [Result(good), Result(silent), Result(broken), Result(good)]
 
-    monkeypatch.setattr(all_routers.serve, "get_deployment_handle", lambda *names: Handle())
+    monkeypatch.setattr(all_routers.serve, "get_deployment_handle", lambda *names, **_: Handle())
 
     async def ask() -> tuple[list[str], float]:
         began = asyncio.get_running_loop().time()
-        answers = await AllRouters("router", "app").ask(0.1, "figures", 1)
+        answers = await AllRouters(["router", "batch-router"], "app").ask(0.1, "figures", 1)
         await asyncio.sleep(0)
         return answers, asyncio.get_running_loop().time() - began
 
     answers, seconds = asyncio.run(ask())
-    assert answers == ["good", "good"] and 0.09 < seconds < 2 and cancelled == [True]
+    assert answers == ["good"] * 4 and 0.09 < seconds < 2 and cancelled == [True, True]
 
 
 def test_accepted_drafts_by_position() -> None:
