@@ -123,16 +123,18 @@ class _Connected:
 
     model: name of the application's only model; "": it has several, and each call must name one
         (`model="..."`).
+    deployment: name of the Serve deployment of routers; "": those that also answer HTTP.
     """
 
-    def __init__(self, app_name: str, model: str) -> None:
+    def __init__(self, app_name: str, model: str, deployment: str = "") -> None:
         self._app_name = app_name
+        self._deployment = deployment
         self.model = model
         self._handle: DeploymentHandle[Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The Serve handle belongs to this process and cannot be pickled.
-        return type(self), (self._app_name, self.model)
+        return type(self), (self._app_name, self.model, self._deployment)
 
     def _method(self, name: str, *, stream: bool = False) -> "DeploymentHandle[Any]":
         """Return the Serve handle for a method of the application's router.
@@ -141,7 +143,7 @@ class _Connected:
         application.
         """
         if self._handle is None:
-            self._handle = _find(self._app_name)
+            self._handle = _find(self._app_name, self._deployment)
         return self._handle.options(method_name=name, stream=stream)
 
 
@@ -157,14 +159,17 @@ class Client(_Connected, TrainerCalls, ModelCalls):
                 time.sleep(again.pause(error) if call.repeats else _lost(error))
 
     @classmethod
-    def connect(cls, app_name: str = "manta") -> "Client":
-        """Return a client of the application. Raises MantaError (code app_not_found)."""
-        handle = _find(app_name)
+    def connect(cls, app_name: str = "manta", *, deployment: str = "") -> "Client":
+        """Return a client of the application. Raises MantaError (code app_not_found).
+
+        deployment: "batch-router" for batch work, where `router.batch_replicas` is set.
+        """
+        handle = _find(app_name, deployment)
         try:
             state = handle.options(method_name="state").remote().result()
         except RayError as error:
             _lost(error)
-        return cls(app_name, state["model"])
+        return cls(app_name, state["model"], deployment)
 
     def chat(self, messages: Messages, **fields: Any) -> Completion:
         """Return the answer to a list of chat messages."""
@@ -218,14 +223,17 @@ class AsyncClient(_Connected, AsyncTrainerCalls, AsyncModelCalls):
                 await asyncio.sleep(again.pause(error) if call.repeats else _lost(error))
 
     @classmethod
-    async def connect(cls, app_name: str = "manta") -> "AsyncClient":
-        """Return a client of the application. Raises MantaError (code app_not_found)."""
-        handle = _find(app_name)
+    async def connect(cls, app_name: str = "manta", *, deployment: str = "") -> "AsyncClient":
+        """Return a client of the application. Raises MantaError (code app_not_found).
+
+        deployment: as in `Client.connect`.
+        """
+        handle = _find(app_name, deployment)
         try:
             state = await handle.options(method_name="state").remote()
         except RayError as error:
             _lost(error)
-        return cls(app_name, state["model"])
+        return cls(app_name, state["model"], deployment)
 
     async def chat(self, messages: Messages, **fields: Any) -> Completion:
         """Return the answer to a list of chat messages."""
@@ -309,13 +317,21 @@ class _RouterRetry:
 _HANDLES: "WeakKeyDictionary[DeploymentHandle[Any], DeploymentHandle[Any]]" = WeakKeyDictionary()
 
 
-def _find(app_name: str) -> "DeploymentHandle[Any]":
-    """Return the handle of an application. Raises MantaError (code app_not_found)."""
+def _find(app_name: str, deployment: str = "") -> "DeploymentHandle[Any]":
+    """Return the handle of an application's routers. Raises MantaError (code app_not_found).
+
+    deployment: name of the deployment of routers; "": the application's ingress deployment.
+    """
     try:
-        app_handle = serve.get_app_handle(app_name)
-    except RayServeException as error:
+        app_handle = (
+            serve.get_deployment_handle(deployment, app_name)
+            if deployment
+            else serve.get_app_handle(app_name)
+        )
+    except (RayServeException, KeyError) as error:  # KeyError: no such deployment
+        where = f" with a deployment {deployment!r}" if deployment else ""
         raise MantaError(
-            f"no Serve application {app_name!r} here: {error}", code="app_not_found"
+            f"no Serve application {app_name!r}{where} here: {error}", code="app_not_found"
         ) from error
     handle = _HANDLES.get(app_handle)
     if handle is None:

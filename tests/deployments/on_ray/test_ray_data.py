@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deployments.app import assemble
+from deployments.cli.serving.cluster import router_handles
 from deployments.config.load import parse_config
 from tests.deployments.on_ray.job import Job, job
 from tests.deployments.on_ray.live import ROOT
@@ -33,7 +34,7 @@ def cluster(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
         {
             "model": str(tiny_model(tmp_path_factory.mktemp("models") / "tiny")),
             "pools": {"cpu": {"replicas": 1, "num_cpus": 0.5}},
-            "router": {"replicas": 1},
+            "router": {"replicas": 1, "batch_replicas": 1},
             # A queue that a batch of rows overflows.
             "engine": {"max_num_seqs": 16},
             "limits": {"drain_seconds": 2.0, "queue_tokens": 300},
@@ -141,6 +142,63 @@ def test_the_serve_stage(job: Job) -> None:
         """,
     )
     assert "rows 64 bad [7]" in output
+
+
+def test_routers_of_batch_work(cluster: Cluster, job: Job) -> None:
+    """Rows that the routers of HTTP answer all the same, or HTTP requests and their metrics at the
+    routers of batch work; a Python client that cannot choose them."""
+    from ray import serve
+
+    def ended() -> dict[str, int]:
+        states = [
+            state
+            for handle in router_handles(serve.status(), "manta")
+            for state in handle.broadcast("state").results(timeout_s=10)
+        ]
+        tokens = {
+            state["name"].rpartition("-")[0]: state["metrics"]["prompt_tokens"] for state in states
+        }
+        assert list(tokens) == ["router", "batch-router"] and len(states) == 2
+        return tokens
+
+    before = ended()
+    output = job.run(
+        """
+        import ray
+        from deployments.client import Client
+        from engine.errors import MantaError
+        from ray.data.llm import ServeDeploymentProcessorConfig, build_processor
+
+        config = ServeDeploymentProcessorConfig(
+            deployment_name="batch-router", app_name="manta", batch_size=16, concurrency=1
+        )
+        processor = build_processor(
+            config,
+            preprocess=lambda row: {
+                "method": "completions",
+                "request_kwargs": {"prompt": f"row {row['id']}", "max_tokens": 4},
+            },
+            postprocess=lambda row: {"text": row["choices"][0]["text"]},
+        )
+        rows = processor(ray.data.range(32)).take_all()
+        print("rows", len(rows), "with text", sum(bool(row["text"]) for row in rows))
+        client = Client.connect(deployment="batch-router")
+        assert client.generate("hello", max_tokens=4, priority=16).text
+        try:
+            Client.connect(deployment="rows")
+        except MantaError as error:
+            print(error.code)
+        """,
+    )
+    assert "rows 32 with text 32" in output and "app_not_found" in output
+    after = ended()
+    assert after["router"] == before["router"] and after["batch-router"] > before["batch-router"]
+    for _ in range(8):
+        cluster.post("/v1/completions", prompt="hello", max_tokens=2)
+    assert ended()["batch-router"] == after["batch-router"]
+    assert ended()["router"] > after["router"]
+    figures = cluster.get("/metrics")
+    assert all(f'router="{name}-' in figures for name in after)
 
 
 def test_http(cluster: Cluster, job: Job, no_core: None) -> None:
