@@ -11,7 +11,8 @@ and ends do not count; `whole_s` is the time of the whole run. `ours` is the sta
 `beside` sends interactive requests to the same application, in turns for --seconds without and
 --seconds with a dataset in work, at each of --loads. A load is a share of the requests/s that the
 application answers with all slots in use, and arrivals are Poisson; load 0 has one request after
-the other. `p99` is of the time to first token. `idle` has the dataset's output tokens/s beside the
+the other. With --row-routers the dataset has routers of its own (`router.batch_replicas`). `p99` is
+of the time to first token. `idle` has the dataset's output tokens/s beside the
 requests, against the idle share (1 - load) of those that it has alone; with load 0 it has the
 tokens/s of both against the dataset alone.
 """
@@ -44,6 +45,7 @@ from deployments.client import AsyncClient
 from deployments.config.load import MantaConfig, parse_config
 from deployments.environment import send_auth_token
 from deployments.ray_data import MantaEngineProcessorConfig
+from deployments.scaling.policy import BATCH_ROUTER, ROUTER
 from engine import LLM, SamplingParams
 from engine.errors import Overloaded
 from engine.library.handle import RequestHandle
@@ -132,9 +134,10 @@ def engine_stage(folder: str, fields: Row, rows: list[Row], batch_size: int) -> 
     return _processed(build_processor(config, preprocess=before, postprocess=after), rows)
 
 
-def serve_processor(batch_size: int, concurrency: int) -> Any:
+def serve_processor(batch_size: int, concurrency: int, deployment: str) -> Any:
+    """Return a processor of the Serve stage. deployment: name of the routers' deployment."""
     config = ServeDeploymentProcessorConfig(
-        deployment_name="router",
+        deployment_name=deployment,
         app_name="manta",
         batch_size=batch_size,
         concurrency=concurrency,
@@ -238,7 +241,7 @@ def cluster(config: MantaConfig) -> Iterator[None]:
 
 
 def _dataset(
-    address: str, rows: list[Row], vocab: int, sizes: tuple[int, int], stop: Event
+    address: str, rows: list[Row], vocab: int, stage: tuple[int, int, str], stop: Event
 ) -> None:
     """Process the rows again and again until `stop` is set, in a process of its own."""
     ray.init(address=address, namespace="serve", log_to_driver=False)
@@ -247,7 +250,7 @@ def _dataset(
         # other prompts each time, so that none is in the prefix cache
         part = [{**row, "ids": [3 + (row["ids"][0] + number) % (vocab - 3), *row["ids"][1:]]}
                 for row in rows]  # fmt: skip
-        for _ in serve_processor(*sizes)(ray.data.from_items(part)).iter_rows():
+        for _ in serve_processor(*stage)(ray.data.from_items(part)).iter_rows():
             if stop.is_set():
                 break
         number += 1
@@ -261,12 +264,12 @@ def beside(
     slots: int,
     seconds: float,
     turns: int,
-    sizes: tuple[int, int],
+    stage: tuple[int, int, str],
 ) -> list[Line]:
     """Return a result line for each turn of each phase: tokens/s, and seconds to first tokens.
 
     slots: requests that the engine runs at once.
-    sizes: batch size and actors of the Serve stage.
+    stage: batch size and actors of the Serve stage, and its deployment of routers.
     """
     (pool,) = config.pools
     lines: list[Line] = []
@@ -298,7 +301,7 @@ def beside(
             phase("interactive", partial(send, load), load)
         stop = context.Event()
         address = ray.get_runtime_context().gcs_address
-        job = context.Process(target=_dataset, args=(address, rows, requests.vocab, sizes, stop))
+        job = context.Process(target=_dataset, args=(address, rows, requests.vocab, stage, stop))
         with variables(config):
             send_auth_token()
             job.start()
@@ -366,6 +369,9 @@ def main(arguments: list[str] | None = None) -> None:
         "as an engine has at once, since an actor waits for the longest row of its batch",
     )
     parser.add_argument("--routers", type=int, default=1)
+    parser.add_argument(
+        "--row-routers", type=int, default=0, help="routers for the dataset alone; 0: none"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of a phase of `beside`")
     parser.add_argument("--turns", type=int, default=2, help="of `beside`")
     parser.add_argument(
@@ -394,6 +400,8 @@ def main(arguments: list[str] | None = None) -> None:
     vocab = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     pool = "cpu" if fields.get("device", "cpu") == "cpu" else "gpu"
     rows = rows_of(args.rows, vocab, args.longest)
+    deployment = BATCH_ROUTER if args.row_routers else ROUTER
+    stage = args.batch_size, concurrency, deployment
     lines: list[Line] = []
 
     def keep(case: str, line: Line) -> None:
@@ -406,7 +414,7 @@ def main(arguments: list[str] | None = None) -> None:
         "model": folder,
         "engine": {key: value for key, value in fields.items() if key != "device"},
         "pools": {pool: {"replicas": 1, "num_cpus": 1}},
-        "router": {"replicas": args.routers},
+        "router": {"replicas": args.routers, "batch_replicas": args.row_routers},
         "http": {"proxy": "serve"},
     }
     config = parse_config(settings, {})
@@ -416,13 +424,12 @@ def main(arguments: list[str] | None = None) -> None:
         if {"serve-stage", "beside"} & set(args.cases):
             serve.run(assemble(config), name="manta", route_prefix="/")
             if "serve-stage" in args.cases:
-                processor = serve_processor(args.batch_size, concurrency)
+                processor = serve_processor(*stage)
                 keep("serve-stage", _processed(processor, rows))
             if "beside" in args.cases:
                 requests = Interactive(*args.request, vocab)
                 slots, turns = fields["max_num_seqs"], (args.seconds, args.turns)
-                sizes = args.batch_size, concurrency
-                for line in beside(rows, requests, config, args.loads, slots, *turns, sizes):
+                for line in beside(rows, requests, config, args.loads, slots, *turns, stage):
                     keep("beside", line)
             serve.delete("manta")
     table_rows = table(lines)
@@ -436,6 +443,7 @@ def main(arguments: list[str] | None = None) -> None:
             "concurrency": concurrency,
             "request": args.request,
             "routers": args.routers,
+            "row_routers": args.row_routers,
         }
         write(args.out, "ray-batches", config_of, table_rows, lines)
 
