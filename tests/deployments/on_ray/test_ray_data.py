@@ -1,17 +1,19 @@
 """Ray Data's own processors against Manta: the Serve stage, HTTP, engines in its actors, and the
 programs of docs/ray-data.md and examples/. Runs where `ray[data]` is installed."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from deployments.app import assemble
-from deployments.cli.serving.cluster import router_handles
+from deployments.cli import status
 from deployments.config.load import parse_config
 from tests.deployments.on_ray.job import Job, job
-from tests.deployments.on_ray.live import ROOT
+from tests.deployments.on_ray.live import ROOT, settled
 from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
 from tests.faults.agents import agent_model
 from tests.test_docs import examples
@@ -38,6 +40,7 @@ def cluster(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
             # A queue that a batch of rows overflows.
             "engine": {"max_num_seqs": 16},
             "limits": {"drain_seconds": 2.0, "queue_tokens": 300},
+            "batch": {"folder": str(tmp_path_factory.mktemp("batches"))},
         },
         {},
     )
@@ -144,24 +147,21 @@ def test_the_serve_stage(job: Job) -> None:
     assert "rows 64 bad [7]" in output
 
 
+def prompt_tokens() -> dict[str, int]:
+    """Return the prompt tokens that the router of each deployment has accepted."""
+    routers = status.poll("manta").routers
+    assert len(routers) == 2
+    tokens = {
+        router["name"].rpartition("-")[0]: router["metrics"]["prompt_tokens"] for router in routers
+    }
+    assert tokens.keys() == {"router", "batch-router"}
+    return tokens
+
+
 def test_routers_of_batch_work(cluster: Cluster, job: Job) -> None:
-    """Rows that the routers of HTTP answer all the same, or HTTP requests and their metrics at the
-    routers of batch work; a Python client that cannot choose them."""
-    from ray import serve
-
-    def ended() -> dict[str, int]:
-        states = [
-            state
-            for handle in router_handles(serve.status(), "manta")
-            for state in handle.broadcast("state").results(timeout_s=10)
-        ]
-        tokens = {
-            state["name"].rpartition("-")[0]: state["metrics"]["prompt_tokens"] for state in states
-        }
-        assert list(tokens) == ["router", "batch-router"] and len(states) == 2
-        return tokens
-
-    before = ended()
+    """Rows that the routers of HTTP answer all the same, or HTTP requests at the routers of batch
+    work; a Python client that cannot choose them; metrics and a live view without them."""
+    before = prompt_tokens()
     output = job.run(
         """
         import ray
@@ -191,14 +191,34 @@ def test_routers_of_batch_work(cluster: Cluster, job: Job) -> None:
         """,
     )
     assert "rows 32 with text 32" in output and "app_not_found" in output
-    after = ended()
+    after = prompt_tokens()
     assert after["router"] == before["router"] and after["batch-router"] > before["batch-router"]
     for _ in range(8):
         cluster.post("/v1/completions", prompt="hello", max_tokens=2)
-    assert ended()["batch-router"] == after["batch-router"]
-    assert ended()["router"] > after["router"]
+    later = prompt_tokens()
+    assert later["batch-router"] == after["batch-router"] and later["router"] > after["router"]
     figures = cluster.get("/metrics")
     assert all(f'router="{name}-' in figures for name in after)
+    names = [router["router"] for router in json.loads(cluster.get("/v1/live"))["routers"]]
+    assert {name.rpartition("-")[0] for name in names} == after.keys() and len(names) == 2
+
+
+def test_batches_run_at_routers_of_batch_work(cluster: Cluster) -> None:
+    """Requests of a batch in the interpreter of a router of HTTP, or a batch that nobody runs."""
+    url = "/v1/completions"
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+    line = {"method": "POST", "url": url, "body": body}
+    source = "".join(json.dumps({"custom_id": f"c{n}", **line}) + "\n" for n in range(8)).encode()
+    before = prompt_tokens()
+    base = f"http://127.0.0.1:{cluster.port}/v1"
+    with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=30) as client:
+        file = client.files.create(file=("a.jsonl", source), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+        settled(lambda: client.batches.retrieve(batch.id).status == "completed", 60)
+        counts = client.batches.retrieve(batch.id).request_counts
+    assert counts and (counts.completed, counts.failed) == (8, 0)
+    after = prompt_tokens()
+    assert after["router"] == before["router"] and after["batch-router"] > before["batch-router"]
 
 
 def test_http(cluster: Cluster, job: Job, no_core: None) -> None:
