@@ -238,6 +238,12 @@ class MantaConfig(Section):
                 f"http.store_bytes is set and router.replicas is {self.router.replicas}: a router "
                 "knows its own answers only. Set router.replicas to 1, or http.store_bytes to 0"
             )
+        if self.http.store_bytes and self.router.batch_replicas and self.batch.folder:
+            raise ValueError(
+                "http.store_bytes, batch.folder and router.batch_replicas are set: the routers "
+                "that run batches do not know the answers that another router stores. Set "
+                "router.batch_replicas or http.store_bytes to 0"
+            )
         if self.models:
             self._check_models()
         if self.pools and "replicas" in self.model_fields_set:

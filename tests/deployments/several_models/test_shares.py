@@ -103,6 +103,14 @@ def test_doctor_refuses_what_serve_refuses() -> None:
         ({"pools": {"cpu": {"replicas": 3}}}, 3, "lower pools.cpu.replicas to 2, or set"),
         ({"models": {"a": {}, "b": {}, "c": {}}}, 3, "models: 3 replicas reserve 3 cores in all"),
         ({"router": {"num_cpus": 1, "replicas": 2}, "pools": {"cpu": {"num_cpus": 1}}}, 3, "rout"),
+        (
+            {
+                "router": {"num_cpus": 1, "batch_replicas": 2},
+                "pools": {"cpu": {"num_cpus": 1}},
+            },
+            5,
+            "the routers 4 cores",
+        ),
     ],
 )
 def test_replicas_that_no_machine_can_take(given: dict[str, Any], cores: int, said: str) -> None:
