@@ -1,4 +1,8 @@
-"""Cuda: the CUDA back end, in Triton where that is faster than torch and its libraries."""
+"""Cuda: the CUDA back end, in Triton where that is faster than torch and its libraries.
+
+Each module of Triton kernels takes milliseconds to import. So operations that dense models lack
+(latents, recurrent layers, experts, adapters, bidirectional attention) import their kernels.
+"""
 
 from collections.abc import Sequence
 from typing import cast
@@ -7,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu as activated
 
-from kernels import activation, lora, norm
+from kernels import activation, norm
 from kernels.attention.candidates import (
     CHUNK_ATTENTION,
     DECODE_ATTENTION,
@@ -16,14 +20,8 @@ from kernels.attention.candidates import (
 )
 from kernels.attention.decode_plan import plan
 from kernels.attention.inputs import AbsorbedInputs, AttentionInputs, LatentInputs
-from kernels.attention.latent.decode import plan_latent
-from kernels.attention.latent.write import latent_write
-from kernels.attention.whole_texts import attend_texts, rotate_texts
 from kernels.candidates import first_fit
-from kernels.experts import topk
 from kernels.experts.candidates import EXPERTS, PACKED_EXPERTS
-from kernels.experts.few_route import few_route, few_route_fits
-from kernels.experts.fragments.dispatch import fragments_fit
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
 from kernels.gemm import cublaslt
@@ -37,15 +35,7 @@ from kernels.kv.write import rope_kv_write
 from kernels.launch.assembler import choose_assembler
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
-from kernels.recurrent import (
-    convolution_cuda,
-    delta_rule_cuda,
-    delta_verify_cuda,
-    mamba1_cuda,
-    mamba2_cuda,
-)
 from kernels.recurrent.delta_rule import DeltaInputs
-from kernels.recurrent.delta_walk_cuda import verify_by_walks
 from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
@@ -203,6 +193,8 @@ class Cuda(Kernels):
             assert meta.counts is not None
             kv_len = meta.kv_len[: meta.num_decodes]
             if latent_rank:
+                from kernels.attention.latent.decode import plan_latent
+
                 meta.plan = plan_latent(
                     kv_len, num_heads, latent_rank, k_cache, meta.max_kv_len, meta.counts[:1]
                 )
@@ -245,6 +237,8 @@ class Cuda(Kernels):
         """
         if qkv.shape[1] < 3 * 16 * num_heads:
             return super().whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
+        from kernels.attention.whole_texts import attend_texts, rotate_texts
+
         if cos_sin is not None:
             rotate_texts(qkv, *meta.rotation(cos_sin), num_heads)
         return attend_texts(qkv, meta.query_start, num_heads, scale, window)
@@ -259,6 +253,8 @@ class Cuda(Kernels):
         cache: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
+        from kernels.attention.latent.write import latent_write
+
         return latent_write(q, latents, norm, eps, cos_sin, cache, meta)
 
     def latent_attention(
@@ -297,18 +293,24 @@ class Cuda(Kernels):
         return out.flatten(1)
 
     def gated_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
+        from kernels.recurrent.delta_rule_cuda import gated_delta
+
         _count(meta)
-        return delta_rule_cuda.gated_delta(inputs, meta, self.DETERMINISTIC)
+        return gated_delta(inputs, meta, self.DETERMINISTIC)
 
     def kimi_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
+        from kernels.recurrent.delta_rule_cuda import kimi_delta
+
         _count(meta)
-        return delta_rule_cuda.kimi_delta(inputs, meta, self.DETERMINISTIC)
+        return kimi_delta(inputs, meta, self.DETERMINISTIC)
 
     def verify_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
         runs = meta.state_runs
         if runs is None or not runs.in_place:
             return None
-        verify = verify_by_walks if self.DETERMINISTIC else delta_verify_cuda.verify
+        from kernels.recurrent import delta_verify_cuda, delta_walk_cuda
+
+        verify = delta_walk_cuda.verify_by_walks if self.DETERMINISTIC else delta_verify_cuda.verify
         return verify(inputs, runs)
 
     def causal_conv(
@@ -320,8 +322,10 @@ class Cuda(Kernels):
         meta: AttentionMeta,
         silu: bool = False,
     ) -> Tensor:
+        from kernels.recurrent.convolution_cuda import causal_conv
+
         _count(meta)
-        convolved = convolution_cuda.causal_conv(x, conv, bias, tail, meta)
+        convolved = causal_conv(x, conv, bias, tail, meta)
         return activated(convolved) if silu else convolved
 
     def mamba2(
@@ -333,16 +337,22 @@ class Cuda(Kernels):
         state: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
+        from kernels.recurrent.mamba2_cuda import mamba2
+
         _count(meta)
-        return mamba2_cuda.mamba2(x, dt, heads, tail, state, meta, self.DETERMINISTIC)
+        return mamba2(x, dt, heads, tail, state, meta, self.DETERMINISTIC)
 
     def mamba1(self, inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
+        from kernels.recurrent.mamba1_cuda import mamba1
+
         _count(meta)
-        return self.gated_norm(mamba1_cuda.mamba1(inputs, meta), inputs.gate, None, 1, 0.0)
+        return self.gated_norm(mamba1(inputs, meta), inputs.gate, None, 1, 0.0)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        from kernels.experts import topk
+
         if topk.fits(routing):
             return topk.topk(logits, routing, correction)
         return super().route(logits, routing, correction)
@@ -363,6 +373,9 @@ class Cuda(Kernels):
         routing: Routing,
         correction: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        from kernels.experts import topk
+        from kernels.experts.few_route import few_route, few_route_fits
+
         if few_route_fits(x, routing):
             return few_route(x, norm, eps, router, bias, routing, correction)
         if not topk.fits(routing):
@@ -397,19 +410,25 @@ class Cuda(Kernels):
         return cast(Tensor, kernel.run(x, weights, ids, stack, residual))
 
     def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:
+        from kernels.experts.fragments.dispatch import fragments_fit
+
         if fragments_fit(stack, dtype):
             stack.gate_up.to_fragments()
             stack.down.to_fragments()
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
-        return lora.lora_add(y, x, layer, step)
+        from kernels.lora import lora_add
+
+        return lora_add(y, x, layer, step)
 
     def lora_gated(
         self, gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str
     ) -> Tensor:
         if gate not in GATES:
             return super().lora_gated(gate_up, x, layer, step, gate)
-        return lora.lora_gated(gate_up, x, layer, step, gate)
+        from kernels.lora import lora_gated
+
+        return lora_gated(gate_up, x, layer, step, gate)
 
 
 def _count(meta: AttentionMeta) -> None:
