@@ -12,21 +12,12 @@ from PIL import Image as Pillow
 from engine.architectures import WRAPPERS
 from engine.config_reader import Reader
 from engine.errors import InvalidRequest
-from engine.images.families.gemma3 import Gemma3Images
-from engine.images.families.gemma4 import Gemma4Images
-from engine.images.families.glm4v import GlmImages
-from engine.images.families.idefics3 import Idefics3Images
-from engine.images.families.internvl import InternImages
-from engine.images.families.kimi import KimiImages
-from engine.images.families.llama4 import Llama4Images
-from engine.images.families.paddleocr_vl import PaddleImages
-from engine.images.families.pixtral import PixtralImages
-from engine.images.families.qwen_vl import Qwen2Images, Qwen3Images, Qwen25Images, QwenImages
 from engine.images.image import Image
 from engine.images.layout import ImageError, ImageLayout, check_sides
 from engine.images.picture_file import PictureFile
 from engine.images.settings import Encode, ProcessorSettings
 from engine.images.threads import prepares
+from kernels.candidates import Lazy
 
 # not imported at runtime, as the library also imports this module for models without images
 if TYPE_CHECKING:
@@ -98,22 +89,27 @@ class ClipProcessor(Protocol):
         ...
 
 
+def _processor(path: str) -> Lazy:
+    """Return a processor's class, "module:class", imported when a model has such a processor."""
+    return Lazy(f"engine.images.families.{path}")
+
+
 # Wrapper.images -> the family's processor.
 FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
-    "gemma3": Gemma3Images,
-    "glm4v": GlmImages,
-    "idefics3": Idefics3Images,
-    "internvl": InternImages,
-    "internvl_chat": InternImages,
-    "kimi": KimiImages,
-    "kimi_split": KimiImages,
-    "llama4": Llama4Images,
-    "qwen2_vl": Qwen2Images,
-    "qwen2_5_vl": Qwen25Images,
-    "gemma4": Gemma4Images,
-    "paddleocr_vl": PaddleImages,
-    "pixtral": PixtralImages,
-    "qwen3_vl": Qwen3Images,
+    "gemma3": _processor("gemma3:Gemma3Images"),
+    "glm4v": _processor("glm4v:GlmImages"),
+    "idefics3": _processor("idefics3:Idefics3Images"),
+    "internvl": _processor("internvl:InternImages"),
+    "internvl_chat": _processor("internvl:InternImages"),
+    "kimi": _processor("kimi:KimiImages"),
+    "kimi_split": _processor("kimi:KimiImages"),
+    "llama4": _processor("llama4:Llama4Images"),
+    "qwen2_vl": _processor("qwen_vl:Qwen2Images"),
+    "qwen2_5_vl": _processor("qwen_vl:Qwen25Images"),
+    "gemma4": _processor("gemma4:Gemma4Images"),
+    "paddleocr_vl": _processor("paddleocr_vl:PaddleImages"),
+    "pixtral": _processor("pixtral:PixtralImages"),
+    "qwen3_vl": _processor("qwen_vl:Qwen3Images"),
 }
 
 
@@ -133,6 +129,10 @@ def image_processor(folder: Path, encode: Encode | None = None) -> ImageProcesso
 
 def clips_of(processor: ImageProcessor | None) -> ClipProcessor | None:
     """Return the video processor of a model; None if clips are not supported."""
+    if processor is None:
+        return None
+    from engine.images.families.qwen_vl import QwenImages
+
     return processor.clips if isinstance(processor, QwenImages) else None
 
 

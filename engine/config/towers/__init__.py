@@ -5,41 +5,38 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.architectures import WRAPPERS
-from engine.config.towers.gemma3 import read_gemma3
-from engine.config.towers.gemma4 import read_gemma4
-from engine.config.towers.glm4v import read_glm4v
-from engine.config.towers.idefics3 import read_idefics3
-from engine.config.towers.internvl import read_internvl, read_internvl_chat
-from engine.config.towers.kimi import read_kimi, read_kimi_split
-from engine.config.towers.llama4 import read_llama4
-from engine.config.towers.paddleocr_vl import read_paddleocr_vl
-from engine.config.towers.pixtral import read_pixtral
-from engine.config.towers.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
 from engine.config.vision import TileVision, VisionConfig, text_alone
 from engine.config_reader import Reader
 from engine.images.settings import ProcessorSettings
 from engine.shards import find_shards, read_headers
+from kernels.candidates import Lazy
 
 # (config.json, settings of the image processor) -> the tower's configuration; None for an
 # unsupported tower, after logging why
 _Read = Callable[[Reader, Reader], VisionConfig | None]
 
+
+def _reader(path: str) -> Lazy:
+    """Return a family's reader, "module:function", imported when a model of the family is read."""
+    return Lazy(f"{__name__}.{path}")
+
+
 # Wrapper.images -> the reader of its tower.
 FAMILIES: Mapping[str, _Read] = {
-    "gemma3": read_gemma3,
-    "glm4v": read_glm4v,
-    "idefics3": read_idefics3,
-    "internvl": read_internvl,
-    "internvl_chat": read_internvl_chat,
-    "kimi": read_kimi,
-    "kimi_split": read_kimi_split,
-    "llama4": read_llama4,
-    "qwen2_vl": read_qwen2_vl,
-    "qwen2_5_vl": read_qwen2_5_vl,
-    "gemma4": read_gemma4,
-    "paddleocr_vl": read_paddleocr_vl,
-    "pixtral": read_pixtral,
-    "qwen3_vl": read_qwen3_vl,
+    "gemma3": _reader("gemma3:read_gemma3"),
+    "glm4v": _reader("glm4v:read_glm4v"),
+    "idefics3": _reader("idefics3:read_idefics3"),
+    "internvl": _reader("internvl:read_internvl"),
+    "internvl_chat": _reader("internvl:read_internvl_chat"),
+    "kimi": _reader("kimi:read_kimi"),
+    "kimi_split": _reader("kimi:read_kimi_split"),
+    "llama4": _reader("llama4:read_llama4"),
+    "qwen2_vl": _reader("qwen_vl:read_qwen2_vl"),
+    "qwen2_5_vl": _reader("qwen_vl:read_qwen2_5_vl"),
+    "gemma4": _reader("gemma4:read_gemma4"),
+    "paddleocr_vl": _reader("paddleocr_vl:read_paddleocr_vl"),
+    "pixtral": _reader("pixtral:read_pixtral"),
+    "qwen3_vl": _reader("qwen_vl:read_qwen3_vl"),
 }
 # Matches the names of vision tensors in checkpoints of all families.
 _OF_TOWER = re.compile(r"(^|\.)vis(ion|ual)[^.]*\.")
