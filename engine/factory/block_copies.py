@@ -4,7 +4,7 @@ import logging
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 from engine.errors import ConfigError
 from engine.factory.rank_part import RankPart
 from engine.runner.caches.block_file import SlotMemory, read_key
-from engine.runner.caches.disk_files import DiskFiles
 from engine.runner.caches.host_copies import CudaCopies, HostSlots, host_copies
 from engine.runner.memory import available_host_memory, device_staging_bytes
 from engine.runner.ranked_runner import RankedRunner
@@ -24,6 +23,9 @@ from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.moves.records import MovePlan
 from engine.scheduling.moves.shared import OwnSlots, Sharing
 from kernels.exported_memory import ExportedMemory, OpenedMemory
+
+if TYPE_CHECKING:
+    from engine.runner.caches.disk_files import DiskFiles
 
 logger = logging.getLogger("manta.engine")
 
@@ -74,8 +76,10 @@ _OF_NO_BLOCK = {
 }  # fmt: skip
 
 
-def _disk_files(part: RankPart, config: CoreConfig) -> DiskFiles:
+def _disk_files(part: RankPart, config: CoreConfig) -> "DiskFiles":
     """Build the files of the disk tier. Raises ConfigError."""
+    from engine.runner.caches.disk_files import DiskFiles
+
     settings, host = part.resolved.config, part.runner.host
     assert host is not None
     device = part.resolved.device

@@ -11,7 +11,7 @@ import torch
 from engine.config.engine_config import EngineConfig
 from engine.factory.runner import build_runner, graph_sizes
 from engine.lora.build import DeviceAdapters
-from engine.models.drafters.build import build_drafter, load_drafter
+from engine.models.drafters.drafter import ModelDrafter
 from engine.models.registry import Model, build_model
 from engine.parallel.rendezvous import Activations, Open, Place
 from engine.pooled_checkpoint import read_pooling
@@ -130,7 +130,11 @@ def build_part(
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
         settings = read_speculation(config.speculation)
-        drafter = build_drafter(settings, model, config.quantization)
+        drafter: ModelDrafter | None = None
+        if settings is not None and settings.by_model:
+            from engine.models.drafters.build import build_drafter
+
+            drafter = build_drafter(settings, model, config.quantization)
         # measured before memory pages of weights are touched
         if device.type == "cpu" and not rank % config.ranks_per_node:
             parts: list[Sized] = [*parts_here(resolved, model)]
@@ -149,6 +153,8 @@ def build_part(
             # cores.
             torch.set_num_threads(resolved.num_threads)
         if drafter is not None and settings is not None:
+            from engine.models.drafters.build import load_drafter
+
             load_drafter(drafter, settings, folder, config.seed or 0)
     # a barrier: all ranks load their weights before free memory is measured
     place.world.least(rank)

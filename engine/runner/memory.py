@@ -17,7 +17,6 @@ from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import Full, KVGroups, kv_groups, positions
 from engine.errors import ConfigError
 from engine.lora.build import adapter_bytes
-from engine.models.drafters.build import build_drafter
 from engine.models.drafters.drafter import ModelDrafter
 from engine.models.registry import Model, build_model
 from engine.parallel.group import TensorParallelGroup
@@ -98,6 +97,8 @@ def outline_drafter(resolved: Resolved) -> ModelDrafter | None:
     settings = read_speculation(resolved.config.speculation)
     if settings is None or not settings.by_model:
         return None
+    from engine.models.drafters.build import build_drafter
+
     return build_drafter(settings, outline(resolved), resolved.config.quantization)
 
 
