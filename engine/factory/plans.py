@@ -21,7 +21,7 @@ from engine.scheduling.memory.snapshots import SnapshotPlan
 from engine.shards import weight_files
 from engine.structured.compiler import Vocabulary
 from engine.structured.preparing import Grammars
-from engine.text.tokenizer import declared_special
+from engine.text.declared_tokens import declared_special
 
 logger = logging.getLogger("manta.engine")
 

@@ -3,6 +3,7 @@
 The two files of a checkpoint may differ: Command R+'s end of turn is a control token in only one.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,3 +89,49 @@ def _content(token: Any) -> str:
 
 def _with_flags(token: Mapping[str, Any]) -> AddedToken:
     return AddedToken(token["content"], **{flag: token[flag] for flag in _FLAGS if flag in token})
+
+
+def read_declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTokens]:
+    """Read the files that accompany tokenizer.json.
+
+    Returns (settings of special_tokens_map.json and tokenizer_config.json, special tokens by key,
+    all declared tokens).
+    """
+    named = {
+        **read_settings(folder / "special_tokens_map.json"),
+        **read_settings(folder / "tokenizer_config.json"),
+    }
+    special = {name: text for name, value in named.items() if (text := _named(name, value))}
+    tokens = DeclaredTokens.of(named, special.values(), folder / "tokenizer_config.json")
+    return named, special, tokens
+
+
+def declared_special(folder: str | Path) -> frozenset[str]:
+    """Return the control tokens that a checkpoint declares outside tokenizer.json.
+
+    Raises ConfigError.
+    """
+    return read_declared(Path(folder))[2].special
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; {} without the file. Raises ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _named(name: str, value: Any) -> str | None:
+    """Return the text of a special token in a settings file; None if the entry names none.
+
+    value: the text, as in "bos_token": "<s>", or an object such as {"content": "<s>"}.
+    """
+    if not name.endswith("_token"):
+        return None
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None

@@ -1,6 +1,5 @@
 """Tokenizer: converts text and chats to token ids, with only the Rust `tokenizers` library."""
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from engine.sampling_params import DEFAULTS, SamplingParams
 from engine.structured.marks import is_mark
 from engine.text.chat_template import ChatTemplate, map_strings
 from engine.text.control_tokens import ControlTokens
-from engine.text.declared_tokens import DeclaredTokens
+from engine.text.declared_tokens import read_declared, read_settings
 from engine.text.template_contents import check_shown
 from engine.text.text_stream import Tables, TextStream
 
@@ -130,7 +129,7 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; save the model with a fast tokenizer",
                 param="model",
             )
-        named, special, declared = _declared(folder)
+        named, special, declared = read_declared(folder)
         content = path.read_bytes()
         digest = blake2b(b"%b%a" % (content, declared), digest_size=16).digest()
         same = _in_use.get(digest)
@@ -142,7 +141,7 @@ class Tokenizer:
             declared.add_to(backend)
         ends: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            value = _json(folder / name).get("eos_token_id")
+            value = read_settings(folder / name).get("eos_token_id")
             ends += value if isinstance(value, list) else [] if value is None else [value]
         tokenizer = cls(
             backend,
@@ -153,7 +152,7 @@ class Tokenizer:
             if chat_template is None
             else ChatTemplate({"default": chat_template}, special),
             response_template=named.get("response_template")
-            or _json(folder / "processor_config.json").get("response_template"),
+            or read_settings(folder / "processor_config.json").get("response_template"),
             same=same,
         )
         _in_use[digest] = tokenizer
@@ -451,16 +450,6 @@ def _longest(backend: tokenizers.Tokenizer) -> int:
     return longest
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
-    return value if isinstance(value, dict) else {}
-
-
 def _sampling_defaults(folder: Path, source: str | Mapping[str, float]) -> dict[str, Any]:
     """Return the default sampling parameters of requests, as fields of SamplingParams.
 
@@ -472,7 +461,7 @@ def _sampling_defaults(folder: Path, source: str | Mapping[str, float]) -> dict[
         return {}
     own = {} if isinstance(source, str) else dict(source)
     path = folder / "generation_config.json"
-    values = _json(path)
+    values = read_settings(path)
     if values.get("do_sample") is False:  # the file's other values then have no effect
         return {"temperature": 0.0, **own}
     defaults = {name: values[name] for name in DEFAULTS if values.get(name) is not None}
@@ -481,41 +470,6 @@ def _sampling_defaults(folder: Path, source: str | Mapping[str, float]) -> dict[
     except InvalidRequest as error:
         raise ConfigError(f"{path}: {error.message}", param="model") from None
     return {**defaults, **own}
-
-
-def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTokens]:
-    """Read the files that accompany tokenizer.json.
-
-    Returns (settings of special_tokens_map.json and tokenizer_config.json, special tokens by key,
-    all declared tokens).
-    """
-    named = {
-        **_json(folder / "special_tokens_map.json"),
-        **_json(folder / "tokenizer_config.json"),
-    }
-    special = {name: text for name, value in named.items() if (text := _named(name, value))}
-    tokens = DeclaredTokens.of(named, special.values(), folder / "tokenizer_config.json")
-    return named, special, tokens
-
-
-def declared_special(folder: str | Path) -> frozenset[str]:
-    """Return the control tokens that a checkpoint declares outside tokenizer.json.
-
-    Raises ConfigError.
-    """
-    return _declared(Path(folder))[2].special
-
-
-def _named(name: str, value: Any) -> str | None:
-    """Return the text of a special token in a settings file; None if the entry names none.
-
-    value: the text, as in "bos_token": "<s>", or an object such as {"content": "<s>"}.
-    """
-    if not name.endswith("_token"):
-        return None
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _without_first_prefix(splitter: Any) -> Any:

@@ -32,7 +32,8 @@ from engine.structured.json_schema import UnsupportedSchema, enforceable
 from engine.structured.step_grammars import StepGrammars
 from engine.structured.thinking import ThinkingBudget
 from engine.structured.token_limits import TokenLimits
-from engine.text.tokenizer import Tokenizer, declared_special
+from engine.text.declared_tokens import declared_special
+from engine.text.tokenizer import Tokenizer
 from tests.drafters import ListedLengths, ToldDrafter
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.text.small_tokenizers import byte_fallback, byte_level

@@ -26,7 +26,8 @@ from engine.messages import Delta
 from engine.structured.compiler import Compiler, Vocabulary
 from engine.structured.constraint import Constraint
 from engine.text.chat_template import ChatTemplate
-from engine.text.tokenizer import Tokenizer, declared_special
+from engine.text.declared_tokens import declared_special
+from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import MODEL, FakeBackend, FakeGeneration
 
