@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Thread
 
 import torch
 
@@ -98,12 +97,8 @@ def build_part(
     phases.start("device")
     resolved = resolve(config, rank)
     device = resolved.device
-    # The first kernel launch needs the compiler's digest, which takes half a second, most of it
-    # without the GIL.
-    hashing = Thread(target=hash_compiler, name="hash-compiler", daemon=True)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        hashing.start()
         if config.gpu_capability is not None:
             act_as(acting(config, "", torch.cuda.get_device_capability(device)))
         # creates the CUDA context now, so that its memory is not attributed to later allocations
@@ -166,7 +161,7 @@ def build_part(
     device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())
     if device.type == "cuda":
-        hashing.join()
+        hash_compiler()  # waits for `prepare_device`, if that thread computes it
     runner, plan, growth = build_runner(
         resolved,
         place,

@@ -46,6 +46,7 @@ from engine.messages import (
 from engine.parallel.connections import RemoteRanks
 from engine.parallel.nodes import Places, bind, place
 from engine.parallel.ranks import Ranks
+from engine.process.device_ahead import prepare_device
 from engine.process.first_start import FirstStart
 from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
@@ -141,6 +142,7 @@ def _model(
         ends.callback(ranks.close)
     if nodes:  # bound only after the other processes were started, as they inherit the affinity
         bind(nodes[0])
+    prepare_device(config, 0)
     # imported here, as torch takes seconds that a fake core must not spend
     from engine.factory import build
     from kernels.launch.compiling import report_late

@@ -24,6 +24,7 @@ from engine.batch import Batch
 from engine.errors import AdapterError, MantaError
 from engine.parallel.nodes import bind
 from engine.parallel.ranks import RankReport, RankStart
+from engine.process.device_ahead import prepare_device
 from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ def run(start: RankStart) -> None:
         assert method == "meet_at"
         return host, port
 
+    prepare_device(start.config, start.rank)
     from engine.factory import build_rank
 
     runner, refill, place, loader, memory = build_rank(start.config, start.rank, start.memory, meet)

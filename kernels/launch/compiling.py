@@ -44,6 +44,7 @@ _PIPE_BYTES = 1 << 20  # holds all jobs of a start, so that writing them never b
 _ROOT = Path(__file__).resolve().parents[2]
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time, and the period
 _PR_SET_PDEATHSIG = 1
+_hashing = threading.Lock()
 _COLLECTED = object()  # placeholder of a kernel that is being compiled
 
 _Key = tuple[str, str, Any]  # module and name of a kernel, Triton's specialisation key
@@ -326,10 +327,11 @@ def hash_callees(kernel: Any) -> None:
 def hash_compiler() -> None:
     """Let Triton hash its compiler's files, whose digest is a part of every kernel's key.
 
-    Triton caches the digest, so forks need not read these files of 400 to 500 MB again.
+    Triton caches the digest, so forks need not read these files of 400 to 500 MB again. A thread
+    that comes while another computes the digest waits for it.
     """
     # Without Triton no kernel is launched. If files are unreadable, the first launch raises.
-    with contextlib.suppress(ImportError, OSError):
+    with _hashing, contextlib.suppress(ImportError, OSError):
         from triton.runtime.cache import triton_key
 
         triton_key()
