@@ -45,6 +45,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time, and the period
 _PR_SET_PDEATHSIG = 1
 _hashing = threading.Lock()
+# Modules that the main process imports once for all workers: torch, Triton, Gluon, and the kernels
+# that are compiled first.
+_COMMON = ("kernels.cuda", "kernels.attention.decode", "kernels.attention.specialized_prefill")
 _COLLECTED = object()  # placeholder of a kernel that is being compiled
 
 _Key = tuple[str, str, Any]  # module and name of a kernel, Triton's specialisation key
@@ -439,11 +442,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # libraries that write to stdout then write to the log
-    driver = threading.Thread(target=_build_driver)
-    driver.start()
-    import_module("kernels.cuda")  # imports torch once for all workers
-    hash_compiler()
-    driver.join()  # no other thread may run when the pool forks
+    threads = [threading.Thread(target=target) for target in (_build_driver, hash_compiler)]
+    for thread in threads:
+        thread.start()
+    for module in _COMMON:
+        import_module(module)
+    for thread in threads:
+        thread.join()  # no other thread may run when the pool forks
 
     def answer(number: int, future: "Future[None]") -> None:
         error = future.exception()
