@@ -6,8 +6,8 @@
 A round is a first start and a later one of each side, each in its own process. A first start has an
 empty folder of compiled kernels (TRITON_CACHE_DIR); the later start uses the folder that the first
 has filled. Each side has its own folder, and sides take turns to begin a round. Before the first
-round torch is read from disk once. Weights are random. A round takes 45 to 60 s with llama-8b on an
-H100.
+round both checkouts are compiled to bytecode, as by an installation, and torch is read from disk
+once. Weights are random. A round takes 45 to 60 s with llama-8b on an H100.
 
 Rows are `NAME/first start` and `NAME/later start`: the best round of each side. The raw lines also
 have the seconds of each phase. --cores simulates machines with fewer cores: compilers, engine and
@@ -28,6 +28,7 @@ from bench.versus.engine import BEFORE, run_side
 
 KINDS = ("first", "later")
 SIDES = ("manta", BEFORE)
+_PACKAGES = ("bench", "engine", "kernels", "loadtest")  # what a start imports
 
 
 def starts(model: str, side: str, against: Path) -> Iterator[Line]:
@@ -67,6 +68,9 @@ def main() -> None:
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[: args.cores]
     os.sched_setaffinity(0, cores)
+    compiled = [sys.executable, "-m", "compileall", "-q", *_PACKAGES]
+    for folder in (Path.cwd(), args.against):
+        subprocess.run(compiled, cwd=folder, check=True)
     subprocess.run([sys.executable, "-c", "import torch, triton"], check=True)
     label = f"starts-{args.name}" + (f"-{args.cores}-cores" if args.cores else "")
     raw = RawLines(args.out, label)
