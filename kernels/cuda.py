@@ -33,6 +33,7 @@ from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write
 from kernels.launch.assembler import choose_assembler
+from kernels.launch.compiling import hash_callees_first
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent.delta_rule import DeltaInputs
@@ -41,6 +42,7 @@ from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 
 choose_assembler()
+hash_callees_first()
 
 
 class Cuda(Kernels):

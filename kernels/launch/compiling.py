@@ -134,14 +134,12 @@ class Compilers:
             self._collected.clear()
 
     def close(self) -> None:
-        """Remove Triton's hook, so that launches no longer wait.
+        """Restore Triton's hook, so that launches no longer wait.
 
         The processes end once they have compiled the remaining jobs.
         """
         if "triton" in sys.modules:  # otherwise no hook was installed
-            from triton import knobs
-
-            knobs.runtime.jit_cache_hook = None
+            hash_callees_first()
         with self._lock:
             with contextlib.suppress(OSError):
                 self._send(len(self._unsent))  # launches after the start may need them
@@ -325,6 +323,23 @@ def hash_callees(kernel: Any) -> None:
         if isinstance(callee, JITFunction) and callee.hash is None:
             hash_callees(callee)
             _ = callee.cache_key
+
+
+def hash_callees_first() -> None:
+    """Make this process compute the keys of kernels as a first start's workers do.
+
+    Otherwise a later start would not find some of their kernels, and compile these again.
+    """
+    from triton import knobs
+
+    knobs.runtime.jit_cache_hook = _hash_callees_of
+
+
+def _hash_callees_of(*, fn: Any, **_: Any) -> bool:
+    """Handle Triton's hook: hash a kernel's callees, and let Triton compile or load the kernel."""
+    if _ours(fn.module):
+        hash_callees(fn.jit_function)
+    return False
 
 
 def hash_compiler() -> None:

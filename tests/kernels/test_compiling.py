@@ -355,3 +355,53 @@ def test_a_kernel_that_the_start_left_out_is_a_warning(
         launch(64, 128)
     (record,) = caplog.records
     assert "_rms_norm_kernel compiled in" in record.message and "while serving" in record.message
+
+
+START = """
+import sys
+import triton
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from kernels.launch.compiling import Compilers
+from kernels.sampling.layout import NUM_WORDS
+from kernels.sampling.logprobs import logprobs
+from tests.kernels.hopper import Hopper
+from tests.kernels.launches.sizes import bf16, int32, int64
+import kernels.cuda
+
+def launch():
+    logprobs(bf16(2, 1000), int64(2), 1, int64(2), int32(3, NUM_WORDS))
+
+def compile_only(kernel, *args, grid, warmup, **options):
+    return run(kernel, *args, grid=grid, warmup=True, **options)
+
+def listen(*, src, cache_hit, **_):
+    if not cache_hit:
+        print(src.name)
+
+run, JITFunction.run = JITFunction.run, compile_only
+driver._active = Hopper()
+triton.knobs.compilation.listener = listen
+if sys.argv[1] == "first":
+    compilers = Compilers(1)
+    with compilers.collecting():
+        launch()
+    compilers.close()
+    compilers._process.wait()
+else:
+    launch()
+"""
+
+
+def test_a_later_start_finds_the_kernels_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a start without workers computes other keys, and compiles kernels of log-probabilities
+    again, as their keys then lack the constants of the functions that they call."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    root = Path(__file__).parents[2]
+    for start in ("first", "later"):
+        command = [sys.executable, "-c", START, start]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        assert done.stdout == "", start
+    assert len([*tmp_path.rglob("*.cubin")]) == 2
