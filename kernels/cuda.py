@@ -122,8 +122,6 @@ class Cuda(Kernels):
     ) -> Tensor:
         if fits(x):
             return gemv(x, weight, bias, norm=norm, eps=eps)
-        if few_rows_fit(x, weight) and x.is_contiguous():
-            return few_rows(x, weight, bias, norm=norm, eps=eps)
         return super().norm_linear(x, norm, eps, weight, bias)
 
     def norm_gated_linear(

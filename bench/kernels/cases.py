@@ -365,27 +365,6 @@ def residual_norm(s: Sizes, rows: int) -> KernelWork:
     return KernelWork([partial(call, w) for w in weights], weights[0].nbytes + 5 * x.nbytes)
 
 
-def norm_product(s: Sizes, rows: int) -> KernelWork:
-    """Make a case of a norm and the GEMM after it, at the sizes of a DeltaNet layer of Qwen3-Next.
-
-    apart: the norm as a launch of its own.
-    """
-    width, outs = 2048, 12352
-    num_bytes = float(width * outs * s.dtype.itemsize)
-    weights = [s.random(outs, width) for _ in range(copies_for(num_bytes) + 1)]
-    x, scale = s.random(rows, width), s.random(width)
-    cuda.tune_linear(weights, [rows], add=False)
-
-    def fused(weight: Tensor) -> Tensor:
-        return cuda.norm_linear(x, scale, 1e-6, weight, None)
-
-    def apart(weight: Tensor) -> Tensor:
-        return cuda.linear(cuda.rms_norm(x, scale, 1e-6), weight, None)
-
-    calls = [partial(apart, weight) for weight in weights]
-    return KernelWork([partial(fused, w) for w in weights], num_bytes, libraries={"apart": calls})
-
-
 def gate(s: Sizes, rows: int, name: str) -> KernelWork:
     num_bytes = 3.0 * rows * s.inner * s.dtype.itemsize
     xs = [s.random(rows, 2 * s.inner) for _ in range(copies_for(num_bytes))]
@@ -514,8 +493,6 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for rows in (1, 256):
         cases[f"shared expert's gate/{rows}"] = partial(shared_gate, s, rows)
         cases[f"product + residual, norm/{rows}"] = partial(residual_norm, s, rows)
-    for rows in (1, 2):
-        cases[f"norm, product/{rows}"] = partial(norm_product, s, rows)
     for name, ((size, width), counts) in LINEARS.items():
         for rows in counts:
             cases[f"product/{name}/{rows}"] = partial(linear, s, size, width, rows)

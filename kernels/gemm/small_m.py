@@ -3,8 +3,7 @@
 A program computes a few outputs, without tensor cores. For two rows of x this is limited only by
 memory bandwidth, as it is for four rows of small weights. The next tile's weights are loaded while
 the current tile is multiplied, and the first tile's before the kernel that computes x has ended.
-An RMS norm of x is fused as in `gemv.py`, which fuses more operations for one row; from eight rows
-on, cuBLAS is equally fast.
+For one row `gemv.py` fuses more operations; from eight rows on, cuBLAS is equally fast.
 """
 
 import triton
@@ -20,20 +19,10 @@ MEDIUM = 2**26  # maximum elements of a weight for which two rows are faster tha
 
 @triton.jit
 def _finish(
-    acc, x, eps, bias, residual, out, rows,
-    OUT: tl.constexpr, IN: tl.constexpr, TOKEN: tl.constexpr, BIAS: tl.constexpr,
-    ADD: tl.constexpr, NORM: tl.constexpr, COLS: tl.constexpr,
+    acc, bias, residual, out, rows,
+    OUT: tl.constexpr, TOKEN: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     total = tl.sum(acc, axis=1)
-    if NORM:
-        # Squares are summed after the products, as both together would take too many registers.
-        cols = tl.arange(0, COLS)
-        squares = tl.zeros([COLS], tl.float32)
-        for start in range(0, IN, COLS):
-            at = x + TOKEN * IN + start + cols
-            value = tl.load(at, mask=start + cols < IN, other=0.0).to(tl.float32)
-            squares += value * value
-        total *= tl.rsqrt(tl.sum(squares, axis=0) / IN + eps)
     if BIAS:
         total += tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
     if ADD:
@@ -46,8 +35,6 @@ def _few_rows_kernel(
     x,
     weight,
     bias,
-    norm,  # [IN]; None without NORM, as eps is
-    eps,
     residual,
     out,
     TOKENS: tl.constexpr,  # rows of x, 1 .. 4
@@ -55,7 +42,6 @@ def _few_rows_kernel(
     IN: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    NORM: tl.constexpr,  # whether the sums are those of an RMS norm of x
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,9 +65,6 @@ def _few_rows_kernel(
         ahead = tl.load(at + start + COLS, mask=exists, other=0.0, eviction_policy="evict_first")
         here = start + cols < IN
         x_at = x + start + cols
-        if NORM:
-            scale = tl.load(norm + start + cols, mask=here, other=0.0).to(tl.float32)
-            tile *= scale[None, :]
         acc0 += tile * tl.load(x_at, mask=here, other=0.0).to(tl.float32)[None, :]
         if TOKENS > 1:
             acc1 += tile * tl.load(x_at + IN, mask=here, other=0.0).to(tl.float32)[None, :]
@@ -89,13 +72,13 @@ def _few_rows_kernel(
             acc2 += tile * tl.load(x_at + 2 * IN, mask=here, other=0.0).to(tl.float32)[None, :]
         if TOKENS > 3:
             acc3 += tile * tl.load(x_at + 3 * IN, mask=here, other=0.0).to(tl.float32)[None, :]
-    _finish(acc0, x, eps, bias, residual, out, rows, OUT, IN, 0, BIAS, ADD, NORM, COLS)
+    _finish(acc0, bias, residual, out, rows, OUT, 0, BIAS, ADD)
     if TOKENS > 1:
-        _finish(acc1, x, eps, bias, residual, out, rows, OUT, IN, 1, BIAS, ADD, NORM, COLS)
+        _finish(acc1, bias, residual, out, rows, OUT, 1, BIAS, ADD)
     if TOKENS > 2:
-        _finish(acc2, x, eps, bias, residual, out, rows, OUT, IN, 2, BIAS, ADD, NORM, COLS)
+        _finish(acc2, bias, residual, out, rows, OUT, 2, BIAS, ADD)
     if TOKENS > 3:
-        _finish(acc3, x, eps, bias, residual, out, rows, OUT, IN, 3, BIAS, ADD, NORM, COLS)
+        _finish(acc3, bias, residual, out, rows, OUT, 3, BIAS, ADD)
 
 
 def few_rows_fit(x: Tensor, weight: Tensor) -> bool:
@@ -114,25 +97,16 @@ def few_rows(
     weight: Tensor,  # [out, in]
     bias: Tensor | None = None,
     residual: Tensor | None = None,  # like the result, and overwritten by it
-    *,
-    norm: Tensor | None = None,  # [in]
-    eps: float | None = None,  # of the norm
 ) -> Tensor:
-    """Return x @ weight.T + bias + residual: [rows, out], for one to four rows.
-
-    norm: the weight of an RMS norm of x, which is then not rounded.
-    """
+    """Return x @ weight.T + bias + residual: [rows, out], for one to four rows."""
     tokens = x.shape[0]
     size, width = weight.shape
     out = x.new_empty((tokens, size)) if residual is None else residual
-    # fastest in a sweep over whole llama-8b and 0.6b layers, without a norm
-    rows, cols, num_warps = 2, 1024, 4 if norm is not None else 2
+    rows, cols, num_warps = 2, 1024, 2  # fastest in a sweep over whole llama-8b and 0.6b layers
     _few_rows_kernel[(triton.cdiv(size, rows),)](
         x,
         weight,
         bias,
-        norm,
-        eps,
         residual,
         out,
         TOKENS=tokens,
@@ -140,7 +114,6 @@ def few_rows(
         IN=width,
         BIAS=bias is not None,
         ADD=residual is not None,
-        NORM=norm is not None,
         ROWS=rows,
         COLS=cols,
         num_warps=num_warps,

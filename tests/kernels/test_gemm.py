@@ -30,22 +30,6 @@ def test_few_rows(tokens: int, shape: tuple[int, int], extras: bool, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(40, 300), (17, 2100)], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-def test_few_rows_of_a_norm(tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Bugs: a row divided by another's length, a mean over padded columns, a bias that is scaled by
-    the norm."""
-    size, width = shape
-    x, weight = random(tokens, width, dtype=dtype), random(size, width, dtype=dtype)
-    x *= torch.arange(1, tokens + 1, device=x.device)[:, None].to(dtype)
-    norm, bias = random(width, dtype=dtype), random(size, dtype=dtype)
-    wide = x.double()
-    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.double()
-    ref = normed @ weight.double().T + bias.double()
-    assert row_error(few_rows(x, weight, bias, norm=norm, eps=1e-2), ref) < BOUND[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [2, 4, 7])
 def test_every_number_of_tokens_means_the_same(tokens: int, dtype: torch.dtype) -> None:
     """A product that is right for one number of tokens only: each has its own path."""

@@ -37,7 +37,6 @@ def layers(model: str) -> None:
     gemv(x, bf16(d.vocab, d.hidden))
     for tokens in (2, 3, 4):
         few_rows(bf16(tokens, d.hidden), bf16(qkv, d.hidden), bf16(qkv))
-        few_rows(bf16(tokens, d.hidden), bf16(qkv, d.hidden), norm=norm, eps=EPS)
         x = bf16(tokens, d.hidden)
         few_rows(bf16(tokens, d.intermediate), bf16(d.hidden, d.intermediate), residual=x)
     for dtype, tiles in ((torch.bfloat16, TILES[2]), (torch.float32, TILES[4])):
