@@ -99,6 +99,7 @@ def build_part(
     device = resolved.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        hashing = hash_compiler()
         if config.gpu_capability is not None:
             act_as(acting(config, "", torch.cuda.get_device_capability(device)))
         # creates the CUDA context now, so that its memory is not attributed to later allocations
@@ -161,7 +162,7 @@ def build_part(
     device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())
     if device.type == "cuda":
-        hash_compiler()  # waits for `prepare_device`, if that thread computes it
+        hashing.join()
     runner, plan, growth = build_runner(
         resolved,
         place,

@@ -1,33 +1,25 @@
-"""prepare_device: opens the GPU and hashes Triton's compiler while the engine imports torch.
+"""prepare_device: opens the GPU while the engine imports torch.
 
-The creation of a CUDA context takes most of a second, and so does the hash. Neither holds Python's
-lock, so both are done on a thread beside imports that take seconds.
+The creation of a CUDA context takes most of a second and does not hold Python's lock, so it is done
+on a thread beside imports that take seconds. The thread itself imports nothing: two threads that
+import a package and its modules may wait for each other.
 """
 
 import ctypes
-from importlib import import_module
 from threading import Thread
 
 from engine.config.engine_config import EngineConfig
-from kernels.launch.compiling import hash_compiler
 
 
 def prepare_device(config: EngineConfig, rank: int) -> None:
-    """Start the thread that prepares a rank's GPU; do nothing for an engine on the CPU.
+    """Start the thread that opens a rank's GPU; do nothing for an engine on the CPU.
 
     The device's number is that of `engine.resolve`. Whatever fails here fails again at its first
     use, and is reported there.
     """
     if config.device != "cpu":
         number = rank % config.ranks_per_node
-        Thread(target=_prepare, args=(number,), name="device-ahead", daemon=True).start()
-
-
-def _prepare(number: int) -> None:
-    if not open_context(number):
-        return
-    import_module("torch")  # waits until the main thread has imported torch
-    hash_compiler()
+        Thread(target=open_context, args=(number,), name="device-ahead", daemon=True).start()
 
 
 def open_context(number: int) -> bool:

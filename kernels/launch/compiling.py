@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
@@ -44,10 +44,11 @@ _PIPE_BYTES = 1 << 20  # holds all jobs of a start, so that writing them never b
 _ROOT = Path(__file__).resolve().parents[2]
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time, and the period
 _PR_SET_PDEATHSIG = 1
-_hashing = threading.Lock()
 # Modules that the main process imports once for all workers: torch, Triton, Gluon, and the kernels
 # that are compiled first.
 _COMMON = ("kernels.cuda", "kernels.attention.decode", "kernels.attention.specialized_prefill")
+# Packages of Triton that it imports while it hashes its compiler's files.
+_HASHED = ("triton.backends.nvidia.driver", "triton.backends.amd", "triton.language.extra.cuda")
 _COLLECTED = object()  # placeholder of a kernel that is being compiled
 
 _Key = tuple[str, str, Any]  # module and name of a kernel, Triton's specialisation key
@@ -342,17 +343,27 @@ def _hash_callees_of(*, fn: Any, **_: Any) -> bool:
     return False
 
 
-def hash_compiler() -> None:
-    """Let Triton hash its compiler's files, whose digest is a part of every kernel's key.
+def hash_compiler() -> threading.Thread:
+    """Start a thread in which Triton hashes its compiler's files, and return it.
 
-    Triton caches the digest, so forks need not read these files of 400 to 500 MB again. A thread
-    that comes while another computes the digest waits for it.
+    The digest is a part of every kernel's key. It takes half a second, most of it without the GIL.
+    Triton caches it, so forks need not read these files of 400 to 500 MB again. The calling thread
+    imports Triton first: two threads that import a package and its modules may wait for each other.
     """
-    # Without Triton no kernel is launched. If files are unreadable, the first launch raises.
-    with _hashing, contextlib.suppress(ImportError, OSError):
-        from triton.runtime.cache import triton_key
+    key: Callable[[], object] = str
+    # Without Triton no kernel is launched.
+    with contextlib.suppress(ImportError):
+        for module in _HASHED:
+            import_module(module)
+        from triton.runtime.cache import triton_key as key
 
-        triton_key()
+    def compute() -> None:
+        with contextlib.suppress(OSError):  # if files are unreadable, the first launch raises
+            key()
+
+    thread = threading.Thread(target=compute, name="hash-compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 class _Target:
@@ -457,12 +468,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # libraries that write to stdout then write to the log
-    threads = [threading.Thread(target=target) for target in (_build_driver, hash_compiler)]
-    for thread in threads:
-        thread.start()
+    hashing, driver = hash_compiler(), threading.Thread(target=_build_driver)
+    driver.start()
     for module in _COMMON:
         import_module(module)
-    for thread in threads:
+    for thread in (hashing, driver):
         thread.join()  # no other thread may run when the pool forks
 
     def answer(number: int, future: "Future[None]") -> None:

@@ -405,3 +405,17 @@ def test_a_later_start_finds_the_kernels_of_the_first(
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
         assert done.stdout == "", start
     assert len([*tmp_path.rglob("*.cubin")]) == 2
+
+
+def test_the_thread_that_hashes_imports_no_module_of_triton() -> None:
+    """Bug: it imports a package while the main thread imports its modules, and either fails."""
+    program = (
+        "import sys; from importlib import import_module;"
+        "from kernels.launch.compiling import _HASHED;"
+        "[import_module(name) for name in _HASHED];"
+        "from triton.runtime.cache import triton_key;"
+        "before = set(sys.modules); triton_key();"
+        "print([name for name in sys.modules if name not in before and name[:6] == 'triton'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

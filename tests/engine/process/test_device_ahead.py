@@ -42,9 +42,7 @@ def test_the_context_is_that_of_the_ranks_device(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_machine_without_a_gpu_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: an engine on a CPU ends, or reads Triton's files, because there is no driver."""
-    hashed: list[int] = []
-    monkeypatch.setattr(device_ahead, "hash_compiler", lambda: hashed.append(1))
+    """Bug: an engine on a CPU ends because there is no driver."""
 
     def missing(name: str) -> None:
         raise OSError(name)
@@ -52,8 +50,6 @@ def test_a_machine_without_a_gpu_starts(monkeypatch: pytest.MonkeyPatch) -> None
     for library in (missing, lambda name: _Driver(status=100)):
         monkeypatch.setattr(ctypes, "CDLL", library)
         assert not open_context(0)
-        device_ahead._prepare(0)
-    assert not hashed
 
 
 def test_which_device_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
