@@ -2,6 +2,7 @@
 models against the same weights expanded."""
 
 import contextlib
+import ctypes
 import gc
 import json
 import weakref
@@ -37,7 +38,6 @@ from engine.quantization.registry import AS_STORED, METHODS
 from engine.quantization.rounded.cpu import RoundedCpu
 from engine.quantization.rounded.quantize_rows import rounded
 from engine.weights import load_weights
-from engine.weights.huge_pages import trim
 from kernels.cpu.codegen.processor import CompilerUnavailable
 from kernels.cpu.gemm import blocks
 from kernels.cpu.gemm.blocks import PackedBlocks
@@ -51,6 +51,7 @@ from tests.kernels.cpu.test_blocks import bound
 from tests.kernels.cpu.test_generated import able
 
 OUT, WIDTH = 128, 512
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def stored(kind: str, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -594,10 +595,13 @@ def test_a_third_of_the_memory(tmp_path: Path) -> None:
     assert blocks.fits(BLOCK_TYPES["Q8_0"].form, 192, 64)
 
 
+@pytest.mark.own_process  # it changes malloc, and other tests' free pages would change its figures
 @pytest.mark.skipif(not able(), reason="no compiler for this machine")
 def test_the_most_memory_while_a_file_is_read(tmp_path: Path) -> None:
     """Bug: what was read lived on beside what it was packed into, until garbage was collected."""
     status, refs = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    # Each larger piece gets pages of its own, which go when it is freed.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
 
     def resident(key: str) -> int:
         (line_of_key,) = (line for line in status.read_text().splitlines() if line.startswith(key))
@@ -620,7 +624,6 @@ def test_the_most_memory_while_a_file_is_read(tmp_path: Path) -> None:
     }
     save_file(zeros, tmp_path / "model.safetensors")
     del zeros
-    trim()  # else pages that other tests have left free are taken first, and are no new ones
     before = resident("VmRSS")
     try:
         refs.write_text("5")  # the peak begins anew
@@ -633,7 +636,7 @@ def test_the_most_memory_while_a_file_is_read(tmp_path: Path) -> None:
     finally:
         gc.enable()
     # What was read and what it is packed into are twice as much together.
-    assert 0.8 * model.num_bytes < most < 1.85 * model.num_bytes
+    assert 0.8 * model.num_bytes < most < 1.5 * model.num_bytes
 
 
 @pytest.mark.parametrize("name", ["gguf", *SCHEMES])
