@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXTS = {"prose": ["LICENSE"], "code": ["engine/scheduling/scheduler.py"]}  # prose: never edited
-STEPS, LENGTH, RATE = 8, 160, 2e-3
+STEPS, LENGTH, RATE = 5, 80, 2e-3
 
 
 def text_of(name: str) -> str:
