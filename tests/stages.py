@@ -12,8 +12,8 @@ passes alone does not; it is counted and named at the end, and `.pytest_cache/st
 has a line for each run. Whatever is not a failed test fails the stage, too: a crash, a stage in
 which nothing was collected, a process that a test has left behind. Later stages run all the same.
 
-Tests that start Ray wait more than they compute: more than half of two cores is idle. Slow tests
-wait, too. Stages that look at no clock run beside them, in that time (`Beside`).
+Tests that start Ray wait more than they compute: more than half of two cores is idle. Others wait
+for a part of their time. Stages that look at no clock run beside them, in that time (`Beside`).
 """
 
 import argparse
@@ -93,7 +93,7 @@ NUMBERS = (
     "tests/engine/text",
     "tests/engine/weights",
 )
-WAITING = ("slow", "smoke", "ray")
+WAITING = ("quick", "slow", "smoke", "ray")
 SLOW = "slow and not triton and not serve and not timed and not nightly"
 
 

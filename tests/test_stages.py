@@ -255,13 +255,13 @@ def test_stages_that_wait_follow_one_another(monkeypatch: pytest.MonkeyPatch) ->
     assert {outcome.stage.name for outcome in stages.in_turns(everything)} == {
         stage.name for stage in everything
     }
-    first = ["quick", "begin interpreter numbers", "slow", "smoke", "ray", "end", "costs"]
+    first = ["begin interpreter numbers", "quick", "slow", "smoke", "ray", "end", "costs"]
     assert steps == first
     steps.clear()
     stages.in_turns(STAGES["test"])
     stages.in_turns(STAGES["rest"])
     assert steps == [
-        *("quick", "begin interpreter", "smoke", "end"),
+        *("begin interpreter", "quick", "smoke", "end"),
         *("begin numbers", "slow", "ray", "end", "costs"),
     ]
 
@@ -301,12 +301,12 @@ def test_each_test_is_in_one_stage() -> None:
     assert paths == {"interpreter": triton, "grids": triton, "numbers": NUMBERS}
     assert [stage.without for stage in every if stage.without] == [NUMBERS]
     assert all((ROOT / path).exists() for path in NUMBERS)
-    assert {stage.beside for stage in every} == {(), ("slow", "smoke", "ray")}
+    assert {stage.beside for stage in every} == {(), ("quick", "slow", "smoke", "ray")}
     fronts = {
         part: {front_of(stage, STAGES[part]) for stage in STAGES[part]} for part in ("test", "rest")
     }
-    assert fronts == {"test": {"", "smoke"}, "rest": {"", "slow"}}
-    assert {front_of(stage, [*STAGES["test"], *STAGES["rest"]]) for stage in every} == {"", "slow"}
+    assert fronts == {"test": {"", "quick"}, "rest": {"", "slow"}}
+    assert {front_of(stage, [*STAGES["test"], *STAGES["rest"]]) for stage in every} == {"", "quick"}
 
 
 def test_packages_are_left_out_for_one_importer() -> None:
