@@ -121,8 +121,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         for stack, is_needed in reversed(list(zip(_SHARED.values(), needed, strict=True))):
             if not is_needed:
                 stack.close()
-        if nextitem is not None and nextitem.path != item.path and not gc.get_freeze_count():
-            _freeze()  # a test or a fixture has called gc.unfreeze
+        if nextitem is not None and nextitem.path != item.path:
+            _freeze()  # quick, unless a test or a fixture has called gc.unfreeze
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
