@@ -53,6 +53,7 @@ EXPECTED = {"manta": (60, 20, 26), "vllm": (75, 20, 45)}
 EXPECTED_LOADS = 125
 WRITE_SECONDS = 0.25  # seconds to write an adapter's files, 84 MB
 TRIAL_REQUESTS, TRIAL_TOKENS = 24, 8  # load with --cpu
+TRIAL_LOADED = lora_loads.SLOTS + 2  # adapters of the side `loads` with --cpu
 # Without the second variable vLLM needs a compiler at its start.
 VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -335,8 +336,9 @@ def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
 
 def plan(args: argparse.Namespace) -> list[Piece]:
     """Return the pieces, with alternating sides and cases without adapters first."""
+    loaded = TRIAL_LOADED if args.cpu else LOADED
     pieces: list[Piece] = [
-        (side, LOADED if side == "loads" else count, start)
+        (side, loaded if side == "loads" else count, start)
         for count in sorted(args.counts)
         for start in range(args.runs)
         for side in args.sides

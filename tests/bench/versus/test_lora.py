@@ -40,7 +40,7 @@ def test_what_was_cut_off_runs_again() -> None:
     assert finished(("manta", 64, 0), lines_of("manta", 64, 100.0))
     loads = {"side": "loads", "adapters": 32, "start": 0, "loading_p99_ms": 2.0}
     assert finished(("loads", 32, 0), [loads]) and not finished(("loads", 32, 0), [])
-    args = argparse.Namespace(counts=[16, 0], runs=1, sides=list(SIDES))
+    args = argparse.Namespace(counts=[16, 0], runs=1, sides=list(SIDES), cpu=False)
     assert plan(args) == [
         ("manta", 0, 0),
         ("vllm", 0, 0),
