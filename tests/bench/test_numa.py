@@ -42,7 +42,7 @@ def test_one_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         numa.main()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # engines on emulated nodes: tests/engine/process/test_emulated_nodes.py
 @pytest.mark.usefixtures("real_cores")
 def test_the_command_on_two_nodes(tmp_path: Path) -> None:
     """Bugs: a side that does not start on two nodes; a bound replica on no node of its own; figures

@@ -14,14 +14,13 @@ from tests.deployments.api.output.grammar_table import TAGS, Table
 from tests.engine.text.small_tokenizers import byte_fallback, byte_level
 from tests.published_tokenizers import NAMES, folder
 
-# One tokenizer of each kind: pieces with bytes to fall back on, and byte-level pairs, of which some
-# are marks of calls.
-SLOW = ("llama2", "gptoss")
+# Pieces with bytes to fall back on; `test_marks_of_all_formats` has byte-level pairs.
+SLOW = "llama2"
 
 
 def marked(name: str) -> Any:
     """Return the parameter of a tokenizer, which the slow or the nightly stage has."""
-    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly)
+    return pytest.param(name, marks=pytest.mark.slow if name == SLOW else pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("name", [*map(marked, NAMES)])
