@@ -2,6 +2,7 @@
 machines without a GPU, and settings of garbage collection and cores.
 """
 
+import atexit
 import contextlib
 import gc
 import os
@@ -157,7 +158,8 @@ def _freeze() -> None:
 
 def pytest_unconfigure() -> None:
     gc.enable()  # test collection may have failed before enabling it
-    gc.unfreeze()  # otherwise native bindings report leaks at exit
+    # Otherwise native bindings report leaks at exit. Before that, pytest collects garbage twice.
+    atexit.register(gc.unfreeze)
 
 
 def pytest_configure(config: pytest.Config) -> None:
