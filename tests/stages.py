@@ -94,6 +94,7 @@ NUMBERS = (
     "tests/engine/weights",
 )
 WAITING = ("quick", "slow", "smoke", "ray")
+QUICK = "not triton and not serve and not timed and not slow and not nightly"
 SLOW = "slow and not triton and not serve and not timed and not nightly"
 
 
@@ -129,8 +130,17 @@ STAGES = {
         Stage(
             "quick",
             "What starts no Ray",
-            "not triton and not serve and not timed and not slow and not nightly",
+            QUICK,
             processes=4,
+            without=NUMBERS,
+        ),
+        Stage(
+            "quick-numbers",
+            "What starts no Ray and looks at no clock",
+            QUICK,
+            processes=2,
+            paths=NUMBERS,
+            beside=WAITING,
         ),
         Stage(
             "smoke",

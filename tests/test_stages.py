@@ -255,13 +255,13 @@ def test_stages_that_wait_follow_one_another(monkeypatch: pytest.MonkeyPatch) ->
     assert {outcome.stage.name for outcome in stages.in_turns(everything)} == {
         stage.name for stage in everything
     }
-    first = ["begin interpreter numbers", "quick", "slow", "smoke", "ray", "end", "costs"]
-    assert steps == first
+    first = ["begin interpreter quick-numbers numbers", "quick", "slow", "smoke", "ray", "end"]
+    assert steps == [*first, "costs"]
     steps.clear()
     stages.in_turns(STAGES["test"])
     stages.in_turns(STAGES["rest"])
     assert steps == [
-        *("begin interpreter", "quick", "smoke", "end"),
+        *("begin interpreter quick-numbers", "quick", "smoke", "end"),
         *("begin numbers", "slow", "ray", "end", "costs"),
     ]
 
@@ -298,8 +298,10 @@ def test_each_test_is_in_one_stage() -> None:
         stage.name: stage.paths for stage in every if stage.paths and stage.paths not in by_mark
     }
     triton = ("tests/kernels",)
-    assert paths == {"interpreter": triton, "grids": triton, "numbers": NUMBERS}
-    assert [stage.without for stage in every if stage.without] == [NUMBERS]
+    numbers = dict.fromkeys(("quick-numbers", "numbers"), NUMBERS)
+    assert paths == {"interpreter": triton, "grids": triton, **numbers}
+    without = {stage.name: stage.without for stage in every if stage.without}
+    assert without == dict.fromkeys(("quick", "slow"), NUMBERS)
     assert all((ROOT / path).exists() for path in NUMBERS)
     assert {stage.beside for stage in every} == {(), ("quick", "slow", "smoke", "ray")}
     fronts = {
