@@ -236,8 +236,8 @@ def _routers(
     )
     # A node's routers of both deployments must not share the port of gRPC. A later turn of a stored
     # response comes over HTTP.
-    own = replace(settings, runs_batches=True, grpc=None, store_bytes=0)
-    return routers.bind(settings, *engines, batch_routers=batch_routers.bind(own, *engines))
+    for_batches = replace(settings, runs_batches=True, grpc=None, store_bytes=0)
+    return routers.bind(settings, *engines, batch_routers=batch_routers.bind(for_batches, *engines))
 
 
 def _router_counts(config: MantaConfig) -> dict[str, int]:

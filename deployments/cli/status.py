@@ -175,8 +175,8 @@ def poll(app: str) -> StatusSnapshot:
         calls = [handle.broadcast("state") for handle in router_handles(status, app)]
         end = time.monotonic() + _ANSWER
         for call in calls:
-            left = max(0.0, end - time.monotonic())
-            answers += call.results(timeout_s=left, return_exceptions=True)
+            timeout = max(0.0, end - time.monotonic())
+            answers += call.results(timeout_s=timeout, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):
         # No router can be called at the moment, which the page shows.
         pass

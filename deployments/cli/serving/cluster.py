@@ -194,8 +194,9 @@ def router_handles(status: Any, app_name: str) -> list[Any]:
 
     from deployments.scaling.policy import ROUTERS
 
-    there = status.applications[app_name].deployments if app_name in status.applications else ()
-    return [serve.get_deployment_handle(name, app_name) for name in ROUTERS if name in there]
+    application = status.applications.get(app_name)
+    names = application.deployments if application is not None else ()
+    return [serve.get_deployment_handle(name, app_name) for name in ROUTERS if name in names]
 
 
 def _drain(handles: list[Any], seconds: float) -> None:
