@@ -16,7 +16,8 @@ def test_conversations_come_back_from_the_host() -> None:
     sizes = case.sizes
     third = sizes.opening + 2 * sizes.message + 3 * sizes.answer  # tokens that the device has had
     reusable = (third - 1) // 16 * 16 / (third + sizes.message)
-    assert tier["return_hits"] == pytest.approx(reusable, abs=0.001)
+    # answers have random lengths, so a turn has more or fewer tokens than the mean
+    assert tier["return_hits"] == pytest.approx(reusable, abs=0.01)
     assert none["return_hits"] == 0
     assert tier["dialogue"] > 1.25 * none["dialogue"]
     assert tier["fresh"] == none["fresh"]

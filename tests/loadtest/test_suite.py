@@ -68,12 +68,15 @@ def test_a_killed_server_is_seen():
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     url = server.stdout.readline().strip()
-    options = SuiteOptions(url=url, cases=("kill",), kill_pids=(server.pid,), **QUICK)
+    # on a busy machine requests come late, and some still have to come after the kill
+    values = {**QUICK, "seconds": 1.5}
+    options = SuiteOptions(url=url, cases=("kill",), kill_pids=(server.pid,), **values)
     check(options)
     cases = by_case(asyncio.run(run(options, lambda line: None)))
     server.communicate()
     assert cases["capacity"].lost == 0 and cases["capacity"].goodput == 1.0
-    assert 0 < cases["kills"].lost <= 3 and cases["kills"].failed > 0
+    kills = cases["kills"]
+    assert 0 < kills.lost < kills.requests / 2 and kills.failed > 0
     assert cases["after"].answered == 0 and cases["after"].failed > 0
     assert f"pid {server.pid} killed" in cases["kills"].marks[0]
     with pytest.raises(RunError, match="refused"):
