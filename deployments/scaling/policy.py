@@ -23,8 +23,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
-from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
-
 from deployments.config.load import MantaConfig, PoolConfig
 from deployments.scaling.decide import (
     Demand,
@@ -193,6 +191,10 @@ class PoolsPolicy:
         states: dict[Any, dict[str, Any]] = {}
         for name, (id, context) in by_name.items():
             if name.startswith(ENCODER_PREFIX):
+                # Imported here, since Ray reads the environment when it is imported, and
+                # `manta status` sets RAY_AUTH_MODE first.
+                from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
+
                 # Serve applies the delays of `encoder_limits` to this result.
                 wanted, states[id] = replica_queue_length_autoscaling_policy(cast(Any, context))
                 decisions[id] = math.ceil(wanted)

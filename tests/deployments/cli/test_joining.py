@@ -3,6 +3,8 @@ in lines of its log, and said nothing that a user could act on."""
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -207,3 +209,10 @@ def test_status_finds_the_ray_of_a_server_here(
         monkeypatch.setattr(status, "rays_here", lambda there=there: there)
         with pytest.raises(ClusterError, match=words):
             status._join(None)
+
+
+def test_status_may_send_the_token() -> None:
+    """Bug: `manta status` imports Ray, which then ignores that RAY_AUTH_MODE is set."""
+    program = "import deployments.cli.status, sys; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
