@@ -224,8 +224,8 @@ from GGUF files. [adding-a-model.md](adding-a-model.md) says how to add an archi
 - **Orion, EXAONE 3 and DeciLM** (Nemotron Super) have no class in transformers; tests compare them
   with classes there that compute the same.
 
-`python docs/generate.py` writes this page from `engine/architectures/`. In brackets is the
-architecture's name in GGUF files.
+`python docs/generate.py` writes this page from `engine/architectures/`. Brackets have
+names in GGUF files.
 """
 MODELS_OF_SEVERAL = """## Text models inside others
 

@@ -42,7 +42,9 @@ from engine.images.settings import PREPROCESSOR
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_*.weight", "blk.*.attn_rot_embd")
 _EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")
 # Matrices that are always dequantised: those used in the activations' type, and lookup tables.
-_DENSE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd")
+_DENSE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd", "attn_kv_b")
+# Parts of attn_kv_b in newer files: keys [heads, latent, key], and values [heads, value, latent].
+_KEYS, _VALUES = "attn_k_b", "attn_v_b"
 # Dequantised bytes per slice, which bounds memory and determines how often progress is reported.
 _SLICE_BYTES = 64 << 20
 
@@ -144,6 +146,7 @@ class _Piece:
     shape: shape of the tensor to write.
     at: index along the first axis of the file's tensor, if that stacks several; None: the whole
         tensor.
+    values: the name of the file's tensor of values, if `name` has the keys alone.
     """
 
     ours: str
@@ -151,6 +154,7 @@ class _Piece:
     stem: str
     shape: tuple[int, ...]
     at: int | None = None
+    values: str = ""
 
 
 def _split(name: str) -> tuple[str | None, str, str | None, str]:
@@ -176,24 +180,41 @@ def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
         if any(fnmatchcase(name, pattern) for pattern in _IN_CONFIG) or _beyond(layer, model):
             continue
         stem = f"{stem}_exps" if expert is not None and stem in _EXPERTS else stem
+        if stem == _VALUES and f"attn_kv_b.{kind}" in targets:
+            continue  # with the keys
+        values = name.replace(_KEYS, _VALUES) if stem == _KEYS else ""
+        stem = "attn_kv_b" if values else stem
         ours = targets.get(f"{stem}.{kind}", "")
         if not ours or ("{i}" in ours) != (layer is not None):
             raise file.error(f"unknown tensor {name!r}")
         shape, ours = file.shape(name), ours.replace("{i}", layer or "")
         if stem == "ffn_gate_inp_shexp" and len(shape) == 1:  # older files store a vector
             shape = (1, *shape)
+        if values:
+            shape = _joined_shape(file, name, values)
         if expert is not None:
             ours = ours.replace("{e}", expert)
         if "{e}" in ours or "{h}" in ours:
             names = [ours.replace("{e}", str(at)).replace("{h}", str(at)) for at in range(shape[0])]
             pieces = [_Piece(target, name, stem, shape[1:], at) for at, target in enumerate(names)]
         else:
-            pieces = [_Piece(ours, name, stem, shape)]
+            pieces = [_Piece(ours, name, stem, shape, values=values)]
         _check_shape(file, model, pieces[0], kind, len(pieces))
         all_pieces += pieces
         seen.add((stem, layer))
     _check_all(file, model, targets, seen)
     return all_pieces
+
+
+def _joined_shape(file: GGUFFile, keys: str, values: str) -> tuple[int, ...]:
+    """Return the shape [rows, latent] of the matrix that two tensors of heads are parts of.
+
+    keys, values: names of the tensors. Raises ConfigError if they do not fit.
+    """
+    of_keys, of_values = file.shape(keys), file.shape(values)
+    if len(of_keys) != 3 or (of_keys[0], of_keys[1]) != (of_values[0], of_values[-1]):
+        raise file.error(f"tensors {keys!r} and {values!r} are not parts of one matrix")
+    return of_keys[0] * (of_keys[2] + of_values[1]), of_keys[1]
 
 
 def _beyond(layer: str | None, model: ModelConfig) -> bool:
@@ -210,6 +231,9 @@ def _check_shape(file: GGUFFile, model: ModelConfig, piece: _Piece, kind: str, c
     """
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, mlp, experts = model.hidden_size, model.intermediate_size, model.experts
+    latent, out = model.attention[0].latent, q
+    if latent is not None:
+        q, out = (model.num_heads * size for size in (latent.nope + latent.rope, latent.value))
     rows = {
         "token_embd": model.vocab_size,
         "output": model.vocab_size,
@@ -224,7 +248,16 @@ def _check_shape(file: GGUFFile, model: ModelConfig, piece: _Piece, kind: str, c
         "output_norm": hidden,
     }
     columns = dict.fromkeys(("token_embd", "output", "attn_q", "attn_k", "attn_v"), hidden)
-    columns |= {"attn_output": q, "ffn_gate": hidden, "ffn_up": hidden, "ffn_down": mlp}
+    columns |= {"attn_output": out, "ffn_gate": hidden, "ffn_up": hidden, "ffn_down": mlp}
+    if latent is not None:
+        rows |= {
+            "attn_q_a": latent.query_rank,
+            "attn_q_b": q,
+            "attn_kv_a_mqa": latent.rank + latent.rope,
+            "attn_kv_b": model.num_heads * (latent.nope + latent.value),
+        }
+        columns |= {"attn_q_a": hidden, "attn_q_b": latent.query_rank}
+        columns |= {"attn_kv_a_mqa": hidden, "attn_kv_b": latent.rank}
     if experts is not None:
         rows |= {
             "ffn_gate_inp": experts.count,
@@ -262,9 +295,12 @@ def _check_all(
     """
     sparse = set() if model.experts is None else set(model.experts.layers)
     stems = {stem for stem, _ in seen}
+    absent = set(_OPTIONAL) - stems
+    if (latent := model.attention[0].latent) is not None:
+        absent |= {"attn_q"} if latent.query_rank else set(_QUERY_LATENT)
     for target, ours in targets.items():
         stem, _, kind = target.rpartition(".")
-        if kind == "bias" or (stem in _OPTIONAL and stem not in stems):
+        if kind == "bias" or stem in absent:
             continue
         layers: list[int | None] = [None]
         if "{i}" in ours:
@@ -285,6 +321,8 @@ def _check_all(
 # Tensors that may be missing: the output head if it is tied, and norms that only some architectures
 # have.
 _OPTIONAL = ("output", "attn_q_norm", "attn_k_norm", "ffn_norm")
+# Tensors that replace attn_q if queries have a latent.
+_QUERY_LATENT = ("attn_q_a", "attn_q_a_norm", "attn_q_b")
 
 
 # ---- Values --------------------------------------------------------------------------------------
@@ -345,6 +383,9 @@ class _Values:
 
     def unpacked(self, dtype: str) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the dequantised values in `dtype`."""
+        if self._piece.values:
+            yield cast(self._joined(), dtype).data.cast("B")
+            return
         vector = len(self._piece.shape) == 1
         parts = iter([self.data]) if vector else self._slices(4 * self._piece.shape[1])
         for part in parts:
@@ -354,6 +395,18 @@ class _Values:
             if self._less:
                 values = values - 1
             yield cast(np.ascontiguousarray(values), dtype).data.cast("B")
+
+    def _joined(self) -> NDArray[np.float32]:
+        """Return the matrix of which the file has keys and values apart; see `_KEYS`."""
+        piece, file = self._piece, self._file
+        parts = []
+        for name in (piece.name, piece.values):
+            data = file.data(name)
+            parts.append(file.unpacked(name, data).reshape(file.shape(name)))
+            file.give_back(data)
+        keys, values = parts
+        whole = np.concatenate((keys.swapaxes(1, 2), values), axis=1)
+        return np.ascontiguousarray(whole.reshape(piece.shape))
 
 
 def _write_config(config: dict[str, Any], tower: TowerFile | None, target: Path) -> None:

@@ -20,6 +20,8 @@ def config_of(
     types: {name of a matrix that keeps its blocks: its GGUF type}.
     """
     layout = file.layout
+    if file.own("attention.temperature_scale") and "llama_4_scaling_beta" not in layout.rope:
+        raise file.error("attention.temperature_scale is not supported for this architecture")
     hidden, heads = int(file.need("embedding_length")), int(file.need("attention.head_count"))
     head_dim = int(file.own("attention.key_length") or hidden // max(1, heads))
     config: dict[str, Any] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.checkpoints.gguf_file import GGUFFile
+from deployments.checkpoints.tokenizer_files.ranks import KIMI_WORDS
 from deployments.checkpoints.tokenizer_files.tokenizer_json import (
     SINGLE_DIGITS,
     SPACE,
@@ -82,6 +83,7 @@ _SPLITS = {  # name in the file's tokenizer.ggml.pre -> rules
     "stablelm2": _Split(SINGLE_DIGITS),
     "deepseek-r1-qwen": _QWEN,
     "gpt-4o": _Split(_cased(_ENDINGS, r"\p{N}{1,3}")),
+    "kimi-k2": _Split(KIMI_WORDS, whole=True),
     "tekken": _Split(_cased("", r"\p{N}"), whole=True),
 }
 

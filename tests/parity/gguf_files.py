@@ -81,6 +81,7 @@ class Written:
     drop: keys that the family's converter does not write. more: keys that only it writes.
     experts_apart: whether each expert has its own tensors, as in older files.
     tokens: id -> text of image tokens.
+    fused: whether keys and values of latents are one matrix, as in older files.
     """
 
     arch: str
@@ -89,6 +90,7 @@ class Written:
     more: dict[str, Any] = field(default_factory=dict)
     experts_apart: bool = False
     tokens: dict[int, str] = field(default_factory=dict)
+    fused: bool = False
 
 
 def write(
@@ -166,6 +168,8 @@ def _metadata(config: dict[str, Any], written: Written) -> dict[str, Any]:
     if "rope_ratio" in config:
         metadata["rope.freq_base"] *= config["rope_ratio"]
         metadata["rope.dimension_count"] = head_dim // 2
+    if written.arch == "deepseek2":
+        metadata |= _latent_sizes(config)
     if "scale_depth" in config:
         metadata["residual_scale"] = config["scale_depth"] / metadata["block_count"] ** 0.5
         metadata["logit_scale"] = metadata["embedding_length"] / config["dim_model_base"]
@@ -174,6 +178,8 @@ def _metadata(config: dict[str, Any], written: Written) -> dict[str, Any]:
         for key, theirs in _YARN.items():
             if rope.get(key) is not None:
                 value = rope[key]
+                if written.arch == "deepseek2" and key == "mscale_all_dim":
+                    value *= 0.1
                 metadata[f"rope.scaling.{theirs}"] = value if "original" in key else float(value)
     if rope.get("llama_4_scaling_beta"):
         metadata["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
@@ -183,6 +189,21 @@ def _metadata(config: dict[str, Any], written: Written) -> dict[str, Any]:
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         metadata["attention.sliding_window_pattern"] = kinds
     return metadata
+
+
+def _latent_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    sizes = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotary,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rotary,
+    }
+    query_rank = config.get("q_lora_rank")
+    return sizes | ({"attention.q_lora_rank": query_rank} if query_rank else {})
 
 
 def _vocabulary(writer: gguf.GGUFWriter, tokens: dict[int, str]) -> None:
@@ -281,6 +302,11 @@ def _transformed(
             else:
                 yield f"{layer}mlp.experts.gate_proj.weight", gate
                 yield f"{layer}mlp.experts.up_proj.weight", up
+        elif arch == "deepseek2" and "kv_b_proj" in name and not written.fused:
+            sizes_of_head = config["qk_nope_head_dim"], config["v_head_dim"]
+            keys, values = tensor.unflatten(0, (heads, -1)).split(sizes_of_head, dim=1)
+            yield name.replace("kv_b", "k_b"), keys.transpose(1, 2)
+            yield name.replace("kv_b", "v_b"), values
         elif arch == "qwen3vlmoe" and "experts" in name:
             # [experts, out, in], as transformers saves them
             layer = name.split("experts.")[0]

@@ -12,21 +12,26 @@ import torch
 from gguf import GGMLQuantizationType
 
 from deployments.checkpoints.gguf import convert, write_outline
+from deployments.checkpoints.gguf_config import config_of
+from deployments.checkpoints.gguf_file import GGUFFile
 from engine.architectures import GGUFS
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.quantization.stored.base import StoredState
 from tests.engine.models.checkpoints import Paged, load_model
-from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, relative, save
+from tests.parity.cases import ALIBI, CASES, EXPERTS, LATENT, WINDOWS, relative, save
 from tests.parity.gguf_files import Written, write
 from tests.parity.gguf_tower_files import PAIRS
 
 IDS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(7))
-CASES = {**CASES, **WINDOWS, **ALIBI, **EXPERTS}
+CASES = {**CASES, **WINDOWS, **ALIBI, **EXPERTS, **LATENT}
 _FULL = {"sliding_window": None}
 _EVERY_SIXTH = {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 24}
 _EPS = {"rms_norm_eps": 1e-5}
+# Files have one mscale for both of config.json.
+_MLA_YARN = {**LATENT["deepseek v3"].changes["rope_parameters"], "mscale": 0.7}
+_MLA_YARN["mscale_all_dim"] = 0.7
 
 FAMILIES: dict[str, Written] = {
     "llama": Written("llama"),
@@ -68,6 +73,16 @@ FAMILIES: dict[str, Written] = {
     "glm 4.5": Written("glm4moe"),
     "glm 4.6": Written("glm4moe"),
     "dots": Written("dots1"),
+    "deepseek v2 lite": Written("deepseek2", {"rope_parameters": _MLA_YARN}),
+    "deepseek v2": Written("deepseek2"),
+    "deepseek v3": Written("deepseek2", {"rope_parameters": _MLA_YARN}),
+    "deepseek v3, fused": Written(
+        "deepseek2",
+        {"rope_parameters": _MLA_YARN},
+        drop=("attention.key_length_mla", "attention.value_length_mla"),
+        more={"attention.key_length": 20, "attention.value_length": 10},
+        fused=True,
+    ),
     "minimax m2": Written("minimax-m2"),
     "olmo 1": Written("olmo", more={"attention.layer_norm_epsilon": 1e-5}),
     "olmo 2": Written("olmo2"),
@@ -108,7 +123,7 @@ _MARKED = [
 def saved(name: str, folder: Path) -> Written:
     """Save the case's checkpoint as the format can hold it; return the differences."""
     written = FAMILIES[name]
-    case = CASES[name.removesuffix(", experts apart")]
+    case = CASES[name.removesuffix(", experts apart").removesuffix(", fused")]
     folder.mkdir()
     save(replace(case, changes={**case.changes, **written.changes}), folder)
     return written
@@ -261,6 +276,54 @@ def test_no_window(tmp_path: Path) -> None:
     assert all(layer.rope for layer in model.attention)
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("latent")
+    written = saved("deepseek v3", folder / "checkpoint")
+    write(folder / "checkpoint", folder / "m.gguf", written)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [
+        ("blk.1.attn_v_b.weight", r"tensor 'blk\.1\.attn_v_b\.weight' is missing"),
+        ("blk.1.attn_kv_a_mqa.weight", r"unknown tensor 'blk\.1\.attn_kv_a_mqa\.weigh_'"),
+        ("deepseek2.attention.value_length", r"has no deepseek2\.attention\.value_length"),
+        ("deepseek2.rope.dimension_count", r"has no deepseek2\.rope\.dimension_count"),
+    ],
+)
+def test_latents_that_lack_something(
+    lacking: str, message: str, latent: Path, tmp_path: Path
+) -> None:
+    """Half of a matrix would stay random, and a size would be that of another model."""
+    whole = (latent / "m.gguf").read_bytes()
+    other = f"{lacking[:-1]}_"
+    (tmp_path / "m.gguf").write_bytes(whole.replace(lacking.encode(), other.encode()))
+    with pytest.raises(ConfigError, match=rf"m\.gguf: {message}"):
+        write_outline(tmp_path / "m.gguf", tmp_path)
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(6, (1, 1)), (160, (8, 3)), (256, (8, 4))])
+def test_groups_of_older_files(
+    experts: int, groups: tuple[int, int], latent: Path, tmp_path: Path
+) -> None:
+    """Bug: Kimi's experts are routed by the groups of DeepSeek V3, whose class is theirs."""
+    drop = ("expert_group_count", "expert_group_used_count")
+    more = {"expert_count": experts}
+    write(latent / "checkpoint", tmp_path / "m.gguf", Written("deepseek2", drop=drop, more=more))
+    config = config_of(GGUFFile(tmp_path / "m.gguf"), "float32", {}, {})
+    assert (config["n_group"], config["topk_group"]) == groups
+
+
+def test_queries_that_are_scaled_by_position(latent: Path, tmp_path: Path) -> None:
+    """Mistral Large 3 is of DeepSeek V3's architecture in these files, and computes more."""
+    more = {"attention.temperature_scale": 0.1}
+    write(latent / "checkpoint", tmp_path / "m.gguf", Written("deepseek2", more=more))
+    with pytest.raises(ConfigError, match=r"attention\.temperature_scale is not supported"):
+        write_outline(tmp_path / "m.gguf", tmp_path)
+
+
 def test_every_entry_has_a_case() -> None:
     """Bug: an entry that no test reads. Entries of text models that only stand beside towers have
     their cases in `gguf_tower_files`."""
@@ -269,7 +332,7 @@ def test_every_entry_has_a_case() -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["qwen 3 moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen 3 moe", "gpt-oss", "deepseek v3"])
 def test_experts_in_blocks(name: str, tmp_path: Path) -> None:
     """An expert with another's blocks, or an expert's scales for its neighbour, is noise that reads
     like text."""

@@ -238,12 +238,12 @@ def test_files_that_lack_something(name: str, lacking: str, tmp_path: Path) -> N
 
 
 def test_a_text_model_that_is_not_read(tmp_path: Path) -> None:
-    """Kimi-VL's tower has a known layout, but no file of its text model is read."""
-    for file, architecture in (("model.gguf", "deepseek2"), ("mmproj-model.gguf", "clip")):
+    """The error of a folder of two files is that of the text model, not of the encoder."""
+    for file, architecture in (("model.gguf", "llama4"), ("mmproj-model.gguf", "clip")):
         writer = GGUFWriter(tmp_path / file, architecture)
-        writer.add_string("clip.projector_type", "kimivl")
+        writer.add_string("clip.projector_type", "llama4")
         finish(writer)
-    with pytest.raises(ConfigError, match=r"model\.gguf: GGUF architecture 'deepseek2' is not sup"):
+    with pytest.raises(ConfigError, match=r"model\.gguf: GGUF architecture 'llama4' is not sup"):
         check_model(str(tmp_path))
 
 

@@ -76,7 +76,7 @@ _OLD_TEKKEN_TOKENS = (
 _HAN = r"\p{Han}"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _START, _END = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_KIMI_WORDS = "|".join(
+KIMI_WORDS = "|".join(
     (
         rf"[{_HAN}]+",
         rf"{_START}[{_UPPER}&&[^{_HAN}]]*[{_LOWER}&&[^{_HAN}]]+{_END}",
@@ -133,7 +133,7 @@ def convert_kimi(folder: TokenizerFolder) -> Converted:
         for index in range(len(ranks), len(ranks) + _KIMI_RESERVED)
     }
     named = {name: text for name in ("bos_token", "eos_token") if (text := folder.named(name))}
-    return _converted(ranks, _KIMI_WORDS, special | folder.added, named=named)
+    return _converted(ranks, KIMI_WORDS, special | folder.added, named=named)
 
 
 def convert_tekken(folder: TokenizerFolder) -> Converted:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.architectures.dense.llama import LAYER
-from engine.architectures.gguf.record import Gguf, Make, Metadata
+from engine.architectures.gguf.deepseek import DEEPSEEK
+from engine.architectures.gguf.record import NORMED, Gguf, Make, Metadata, own
 from engine.architectures.layout import half_pairs, neighbouring_pairs, neighbours
 from engine.architectures.mixtures.families import experts_at
 from engine.architectures.record import CheckpointTensor, Rows
@@ -111,15 +112,7 @@ def _with(stem: str) -> Make:
     return lambda file: file.has(f"blk.0.{stem}.weight")
 
 
-def _own(key: str) -> Make:
-    return lambda file: file.own(key)
-
-
 _WINDOWS: Mapping[str, Make] = {"layer_types": _layer_types}
-# Expert weights are normalised to a sum of 1 only if the file says so.
-_NORMED: Mapping[str, Make] = {
-    "norm_topk_prob": lambda file: file.own("expert_weights_norm", False)
-}
 _QWEN_MOE: Mapping[str, Make] = {"mlp_only_layers": _dense}
 _H = "transformer.h.{i}."
 
@@ -134,7 +127,7 @@ GGUFS: tuple[Gguf, ...] = (
         "mistral3",
         rows=_PERMUTED,
         computed={"sliding_window": lambda file: None},
-        rope={"llama_4_scaling_beta": _own("attention.temperature_scale")},
+        rope={"llama_4_scaling_beta": own("attention.temperature_scale")},
     ),
     Gguf("Qwen2ForCausalLM", "qwen2"),
     Gguf("Qwen2ForCausalLM", "qwen2vl"),
@@ -243,15 +236,16 @@ GGUFS: tuple[Gguf, ...] = (
                 len(_layers(file)) - int(file.own("nextn_predict_layers", 0))
             ),
             "use_qk_norm": _with("attn_q_norm"),
-            **_NORMED,
+            **NORMED,
         },
     ),
     Gguf(
         "Dots1ForCausalLM",
         "dots1",
         keys={"n_shared_experts": "expert_shared_count"},
-        computed=_NORMED,
+        computed=NORMED,
     ),
+    *DEEPSEEK,
     Gguf("MiniMaxM2ForCausalLM", "minimax-m2"),
     Gguf("OlmoForCausalLM", "olmo", rows=_PERMUTED),
     Gguf(

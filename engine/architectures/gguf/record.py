@@ -20,6 +20,11 @@ class Metadata(Protocol):
         name."""
         ...
 
+    def need(self, key: str) -> Any:
+        """Return the value of a required metadata key; see `own`. Raises ConfigError if it is
+        missing."""
+        ...
+
     def has(self, tensor: str) -> bool: ...
 
 
@@ -165,3 +170,12 @@ class Gguf:
                     names[f"{stem}.weight"] = f"{name}.weight"
                     names[f"{stem}.bias"] = f"{name}.bias"
         return names
+
+
+def own(key: str) -> Make:
+    """Return a function that returns the value of a metadata key of the architecture."""
+    return lambda file: file.own(key)
+
+
+# Expert weights are normalised to a sum of 1 only if the file says so.
+NORMED: Mapping[str, Make] = {"norm_topk_prob": lambda file: file.own("expert_weights_norm", False)}
