@@ -4,6 +4,7 @@ llama.cpp."""
 import logging
 import re
 from collections.abc import Iterator
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 
 from deployments.checkpoints.gguf_file import TOWER, GGUFContainer, GGUFFile
 from deployments.checkpoints.weights_file import WrittenTensor, cast
-from engine.architectures.layout import half_pairs
 from engine.architectures.mmproj import MMPROJS, Mmproj
 from engine.config.quantized import KEY
 
@@ -216,6 +216,8 @@ class TowerFile(GGUFContainer):
             raise self.error(f"tensors {', '.join(sources)} have rows of different sizes")
         if frames:
             shape.insert(2, len(sources))
+        elif sources == [f"{self.layout.grid}.weight"]:
+            shape[:1] = [isqrt(shape[0])] * 2
         else:
             shape[0] = sum(size for size, *_ in shapes)
 
@@ -234,7 +236,6 @@ class TowerFile(GGUFContainer):
         values = self.unpacked(name, data).reshape(self.shape(name))
         self.give_back(data)
         stem = re.sub(r"\.\d+\.", ".{i}.", name.rpartition(".")[0])
-        if stem in layout.permuted:
-            heads = int(self.need("vision.attention.head_count"))
-            values = values[half_pairs(heads, len(values) // heads)]
+        if (ordered := layout.permuted.get(stem)) is not None:
+            values = values[ordered(int(self.need("vision.attention.head_count")), len(values))]
         return values - 1 if stem == layout.plus_one else values

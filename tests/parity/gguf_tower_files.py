@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +21,9 @@ GEMMA = {90: "<image_soft_token>", 91: "<start_of_image>", 92: "<end_of_image>"}
 PIXTRAL = {90: "[IMG]", 12: "[IMG_BREAK]", 13: "[IMG_END]"}
 GLM = {90: "<|image|>", 91: "<|video|>", 92: "<|begin_of_image|>", 93: "<|end_of_image|>"}
 PADDLE = {90: "<|IMAGE_PLACEHOLDER|>", 91: "<|IMAGE_START|>", 92: "<|IMAGE_END|>"}
+
+_SIGMOIDS = {"expert_gating_func": 2}
+KIMI = {90: "<|media_pad|>"}
 
 
 def _sections(*sizes: int) -> dict[str, Any]:
@@ -38,6 +42,8 @@ PAIRS = {
     "GLM-4.1V": ("glm4v", Written("glm4", more=_sections(1, 1, 1), tokens=GLM)),
     "GLM-4.5V": ("glm4v", Written("glm4moe", more=_sections(1, 1, 1), tokens=GLM)),
     "PaddleOCR-VL": ("paddleocr", Written("paddleocr", more=_sections(2, 3, 1), tokens=PADDLE)),
+    "Kimi-VL": ("kimivl", Written("deepseek2", more=_SIGMOIDS, tokens=KIMI)),
+    "Kimi K2.5": ("kimik25", Written("deepseek2", more=_SIGMOIDS, tokens=KIMI)),
     "Gemma 3": ("gemma3", Written("gemma3", tokens=GEMMA)),
     "Mistral 3": ("pixtral", Written("mistral3", tokens=PIXTRAL)),
     "Pixtral": ("pixtral", Written("llama", drop=("attention.sliding_window",), tokens=PIXTRAL)),
@@ -112,12 +118,13 @@ def write_pair(
 
 def of_text(name: str) -> bool:
     """Whether a checkpoint's tensor of this name belongs to the text model."""
-    parts = ("vis", "multi_modal_projector", "connector", "mlp_AR")
+    parts = ("vis", "multi_modal_projector", "mm_projector", "connector", "mlp_AR")
     return not any(part in name for part in parts)
 
 
 def _metadata(projector: str, case: Case, config: dict[str, Any]) -> dict[str, Any]:
-    vision, settings = config["vision_config"], case.settings
+    vision = {key.removeprefix("vt_"): value for key, value in config["vision_config"].items()}
+    settings = case.settings.get("media_proc_cfg", case.settings)
     side = vision.get("image_size", 560)
     patch = vision["patch_size"]
     depth = vision.get("num_hidden_layers", vision.get("depth"))
@@ -163,6 +170,14 @@ def _metadata(projector: str, case: Case, config: dict[str, Any]) -> dict[str, A
         metadata["vision.image_max_pixels"] = settings["size"]["longest_edge"]
         metadata["vision.image_size"] = isqrt(settings["size"]["longest_edge"])
         metadata |= _clip_colours(settings)
+    elif projector.startswith("kimi"):
+        metadata["use_gelu"] = True
+        metadata["vision.attention.layer_norm_epsilon"] = 1e-5
+        metadata["vision.image_size"] = vision["init_pos_emb_height"] * patch
+        metadata["vision.projector.scale_factor"] = settings["merge_kernel_size"]
+        if projector == "kimik25":
+            metadata["vision.image_min_pixels"] = 8 * patch**2
+            metadata["vision.image_max_pixels"] = settings["in_patch_limit"] * patch**2
     elif projector == "gemma3":
         metadata["use_gelu"] = True
         count = int(config["mm_tokens_per_image"] ** 0.5)
@@ -216,6 +231,17 @@ def _tensors(
             tensor = tensor + 1
         if projector == "pixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = permuted(tensor, vision["num_attention_heads"])
+        if projector == "kimik25" and "wqkv" in name:
+            tensor = _columns_first(tensor, vision["vt_num_attention_heads"])
+        if projector == "kimivl" and "pos_emb" in name:
+            tensor = tensor.flatten(0, 1)
+        name = re.sub(r"mm_projector\.proj\.([02])", _linear, name)
+        if projector == "kimivl" and "wqkv" in name:
+            for part, third in zip("qkv", tensor.chunk(3), strict=True):
+                theirs = table.get_name(name.replace("wqkv", f"w{part}"), (".weight", ".bias"))
+                assert theirs is not None, name
+                yield theirs, third
+            continue
         if projector == "paddleocr":
             name = name.replace("visual.", "model.")
         if "patch_embed.proj.weight" in name and projector.startswith(("qwen", "glm")):
@@ -241,3 +267,16 @@ def _tensors(
         theirs = special or table.get_name(name, (".weight", ".bias"))
         assert theirs is not None, name
         yield theirs, tensor
+
+
+def _linear(match: re.Match[str]) -> str:
+    """Return the converter's name of a layer of Kimi K2.5's projector, numbered 0 or 2."""
+    return f"mm_projector.proj.linear_{1 + int(match[1]) // 2}"
+
+
+def _columns_first(qkv: Tensor, heads: int) -> Tensor:
+    """Reorder rotary pairs of queries and keys, which alternate between columns and rows, to all
+    pairs of columns of a head before those of rows."""
+    q, k, v = qkv.chunk(3)
+    parts = [part.unflatten(0, (heads, -1, 2, 2)).transpose(1, 2).flatten(0, 3) for part in (q, k)]
+    return torch.cat([*parts, v])

@@ -6,11 +6,6 @@ from typing import Any
 from engine.architectures.gguf.record import NORMED, Gguf, Make, Metadata, own
 
 
-def _corrected(file: Metadata) -> bool:
-    """Whether the experts' scores have a correction, as in DeepSeek V3 and not in V2."""
-    return file.has(f"blk.{file.own('leading_dense_block_count', 0)}.exp_probs_b.bias")
-
-
 def _scores(default: int) -> Make:
     """Return a function that computes scoring_func. default: the number for files without one."""
     names = {1: "softmax", 2: "sigmoid"}
@@ -20,6 +15,13 @@ def _scores(default: int) -> Make:
         return names.get(number, str(number))
 
     return scores
+
+
+def _corrected(file: Metadata) -> bool:
+    """Whether experts' scores are sigmoids with a correction, as in DeepSeek V3 and not in V2."""
+    return _scores(1)(file) == "sigmoid" or file.has(
+        f"blk.{file.own('leading_dense_block_count', 0)}.exp_probs_b.bias"
+    )
 
 
 def _groups(key: str, at: int) -> Make:

@@ -6,9 +6,10 @@ of transformers' checkpoints. No torch here.
 """
 
 from engine.architectures.mmproj.families import OTHERS
+from engine.architectures.mmproj.kimi import KIMI
 from engine.architectures.mmproj.qwen import QWEN
 from engine.architectures.mmproj.record import Mmproj, Tower
 
-MMPROJS: tuple[Mmproj, ...] = (*QWEN, *OTHERS)
+MMPROJS: tuple[Mmproj, ...] = (*QWEN, *OTHERS, *KIMI)
 
 __all__ = ["MMPROJS", "Mmproj", "Tower"]

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from math import isqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine.architectures.layout import half_pairs
 from engine.architectures.mmproj.record import (
     LAYER,
     Mmproj,
@@ -17,6 +18,10 @@ from engine.architectures.mmproj.record import (
     sizes,
     square,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def _gemma3(file: Tower) -> Values:
@@ -96,6 +101,12 @@ def _scale(file: Tower) -> int:
     return int(file.own("vision.projector.scale_factor", 2))
 
 
+def _neighbours(heads: int, count: int) -> "NDArray[np.int64]":
+    """Return the order of queries or keys whose rotary pairs are adjacent in the file, as
+    llama.cpp stores those of a Llama."""
+    return half_pairs(heads, count // heads)
+
+
 _PIXTRAL = {
     "v.patch_embd": "model.vision_tower.patch_conv",
     "v.pre_ln": "model.vision_tower.ln_pre",
@@ -125,7 +136,7 @@ _PIXTRAL_FIELDS: Mapping[str, Any] = {
     "vision": _pixtral,
     "settings": _pixtral_settings,
     "outer": _pixtral_outer,
-    "permuted": (f"{LAYER}attn_q", f"{LAYER}attn_k"),
+    "permuted": dict.fromkeys((f"{LAYER}attn_q", f"{LAYER}attn_k"), _neighbours),
 }
 _INTERN = "model.vision_tower"
 

@@ -3,9 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isqrt
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Values = dict[str, Any]
+# (number of heads, number of rows) -> the file's row for each row of the folder
+Permutation = Callable[[int, int], "NDArray[np.int64]"]
 
 
 class Tower(Protocol):
@@ -44,8 +50,8 @@ class Mmproj:
     outer: returns further keys of config.json.
     optional: names of `tensors` that some models of the family lack.
     plus_one: a norm whose weights in the file have one added.
-    permuted: names of matrices in which the rows of a rotary pair are adjacent, as llama.cpp stores
-        queries and keys of a Llama.
+    permuted: name of a matrix -> the order of its rows, where it differs from the folder's.
+    grid: a table of positions of a square picture, which has an axis for rows in the folder.
     sections: whether the text model has M-RoPE.
     levels: returns the layers after which further embeddings are computed (DeepStack).
     when: returns whether the entry is for a file; among entries of one projector the first match
@@ -63,7 +69,8 @@ class Mmproj:
     outer: Callable[[Tower], Values] = lambda file: {}
     optional: tuple[str, ...] = ()
     plus_one: str = ""
-    permuted: tuple[str, ...] = ()
+    permuted: Mapping[str, Permutation] = field(default_factory=dict)
+    grid: str = ""
     sections: bool = False
     levels: Callable[[Tower], list[int]] = lambda file: []
     when: Callable[[Tower], bool] = lambda file: True

@@ -291,7 +291,9 @@ def test_tokenizer_equals_transformers(tmp_path: Path, default_model: Path) -> N
     assert (ours.bos_token, ours.eos_token) == ("<|im_start|>", "<|im_end|>")
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken"])
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "kimi-k2", "tekken"]
+)
 def test_pre_tokenizers_load_and_round_trip(tmp_path: Path, pre: str) -> None:
     """A split pattern that the tokenizers library rejects would only fail once a user has
     downloaded 5 GB.
