@@ -217,7 +217,10 @@ class TowerFile(GGUFContainer):
         if frames:
             shape.insert(2, len(sources))
         elif sources == [f"{self.layout.grid}.weight"]:
-            shape[:1] = [isqrt(shape[0])] * 2
+            side = isqrt(shape[0])
+            if side**2 != shape[0]:
+                raise self.error(f"tensor {sources[0]!r} has {shape[0]} rows, no square")
+            shape[:1] = [side, side]
         else:
             shape[0] = sum(size for size, *_ in shapes)
 

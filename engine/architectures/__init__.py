@@ -2,7 +2,7 @@
 
 `find.py` finds the record of a config.json. `engine.config.model_config` uses the record's
 switches, `engine.models.registry` its class, and `engine.layers` the names of checkpoint tensors.
-`gguf.py` has the names in GGUF files. No other module depends on a model's architecture. No torch
+`gguf` has the names in GGUF files. No other module depends on a model's architecture. No torch
 here.
 """
 

@@ -83,6 +83,7 @@ FAMILIES: dict[str, Written] = {
         more={"attention.key_length": 20, "attention.value_length": 10},
         fused=True,
     ),
+    "glm 4.7 flash": Written("deepseek2", drop=("expert_group_count", "expert_group_used_count")),
     "minimax m2": Written("minimax-m2"),
     "olmo 1": Written("olmo", more={"attention.layer_norm_epsilon": 1e-5}),
     "olmo 2": Written("olmo2"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from deployments.checkpoints.gguf import convert, write_outline
 from deployments.checkpoints.resolve import check_model, gguf_of, resolve_model
@@ -265,10 +265,11 @@ def test_rows_of_moonvit(name: str, tmp_path: Path) -> None:
     """Bug: pairs of columns and rows that change places give pictures that are nearly right."""
     case = case_of(name)
     save_model(tmp_path, case)
-    made = tmp_path / "made"
-    made.mkdir()
-    convert(write_pair(name, case, tmp_path, tmp_path), made)
-    assert torch.equal(encode(made, tower_of(made)), encode(tmp_path, tower_of(tmp_path)))
+    converted = tmp_path / "converted"
+    converted.mkdir()
+    convert(write_pair(name, case, tmp_path, tmp_path), converted)
+    ours, theirs = (encode(folder, tower_of(folder)) for folder in (converted, tmp_path))
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["Kimi-VL", "Kimi K2.5"])
@@ -280,6 +281,20 @@ def test_a_layer_that_is_missing(name: str, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     with pytest.raises(ConfigError, match=r"mmproj-model\.gguf: tensor 'v\.blk\.2\..*missing"):
         convert(source, tmp_path / "made")
+
+
+def test_a_table_that_is_no_square(tmp_path: Path) -> None:
+    """The file does not have the sides of Kimi-VL's table of positions."""
+    case = case_of("Kimi-VL")
+    save_model(tmp_path, case)
+    checkpoint = tmp_path / "model.safetensors"
+    tensors = load_file(checkpoint)
+    name = "vision_tower.patch_embed.pos_emb.weight"
+    save_file(tensors | {name: tensors[name][:6].contiguous()}, checkpoint)
+    source = write_pair("Kimi-VL", case, tmp_path, tmp_path)
+    (tmp_path / "converted").mkdir()
+    with pytest.raises(ConfigError, match=r"'v\.position_embd\.weight' has 42 rows, no square"):
+        convert(source, tmp_path / "converted")
 
 
 def test_a_text_model_that_is_not_read(tmp_path: Path) -> None:

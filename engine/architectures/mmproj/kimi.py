@@ -43,8 +43,8 @@ def _merge(file: Tower) -> int:
 
 
 def _vision(file: Tower) -> Values:
-    *rest, _ = file.shape(f"{_TABLE}.weight")
-    rows, columns = rest if len(rest) == 2 else [isqrt(rest[0])] * 2
+    *grid, _ = file.shape(f"{_TABLE}.weight")
+    rows, columns = grid if len(grid) == 2 else [isqrt(grid[0])] * 2
     return {
         "patch_size": size(file, "patch_size"),
         "init_pos_emb_height": rows,
