@@ -45,6 +45,7 @@ class _Split:
     """The rules of a pre-tokenizer, by which a text is split before the BPE merges.
 
     pattern: regular expression of words; None: GPT-2's, which the byte-level step includes.
+    before: regular expressions whose matches are split off before, in this order.
     digits: whether each digit is split off first.
     nfc: whether the text is normalised to NFC first.
     whole: whether a word that is in the vocabulary skips the merges.
@@ -52,12 +53,18 @@ class _Split:
     """
 
     pattern: str | None = None
+    before: tuple[str, ...] = ()
     digits: bool = False
     nfc: bool = False
     whole: bool = False
     bos: bool = False
 
 
+# DeepSeek V3: numbers, then Chinese and Japanese characters, then words and punctuation.
+_DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DIGITS = _Split(digits=True)
 _LLAMA = _Split(UP_TO_THREE_DIGITS, whole=True, bos=True)
 _PLAIN_LLAMA = _Split(UP_TO_THREE_DIGITS)
@@ -82,6 +89,9 @@ _SPLITS = {  # name in the file's tokenizer.ggml.pre -> rules
     "qwen2": _QWEN,
     "stablelm2": _Split(SINGLE_DIGITS),
     "deepseek-r1-qwen": _QWEN,
+    "deepseek-v3": _Split(
+        _DEEPSEEK, (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"), bos=True
+    ),
     "gpt-4o": _Split(_cased(_ENDINGS, r"\p{N}{1,3}")),
     "kimi-k2": _Split(KIMI_WORDS, whole=True),
     "tekken": _Split(_cased("", r"\p{N}"), whole=True),
@@ -129,7 +139,7 @@ def _byte_level(file: GGUFFile, split: _Split) -> dict[str, Any]:
     return bpe(
         _added(tokens, kinds),
         {
-            **byte_level(split.pattern, digits=split.digits, nfc=split.nfc),
+            **byte_level(split.pattern, before=split.before, digits=split.digits, nfc=split.nfc),
             "post_processor": _post_processor(file, tokens, split.bos),
         },
         {

@@ -64,11 +64,17 @@ def bpe(
 
 
 def byte_level(
-    pattern: str | None, *, digits: bool = False, nfc: bool = False, first_space: bool = False
+    pattern: str | None,
+    *,
+    before: Sequence[str] = (),
+    digits: bool = False,
+    nfc: bool = False,
+    first_space: bool = False,
 ) -> dict[str, Any]:
     """Return the normalizer, pre_tokenizer and decoder of a byte-level BPE, by these names.
 
     pattern: regular expression of words; None: GPT-2's, which the byte-level step includes.
+    before: regular expressions whose matches are split off before, in this order.
     digits: whether each digit is split off first, instead of `pattern`.
     nfc: whether the text is normalised to NFC first.
     first_space: whether a text that begins with a letter gets a space before it.
@@ -79,16 +85,14 @@ def byte_level(
         "trim_offsets": True,
         "use_regex": pattern is None,
     }
-    first: dict[str, Any] | None = None
+    first = [isolated(expression) for expression in before]
     if digits:
-        first = {"type": "Digits", "individual_digits": True}
+        first.append({"type": "Digits", "individual_digits": True})
     elif pattern is not None:
-        first = isolated(pattern)
+        first.append(isolated(pattern))
     return {
         "normalizer": {"type": "NFC"} if nfc else None,
-        "pre_tokenizer": step
-        if first is None
-        else {"type": "Sequence", "pretokenizers": [first, step]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*first, step]} if first else step,
         "decoder": {**step, "add_prefix_space": True, "use_regex": True},
     }
 

@@ -34,6 +34,7 @@ from engine.errors import ConfigError
 from engine.library.prompts import load_tokenizer
 from engine.quantization.registry import check_quantization
 from engine.text.tokenizer import Tokenizer
+from tests import published_tokenizers
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
 TEXTS = [
@@ -307,6 +308,18 @@ def test_pre_tokenizers_load_and_round_trip(tmp_path: Path, pre: str) -> None:
         assert ids[0] == 1
         nfc = text if pre != "qwen2" else tokenizer.normalizer.normalize_str(text)
         assert tokenizer.decode(ids[1:], skip_special_tokens=False) == nfc
+
+
+def test_splits_of_deepseek_v3(tmp_path: Path) -> None:
+    """Bug: three splits in the published order are taken for one, which ends words elsewhere."""
+    from tokenizers import Tokenizer
+
+    published = published_tokenizers.folder("deepseek_v3") / "tokenizer.json"
+    folder = converted(tiny(tmp_path / "m.gguf", pre="deepseek-v3"), tmp_path / "out")
+    theirs = Tokenizer.from_file(str(published)).pre_tokenizer
+    ours = Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
+    for text in (*TEXTS, "12345 \u65e5\u672c\u8a9e2\u3042  .word\r\n \t$x", "a   5 b"):
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
 
 
 def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
