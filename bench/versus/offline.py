@@ -1,7 +1,7 @@
 """The offline workloads, and the choice of each workload's result.
 
-They are the load tester's workloads, one request after a long context, long prompts, and
-conversations that continue from the prefix cache.
+They are the load tester's workloads, one request after a long context, long prompts, rounds of
+chats, and conversations that continue from the prefix cache.
 """
 
 import random
@@ -17,6 +17,7 @@ Generate = Callable[[list[Request]], tuple[list[list[int]], float]]
 LONG_CONTEXT, DECODED = 131_072, 256
 CONVERSATIONS, TURNS, OPENING, MESSAGE, ANSWER = 64, 6, 1024, 128, 128
 HISTORY, NEXT, TIMES = 8192, 64, 5
+CHATS, ROUNDS, QUESTION, REPLY = 16, 5, 44, 140  # liteqwen's workload, in tokens
 
 
 class Turned:
@@ -106,6 +107,20 @@ def prefill_128k(generate: Generate) -> dict[str, Any]:
     return _long_prompts(generate, LONG_CONTEXT - 16, 2)
 
 
+def chats16(generate: Generate) -> dict[str, Any]:
+    """Measure five rounds of 16 short questions at once, as liteqwen's authors did."""
+    rng = random.Random(0)
+    rounds = [
+        [
+            ([rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in range(QUESTION)], REPLY)
+            for _ in range(CHATS)
+        ]
+        for _ in range(ROUNDS)
+    ]
+    seconds = sum(_asked(generate, requests)[1] for requests in rounds)
+    return _speeds(ROUNDS * CHATS * QUESTION, ROUNDS * CHATS * REPLY, seconds)
+
+
 def conversations(generate: Generate) -> dict[str, Any]:
     """Measure the time of all turns of conversations, including prompts."""
     turned = Turned(generate, CONVERSATIONS, OPENING)
@@ -129,7 +144,8 @@ def second_turn(generate: Generate) -> dict[str, Any]:
 
 
 OURS: dict[str, Callable[[Generate], dict[str, Any]]] = {
-    f.__name__: f for f in (decode_128k, prefill_32k, prefill_128k, conversations, second_turn)
+    f.__name__: f
+    for f in (decode_128k, prefill_32k, prefill_128k, chats16, conversations, second_turn)
 }
 # Workload -> the engine options that it needs, if they differ from the defaults.
 NEEDS: dict[str, dict[str, Any]] = {

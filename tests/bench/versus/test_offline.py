@@ -49,6 +49,23 @@ def test_turns_go_on_from_their_own_answers() -> None:
     assert len(openings) == offline.TIMES + 1
 
 
+def test_long_prompts_are_new_and_the_first_is_not_counted() -> None:
+    """Bug: a prompt is repeated, so that a cache has it, or a first start counts."""
+    engine = Engine(cache=True)
+    figures = offline.measure("prefill_32k", engine.generate)
+    assert figures["out_tok"] == 8 and len(engine.asked) == 9
+    assert figures["seconds"] == 8 * 32.768 + 0.01
+    assert figures["total_tok_s"] == round((8 * 32_768 + 8) / figures["seconds"], 1)
+
+
+def test_rounds_of_chats_follow_one_another() -> None:
+    """Bug: all chats run at once, or replies have another length than liteqwen's."""
+    engine = Engine(cache=False)
+    figures = offline.measure("chats16", engine.generate)
+    assert len(engine.asked) == 80 and figures["out_tok"] == 80 * 140
+    assert abs(figures["seconds"] - 5 * (16 * 0.044 + 1.4)) < 0.01
+
+
 def test_engines_are_started_as_workloads_need_them() -> None:
     """A throughput with the prefix cache on, or a conversation without it; the slowest first token
     as the best one."""
