@@ -72,7 +72,7 @@ class PrefixCopy:
     kv_rank: int = 0  # the rank that has these blocks, as in NewRow
 
 
-# Lines of `Batch.proposals`
+# Indices of the lines of `Batch.proposals`, which are its first axis
 ROW, POSITION, ENTRY, FIRST_DRAFT, COUNT, VERIFIED, SYNTHETIC = range(7)
 
 
@@ -96,8 +96,9 @@ class Batch:
     # (row, position of the first id, draft ids) to write into rows before anything reads them. A
     # draft model's drafts are in the rows already; all their ids are ON_DEVICE.
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    # Rows to draft for after sampling, [7, rows] int64. The next step is launched when the samples
-    # are known, while the drafts are still computed. Lines:
+    # Requests' rows for which drafts are computed after sampling, [7, rows] int64: a column each.
+    # The next step is launched when the samples are known, while the drafts are still computed.
+    # Lines:
     #   ROW, POSITION   the row, and the position of the last token that its entry computes
     #   ENTRY           index of the row's entry that samples: its decode or its chunk
     #   FIRST_DRAFT     index of the entry of the row's first draft; has no meaning without drafts
@@ -160,10 +161,9 @@ class StepResult:
     routes: entry index -> the experts of each of the chunk's tokens, [length, num_layers, chosen],
         where the request asked for them.
     errors: entry index -> why the entry has no valid token, e.g. "numerical_error".
-    drafts: a function that waits for the new drafts of the batch's proposals and returns them,
-        [proposals, most]; elements after a proposal's count are undefined. Drafts are ready before
-    the
-        next step's samples.
+    drafts: a function that waits for the drafts that `Batch.proposals` orders and returns them,
+        [columns of proposals, most draft tokens]; elements from a column's COUNT on are undefined.
+        Drafts are ready before the next step's samples.
     encode_seconds: the seconds of image encodes that ended since the last result.
     encode_wait: the part of encode_seconds for which steps waited.
     """

@@ -16,8 +16,8 @@ class Reader:
     """A JSON object of a model folder, read under Manta's names of the keys.
 
     names: Manta's key -> the file's key, where they differ (hidden_size is n_embd in GPT-2's
-        config.json). If the file lacks its own key, Manta's key is read. Every method takes Manta's
-    key.
+        config.json). If the file lacks its own key, Manta's key is read. Every method takes
+        Manta's key.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ PREFIX_STRIDE, PREFIX_BYTES = 64, 8
 
 
 class KVSource(msgspec.Struct, array_like=True, frozen=True):
-    """The replica from which KV blocks can be pulled.
+    """A replica from which other replicas can pull KV blocks.
 
     secret: the source's secret, in hex.
     shared: whether blocks may be transferred by shared memory, if both replicas are on one machine.
@@ -154,13 +154,11 @@ class UpdateWeights(msgspec.Struct, array_like=True, tag="update_weights"):
 class TransferWeights(msgspec.Struct, array_like=True, tag="transfer_weights"):
     """A message to receive weights from a trainer while steps run. An Answer follows.
 
-    what: "init" (join the trainer's group), "start", "update" (receive tensors), "finish" or "drop"
-        (discard the updates that are not loaded). A "start" and a "finish" enclose several updates;
-    an
-        update without them is complete. "collect" is an update after a "start" that also finishes
-    once
-        the checkpoint is complete. The answer to a complete update has its folder as message, for
-        `UpdateWeights`.
+    what: "init" (join the trainer's group), "start", "update" (receive tensors), "collect",
+        "finish" or "drop" (discard the updates that are not loaded). A "start" and a "finish"
+        enclose several updates; an update without them is complete. "collect" is an update after a
+        "start" that also finishes once the checkpoint is complete. The answer to a complete update
+        has its folder as message, for `UpdateWeights`.
     info: vLLM's `init_info` or `update_info`; see `engine.weights.transfers.transfer`.
     """
 
@@ -454,7 +452,8 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     The replica adds the following for a router:
 
     suspects: ids of that router's requests that may have killed the engine, if the engine ran a
-        request on probation; None if it ran none.
+        request on probation (alone, as a possible poison request: deployments/router/poison.py);
+        None if it ran none.
     deaths: replicas whose deaths the request on probation may have caused.
     doubt: whether other requests ran at the same time and at all these deaths. They are suspects
         too, and `deaths` is empty.

@@ -62,7 +62,7 @@ class Pooling:
 
     mode: "last" = the last token's hidden state after the final norm, "mean" = the mean of all,
         "cls" = the first token's.
-    steps: layers over the pooled vector, in order; None = division by its length.
+    steps: layers over the pooled vector, in order; None = L2 normalisation.
     prompts: name -> a prefix for texts.
     matryoshka: whether the first elements of a vector can be used as a shorter vector.
     dimensions: the allowed numbers of first elements; () = any.

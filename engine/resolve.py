@@ -177,7 +177,7 @@ def decide(
     """Resolve a configuration for a device that need not be present.
 
     name: the device's name, for messages.
-    capability: the compute capability of CUDA; None = sufficient for all settings.
+    capability: the GPU's compute capability; None = any, so no setting is refused for lack of it.
     """
     cuda = device.type == "cuda"
     if capability is not None:
@@ -420,9 +420,8 @@ def kv_form(model: ModelConfig, name: str) -> KVFormat:
 def _hadamard(model: ModelConfig) -> int:
     """Return the block size of the Hadamard transform of queries and keys.
 
-    It is the largest power of two that divides the parts of a head that kernels transform.
-
-    The parts are the halves that rotary embeddings pair, and the rest.
+    The block size is the largest power of two that divides the parts of a head that kernels
+    transform. The parts are the two halves of the rotary elements, and the other elements.
     """
     pieces = 0
     for layer in model.attention:

@@ -79,23 +79,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: the only tokens that may be sampled, end tokens included; none = all.
     bad_words_ids: sequences of token ids that never occur as a whole.
     logprobs: None = none; k = those of the chosen token and of the k most likely (k <= 32).
-    logprobs_mode: "processed_logprobs" = after all of the above but the noise: excluded tokens have
-        -inf, and greedy requests count as temperature 1 without filters. "raw_logprobs" = before
-    all
-        of the above. None = `EngineConfig.logprobs_mode`.
+    logprobs_mode: "processed_logprobs" = after all of these operations but the noise: excluded
+        tokens have -inf, and greedy requests count as temperature 1 without filters.
+        "raw_logprobs" = before all of them. None = `EngineConfig.logprobs_mode`.
     prompt_logprobs: None = none; k = raw log-probabilities of each prompt token but the first, and
         of the k most likely tokens at its position.
     structured: the constraint of the output, such as a grammar. The output ends where the grammar
         is complete, or at an end token where the grammar is satisfied. stop_token_ids end it only
-    there,
-        and min_tokens and ignore_eos apply as long as the grammar allows other tokens. With finish
-        "length" the output is only a prefix of a valid one.
+        where the grammar is satisfied. min_tokens and ignore_eos apply as long as the grammar
+        allows other tokens. With finish "length" the output is only a prefix of a valid one.
     thinking: the limit on thinking tokens, where `structured` describes thoughts before the output.
     pooled: whether to return the prompt's embedding (engine/pooling.py) and no output: max_tokens
         must be 0.
     return_routed_experts: whether to return the ids of the experts that each MoE layer chooses for
         each token. Such a request uses no cached prefix, and its steps use no CUDA graph.
-    unscaled: whether `pooled` leaves out the final division of the vector by its length, if any.
+    unscaled: whether `pooled` leaves out the final L2 normalisation of the vector, if any.
 
     Raises InvalidRequest naming the field.
     """

@@ -206,9 +206,10 @@ def _allowed(x: F32, group_best: F32, words: I32) -> I64:
 def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
     """Return the ids of the fewest most likely tokens with a share top_p of the probability.
 
-    Only tokens at or above log_min_p count. Ties are broken by id. Sorting a flat distribution
-    would take longer than all other work. So the function first searches for a lower bound, and
-    then bisects the range of the last token until few tokens remain to be sorted.
+    Only tokens with a gap of at least log_min_p count. Ties are broken by id. Sorting a flat
+    distribution would take longer than all other work. So the function first searches for a lower
+    bound of the last token's gap, and then bisects the gap's range until few tokens remain to be
+    sorted.
 
     gap: difference of each log-probability from the largest, [vocab] in the order of x [vocab].
     """

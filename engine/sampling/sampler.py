@@ -202,7 +202,7 @@ class Sampler:
 
         Returns [2, S] int32: the float32 bits of the logit, and the token id, the lowest of equals.
 
-        logits: [S, part], may be overwritten.
+        logits: [S, size of the shard], may be overwritten.
         rows: [S] int64, the row of each sample.
         """
         first, end = self._part

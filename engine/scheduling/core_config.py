@@ -71,7 +71,7 @@ class CoreConfig:
         """Return the settings with max_model_len lowered to what the blocks can hold."""
         num_blocks, images = self.num_blocks, self.images
         if images is not None and images.bidirectional:
-            # A step computes all tokens of an image at once, and they need the window before.
+            # A step computes all tokens of an image at once, which also read the window before it.
             windows = sum(not kind.whole for kind in self.kinds)
             num_blocks = max(0, num_blocks - windows * -(-images.largest // self.block_size))
         lengths = range(self.max_model_len + 1)

@@ -7,14 +7,13 @@ written for each request in each step. The group consists of five parallel lists
 step's batch is copied. Positions are a constant plus the number of the group's step. Rare events
 are looked up by the step at which they happen:
 
- start of a request at step t      base + t
- the request needs a block at               t = positions * block_size - base        ->
- _block_due[t]
- its last token is sampled at          t = limit - 2 - base                     -> _last_sample[t]
+ position of a request's token at step t    base + t
+ the request needs a block at               t = blocks * block_size - base  ->  _block_due[t]
+ its last token is sampled at               t = limit - 2 - base            ->  _last_sample[t]
 
 With drafts, positions of a request also grow by the accepted draft tokens (`advance`). The events
-of the next step are then found by a scan over all members, and the tables of events are rebuilt
-before the first step since which no member has accepted drafts.
+of the next step are then found by a scan over all members. Once a step has passed in which no
+member accepted drafts, the tables of events are rebuilt.
 A request that cannot run in a step must leave the group (see `Scheduler`), and may join again
 later.
 """

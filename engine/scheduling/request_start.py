@@ -17,7 +17,8 @@ class Start(NamedTuple):
 
     kv_rank: the rank of the pool.
     cached: the block table of the request's cached prefix in the pool.
-    num_resident: number of cached positions, including positions after the last snapshot.
+    num_resident: number of cached positions (block_size tokens each), including those after the
+        last snapshot.
     footprint: the memory that the request takes.
     """
 

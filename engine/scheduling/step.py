@@ -182,7 +182,7 @@ class LaunchedStep:
         )
 
     def _split(self, result: StepResult) -> tuple[StepResult, "_DraftResult"]:
-        """Return the results of other entries and of draft entries, separately."""
+        """Return the result without draft entries, and the samples at draft entries."""
         first, stop = self.decodes - self.num_drafts, self.decodes
 
         def without(items: Mapping[int, _Item]) -> Mapping[int, _Item]:

@@ -32,7 +32,10 @@ class _Answers:
         self.num_waiting = 0  # number of tokens of the waiting answers
 
     def read_newest(self, before: float, most: int) -> None:
-        """Append the newest waiting answer to the array, unless it is older than `before`."""
+        """Append the newest waiting answer to the array, unless it is older than `before`.
+
+        before, most: see `forget`, which is called at the end.
+        """
         if self.waiting:
             arrived, tokens, begin, end = self.waiting.pop()
             self.num_waiting -= end - begin
@@ -44,8 +47,10 @@ class _Answers:
     def forget(self, before: float, most: int) -> None:
         """Forget answers older than `before`, and the oldest beyond `most` tokens.
 
-        As the remaining tokens must be indexed again, answers are only dropped once half of the
-        tokens can be.
+        As the remaining tokens must be indexed again, answers in the array are dropped only once
+        they have at least half of its tokens.
+
+        before: monotonic seconds.
         """
         while self.num_waiting > most or (self.waiting and self.waiting[0][0] < before):
             _, _, begin, end = self.waiting.popleft()
@@ -93,7 +98,7 @@ class Answers:
     def contain(self, key: bytes, tokens: bytes) -> bool:
         """Whether the key's newest answers contain a sequence of tokens.
 
-        tokens: int32 each.
+        tokens: the sequence, as bytes of int32 ids.
         """
         table = self._read(key)
         return table is not None and stands_in(table.suffixes.tokens[-_SEEN:], tokens)

@@ -14,9 +14,9 @@ For drafts of a model see model_lengths.py.
 
 The controller makes two decisions, from measured times and acceptance:
 
-1. For each draft: a token is verified if its acceptance probability exceeds the price of a row, the
-   share of a step's time for one more token. Probabilities are measured by length of draft, as
-   longer drafts come from longer matches, and corrected by the request's earlier acceptance.
+1. For each draft: a token is verified if its acceptance probability exceeds its price, the share of
+   a step's time that one more token takes. Probabilities are measured by length of draft, as longer
+   drafts come from longer matches, and corrected by the request's earlier acceptance.
 2. For steps: blocks of steps with drafts alternate with short blocks without. If the blocks with
    drafts give fewer tokens a second, drafts pause for 64 steps (a rest), later for up to 256. They
    also pause if none is accepted, as drafting takes time. A rest continues while checks (looks) of
@@ -266,7 +266,7 @@ class DraftLengths:
 
     @property
     def dormant(self) -> bool:
-        """Whether the drafter may skip the tokens of steps, which look-up does not need to do."""
+        """Whether the drafter may skip the tokens of steps; False, as look-up processes none."""
         return False
 
     def look_due(self) -> int:

@@ -3,7 +3,7 @@
 This suits edits, summaries and code. The sources are the client's `prediction`, the prompt and the
 answer so far, and earlier answers of the same key; the longest match is used. A draft is at most as
 long as its match times `factor`, which gives as many tokens a step as n-gram look-up with a third
-fewer rows. Texts without repeats get no drafts.
+fewer draft tokens to verify. Texts without repeats get no drafts.
 """
 
 from array import array

@@ -81,8 +81,8 @@ class _Seconds:
 class _Losses:
     """The net time that drafts have lost, over all numbers of decodes together.
 
-    steps: that time, in steps without drafts, reduced by _LOSS at each step. It is negative after
-        gains, down to -_CREDIT.
+    steps: the lost time, as a number of steps without drafts, reduced by _LOSS at each step. It is
+        negative after gains, down to -_CREDIT.
     """
 
     __slots__ = ("steps",)
@@ -140,7 +140,7 @@ class _Block:
         self.seconds = [_Seconds() for _ in range(most + 1)]
         # step times without drafts, while the drafter processes the steps' tokens
         self._reading = _Seconds()
-        self._share = 0.0  # ratio of the former to the latter without drafts; 0 = unknown
+        self._share = 0.0  # ratio of the mean of seconds[0] to that of _reading; 0 = unknown
         self._tried: set[int] = set()
         self._rests = 0  # number of consecutive rests
         self._rest = _SECOND_REST

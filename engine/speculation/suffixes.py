@@ -110,7 +110,7 @@ class Suffixes(Generic[Tokens]):
 def stands_in(tokens: "array[int]", end: bytes) -> bool:
     """Whether an array contains a sequence of tokens; this takes 1 us for 4,000 tokens.
 
-    end: the sequence, int32 each.
+    end: the sequence, as bytes of int32 ids.
     """
     place = tokens.tobytes().rfind(end)
     return place >= 0 and place % tokens.itemsize == 0

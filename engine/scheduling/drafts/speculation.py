@@ -218,7 +218,7 @@ class Speculation:
     def compute(
         self, requests: Sequence[Request], lasts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the requests for which a step computes drafts after sampling, and their numbers.
+        """Return the requests for which a step computes drafts after sampling, and how many.
 
         requests: the requests that sample in the step.
         lasts: the position of each request's last token or draft.

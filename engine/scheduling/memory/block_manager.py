@@ -8,8 +8,8 @@ A block is in exactly one of three states:
 
 free + evictable blocks can be allocated. Every operation is O(1) for each block. If groups of
 layers keep different tokens (`engine.config.kv_groups`), a request has one block for each position
-(block_size tokens) and group. Its table lists them position by position. -1 stands
-where a group has no block: it was freed, as no later token reads it, or was never needed.
+(block_size tokens) and group. Its table lists the blocks position by position. -1 stands where a
+group has no block: the block was freed, as no later token reads it, or was never needed.
 """
 
 import heapq
@@ -188,7 +188,7 @@ class BlockManager:
         return blocks_for(self.kinds, tokens, self.block_size)
 
     def positions(self, blocks: int) -> int:
-        """Return how many positions of a typical request the given number of blocks holds."""
+        """Return how many positions the blocks hold, for requests of `kv_groups.TYPICAL` tokens."""
         return positions(self.kinds, blocks, self.block_size)
 
     def next_cost(self, request: Request, count: int = 1) -> int:
@@ -318,7 +318,9 @@ class BlockManager:
         return None if digest is None else (self._group_of[block], digest)
 
     def adopt(self, blocks: Sequence[int], names: Sequence[tuple[int, bytes]]) -> None:
-        """Register blocks whose KV was loaded from another memory, except under registered names.
+        """Register blocks whose KV was loaded from another memory in the prefix cache.
+
+        A block is left out if another block is registered under its name.
 
         names: the group and hash of each block.
         """

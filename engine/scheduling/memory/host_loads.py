@@ -66,11 +66,11 @@ def resumable(
 ) -> list[int]:
     """Return the block table of the longest prefix of more than `near` blocks with a snapshot.
 
-    hashes: the hashes of the request's blocks.
-    slots, states: by group, hash -> slot of further blocks; hashes of further snapshots. Both count
-        as present.
+    Blocks and snapshots in other memory count as present. Returns [] if there is no such prefix.
 
-    Returns [] if there is no such prefix.
+    hashes: the hashes of the request's blocks.
+    slots: for each group, hash -> slot of a block in other memory; see `BlockManager.match_prefix`.
+    states: the hashes of snapshots in other memory.
     """
     table = pool.match_prefix(hashes, slots)
     groups = pool.num_groups

@@ -327,7 +327,7 @@ class RequestMemory:
         budget: int,
         lag: int,
     ) -> KVMemory:
-        """Return a pool as admission strategies see it now.
+        """Return the current state of a pool, from which admission strategies decide.
 
         computing: requests of all pools that are not in a decode group.
         budget, lag: see `KVMemory`.

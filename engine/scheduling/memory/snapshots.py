@@ -9,12 +9,12 @@ all groups of layers with keys have their blocks. Snapshots are taken at these b
                                  conversation continues there, or later:
  every `gap` tokens of output    one for each request, replaced by the next; the first where the
                                  prompt's last block ends
- where cached blocks continue    two prompts differ from there on, and a third may come that shares
+ where cached blocks end         two prompts differ from there on, and a third may come that shares
                                  the prefix, such as a system prompt
  every `every` tokens            of a long prompt
 
-No two are within `gap` tokens: computing so few tokens again is faster than copying a state. A
-chunk of a prompt ends where a snapshot is taken, which adds a step.
+A request's snapshots are at least `gap` tokens apart: computing so few tokens again is faster than
+copying a state. A chunk of a prompt ends where a snapshot is taken, which adds a step.
 
 A snapshot has separate memory, or lies in a row that no request has: there are as many rows as
 requests that may ever run, and a state is as large as the keys of thousands of tokens. A request
@@ -283,6 +283,8 @@ class Snapshots:
     ) -> tuple[list[int], int]:
         """Return the block table of the longest prefix from which a request can continue, and the
         number of cached positions, which may reach beyond the last snapshot.
+
+        A position is block_size tokens.
 
         table_of: `BlockManager.match_prefix`.
         groups: number of groups of layers.

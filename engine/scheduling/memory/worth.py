@@ -3,8 +3,8 @@
 Copies cost bandwidth, so blocks are stored by second use (`HostPlan.everything` stores all):
 
  a block that a request found in the prefix cache, or that was evicted and computed again
- all blocks of a request that continues an earlier one: the next turn of a conversation all blocks
- of a preempted request
+ all blocks of a request that continues an earlier one: the next turn of a conversation
+ all blocks of a preempted request
 
 A prefix is loaded if that takes less time than computing its tokens, by the rates of the last
 copies and of the largest steps.
@@ -19,7 +19,7 @@ from engine.scheduling.request import Request
 
 # maximum number of remembered hashes of evicted blocks, and of requests' last blocks
 _REMEMBERED = 1 << 17
-# fixed seconds of a load: from the decision to the first byte, and from the last byte to the queue
+# fixed seconds of a load: before the first byte, and from the last byte until the request is queued
 _LAUNCH_SECONDS = 0.0003
 
 
@@ -87,8 +87,10 @@ class Worth:
     def loading(self, tokens: int, size: int, from_disk: int = 0, read_rate: float = 0.0) -> bool:
         """Whether loading `size` bytes takes less time than computing the tokens.
 
+        The result is True while a time is unknown, but False below `HostPlan.least_tokens`.
+
         from_disk: number of bytes that must be read from disk first.
-        read_rate: rate of that in bytes a second; 0 = unknown.
+        read_rate: bytes read from disk a second; 0 = unknown.
         """
         if tokens < self._plan.least_tokens:
             return False

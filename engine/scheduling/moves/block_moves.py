@@ -46,8 +46,9 @@ KV_MOVES_OFF = "kv_moves_off"
 _MOST_PULLS = 16  # maximum number of simultaneous pulls; further requests compute their prompts
 _LEASED_SHARE = 4  # at most 1 / _LEASED_SHARE of the pool's blocks are leased
 _LOG_SECONDS = 5.0
-# The slots are copied in this many parts, so that source and puller copy at the same time. Copies
-# between device memories take less time than their launches, so blocks with room there need one.
+# Blocks are staged in pieces of this fraction of the slots (1 / n), so that source and puller copy
+# at the same time. Copies between device memories take less time than their launches, so blocks
+# that all fit into the free device slots are one piece.
 _PIECES, _DEVICE_PIECES = 8, 2
 
 
@@ -77,7 +78,7 @@ class BlockMoves:
         """
         self.plan = plan
         self._early = early
-        self._broken = False  # whether steps may have read what no source has sent
+        self._broken = False  # whether steps may have read bytes that no source sent
         self.copies = copies
         self.wake: Callable[[], None] = lambda: None
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -4,8 +4,9 @@ Blocks arrive in slots of host memory, and the step loop copies them to the devi
 same machine shares the slots that it has filled (shared.py); other sources send bytes over TCP. A
 pull ends by itself: with all blocks, with an error, or at its deadline.
 
-The connection of a pull that read lent slots is kept. The step loop itself sends the next pull's
-ask over it, so that the source begins before a thread of this engine has run.
+The connection of a pull that read the source's shared slots is kept. The step loop itself sends the
+next pull's Ask message over the connection, so that the source begins before a thread of this
+engine has run.
 """
 
 import hmac
@@ -224,7 +225,7 @@ class Puller:
             try:
                 peer.send(unsent)
                 message = peer.receive_message()
-            except PeerClosed:  # the source has not kept its end, and has not begun
+            except PeerClosed:  # the source closed the kept connection before it took the ask
                 peer.close()
             except BaseException:
                 peer.close()
@@ -415,7 +416,10 @@ class Puller:
 
 
 def _ask(pull: Pull, peer: Peer, slots: PeerSlots | None) -> Ask:
-    """Return the ask for a pull's blocks. slots: those of the source, if they can be read."""
+    """Return the Ask message for a pull's blocks.
+
+    slots: the source's slots, if this process can read them.
+    """
     proof, on_device = b"", False
     if slots is not None:
         proof, on_device = peer.memory_proof(b"puller", slots.key), slots.on_device
@@ -424,7 +428,7 @@ def _ask(pull: Pull, peer: Peer, slots: PeerSlots | None) -> Ask:
 
 
 def _stripes(pull: Pull) -> int:
-    """Return the number of connections of a pull whose bytes go over them."""
+    """Return the number of connections for a pull whose bytes are sent over TCP."""
     size = (len(pull.hashes) - pull.near) * pull.groups * pull.block_bytes
     return max(1, min(_MOST_STRIPES, MAX_STRIPES, size // _STRIPE_BYTES))
 

@@ -52,11 +52,12 @@ class Export:
 
     The pull is answered once the steps and loads in flight are done.
 
-    step, load: the last step and the last load of an import that came before the pull.
-    matched: the block table of the pull's prefix; None if nothing was in flight then.
-    indices: places in it of the blocks to send. blocks: these blocks, which are held.
-    staged: number of the first ones that are in slots or on their way there.
-    copied: waits for the copies of these.
+    step, load: numbers of the last step, and of the last load of an import, before the pull.
+    matched: the block table of the pull's prefix; None if no step or load was in flight then.
+    indices: places in the block table of the blocks to send.
+    blocks: the blocks to send, which are held meanwhile.
+    staged: number of leading blocks to send that are in slots or are being copied there.
+    copied: waits for the copies of the staged blocks.
     """
 
     order: Order
@@ -74,7 +75,10 @@ class Export:
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """A copy of blocks that have arrived: their places in the pull's table, slots and blocks."""
+    """A copy of blocks that have arrived, from slots to blocks of the device.
+
+    indices: the blocks' places in the pull's table.
+    """
 
     indices: list[int]
     slots: list[int]
@@ -83,9 +87,9 @@ class Load:
     _intact: bool | None = None
 
     def close(self, pull: Pull, give_back: Callable[[Sequence[int], Pull], None]) -> bool:
-        """Give the slots back, once, as the copy has ended; return whether they kept their bytes.
+        """Give the slots back, once, as the copy has ended; return whether the copy is valid.
 
-        Called from any thread.
+        The copy is invalid if the source has filled a slot again. Called from any thread.
         """
         with self._closing:
             if self._intact is None:
@@ -99,7 +103,7 @@ class Import:
     """The step loop's record of a pull: the blocks that have arrived.
 
     released: whether the request goes on already, though loads are in flight.
-    loaded: when the last load has ended, monotonic seconds; 0: not known.
+    loaded: monotonic seconds at which the last load ended; 0 = not known.
     """
 
     pull: Pull
@@ -114,7 +118,10 @@ class Import:
 
 @dataclass(slots=True)
 class Lease:
-    """The blocks of a request that has left, held for an expected pull."""
+    """The blocks of a request that has left, held for an expected pull.
+
+    until: monotonic seconds at which the blocks are released.
+    """
 
     pool: BlockManager
     blocks: list[int]

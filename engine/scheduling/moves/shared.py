@@ -185,8 +185,11 @@ class Borrowed:
         return numbers == [fills.get(slot) for slot in slots]
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Tell the source that the slots were read. The step loop calls this, so it waits for
-        nobody: a socket without room for their numbers is one that is not read."""
+        """Tell the source that the slots were read, without waiting, as the step loop calls this.
+
+        If the socket has no room for the slots' numbers, the source does not read them: the
+        connection is then shut down.
+        """
         first = self.slots.first
         numbers = pack_numbers([slot - first for slot in slots])
         with self._lock:
@@ -210,7 +213,7 @@ class Borrowed:
 
     def _settle(self) -> None:
         """Keep or close the connection, once no thread and no copy uses it."""
-        # under the lock: a number must not go into another file of the same descriptor
+        # under the lock, as `give_back` must not write into a file that reuses a closed descriptor
         if not self._announced or self.fills:
             return
         if self._closes:

@@ -236,7 +236,7 @@ class SourceServer:
             self._lost(order)
             raise PeerError(str(error) or "the lease has expired") from None
         finally:
-            if lent:  # the fills' numbers tell a puller that lives that it has lost them
+            if lent:  # fill numbers tell a puller that still runs that it has lost the slots
                 self._sent(order, list(lent))
 
     def _take_back(self, peer: Peer, order: Order, lent: set[int]) -> None:

@@ -19,10 +19,10 @@ puller's device copies them:
  puller   Locate, once
  source   Place
  puller   Ask with a proof that it reads the key in the memory at this place
- source   Offer with its own proof; without one, or without the puller's, it goes on as above
- source   announcements, in the offer's order: their number, the slots, the fill numbers of the
-          slots (`SharedSlots`); 0: it gives up
- puller   numbers of slots that it has read, meanwhile
+ source   Offer with its own proof; without both proofs the blocks are sent as above
+ source   announcements of filled slots, in the offer's order: how many, the slots' numbers, and
+          their fill numbers (`SharedSlots`); how many = 0: the source gives up
+ puller   meanwhile, the numbers of the slots that it has read
 
 When the puller has read all slots of an offer, both ends keep the connection for its next Ask.
 """
@@ -47,7 +47,7 @@ NUMBER = struct.Struct("<I")
 
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
-_MAX_FRAME = 16 << 20  # bytes; 16 hashes of a block fill 256
+_MAX_FRAME = 16 << 20  # bytes; an Ask has 16 for each block position of its prefix
 
 
 class PeerError(Exception):

@@ -1,4 +1,4 @@
-"""BatchPace: bounds batch work in steps with other requests, and delays launches for them.
+"""BatchPace: bounds the batch work of steps, and delays launches, so that other requests wait less.
 
 A request that arrives waits for the steps in flight, so batch work bounds the time to first tokens:
 
@@ -7,8 +7,8 @@ A request that arrives waits for the steps in flight, so batch work bounds the t
   batch work. The token budget bounds this growth, and with it the decodes of batch work. Batch work
   in at least a 32nd of the rows decodes; the rest keeps its rows and blocks, and continues later.
 - Otherwise batch work decodes in all rows, as a decode costs little. Its prompts get 18 % of the
-  budget, at most 25 ms. Beyond 8 ms they get no more tokens than half a prompt of other requests
-  has, so that these wait briefly in proportion to what they compute themselves.
+  budget, at most 25 ms. Beyond 8 ms they get at most half the tokens of a mean prompt of other
+  requests. So the time that another request waits is in proportion to its own prompt.
 - One batch ahead, a request waits for the rest of the running step and for the whole next one.
   While batch work runs, the loop therefore takes input until the device is about to become idle,
   and decides the next step then. So a request waits for one step at most.
@@ -109,7 +109,11 @@ class BatchPace:
         return rows, max(1, tokens), 0
 
     def launch_after(self, decodes: int, context: int, tokens: int) -> float:
-        """Return the seconds from a step's start to the launch of the next one."""
+        """Return the seconds from a step's start to the launch of the next one.
+
+        The result is 0 until enough steps were observed. The parameters describe the running step,
+        see `PromptPace.observe`.
+        """
         if self._costs.steps < _ENOUGH:
             return 0.0
         expected = self._costs.expected(decodes, context, tokens)

@@ -14,8 +14,8 @@ class StepCosts:
     """A linear model of a step's seconds, newer steps counting more.
 
     steps: the number of observed steps.
-    costs: [4], the seconds of a step, of each decode, of each token of the decodes' contexts, and
-        of each prompt token.
+    costs: [4], the fixed seconds of a step, and those of each decode, of each token of the
+        decodes' contexts, and of each prompt token.
     """
 
     def __init__(self) -> None:
