@@ -1,1 +1,1 @@
-"""Comparisons of a model's outputs with transformers, between ways to run it, and of formats."""
+"""Comparisons of a model with transformers, of ways to run a model, and of weight formats."""

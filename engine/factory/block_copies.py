@@ -37,8 +37,9 @@ _LEAST_STAGED = 4  # minimum number of staged blocks in each direction
 
 
 def host_tier(part: RankPart, config: CoreConfig, ranked: RankedRunner | None) -> HostTier | None:
-    """Build the host tier of KV blocks; None if it is not configured.
+    """Build the host tier, which keeps KV blocks in host memory; None if it is not configured.
 
+    ranked: the runner of all ranks, whose copies are used; None = there is one rank.
     Raises ConfigError.
     """
     own = part.runner.host
@@ -156,7 +157,8 @@ def block_moves(part: RankPart, config: CoreConfig) -> BlockMoves | None:
         return blocks.attach_device(OpenedMemory(handle, device), count)
 
     sharing = None if own is None else Sharing(own, blocks.attach, attach_device, blocks.detach)
-    # What the host tier stores may come from steps whose results are dropped.
+    # With a host tier no step may read a block whose load has not ended: the tier could store KV of
+    # a step whose result is dropped later.
     early = runner.host is None
     if early:
         runner.moved = copies

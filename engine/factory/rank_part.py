@@ -93,7 +93,13 @@ def build_part(
     progress: Progress | None,
     compilers: Compilers | None,
 ) -> RankPart:
-    """Build one rank's part of the engine; all ranks do so at the same time."""
+    """Build one rank's part of the engine; all ranks do so at the same time.
+
+    open_place: connects the rank to the others.
+    phases: gets the seconds of each phase.
+    compilers: the kernel compilers of a first start on a machine, if it is one.
+    Raises ConfigError.
+    """
     phases.start("device")
     resolved = resolve(config, rank)
     device = resolved.device

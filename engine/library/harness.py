@@ -25,7 +25,8 @@ Pair = tuple[Any, list[int], list[int]]  # the library's (key, context tokens, c
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no types
     """A model for `lm_eval.simple_evaluate(model=HarnessModel(llm))`.
 
-    Texts are tokenised, and truncated at their beginning, as by the library's `hf` model.
+    Texts are tokenised, and truncated at their beginning, as lm-evaluation-harness's model `hf`
+    does.
     Raises ConfigError for a model without a tokenizer, or without a first token for an empty
     context.
     """

@@ -60,7 +60,7 @@ class LLM(RequestManager):
      with LLM("folder", max_model_len=2048) as llm:
       outputs = llm.generate(["Hello", "The sea"], SamplingParams(max_tokens=32))
     model: a folder with config.json, weights and tokenizer.json; `deployments.checkpoints.resolve`
-        makes one of "default", a .gguf file or a hub name.
+        returns such a folder for "default", a .gguf file or a hub name.
     tokenizer: another folder, or a Tokenizer; None = the model's.
     progress: called with (phase, fraction) while the engine starts.
     timeout: seconds that the start may take.
@@ -246,9 +246,10 @@ class LLM(RequestManager):
         Running requests continue with the new weights; `CompletionOutput.versions` has the version
         of each token. Names, shapes, dtypes and quantisation must be those of the model's folder.
 
-        source: a folder of safetensors; or (name, tensor) pairs on any device, all of the
-            checkpoint, which are sent while steps run; or vLLM's `update_info`, whose tensors the
-            engine receives from the trainer, and which may be a part after `start_weight_update`.
+        source: a folder of safetensors; or (name, tensor) pairs of the whole checkpoint, on any
+            device, which are sent while steps run; or vLLM's `update_info`, whose tensors the
+            engine receives from the trainer. After `start_weight_update` an `update_info` may name
+            only some of the checkpoint's tensors.
         version: the name of the new weights; "" = the number of updates so far.
         recompute: whether running requests compute their KV again. Otherwise they keep the old KV.
         Raises UpdateFailed, after which the old weights stay in use, and EngineDead.

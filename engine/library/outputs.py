@@ -31,7 +31,8 @@ class CompletionOutput:
     stop_reason: the stop string, or the id from stop_token_ids, that ended the choice.
     logprobs: one for each of token_ids, if requested.
     error: "code: message" with finish_reason "error".
-    vector: the prompt's embedding, with `pooled`, as little-endian float32 bytes.
+    vector: the prompt's embedding as little-endian float32 bytes, if `SamplingParams.pooled` is
+        set.
     routed_experts: [tokens of prompt and output - 1, layers, experts of a token], once the choice
         has ended; only if requested. See `engine.messages.RoutedExperts`.
     versions: (version of the weights, number of tokens) of each part of token_ids, in order.

@@ -49,7 +49,7 @@ Visual = Picture | Clip
 
 
 def read_messages(chat: Sequence[Message]) -> tuple[list[Message], list[Visual]]:
-    """Return a chat with placeholders in place of pictures and clips, and these in order.
+    """Return a chat with placeholders for its pictures and clips, and a list of them in order.
 
     Raises InvalidRequest naming an invalid message or part.
     """

@@ -194,8 +194,10 @@ class RequestManager:
         await self._replace(folder, version, recompute)
 
     async def _replace(self, folder: str, version: str, recompute: bool) -> None:
-        """Replace the weights by those that a trainer has sent, and that the engine knows by a
-        folder."""
+        """Replace the weights by a trainer's update; if that fails, drop the received tensors.
+
+        folder: the name under which the engine has the update's tensors.
+        """
         try:
             await self._update_weights(folder, version, recompute)
         except UpdateFailed:

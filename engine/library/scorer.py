@@ -30,7 +30,7 @@ class Scorer:
     """The logits and log-probabilities of token ids, computed in this process. Not thread-safe.
 
     In deterministic mode the results equal those of an engine's answers bit for bit, if weights,
-    kind of device, dtype and `num_threads` are the same. A trainer uses it for rollouts.
+    kind of device, dtype and `num_threads` are the same. A trainer can score an engine's rollouts.
 
     model: a folder with config.json and safetensors.
     fields: fields of `EngineConfig`; deterministic is on by default.
@@ -76,9 +76,9 @@ class Scorer:
     ) -> Tensor:
         """Return the log-probability of each token of an answer, [len(token_ids)] float32.
 
-        The result equals what an engine with the scorer's fields reports for an answer with these
-        params. They are raw or processed by params.logprobs_mode, or else by the field
-        `logprobs_mode`.
+        An engine with the scorer's fields reports the same values for an answer with these params.
+        `params.logprobs_mode`, or else the field `logprobs_mode`, decides whether log-probabilities
+        are raw or processed.
 
         prompt_token_ids: [m >= 1].
         token_ids: [n], the answer.
@@ -119,8 +119,8 @@ class Scorer:
     def update_weights(self, source: str | Path | Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by a checkpoint of the same model.
 
-        source: a folder of safetensors, or (name, tensor) pairs on any device, all of the
-            checkpoint.
+        source: a folder of safetensors, or (name, tensor) pairs of the whole checkpoint, on any
+            device.
         Raises UpdateFailed, after which the old weights stay in use.
         """
         if isinstance(source, Mapping):

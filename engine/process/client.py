@@ -190,8 +190,11 @@ class EngineClient:
         await self._order(lambda ticket: Control("sleep", ticket, level=level, tags=list(tags)))
 
     async def wake(self, tags: Sequence[str] = ()) -> None:
-        """Allocate freed parts of the memory again; none = all. Raises InvalidRequest,
-        EngineDead."""
+        """Allocate freed parts of the memory again; return when they are allocated.
+
+        tags: the parts to allocate, as in `Control`; () = all.
+        Raises InvalidRequest, EngineDead.
+        """
         await self._order(lambda ticket: Control("wake", ticket, tags=list(tags)))
 
     async def serve_kv(self, host: str) -> tuple[KVSource, float]:

@@ -208,7 +208,7 @@ class EngineLoop:
             os.write(self._waker, b"x")
 
     def run(self) -> None:
-        """Run the loop until "stop".
+        """Run the loop until the parent's `Control` message "stop".
 
         Raises any exception of `Core.step`, after which no valid state is left.
         """

@@ -75,8 +75,8 @@ class RankLoop:
         self._launched.append(None)
         with self._failing():
             self._launched[-1] = self._runner.launch(batch)
-            # At most two steps are in flight, as on rank 0; more in a pipeline, where `conclude`
-            # ends them.
+            # At most two steps are in flight, as on rank 0. In a pipeline there may be more, as
+            # the first stage waits for a step only after its `conclude`.
             over = getattr(self._launched[0], "concluded", not self._concludes)
             if len(self._launched) > 1 and over:
                 self._wait_for_oldest()

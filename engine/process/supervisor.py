@@ -103,7 +103,7 @@ class EngineProcess:
             return
         self._process = process
         assert process.stdin is not None
-        # the process died already, which its exit status will show
+        # raised if the process has already ended, which its exit status will show
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(self._start) + b"\n")
             process.stdin.flush()

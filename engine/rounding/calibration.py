@@ -147,7 +147,10 @@ class _Seen(Exception):
 
 
 class _Sums:
-    """The sums of Inputs for the matrices of one state, over all calls of its matmul."""
+    """The sums of Inputs for the matrices of one state, over all calls of its matmul.
+
+    A state is the weights of a linear layer or of a layer's experts; see `_Observer`.
+    """
 
     def __init__(self, calls: list[list[tuple[Tensor, Tensor | None]]]) -> None:
         """Set up the sums.

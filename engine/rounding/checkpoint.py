@@ -286,7 +286,7 @@ def _in_wide_groups(
 ) -> set[str]:
     """Return the names of int4 tensors that get wider groups, and so fewer scales.
 
-    names: a quantised matrix's name in the model -> its tensor.
+    names: a quantised matrix's name in the model -> the name of its tensor in the file.
     formats: a matrix's name in the model -> its format.
     """
     layers = [[part.name for part in spec.parts] for spec in model.matrices()]

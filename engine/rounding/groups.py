@@ -19,8 +19,8 @@ def in_wide_groups(layers: Sequence[Sequence[str]], stored: Mapping[str, StoredT
     """Choose matrices to round in groups of WIDE, so that weights have at most MOST bits on
     average.
 
-    These are the matrices whose squared error grows least relative to the saved bits, by a sample
-    of rows.
+    The chosen matrices are those whose squared error grows least relative to the saved bits, by a
+    sample of rows.
 
     layers: sets of matrices that must have equal groups, as names of tensors [out, in].
     """

@@ -79,7 +79,7 @@ def _grid(groups: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
     best_scale, best_zero = torch.empty_like(low), torch.empty_like(low)
 
     def attempt(scale: Tensor, zero: Tensor) -> None:
-        """Try a grid: store it in `best_scale` and `best_zero` for groups whose error it lowers."""
+        """Try a scale and zero point for each group; keep them as best where the error is lower."""
         scale = scale.clamp(min=_LEAST).half().float()
         steps = _coded(groups, scale, zero).sub_(zero.unsqueeze(-1))
         error = steps.mul_(scale.unsqueeze(-1)).sub_(groups).square_().mul_(weigh).sum(-1)

@@ -63,7 +63,10 @@ class EncodeStream:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Launch the `with` block's work on this stream, between earlier and later steps."""
+        """Launch the `with` block's work on this stream, after earlier steps and before later ones.
+
+        The device waits in both directions, so no step runs in parallel to this work.
+        """
         steps = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(steps)
         with torch.cuda.stream(self._stream):

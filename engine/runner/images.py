@@ -31,7 +31,8 @@ from engine.runner.memory import image_cache_shape
 from engine.runner.request_rows import RequestRows
 from kernels.metadata import AttentionMeta, RotaryPlaces
 
-# Minimum number of embeddings for which ranks divide images: fewer take one GPU as long as half.
+# Minimum number of embeddings for which ranks divide images. Of fewer, one GPU encodes all in the
+# same time as half of them.
 _LEAST_SHARED = 256
 
 
@@ -363,8 +364,7 @@ class StepImages:
             self._gather_shares()
 
     def _gather_shares(self) -> None:
-        """All-gather the embeddings of a divided encode and write them into the cache, if there is
-        one."""
+        """All-gather a divided encode's embeddings into the cache, if there is such an encode."""
         shares, self._shares = self._shares, None
         if shares is None:
             return

@@ -137,8 +137,8 @@ def host_kv_bytes(config: EngineConfig, available: int) -> int:
 def chunk_bytes(resolved: Resolved) -> int:
     """Return the maximum bytes of a recurrent layer's buffers in a step with prompts on CUDA.
 
-    The buffers have whole chunks, and each request may have a partial chunk. `model.step_bytes`
-    does not include these buffers.
+    The kernels divide each request's tokens into chunks of CHUNK tokens, and a partial chunk takes
+    as much memory as a whole one. `model.step_bytes` does not include these buffers.
     """
     if resolved.device.type != "cuda" or resolved.config.deterministic:
         return 0
@@ -381,8 +381,9 @@ class MemoryPlan:
         return self.host_kv // 2 // self.state_bytes if self.state_bytes else 0
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
-        """Plan the snapshots of recurrent states, and return their bytes; 0 without recurrent
-        layers.
+        """Plan the snapshots of recurrent states, and return their bytes.
+
+        There are none without recurrent layers, and none without prefix caching.
 
         share: bytes for snapshots unless configured.
         spare: the maximum number of bytes for snapshots.
@@ -522,7 +523,12 @@ def check_weights(parts: Sequence[Sized], free: int) -> None:
 
 @contextmanager
 def fits_on(device: torch.device, what: str, ways_out: str, *, param: str) -> Iterator[None]:
-    """Raise ConfigError with the plan's numbers if the `with` block runs out of device memory."""
+    """Raise ConfigError with the GPU's used and free bytes if the `with` block runs out of memory.
+
+    what: the plural noun that begins the message, such as "the weights".
+    ways_out: a suggestion, for the message.
+    param: the field of EngineConfig that the error names.
+    """
     try:
         yield
         return

@@ -157,9 +157,9 @@ class RankedRunner:
         """Prepare all ranks for the next step after one has raised; return False if the engine is
         lost.
 
-        On the CPU, ranks that wait for the failed step are released, and their counters reset. With
-        several GPUs or nodes the engine is lost. Raises the error of a rank that has ended, if
-        there is one.
+        On the CPU, ranks that wait in the failed step are released, and the counters by which ranks
+        synchronise are reset. With several GPUs or nodes the engine is lost. Raises the error of a
+        rank that has ended, if there is one.
         """
         if not self._place.recovers:
             self._ranks.check(_NOTICED)

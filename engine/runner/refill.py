@@ -76,7 +76,7 @@ class Refill:
         self._checked: tuple[str, dict[str, str]] | None = None  # see `_checked_tensors`
 
     def hold(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
-        """Use tensors as a folder's weights instead of its files, until the tensors are dropped.
+        """Use tensors as a folder's weights instead of its files, until the mapping is emptied.
 
         tensors: name in the checkpoint -> contiguous tensor on the model's device.
         """

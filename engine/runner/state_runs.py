@@ -71,8 +71,9 @@ class _Run:
     """A run of the newest step with drafts.
 
     start, length: the position of the first token, and the number of tokens.
-    number, begin: the run's number in the step, and its first token's among those of runs.
-    whole: whether the state in memory, which is that before the run, has all pending updates.
+    number, begin: the run's index in the step, and its first token's index among all runs' tokens.
+    whole: whether no updates of earlier decodes have to be applied to the state in memory before
+        the run's accepted tokens; see `KeptRun.whole`.
     """
 
     start: int
@@ -159,7 +160,7 @@ class GraphRuns:
 
     @property
     def resumes(self) -> bool:
-        """Whether the step's own launch may advance states by the accepted tokens of the last."""
+        """Whether the step's own launch may apply the last step's accepted tokens to the states."""
         return bool(self.runs.settles) and not self.runs.replays
 
     def fill_kept(self, runs: Sequence[KeptRun]) -> None:
@@ -171,7 +172,8 @@ class GraphRuns:
     def fill_settled(self, runs: Sequence[KeptRun]) -> None:
         """Upload runs without tokens, whose accepted tokens `settle` applies to the states.
 
-        Each call takes other host memory, as a launch may settle twice.
+        Each call allocates new host memory, as a launch may settle twice, and the copy of the first
+        call may still be in flight.
         """
         host = torch.zeros_like(self._settled, device="cpu")
         host[: len(runs)] = torch.tensor(runs, dtype=torch.int32)
@@ -180,13 +182,16 @@ class GraphRuns:
         self._settled.copy_(host, non_blocking=True)
 
     def place(self, run: _Run, side: int) -> tuple[int, int]:
-        """Return the places of a run's first token and of the run in a half of `KeptRuns`."""
+        """Return the places of a run's first token and of the run in a half of `KeptRuns`.
+
+        side: the half, 0 or 1; steps write the two halves in turn.
+        """
         kept = self.runs.kept
         assert kept is not None
         return side * kept.tokens + run.begin, side * kept.runs + run.number
 
     def replay(self) -> None:
-        """Compute the accepted tokens on the states, without a CUDA graph."""
+        """Apply the accepted tokens to the states, by launches without a CUDA graph."""
         for replay in self.runs.replays:
             replay(self.settled.meta)
         for settle in self.runs.settles:
@@ -333,8 +338,11 @@ class StateVerification:
         self._runs = None
 
     def _verified_again(self, batch: Batch) -> list[int]:
-        """Return the rows with drafts in a batch that a CUDA graph may compute, but for rows whose
-        states are copied."""
+        """Return the rows whose states may wait for the batch's launch: rows with drafts in it.
+
+        Returns none for a batch with chunks, which has no CUDA graph with drafts. Rows whose states
+        are copied or replaced before the step are left out.
+        """
         if batch.num_decodes < len(batch.rows):
             return []
         copied = {row for row, _ in (*batch.saved_states, *batch.resumed_states)}

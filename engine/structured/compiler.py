@@ -418,7 +418,10 @@ def is_too_much(error: str) -> bool:
 
 
 def _unforced(native: str) -> str:
-    """Return a grammar with forced tokens switched off. native: its JSON form of llguidance."""
+    """Return a grammar with forced tokens switched off.
+
+    native: the grammar as JSON in llguidance's form, or as Lark text.
+    """
     option = '%llguidance {"no_forcing": true}\n'
     if not native.startswith("{"):
         return option + native

@@ -18,7 +18,8 @@ NOTHING_LEFT = "no_token_left: the grammar, allowed_token_ids and bad_words leav
 class Constraint:
     """The constraint of one choice, whose state depends only on the output's ids.
 
-    Every sampled token has to be passed to `accept_token` in order, also tokens of another replica.
+    Every sampled token has to be passed to `accept_token` in order, also tokens that another
+    replica has sampled.
 
     stop_ids: end tokens of the request, in addition to the model's. They end the output only where
         the grammar is satisfied; elsewhere they are ordinary tokens.
@@ -85,7 +86,10 @@ class Constraint:
         return not isinstance(self._matcher, AnyToken)
 
     def resume(self, token_ids: Sequence[int]) -> bool:
-        """Advance by the tokens of an earlier replica; return whether the grammar allows them."""
+        """Advance by the tokens that an earlier replica sampled.
+
+        Returns whether the grammar allows all of them.
+        """
         self._left -= len(token_ids)
         for token in token_ids:
             self._observe(token)

@@ -17,11 +17,11 @@ class Grammar(msgspec.Struct, frozen=True):
     """A grammar that the output has to satisfy.
 
     kind: the language of `text`.
-     json_schema   a schema as `enforceable` leaves it (use the constructor below)
+     json_schema   a JSON Schema that `enforceable` has returned (use the constructor below)
      regex         of the whole output, in the syntax of Rust's regex crate, without look-around
-     choice        a JSON list of strings: one of them
+     choice        a JSON list of strings, one of which is the output
      lark          llguidance's Lark; the rule to begin with is `start`
-     gbnf          llama.cpp's; the rule to begin with is `root`
+     gbnf          llama.cpp's GBNF; the rule to begin with is `root`
 
     Only the text's size is checked here. Compilation shows whether the grammar can be enforced.
     Raises InvalidRequest (grammar_too_large).

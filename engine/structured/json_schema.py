@@ -1,8 +1,8 @@
 """enforceable: rewrites a JSON Schema so that it can be enforced token by token.
 
 llguidance enforces all keywords of a schema that it compiles, and refuses schemas with other
-keywords. Of those, some have no effect and are dropped, some can be rewritten, and the others are
-listed by JSON pointers (RFC 6901).
+keywords. Of the refused keywords, some have no effect and are dropped, some can be rewritten, and
+the others are listed by JSON pointers (RFC 6901).
 """
 
 from collections.abc import Iterator

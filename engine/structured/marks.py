@@ -13,8 +13,8 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def is_mark(content: str, special: bool) -> bool:
     """Whether llguidance allows an added token only where a grammar names the token.
 
-    It treats all special tokens as control tokens, and all tokens in angle brackets, such as Qwen's
-    <tool_call>.
+    llguidance treats all special tokens as control tokens, and all tokens in angle brackets, such
+    as Qwen's <tool_call>.
     """
     return special or (content.startswith("<") and content.endswith(">"))
 
@@ -24,9 +24,9 @@ def hide_marks(
 ) -> tuple[str, dict[int, str]]:
     """Rename the control tokens of a tokenizer.json to secret names.
 
-    Returns the new text of tokenizer.json, and {id: real name}. The reason is that llguidance
-    tokenizes the text that a grammar forces. If a constant spelled "<tool_call>" or "<|im_end|>",
-    it would become the control token, which llguidance then forbids, as it is not text.
+    Returns the new text of tokenizer.json, and {id: real name}. The tokens are renamed because
+    llguidance tokenizes the text that a grammar forces. A constant "<tool_call>" or "<|im_end|>"
+    would become the control token, which llguidance then forbids, as a control token is not text.
 
     raw: the text of tokenizer.json.
     end_ids: end tokens, which are renamed even if they are ordinary tokens.

@@ -38,13 +38,12 @@ class StepGrammars:
         self._buffers: list[Masks | None] = [None] * steps
 
     def begin(self, constraints: Sequence[Constraint]) -> Callable[[], Filled]:
-        """Begin to fill masks on other threads; return a function that waits for them. Call that
-        once.
+        """Begin to fill masks on other threads; return a function that waits for the masks.
 
-        The constraints must not change meanwhile. The function returns
+        The constraints must not change until that function has returned. Call the function once; it
+        returns two values.
         - masks [n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is 1 if token t may come
-        next.
-          They are valid until `steps` later calls.
+          next. Masks are valid until `begin` was called `steps` more times.
         - {index of a constraint that allows no token: "code: message"}.
         """
         masks = self._room(len(constraints), -(-constraints[0].vocabulary.num_tokens // 32))

@@ -11,8 +11,8 @@ Masks = NDArray[np.int32]
 class TokenLimits:
     """The limits on the tokens of one output by `allowed_token_ids` and bad words.
 
-    Every token has to be passed to `accept_token` in order, also tokens of another replica. A mask
-    is [num_words] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
+    Every token has to be passed to `accept_token` in order, also tokens that another replica has
+    sampled. A mask is [num_words] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
     """
 
     __slots__ = ("_allowed", "_bad", "_endings", "_longest", "_tail")
@@ -111,5 +111,5 @@ class AnyToken:
 
     @staticmethod
     def stop_reason() -> str:
-        """Return the reason why the text must end."""
+        """Return "", as there is no reason why the text must end."""
         return ""

@@ -389,7 +389,7 @@ def _first_at_fault(
         refusal = raised(messages)
         return refusal == ours or (refusal is not None and raised([*messages, asked]) == ours)
 
-    # numbers of leading messages with which the template renders, and fails
+    # The first `fine` messages render without the error, the first `failing` messages raise it.
     fine, failing = 0, len(chat)
     try:
         if raised([asked]) == ours or raised([*chat, asked]) is None:

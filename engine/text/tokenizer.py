@@ -246,8 +246,7 @@ class Tokenizer:
         """Refuse a text that certainly has more than `limit` tokens, without encoding the whole
         text.
 
-        Most texts are so short that this needs no work. For others it encodes the text up to the
-        limit.
+        Most texts are so short that this needs no work. Others are encoded up to the limit.
         Raises TooManyTokens.
         """
         if len(text) <= _CHARS_A_TOKEN * limit:
@@ -273,7 +272,7 @@ class Tokenizer:
         whole: list[int] = []
         for token in ids:
             written = self.token_text(token) if token in self._control.ids else ""
-            # if not, the token stands for an unknown character
+            # a token that the text does not spell stands for an unknown character
             letters = written if written in text else ""
             whole += [t.id for char in letters for t in self._plain.model.tokenize(char)] or [token]
         return whole

@@ -1,8 +1,9 @@
 """BlockFormat: the format of a file with one KV block or snapshot, and the checks of such files.
 
-A file is a page of 4 KiB with the header, then the slot's bytes. The header has fingerprint, group,
-hash and length. A checksum covers header and bytes; with a key, AES-256-GCM encrypts the bytes and
-authenticates the header. Files are opened with O_DIRECT where memory and file system allow.
+A file is a page of 4 KiB with the header, then the slot's bytes. The header has the fingerprint, a
+digest of everything that decides what a block's bytes mean, then KV group, hash and length. A
+checksum covers header and bytes; with a key, AES-256-GCM encrypts the bytes and authenticates the
+header. Files are opened with O_DIRECT where memory and file system allow.
 """
 
 import contextlib
@@ -133,10 +134,10 @@ class BlockFormat:
 
 
 def _checksum(header: bytes, data: memoryview) -> int:
-    """Return the CRC-32 of the header, the sum of each page of data, and data's last partial page.
+    """Return one CRC-32 over the header, the sums of data's pages, and the last partial page.
 
-    Sums are as fast as reading memory. A CRC of all bytes took five times as long as a read from a
-    folder in memory.
+    A page's sum adds its 64-bit words. Sums are as fast as reading memory. A CRC of all bytes took
+    five times as long as a read from a folder in memory.
     """
     whole = len(data) - len(data) % PAGE
     words = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE // 8)

@@ -74,8 +74,8 @@ class _Area(NamedTuple):
 class HostSlots:
     """Slots of host memory, each for one item of the device: a KV block, or a snapshot.
 
-    parts: a function for each cache that returns the device memory of all items, uint8 [rows,
-        items, bytes of a row].
+    parts: a function for each cache that returns the device memory of all items, uint8
+        [tensors, items, bytes of an item in one tensor].
     num_bytes: size of an item.
     Raises RuntimeError if the memory cannot be pinned.
     """
@@ -186,7 +186,7 @@ class HostSlots:
         return torch.frombuffer(pages, dtype=torch.uint8)
 
     def addresses(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the addresses, int64, of slots of the same process and kind of memory."""
+        """Return the int64 addresses of slots, all of one process and one kind of memory."""
         place, (num_host, address, device) = self._place_of(numbers[0])
         first = numbers[0] - place
         if place >= num_host:
@@ -194,7 +194,7 @@ class HostSlots:
         return address + (np.array(numbers, np.int64) - first) * self.num_bytes
 
     def _place_of(self, number: int) -> tuple[int, _Area]:
-        """Return a slot's index among those of its process, and their addresses."""
+        """Return a slot's index among its process's slots, and the addresses of that process."""
         place = number % FIRST_OF_OTHERS
         return place, self._areas[number - place]
 
@@ -216,7 +216,10 @@ def _ends(blocks: Collection[int], states: Collection[int]) -> frozenset[int]:
 
 
 def _ends_of(pairs: Pairs, states: Pairs) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the sets of both ends of copies, for (first, second) pairs."""
+    """Return the numbers (see `_ends`) of the first and of the second elements of all pairs.
+
+    pairs, states: (device item, slot) pairs of blocks and of snapshots, or reversed pairs.
+    """
     firsts = _ends([first for first, _ in pairs], [first for first, _ in states])
     return firsts, _ends([second for _, second in pairs], [second for _, second in states])
 
@@ -435,8 +438,9 @@ class CudaCopies:
     def before(self, batch: Batch) -> None:
         """Make the next step wait on its stream for stores of the blocks and states that it writes.
 
-        It also waits for loads of what it reads: on ranks other than 0, as rank 0 knows only the
-        end of its own loads, and of blocks that come from another replica.
+        The step also waits for unfinished loads of the blocks and states that it reads. These are
+        loads on ranks other than 0, as rank 0 knows only when its own loads end, and loads of
+        blocks that come from another replica.
         """
         if not (self._stores or self._loads):
             return

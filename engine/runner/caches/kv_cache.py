@@ -22,8 +22,8 @@ class KVCache:
 
     Each tensor is [blocks, num_kv_heads, block_size, head_dim]. The number of blocks is num_blocks,
     or `KVView.parts` times that. A layer that reads another layer's KV has that layer's pair. For a
-    layer of latents both tensors are the latents. A recurrent layer has its states, after its keys
-    and values if it has any.
+    layer of latents both tensors are the latents. A recurrent layer has the tensors of its states,
+    after those of keys and values if the layer has attention too.
     A head's keys in one block are contiguous: block_size * head_dim elements in one read. Layers of
     several groups share memory, in which a block belongs to one group at a time. Quantised keys and
     values are `QuantizedKV`s over the same storage, which then consists of bytes.
@@ -150,11 +150,11 @@ class KVCache:
 def in_views(
     groups: KVGroups, metas: Sequence[AttentionMeta], block_size: int
 ) -> list[AttentionMeta]:
-    """Return the AttentionMeta of each view of the groups, as models take them.
+    """Return the AttentionMeta of each `KVView` of the groups, as models take them.
 
     The function launches only arithmetic on the device, so a CUDA graph can capture it.
 
-    metas: the meta of each group.
+    metas: the AttentionMeta of each KV group, returned unchanged if the groups have no view.
     """
     views = []
     for view in groups.views:

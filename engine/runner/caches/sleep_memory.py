@@ -70,7 +70,7 @@ class SleepMemory(CacheMemory):
     def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
         """Free the device memory of weights, caches or both; no step may be in flight.
 
-        parts: the parts to free. The contents of caches are lost.
+        parts: the parts to free, some of `PARTS`. The contents of caches are lost.
         drop: whether the weights that each update writes are dropped, not copied to host memory.
         """
         if CACHES in parts:

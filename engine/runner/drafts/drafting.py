@@ -2,13 +2,14 @@
 
 A drafter (engine/models/drafters/) first processes all tokens of the step, so that its cache has
 their KV; the next step overwrites the KV of rejected drafts. The drafter's rows are its output
-vectors, one a token. For each of the batch's proposals, the row of the request's last token gives
-the first draft, and passes of one token each give the others.
+vectors, one a token. A proposal is a row of a request to draft for (`Batch.proposals`). The
+drafter's row of the request's last token gives the first draft, and passes of one token each give
+the others.
 
 A draft model, which reads no hidden states of the target model, processes prompts' chunks in the
 steps that compute them. It processes a request's other tokens only when it drafts for the request,
 so that it costs nothing while drafts are paused. Other drafters process each token, except in
-dormant steps; requests with skipped tokens get worse drafts.
+dormant steps, those of a long pause of drafts; requests with skipped tokens get worse drafts.
 
 Drafts are sampled like the model's tokens, with the noise of the same seed, choice and position, so
 that they agree wherever the distributions do. Drafts stay on the device, in the requests' rows,
@@ -108,7 +109,8 @@ class Drafting:
     def _follow(self, batch: Batch) -> Tensor | None:
         """Run a draft model over tokens that it has not processed; return the drafts of proposals.
 
-        These are the tokens of chunks, and of rows with proposals. None without proposals.
+        The pass has the tokens of chunks, and of rows with proposals. Returns None without
+        proposals.
         """
         for new in batch.new_rows:
             self._read[new.row] = -1

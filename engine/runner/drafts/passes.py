@@ -50,8 +50,8 @@ class DraftPasses:
         # each row's newest drafts; a copy, as the verifying step overwrites those in `rows.tokens`
         shape = rows.pad_row + 1, MAX_TOKENS
         self.drafts = torch.zeros(shape, dtype=torch.int64, device=rows.tokens.device)
-        # offset of the token that the drafter reads to that of the hidden state that it reads with
-        # it
+        # number of positions from the hidden state that the drafter reads to the token that it
+        # reads in the same pass
         self._ahead = 1 if drafter.reads_states else 0
         self.cuda = rows.tokens.device.type == "cuda"
 
@@ -118,7 +118,7 @@ class DraftPasses:
         tokens, row, counts = self.rows.tokens, table[0], table[4]
         logits, position = self.drafter.logits(states), last + 1 + number
         sampled = self.sampler.sample(logits, row, position, tokens, plan).tokens
-        # undefined in a start that only collects kernels without running them
+        # sampled tokens are undefined in a start that only collects kernels without running them
         drawn = sampled.clamp(0, self._vocab - 1)
         wanted = counts >= number
         own = torch.where(wanted, row, self.rows.pad_row)

@@ -140,8 +140,8 @@ class GraphStep:
 class StageStep:
     """The launcher of a pipeline stage's layers in a step.
 
-    The first stage receives the last stage's output only when it is needed, so that further steps
-    can be launched meanwhile.
+    The first stage receives the last stage's output only when a step is sampled, so that further
+    steps can be launched meanwhile.
     """
 
     def __init__(
