@@ -234,7 +234,8 @@ def _routers(
     batch_routers = deployment(BatchRouter).options(
         name=BATCH_ROUTER, num_replicas=counts[BATCH_ROUTER], **options
     )
-    # A node's routers of both deployments must not share the port of gRPC. A later turn of a stored
+    # Only the other routers serve gRPC, because routers of both deployments on a node would listen
+    # on the same port. Only those routers store responses, because a later turn that names a
     # response comes over HTTP.
     for_batches = replace(settings, runs_batches=True, grpc=None, store_bytes=0)
     return routers.bind(settings, *engines, batch_routers=batch_routers.bind(for_batches, *engines))

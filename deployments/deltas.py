@@ -14,7 +14,7 @@ def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta
 
     Deltas accumulate when the client or this process is slow; fewer events help to catch up.
 
-    items: (choice, delta) in order
+    items: (index of the choice, delta), in the order of arrival.
     """
     if len(items) <= keep or len(items) <= keep * len({choice for choice, _ in items}):
         return items

@@ -46,7 +46,7 @@ class CatalogEntry:
 def model_app(app: str, model: str) -> str:
     """Return the name of a model's Serve application.
 
-    app: name of the routers' application, without a dot.
+    app: name of the routers' application, which must not contain a dot.
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "-", model)
     if safe != model:

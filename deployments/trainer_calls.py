@@ -2,8 +2,8 @@
 orders.
 
 Each method calls a route of docs/rl.md, with its fields and errors. An order is sent only once: if
-the router is lost meanwhile, EngineDead (code router_lost) is raised, and `weights` can be called
-for the state.
+the router is lost meanwhile, EngineDead (code router_lost) is raised. The order may have been
+carried out; `weights` returns the present state.
 """
 
 import os

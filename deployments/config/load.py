@@ -53,8 +53,9 @@ def load_config(
 ) -> MantaConfig:
     """Read, validate and check a configuration file and the model folders that it names.
 
-    A relative `model` or `api_keys_file` is looked for beside the file, then in the working
-    directory.
+    Relative paths of existing files and folders (models, keys, certificates, adapters) are looked
+    for beside the file, then in the working directory. `usage.file` and `batch.folder`, which need
+    not exist yet, are relative to the file's folder.
 
     environment: variables MANTA_<KEY>, such as MANTA_HTTP_PORT, that override single values; None:
         os.environ.
@@ -144,7 +145,7 @@ def _build(
     """Return the configuration of a parsed document.
 
     source: name of the document, for error messages.
-    folder: folder against which relative paths are resolved first.
+    folder: folder in which relative paths are looked for first, before the working directory.
     check_files, complete: as in `parse_config` and `load_config`.
     whole: whether to check the consistency of the sections, too.
 

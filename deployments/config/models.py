@@ -503,7 +503,8 @@ class MantaConfig(Section):
         """Return a pool with its device filled in, and its quantization if that depends on other
         pools.
 
-        A request may continue only with equal weights, so pools on GPUs and CPUs must use the same.
+        A request may continue only with equal weights. So beside a pool `gpu`, quantization "auto"
+        means "none" for pools on the CPU.
         """
         kind = self.kind(name, pool)
         engine = {"device": "cuda" if kind == "gpu" else "cpu", **pool.engine}

@@ -99,8 +99,8 @@ class RolloutActor:
     ) -> None:
         """Start the engine on the GPU that Ray has given to this actor.
 
-        ignored: arguments of vLLM's engine that have no meaning or another one for Manta: with the
-            seed as EngineConfig.seed, all samples of a prompt would be equal.
+        ignored: further arguments of vLLM's engine, which are not used. One is the seed: as
+            EngineConfig.seed it would make all samples of a prompt equal.
         Raises ConfigError.
         """
         if tensor_parallel_size != 1:

@@ -126,6 +126,8 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
 
         weights: (checkpoint name, tensor) of all tensors. Each rank must iterate over them, because
             the iteration may gather shards from all ranks.
+        global_steps: the trainer step of the weights; None: unchanged.
+        wire_format: "named_tensors"; other formats raise UpdateFailed.
         """
         if wire_format != "named_tensors":
             raise UpdateFailed(

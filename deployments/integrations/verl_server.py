@@ -196,12 +196,18 @@ class RolloutServer:
         self._steps = self._steps if global_steps is None else global_steps
 
     async def sleep(self) -> None:
-        """Free the memory of weights and KV cache. No request may be running."""
+        """Free the memory of weights and KV cache. No request may be running.
+
+        Does nothing on a standalone server, or if verl's free_cache_engine is off.
+        """
         if self._config.free_cache_engine and self._mode != STANDALONE:
             await self._engine.sleep(2 if self._mode == HYBRID else 1)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory that a sleep freed. tags: "weights", "kv_cache"; None: both."""
+        """Allocate memory that a sleep freed. tags: "weights", "kv_cache"; None: both.
+
+        Does nothing where `sleep` does nothing.
+        """
         if self._config.free_cache_engine and self._mode != STANDALONE:
             await self._engine.wake(tags or ())
 

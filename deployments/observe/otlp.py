@@ -169,7 +169,7 @@ class SpanExporter:
             self._waiting += spans
 
     async def close(self) -> None:
-        """Stop the thread, and try once to send the waiting spans."""
+        """Stop the periodic sending, and try once to send the waiting spans."""
         if self._task is not None:
             self._task.cancel()
         await self._flush()

@@ -5,10 +5,11 @@ register the adapter. The engine must know an adapter before it gets a request t
 jobs of one adapter name run in order, one at a time. Jobs of other names, and requests for known
 adapters, do not wait. This module does not need Ray.
 
-`_newest` has the latest version of each name that any router has sent. A new request with an older
-version comes from a router that has missed a change. The request is refused with adapter_changed,
-and the router reads the adapters again. So once a replica knows that an adapter was replaced or
-removed, no new request can use the old one, whatever its router knows.
+`_newest` has the latest version (AdapterRecord.version) of each name that any router has sent. A
+new request with an older version comes from a router that has missed a change. The request is
+refused with adapter_changed, and the router reads the adapter records again. So once a replica
+knows that an adapter was replaced or removed, no new request can use the old one, whatever its
+router knows.
 """
 
 import asyncio
@@ -178,7 +179,8 @@ class ReplicaAdapters:
         """Register an adapter with the engine, which loads the weights later.
 
         path: the adapter's files.
-        Raises AdapterError, without reading if the same adapter failed within FAILED_SECONDS.
+        Raises AdapterError; if the same revision has failed within FAILED_SECONDS, its files are
+        not read again.
         """
         now = time.monotonic()
         self._failed = {key: failure for key, failure in self._failed.items() if failure[0] > now}

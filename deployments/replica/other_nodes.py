@@ -82,8 +82,8 @@ class OtherNodes:
         prepare: returns the engine's configuration; it is called on the other nodes.
         config, identity: engine configuration and model identity of this node.
 
-        Raises the errors of `prepare`, ConfigError if a node has other weights, and EngineDead if a
-        node is lost.
+        Raises the errors of `prepare`, ConfigError if a node has other weights or this actor has no
+        placement group with a bundle for each node, and EngineDead if a node is lost.
         """
         group = cast(Any, ray).util.get_current_placement_group()
         if group is None or len(group.bundle_specs) != config.pipeline_nodes:

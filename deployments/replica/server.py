@@ -171,7 +171,10 @@ class ReplicaServer:
 
     async def _await_pulls(self) -> None:
         """Wait while other replicas pull the KV blocks of requests that were returned to the
-        routers."""
+        routers.
+
+        Returns when no block was sent for a second, and after 10 seconds at the latest (`_PULLS`).
+        """
         quiet, longest = _PULLS
         deadline = time.monotonic() + longest
         sent = -1
@@ -210,7 +213,8 @@ class ReplicaServer:
         """Return running and newly arriving requests to the routers, which send them to other
         replicas.
 
-        Routers would also move the requests of a lost connection, but would treat them as suspects.
+        Routers would also move the requests of a lost connection, but would count a loss against
+        each request, and some losses make a request fail.
         """
         self.refuse_new()
         self._leaving = True

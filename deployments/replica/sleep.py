@@ -191,7 +191,11 @@ class ReplicaSleep:
                 return
 
     async def _until_wanted(self) -> None:
-        """Wait until a request is held for the engine and the device lease is granted."""
+        """Wait until the engine should wake: a trainer has woken it, or a request is held and the
+        device lease was acquired.
+
+        A request that was held for wait_seconds without the lease is refused.
+        """
         while True:
             self._asked.clear()
             self._held = [entry for entry in self._held if entry[1].wanted]

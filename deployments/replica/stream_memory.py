@@ -1,10 +1,10 @@
 """StreamMemory: remembers the tokens of streams that run at a replica or ended there recently.
 
 A client whose router or proxy has died reconnects with its stream's id, and the new router asks the
-replicas for the tokens. So the stream continues where the client stopped, at the cost of a prefix
-cache lookup. Recomputed tokens could differ from those that the client has. Only streams with event
-ids are remembered, for KEEP_SECONDS after their end and up to KEEP_TOKENS in all; the oldest are
-dropped first.
+replicas for the tokens. So the stream continues where the client stopped, and mostly finds its
+tokens in the prefix cache. Sampling them again could give other tokens than the client has. Only
+streams with event ids are remembered, for KEEP_SECONDS after their end and up to KEEP_TOKENS in
+all; the oldest are dropped first.
 """
 
 from array import array

@@ -69,7 +69,8 @@ class AdapterCalls:
         raise Overloaded("the replicas that read the adapter did not answer", code="no_replica")
 
     async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None:
-        """Send every replica the current revision of an adapter's name, and wait for all answers.
+        """Send every connected replica the current revision of an adapter's name, and wait for the
+        answers, for at most ANNOUNCE_SECONDS.
 
         gone: whether the adapter was removed.
         """

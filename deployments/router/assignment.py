@@ -183,8 +183,10 @@ class Assignment:
         """Return the routing decision for choices of a model with prefill and decode replicas, and
         whether the chosen replica computes the prompt only.
 
-        If a decode replica's cache has all but a few tokens of the prompt, the request starts
-        there. Returns (None, False) if no replica of the right role may be chosen.
+        If the cache of a replica that decodes lacks fewer than MOVE_TOKENS tokens of the prompt,
+        the request starts there. Choices with output tokens, suspects and embedding requests never
+        go to a prefill replica. Returns (None, False) if no replica of the right role may be
+        chosen.
         """
         fleet, first = self._replicas.fleet, choices[0]
 
@@ -226,7 +228,8 @@ class Assignment:
         """Return the source from which a choice's new replica should pull the prefix's KV blocks;
         None if the new replica has the blocks, or computes them sooner.
 
-        When a choice moves to another replica, its old replica has the blocks of the newest tokens.
+        The old replica of a choice that moves is preferred, because it has the blocks of the
+        newest tokens.
 
         client, decision: the new replica, and the routing decision.
         prefilled: whether the choice leaves a prefill replica that has computed its prompt.

@@ -238,7 +238,8 @@ class _Run:
         await asyncio.to_thread(self._folder.save, self._entry)
 
     async def give_up(self) -> None:
-        """End a batch whose processing has failed too often, and publish the answers so far."""
+        """End a batch whose processing has failed MAX_TRIES times in a row, and publish the answers
+        so far."""
         message = f"the work on this batch failed {MAX_TRIES} times; the router's log says why"
         error = {"code": "internal_error", "message": message, "line": None, "param": None}
         self._batch["errors"] = {"object": "list", "data": [error]}

@@ -73,9 +73,11 @@ class RouterSettings:
     find_models: returns the models of an application; used if models change at run time.
     change_models: functions that add, change and remove models of an application.
     in_flight: maximum number of concurrent requests.
-    body_bytes: maximum size of a request's body. choices: maximum number of prompts, and of `n`.
+    body_bytes: maximum bytes of a request's body.
+    choices: maximum number of a request's prompts, and of all its choices together.
     max_tokens, strict, share_by, share_prefixes, cors_origins, store_bytes, images, page: see
         ApiOptions.
+    deadline_seconds, keepalive_seconds: see ApiOptions.deadline_s and keepalive_s.
     stream_seconds: seconds that a request may go on after its model was changed or removed.
     routers: names of the Serve deployments of the application's routers.
     runs_batches: whether this router may run the requests of batches.
@@ -279,7 +281,7 @@ class Router:
 
         folder: path of the checkpoint, which every replica's node must be able to read until the
             next update.
-        version: name of the new weights; "": a number.
+        version: name of the new weights; "": the next number of the WeightsRecord.
         model: the model's name; "" if only one model is served.
         Raises UpdateFailed (the old weights remain in use), InvalidRequest, and Overloaded.
         """

@@ -37,7 +37,7 @@ class InflightChoice:
     emitted: output token ids so far.
     place: name of the replica that runs the choice; "" if none does.
     begun: number of output tokens before the choice was sent to its present replica.
-    suspicion: the engine deaths that the choice may have caused.
+    suspicion: the engine deaths that the choice may have caused; see poison.py.
     weights: identity of the weights of the choice's last replica; the choice may only continue with
         the same weights.
     version: version of the weights that sampled the last tokens; "" before the first token.
@@ -100,8 +100,8 @@ class InflightChoice:
     def as_request(self) -> EngineRequest:
         """Return the message that starts the choice, or resumes it after the emitted tokens.
 
-        max_tokens is limited to the probation's tokens for a suspect, and to one token for a
-        prefill replica.
+        max_tokens is limited to the tokens of the probation (poison.py) if the choice is a suspect,
+        and to one token for a prefill replica.
         """
         request = self.inflight.request
         params = request.params

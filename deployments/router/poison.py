@@ -3,11 +3,11 @@
 A kill from outside says nothing about the requests in the engine. An engine that died by itself may
 have died of any request in it. Requests that had hardly begun there are suspects: most poison
 requests kill during prefill. Each suspect is put on probation: another replica generates a few of
-its tokens while no other suspect runs there (replica/suspect_queue.py). A suspect with these tokens
-has passed. The suspect continues after the last probation at that replica, so that it cannot kill
-the engine during another one. Requests that had generated PROOF tokens also continue then, without
-a probation. Otherwise a crash that no request caused would pause all streams for as long as all
-probations take.
+its tokens while no other suspect runs there (replica/suspect_queue.py). A suspect that has
+generated these tokens has passed. It continues once that replica has no suspects left, so that it
+cannot kill the engine during the probation of another one. Requests that had generated PROOF tokens
+also wait until then, but need no probation. If they did, a crash that no request caused would pause
+all streams for as long as all probations take.
 
 If an engine dies while a suspect is on probation, the suspect's request fails, as it was in two
 engines that died. The second death makes suspects only of requests without a token in that engine.
@@ -19,10 +19,11 @@ for unexplained causes is put on probation however many tokens it had generated.
                                      for them; after a request's second such death it goes on
                                      probation however many tokens it had, after its third it fails
   died by itself, one on probation   the suspect fails; requests without a token go on probation
-  the same, while another request    none fails; suspect and other request go on probation again
-  of the same deaths runs
-  killed from outside                all move to other replicas; a request fails only if it repeats,
-                                     by the limits of losses and doubts
+  died by itself, one on probation   none fails; the suspect and the other request go on probation
+  beside a request that was in the   again
+  same engines that died
+  killed from outside                all move to other replicas; a request fails only if it loses
+                                     several replicas (limits: `losses` and `doubts` of Suspicion)
 """
 
 from deployments.transport.channel import Start
@@ -122,7 +123,11 @@ class Suspicion:
         return ""
 
     def _waited(self, id: int, given: int, suspects: list[int] | None) -> bool:
-        """Whether the choice was waiting at the replica and had not entered its engine."""
+        """Whether the choice was waiting at the replica and had not entered its engine.
+
+        id, given: as in `lost`. suspects: `Failed.suspects`, the replica's requests that may have
+            caused the death; None: none was on probation.
+        """
         if self.tokens:
             return id not in (suspects or ())
         return self.passed and not given and suspects is not None and id not in suspects

@@ -24,9 +24,9 @@ logger = logging.getLogger("manta.router")
 class ReplicaEvents:
     """The listener to all replicas of one model (`replica_client.ReplicaListener`).
 
-    A delta that ends a choice is not passed to the client in four cases: the replica drains, the
-    adapter was replaced, the choice has passed its probation, or a prefill replica has computed the
-    prompt for a decode replica.
+    The end of a choice at a replica is not passed to the client in four cases: the replica drains,
+    the adapter was replaced, the choice has passed its probation, or a prefill replica has computed
+    the prompt for a decode replica. In the last two cases the tokens of the delta are passed.
     """
 
     def __init__(

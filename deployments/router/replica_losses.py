@@ -18,7 +18,8 @@ _SUSPECT_PAUSE = 0.25  # seconds within which a router learns of all replicas th
 
 
 class ReplicaLosses:
-    """The handler of lost replicas: their choices move to other replicas, or fail as suspects.
+    """The handler of lost replicas: moves their choices to other replicas, and fails requests that
+    have lost too many replicas.
 
     allowed: number of replicas killed from outside that a request may lose in a row without a new
         token.
@@ -46,7 +47,8 @@ class ReplicaLosses:
     def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
         """Send the choices of a replica whose connection has broken to other replicas.
 
-        Poison requests fail, and suspects are sent later than others.
+        Requests that have lost too many replicas (poison.py) fail. A choice that got no token from
+        a replica killed from outside is sent _SUSPECT_PAUSE seconds later than the others.
 
         choices: choices that the replica ran. reason: why the connection ended.
         """

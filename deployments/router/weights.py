@@ -2,8 +2,8 @@
 
 First every replica checks an update. Then the WeightsRecord, which all routers share, is written,
 and each replica loads the weights between two of its steps. Each token is labelled with the version
-of its weights. A replica that joins, or missed the order, loads the recorded weights before it gets
-requests.
+of the weights that sampled it. A replica that has just joined, or did not get the order to load,
+loads the recorded weights before it gets requests.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class FleetWeights:
 
     base: identity of the weights in the model's folder; "": unknown.
     version: the recorded version of the weights.
-    paused, asleep: whether a pause is recorded, and whether a sleep of any memory part is.
+    paused, asleep: whether a pause is recorded, and whether a sleep is, also one of level 0.
     slept_deeply: whether the last sleep was of level 2, which drops weights.
     on_deep_sleep: called without arguments when this router learns of a sleep of level 2.
     on_pause: called without arguments when this router learns of a pause.
@@ -351,8 +351,8 @@ class FleetWeights:
 
         level, tags: as in `engine.LLM.sleep`; level 0 only pauses.
         mode: mode of the pause. Waking ends this pause, but not an earlier one.
-        Raises MantaError, after which there is no pause. Engines that cannot sleep refuse before a
-        request is paused.
+        Raises MantaError, after which only an earlier pause remains. Engines that cannot sleep
+        refuse before a request is paused.
         """
         if level not in (0, 1, 2):
             raise InvalidRequest(f"level is 0, 1 or 2, not {level}", param="level")
@@ -381,6 +381,8 @@ class FleetWeights:
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Wake the engines: allocate memory that a sleep has freed. Raises MantaError.
+
+        When all memory is allocated, the pause that the sleep began ends.
 
         tags: names of the memory parts to allocate; none: all parts.
         """

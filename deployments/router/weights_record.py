@@ -22,7 +22,7 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: name of the weights.
     paused: mode of the pause; "": no pause.
     asleep: parts of the engines' memory that a trainer's sleep has freed.
-    level: level of the last sleep.
+    level: level of the last sleep, as in `engine.LLM.sleep`.
     dozes: whether the sleep also began the pause, so that both end together.
     sending: whether an update by SGLang's routes is under way.
     sent_version: version name in that update; "": none.

@@ -110,7 +110,7 @@ class ScalingHistory:
     samples: (time, prompt tokens/s, output tokens/s), oldest first.
     busy_at: the last time with work.
     targets: targets of the last plan, by pool.
-    started_at: by pool, the time since when replicas have been starting.
+    started_at: by pool, the time since which at least one replica has been starting.
     raised_at: by pool, the last time at which the target rose.
     """
 
@@ -125,13 +125,17 @@ class ScalingReason(str):
     """The reason for a pool's number of replicas, as a sentence for operators and a word for
     metrics.
 
-    cause: the word for metrics: work, trend, backlog, kv: the pool grows or keeps its size, because
-        of arriving work, its upward trend, waiting work, or a full KV cache. calm, idle: the pool
-        shrinks after a time of low demand. needed, grown, silent, handover: the pool does not
-        shrink yet, because its replicas were needed in the last minutes, the pool has just grown,
-        some replicas do not report, or another pool is not ready. overflow, beyond: the pool helps
-        another pool that is starting replicas, or is at its maximum. held: another pool does all
-        the work. minimum, maximum: a limit of the pool has changed the number.
+    cause: the word for metrics, one of
+        work, trend, backlog, kv: the pool grows or keeps its size, because of arriving work, its
+            upward trend, waiting work, or a full KV cache;
+        calm, idle: the pool shrinks after a time of low demand, or of no demand at all;
+        needed, grown, silent, handover: the pool does not shrink yet, because its replicas were
+            needed in the last minutes, the pool has just grown, some replicas do not report, or
+            the pool that takes over its work is not ready;
+        overflow, beyond: the pool helps another pool that is starting replicas, or is at its
+            maximum;
+        held: another pool does all the work;
+        minimum, maximum: a limit of the pool has changed the number.
     """
 
     cause: str

@@ -32,7 +32,8 @@ def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
     wanted: Serve's schemas of the applications to deploy.
     there: Serve's schemas of the running applications, by name.
 
-    Raises ConfigError.
+    Raises ConfigError if a running application of the same name serves several models and the new
+    one a single model, or vice versa; also the errors of `check_beside`.
     """
     ours = {app["name"] for app in wanted}
     configs = {name: config_of(app) for name, app in there.items()}

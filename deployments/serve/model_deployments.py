@@ -52,7 +52,11 @@ Prepare = Callable[[ReplicaSettings], EngineConfig]
 
 
 def channel_limits(config: MantaConfig) -> ChannelLimits:
-    """Return the limits of channels. A channel's backlog may contain all images of a router."""
+    """Return the limits of channels between routers and replicas.
+
+    max_backlog, in bytes, leaves room for all images that a router may hold, because they may all
+    wait to be sent to one replica.
+    """
     return ChannelLimits(
         heartbeat=config.router.heartbeat_seconds,
         timeout=config.router.silence_seconds,
@@ -459,8 +463,8 @@ def _cores_taken(config: MantaConfig, machine: NodeCapacity) -> float:
     """Return the number of cores reserved by those replicas of a model whose number of cores is
     known.
 
-    Encoders' cores are not included if a CPU pool has no configured num_cpus, as they are part of
-    its share.
+    Encoders' cores are not included if a CPU pool has no configured num_cpus, because the share of
+    that pool includes them.
     """
     return (0.0 if _open_replicas(config, machine) else _encoding(config)) + sum(
         pool.replicas * (config.node_ranks(pool) if pool.num_cpus is None else pool.num_cpus)

@@ -46,7 +46,8 @@ def check_edge(config: MantaConfig) -> None:
 def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
     """Return the environment variables that all Ray processes of the cluster need at their start.
 
-    Client drivers must not have these variables.
+    A client's driver must not have these variables: its Serve handles would then run on the
+    driver's event loop, which may be missing.
 
     folder: folder for haproxy's sockets and files, private to this cluster. The launcher that Serve
         starts instead of haproxy is written there.

@@ -22,7 +22,7 @@ _FORMS = (
 class PoolRates(BaseModel):
     """The measured or estimated speed of a pool's replicas.
 
-    base, sequence, token: fields of StepCost.
+    base, sequence, token: fields of StepCost, in seconds.
     kv_tokens: capacity of a replica's KV cache in tokens; None: unknown.
     start_seconds: seconds from the decision to start a replica until it accepts requests; None:
         unknown.
@@ -72,7 +72,10 @@ def read_rates(path: Path, model: str) -> dict[str, PoolRates]:
 
 
 def _of_live(data: Mapping[str, Any], model: str) -> dict[str, PoolRates]:
-    """Return, by pool, the mean rates of the replicas that a live view has measurements for."""
+    """Return, by pool, the mean step costs of the replicas that a live view has measurements for.
+
+    kv_tokens is that of one of the pool's replicas.
+    """
     costs: dict[str, list[StepCost]] = {}
     tokens: dict[str, int] = {}
     for pool, cost, kv_tokens in _measured(data, model):

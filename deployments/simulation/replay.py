@@ -224,8 +224,10 @@ async def _ask(
 
 
 def _token_ids(row: TraceRow, number: int) -> list[int]:
-    """Return the token ids of a prompt. They equal those of other prompts in the row's shared
-    blocks, and differ from all other prompts after these.
+    """Return the token ids of a prompt.
+
+    Prompts whose rows begin with the same blocks have equal ids in these blocks, so that the prefix
+    cache finds them. After its row's blocks each prompt has ids that no other prompt has.
 
     number: the row's index in the trace.
     """

@@ -276,7 +276,8 @@ class FairQueue(Generic[T]):
     def _refusal_of_first(self, capacity: Capacity) -> Refusal | None:
         """Return the reason to refuse a request while the queue is empty; None if it may enter.
 
-        The request may wait as long as in a burst, since no other request waits behind it.
+        No other request waits behind it, so it is refused only if it would wait longer than in a
+        burst: `_BURST` times queue_seconds, including its time in the engine.
         """
         late = self._row_seconds(0.0, capacity) - self._patience(capacity, _BURST, _BURST)
         if late <= 0:
@@ -426,8 +427,10 @@ class FairQueue(Generic[T]):
             state.finish += tokens
 
     def _forget(self) -> None:
-        """Delete the state of idle keys whose `finish` has passed; they are treated like new
-        keys."""
+        """Delete the state of idle keys whose `finish` is not after the present virtual time.
+
+        Requests of such keys start now, like those of new keys, so their state is not needed.
+        """
         if len(self._keys) > 2 * self._busy + 64:
             self._keys = {
                 key: state

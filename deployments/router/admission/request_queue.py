@@ -92,7 +92,11 @@ class RequestQueue:
     # -- requests that come in
 
     def admit(self, key: str) -> None:
-        """Raise Overloaded if a new request of this key, of mean size, would be refused."""
+        """Raise Overloaded if a new request of this key would be refused.
+
+        The request's size is not known yet. It is assumed to be the mean of the waiting requests,
+        or 0 while none waits.
+        """
         queue = self._queue
         if queue.sequences:
             self._check(key, 0, queue.tokens / len(queue), None)
@@ -204,8 +208,11 @@ class RequestQueue:
             self.replicas_changed()
 
     def ended(self, inflight: InflightRequest) -> None:
-        """Handle the end of a request. A waiting request is removed from the queue. After a request
-        that was sent to a replica, its key's service and the output estimate are corrected."""
+        """Handle the end of a request. If it was still waiting, it is removed from the queue.
+
+        Otherwise its real number of output tokens replaces the estimate in its key's service, and
+        improves the estimate for later requests.
+        """
         ticket = self._tickets.pop(inflight, None)
         queue = self._queue_of(inflight.request)
         if ticket is not None:

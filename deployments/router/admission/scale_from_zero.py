@@ -91,7 +91,10 @@ class Waking:
 
     def check(self, wait_seconds: float) -> None:
         """Raise Overloaded if a replica is starting but not expected to be ready within
-        `wait_seconds`."""
+        `wait_seconds`.
+
+        Nothing is raised until the duration of a start was measured.
+        """
         if self._took is None or not self._waits:
             return
         seconds_left = self._asked + self._took - time.monotonic()
@@ -111,7 +114,8 @@ class Waking:
         return math.ceil(max(UNKNOWN, self._asked + expected - time.monotonic()))
 
     def take_over(self, other: "Waking") -> None:
-        """Take over the measurements of an earlier Waking of the same model."""
+        """Copy the measured start time of an earlier Waking of the same model, and whether it has
+        ever seen a replica."""
         self._took, self._was_there = other._took, other._was_there
 
     def close(self) -> None:

@@ -46,7 +46,8 @@ class SharedCounts:
         """Store the tokens that keys had used before this application started, unless another
         router has stored them.
 
-        A value that is read later would include the application's own tokens and count them twice.
+        Only the first router's value is right: usage files that a later router reads also have
+        tokens of this application, which would then count twice.
 
         spent: the result of `UsageLog.spent`, {key id: {period: tokens}}.
         """

@@ -27,8 +27,9 @@ class UsageLine(msgspec.Struct):
 
     at: Unix time of the prompt's end.
     key: name of the API key; "" if keys are not used.
-    key_id: first half of the key's SHA-256.
-    prompt_tokens: prompt tokens, including those found in the prefix cache.
+    key_id: first half of the key's SHA-256, 32 hex digits.
+    prompt_tokens: prompt tokens, including those found in the prefix cache; 0 if the prompt was
+        sent again to resume a stream, as another router has counted it.
     seconds: time from the prompt's arrival to its end.
     finish: the finish reason of each choice.
     error: error code; "" without an error.

@@ -39,7 +39,7 @@ class ServedModel:
     seed, generation_config: settings of the engines.
     chat_template: jinja that replaces the model's own template; None: the model's own.
     images: whether engines of a multimodal model accept images; `engine.images` of all pools.
-    start_seconds: assumed time of a replica's start if the model may sleep; else None.
+    start_seconds: assumed seconds of a replica's start if the model may scale to zero; else None.
     app: Serve application of the model's engines; "": the router's own.
     pools: deployments of the engines in that application.
     """

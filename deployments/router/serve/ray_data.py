@@ -29,7 +29,7 @@ class DatasetRows:
     """
 
     def __init__(self, app: AsgiApp) -> None:
-        """Set up the answers. app: the HTTP API that answers."""
+        """Set up the object. app: the HTTP API, which answers the rows' requests."""
         self._app = app
         self._turn = asyncio.Lock()
 
@@ -38,8 +38,8 @@ class DatasetRows:
         room.
 
         path: the HTTP route that answers.
-        request: the row's fields of the HTTP API and of the stage, as a mapping or a pydantic
-            model.
+        request: the fields of the request's body, as a mapping or a pydantic model. Fields that
+            Ray Data's stage adds (`_OF_STAGE`), and fields with the value None, are ignored.
         model: the default model of a request; "": several models are served.
         Raises ValueError for an error response; the stage then fails only this row.
         """
