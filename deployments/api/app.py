@@ -141,9 +141,9 @@ class Api:
         """Refuse a generation request by its headers alone; return whether it has been answered.
 
         An early refusal skips Serve's layers, which cost many times as much as the refusal itself.
-        Headers are checked only shortly after another refusal. A request that is not refused here
-        is checked again with its body. The checks have the order of `generate`: first the limits of
-        the key, then the queue.
+        Headers are checked only within `_REFUSING` seconds after another refusal; other requests
+        are passed on. A request that is not refused here is checked again with its body. The checks
+        have the order of `generate`: first the limits of the key, then the queue.
         """
         began = time.monotonic()
         if began - self._refused_at > _REFUSING or scope["method"] != "POST":

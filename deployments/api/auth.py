@@ -14,7 +14,7 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
 
     The key comes from exactly one header ``Authorization: Bearer <key>`` or, without that header,
     from one ``x-api-key: <key>``. If keys are configured for this kind of route, the key's SHA-256
-    must be among their digests.
+    must be among their digests. If none are configured, every caller is ANYONE.
 
     No other code reads these headers. Fair queueing, prefix cache, ownership and rights depend on
     the Caller, so the same key in either header means the same caller.

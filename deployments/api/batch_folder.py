@@ -2,11 +2,13 @@
 of an application see.
 
     files/file-<hex>.json       the file's object of OpenAI's API, and its owner
-    files/file-<hex>.data       the file's content files/<hex>.part            an upload that is
-    under way batches/batch_<hex>.json    the batch's object of OpenAI's API, and its owner
+    files/file-<hex>.data       the file's content
+    files/<hex>.part            an upload that is under way
+    batches/batch_<hex>.json    the batch's object of OpenAI's API, and its owner
     batches/batch_<hex>.cancel  an empty file: the batch is to be cancelled
-    batches/batch_<hex>.output  answers so far, a line each; .errors: failures so far worker.lock
-    locked by the router that runs batches
+    batches/batch_<hex>.output  answers so far, a line each
+    batches/batch_<hex>.errors  failures so far, a line each
+    worker.lock                 locked by the router that runs batches
 
 All functions block. A JSON file is replaced as a whole, so that a reader never sees half of one.
 """
@@ -32,8 +34,9 @@ class BatchSettings:
     """The settings of the batch folder, as BatchConfig has them.
 
     in_flight: maximum number of concurrent requests of batches
-    file_bytes: maximum size of a file
-    key_bytes, key_batches: maximum bytes of all files of a key, and of its unfinished batches
+    file_bytes: maximum bytes of a file
+    key_bytes: maximum bytes of all files of an API key
+    key_batches: maximum number of unfinished batches of an API key
     keep_seconds: the time for which files and results are kept
     """
 
@@ -86,7 +89,7 @@ class BatchFolder:
         source: a path in this folder
         owner: the Caller.id of its key
         keep: the seconds for which the file is kept, at most the settings' keep_seconds; None:
-            these
+            as long as this maximum
         id: the file's id; "": a new one
         """
         id = id or new_file_id()
@@ -175,7 +178,7 @@ class BatchFolder:
             return None
 
     def part(self, id: str, kind: str) -> Path:
-        """Return the path of a part of a batch. kind: "output", "errors" or "cancel"."""
+        """Return the path of one of a batch's files. kind: "output", "errors" or "cancel"."""
         return self._batches / f"{id}.{kind}"
 
     def in_use(self) -> set[str]:

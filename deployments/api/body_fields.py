@@ -214,7 +214,8 @@ def kept_tokens(cut: int | None, limit: int) -> int | None:
 def take_token_ids(ids: list[Any], path: str, vocab_size: int) -> list[int]:
     """Return the list `ids` itself if each item is an integer in [0, vocab_size).
 
-    Raises ApiError 400 token_out_of_range naming the first item that is not, e.g. ``prompt[3]``.
+    Raises ApiError 400 naming the first item that is not, e.g. ``prompt[3]``: token_out_of_range
+    for a number, invalid_type for any other value.
     """
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids

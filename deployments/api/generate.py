@@ -137,7 +137,8 @@ async def generate(
         common.trace = exchange.trace
         if sessions := exchange.headers.get(_SESSION):
             common.session = session_digest(exchange.caller.id, sessions[0])
-        # The router need not look at each token. Stop strings and parsed output may end earlier.
+        # The router reads the output only once all choices have ended, unless it streams the answer
+        # or may end a choice itself: by a stop string, or by the parser.
         common.whole = not (request.stream or common.params.stop or call.output)
         call.timing = exchange.headers.get(b"x-return-timing") == [b"1"]
         await _answer(context, exchange, call, ids if request.stream else None, dialect)

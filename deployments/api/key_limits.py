@@ -104,10 +104,11 @@ class KeyLimits:
         account.own.tokens += tokens
 
     def ended(self, owner: str, prompt: int, output: int, at: float) -> None:
-        """Charge a finished prompt to its key: output tokens to the rate limit, all tokens to the
-        budget.
+        """Charge a prompt whose choices have ended to its key.
 
-        owner: id of the key; at: Unix seconds.
+        The rate limit gets the output tokens, and the budget all tokens.
+
+        owner: id of the key. prompt, output: numbers of tokens. at: Unix seconds.
         """
         account = self._accounts.get(owner)
         if account is None:

@@ -39,7 +39,8 @@ class ModelChanges(Protocol):
     async def trouble(self, model: str) -> dict[str, str]:
         """Return {"message": why a model does not start}; {} if no reason is known.
 
-        If the model's status is failed, `status` says so.
+        The key "status" is "failed" after a failure, and missing while the model waits for
+        resources.
         """
         ...
 
@@ -91,7 +92,7 @@ class Training(Protocol):
         """Pass tensors from a trainer to all replicas. info: vLLM's `update_info`.
 
         Without a preceding `start_update` the weights are replaced at once, and their version is
-        returned; otherwise "" is.
+        returned. After `start_update` the return value is "".
         """
         ...
 
@@ -118,7 +119,12 @@ class Training(Protocol):
     async def resume(self, model: str) -> None: ...
 
     async def sleep(self, model: str, level: int, tags: Sequence[str], mode: str) -> None:
-        """Pause all replicas and free memory of their engines. tags: the parts to free; (): all."""
+        """Pause all replicas and free memory of their engines.
+
+        level: as in `engine.LLM.sleep`; 0: only pause.
+        tags: the kinds of memory to free; (): all.
+        mode: mode of the pause, which decides what happens to running requests.
+        """
         ...
 
     async def wake(self, model: str, tags: Sequence[str]) -> None: ...

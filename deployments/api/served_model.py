@@ -78,6 +78,8 @@ def known_model(name: Any, backend: Backend) -> ModelCard | None:
 
     A served model's name takes precedence over an adapter's, and an adapter's over an alias. Of
     several aliases that match, the most specific one counts, whichever model it belongs to.
+
+    name: the name in the request; None or "": the only served model
     """
     if name is not None and not isinstance(name, str):
         return None

@@ -146,7 +146,8 @@ class _Piece:
     shape: shape of the tensor to write.
     at: index along the first axis of the file's tensor, if that stacks several; None: the whole
         tensor.
-    values: the name of the file's tensor of values, if `name` has the keys alone.
+    values: name of the file's tensor with values, if `name` has only the keys of attn_kv_b; "": all
+        rows come from `name`.
     """
 
     ours: str
@@ -207,9 +208,11 @@ def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
 
 
 def _joined_shape(file: GGUFFile, keys: str, values: str) -> tuple[int, ...]:
-    """Return the shape [rows, latent] of the matrix that two tensors of heads are parts of.
+    """Return the shape [rows, latent] of the matrix attn_kv_b, of which the file has two tensors.
 
-    keys, values: names of the tensors. Raises ConfigError if they do not fit.
+    keys, values: names of the tensors with the rows of all heads' keys, and of their values.
+
+    Raises ConfigError if the two shapes do not match.
     """
     of_keys, of_values = file.shape(keys), file.shape(values)
     if len(of_keys) != 3 or (of_keys[0], of_keys[1]) != (of_values[0], of_values[-1]):
@@ -372,7 +375,7 @@ class _Values:
                 yield self.data[start:end]
                 self._file.give_back(self.data[start:end])
             else:
-                # Rows may be anywhere in the file.
+                # Rows may be anywhere in the tensor, so the memory of the whole tensor is released.
                 yield self.data[self._order[start:end]]
                 self._file.give_back(self.data)
 
@@ -397,7 +400,7 @@ class _Values:
             yield cast(np.ascontiguousarray(values), dtype).data.cast("B")
 
     def _joined(self) -> NDArray[np.float32]:
-        """Return the matrix of which the file has keys and values apart; see `_KEYS`."""
+        """Return the matrix attn_kv_b, joined from the tensors of `_KEYS` and `_VALUES`."""
         piece, file = self._piece, self._file
         parts = []
         for name in (piece.name, piece.values):
@@ -410,7 +413,11 @@ class _Values:
 
 
 def _write_config(config: dict[str, Any], tower: TowerFile | None, target: Path) -> None:
-    """Write the config.json of a text model or, with a vision encoder, of a multimodal model."""
+    """Write config.json and, for a multimodal model, preprocessor_config.json into `target`.
+
+    config: contents of the text model's config.json.
+    tower: the model's vision encoder; None: the model is a text model.
+    """
     if tower is not None:
         config = tower.around(config)
         _write_json(target / PREPROCESSOR, tower.settings())

@@ -188,7 +188,8 @@ class GGUFContainer:
 class GGUFFile(GGUFContainer):
     """The open GGUF file of a text model.
 
-    Raises ConfigError if it is damaged or of an unknown architecture.
+    Raises ConfigError if the file is damaged, of an unknown architecture, a vision encoder, or one
+    of several parts of a model.
     """
 
     def __init__(self, path: Path) -> None:

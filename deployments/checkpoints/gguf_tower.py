@@ -111,8 +111,10 @@ class TowerFile(GGUFContainer):
     # ---- Settings
 
     def around(self, text: dict[str, Any]) -> dict[str, Any]:
-        """Return the contents of the multimodal model's config.json. text: those of its text
-        model."""
+        """Return the contents of the multimodal model's config.json.
+
+        text: contents of the text model's config.json.
+        """
         layout = self.layout
         outside = {key: text[key] for key in _OUTSIDE if key in text}
         inner = {key: value for key, value in text.items() if key not in outside}

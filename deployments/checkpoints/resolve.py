@@ -155,7 +155,8 @@ def with_drafter(engine: Mapping[str, Any], *, weights: bool = True) -> dict[str
 def _with_tokenizer(folder: Path, models: Path, progress: Progress | None) -> Path:
     """Return a model folder that has tokenizer.json: `folder` itself, or links to its files.
 
-    The folder with links is in the cache, under a hash of the tokenizer's files.
+    The folder with links is in the cache, under a hash of the tokenizer's files. If no conversion
+    knows the tokenizer's files, the result is `folder` without tokenizer.json.
     """
     known = None if (folder / "tokenizer.json").is_file() else recognised(folder)
     if known is None:
@@ -181,11 +182,11 @@ def outlined(spec: str, progress: Progress | None = None, cache: Path | None = N
     """Return the path of config.json for a GGUF file's model with quantised blocks, without
     converting its weights.
 
-    For the default model it is a file of this package, so that the GGUF file need not be
-    downloaded.
+    The default model's config.json is a file of this package, so that the model's GGUF file need
+    not be downloaded.
 
     spec: a value of `model:`.
-    Returns None if it is not a GGUF file. Raises ConfigError.
+    Returns None if `spec` does not name a GGUF file. Raises ConfigError.
     """
     if spec == "default":
         return _DEFAULT_OUTLINE

@@ -21,9 +21,10 @@ _ADD_SECONDS = 600.0  # maximum seconds for the server to download an adapter
 def show(
     server: UrlArgument = None, model: _Model = None, url: Url = None, key: AdminKey = None
 ) -> None:
-    """Print name, rank, revision and folder of each adapter, by its model where there are several.
+    """Print the name, rank, revision and folder of each adapter.
 
-    An adapter that no request has named yet has no revision.
+    The model comes first if there are adapters of several models. An adapter that no request has
+    named yet has no revision.
     """
     url = server_url(server, url)
     adapters = ask(url, key, "GET", f"/adapters{_query(model)}")["data"]
@@ -46,7 +47,7 @@ def add(
     url: Url = None,
     key: AdminKey = None,
 ) -> None:
-    """Serve an adapter, or replace it: requests that run finish on the old weights."""
+    """Serve an adapter, or replace it: running requests finish on the old weights."""
     # A first, quick request checks that the server runs and accepts the key, because downloading an
     # adapter may take long. The second argument is the adapter's URL, not the server's.
     server = server_url(None, url)
@@ -67,7 +68,7 @@ def remove(
     url: Url = None,
     key: AdminKey = None,
 ) -> None:
-    """Serve an adapter no longer: requests that run finish. Its files stay."""
+    """Stop serving an adapter: running requests finish, and its files stay."""
     ask(server_url(server, url), key, "DELETE", f"/adapters/{quote(name, safe='')}{_query(model)}")
     print(f"{name} is removed")
 

@@ -183,7 +183,10 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Show memory, replicas and cost of a configuration, or of a trace, without loading it."""
+    """Show a configuration's memory, replicas and cost, or how it would serve a trace.
+
+    No weights are loaded.
+    """
     from deployments.cli.plan import run
 
     raise typer.Exit(run(spec, gpu, gpus, memory, prices, trace=trace, rates=rates))
@@ -230,9 +233,9 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare a checkpoint with transformers, layer by layer, and with itself in other steps.
+    """Compare a checkpoint with transformers by layers, and with itself in chunks and batches.
 
-    Exit 1: it differs. 3: nothing differs, and transformers has no code for it.
+    Exit 1: some outputs differ. 3: none differ, but transformers was not compared.
     """
     from deployments.cli.models.verify import run
 
@@ -285,7 +288,7 @@ def convert(
         bool, typer.Option("--check", help="Read a converted folder and compare its digests.")
     ] = False,
 ) -> None:
-    """Write a folder with the weights as the engine holds them: it starts without a transform."""
+    """Write a folder with the weights as the engine holds them, for starts without a transform."""
     from deployments.cli.models.convert import run
 
     raise typer.Exit(
@@ -437,7 +440,7 @@ def status(
     once: Annotated[bool, typer.Option("--once", "-1", help="Print once instead of live.")] = False,
     every: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between looks.")] = 1.0,
 ) -> None:
-    """Show what running applications do: pools, replicas, load, latency, scaling and why; live."""
+    """Show pools, replicas, load, latency and reasons for scaling of running applications, live."""
     from deployments.cli.status import run
 
     raise typer.Exit(run(app, address, as_json=as_json, once=once, every=every))
@@ -478,7 +481,7 @@ def doctor(
         typer.Argument(metavar="[CONFIG|MODEL]", help="Configuration or model to check, too."),
     ] = None,
 ) -> None:
-    """Check what this machine can run and what is missing; exit 1 if something needed is."""
+    """Check what this machine can run and what is missing; exit 1 if Manta cannot run."""
     from deployments.cli.doctor import run
 
     raise typer.Exit(run(spec))

@@ -91,6 +91,8 @@ def _with_http(config: MantaConfig, host: str | None, port: int | None) -> Manta
 def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -> None:
     """Run the driver process: start or join Ray, deploy, and send reports until told to stop.
 
+    Models are downloaded before Ray is started. In a joined cluster, replicas download them.
+
     folder: folder for the sockets and files of HAProxy, if this process starts Ray.
     Raises MantaError; RayLostError if Ray is gone.
     """
@@ -304,8 +306,8 @@ def _about(config: MantaConfig) -> list[str]:
 def _key_option(config: MantaConfig) -> str:
     """Return the option --key for the `manta chat` command that is shown to the user.
 
-    The option names the keys file, if the file begins with a key in plain text rather than a
-    digest.
+    The option names the keys file if the file begins with a key in plain text, and else a
+    placeholder. Without a keys file the result is "".
     """
     file = config.http.api_keys_file
     if file is None:

@@ -199,7 +199,10 @@ def poll(app: str) -> StatusSnapshot:
 
 
 def _counts(application: Any) -> dict[str, dict[str, int]]:
-    """Return {pool: {replica state: number of replicas}}. application: its status from Serve."""
+    """Return {pool: {replica state: number of replicas}}.
+
+    application: Serve's status of the application.
+    """
     return {
         name.removeprefix(ENGINE_PREFIX).removeprefix(ENCODER_PREFIX): {
             _word(state): count for state, count in deployment.replica_states.items()

@@ -187,7 +187,10 @@ def expects(expected: str, code: str = "invalid_type", **extra: Any) -> Meta:
 
 
 def words(literal: Any, before: str = "", between: str = " or ", **extra: str) -> Meta:
-    """Return the Meta of a Literal: errors and schemas list its values in their order."""
+    """Return the Meta of a Literal: errors and schemas list its values in their order.
+
+    before, between: the texts before the first value and between two values, in errors
+    """
     values = get_args(literal)
     expected = before + between.join(map(str, values))
     return Meta(examples=list(values), extra={"expected": expected, **extra})
@@ -327,8 +330,10 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
 
 
 def _refused(fields: Mapping[str, Schema]) -> bool:
-    """Whether one of these fields accepts no value, so that every object of the Struct is
-    refused."""
+    """Whether a Struct has a field that accepts no value, so that each of its objects is refused.
+
+    fields: {name: JSON schema} of the Struct's fields
+    """
     return any(schema.get("not") == {} for schema in fields.values())
 
 

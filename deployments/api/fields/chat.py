@@ -121,7 +121,7 @@ class OllamaImage(Struct):
 
 
 class OtherMedia(Struct):
-    """A content part with media that are not allowed there. kind: the `type` of the part."""
+    """A content part with media that are refused. kind: the `type` of the part."""
 
     kind: str
 
@@ -131,8 +131,10 @@ WrittenClip = VideoPart | VideoUrlPart
 
 
 class MediaPart(Struct, tag_field="type"):
-    """A content part with media that are not allowed there. Its only field has the name of its
-    type."""
+    """A content part with media that are refused, as read from a body.
+
+    The only field of a subclass has the name of the part's type.
+    """
 
 
 # Image parts in messages of roles that must not have images.

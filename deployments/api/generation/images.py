@@ -80,7 +80,7 @@ class ChatImages:
 
 
 class ImageMarks:
-    """Placeholder texts (random) for images, used while a chat's contents are plain strings.
+    """The random placeholder texts for images, used while a chat's contents are plain strings.
 
     The code that adds tools and thinking to messages handles strings only.
     """
@@ -222,7 +222,7 @@ def _sources(parts: Sequence[ImagePart], most: int) -> list[list[ImageSource]]:
 
 
 def no_media(message: str, path: str) -> ApiError:
-    """Return the error for media that are not supported, or not allowed there."""
+    """Return the error for media that are not supported, or not allowed at `path`."""
     return invalid(message, path, "modality_not_supported")
 
 

@@ -208,7 +208,7 @@ class TextRequest(GenerationFields, frozen=True, kw_only=True):
 
     prompts: texts, or lists of token ids
     many: whether the client sent a list of prompts rather than a single one
-    gaps: the gaps to fill, instead of prompts
+    gaps: the texts around gaps to fill in (fill in the middle), instead of prompts
     special: whether special tokens are put before each text
     """
 

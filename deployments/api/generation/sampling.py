@@ -135,12 +135,12 @@ def limited(params: SamplingParams, most: int | None, room: int) -> SamplingPara
 
 
 def agreed(name: str, value: int | None, other: str, same: int) -> int:
-    """Check that two fields with the same meaning, `name` and `other`, do not differ; return
-    `same`. same: the value of `other`.
+    """Check that two fields with the same meaning do not differ, and return `same`.
 
-    value: the value under `name`; None if it was not given.
+    name, value: name and value of the first field; None: the request does not set it
+    other, same: name and value of the second field
 
-    Raises ApiError 400 if the two values differ.
+    Raises ApiError 400 conflicting_fields if the two values differ.
     """
     if value is not None and value != same:
         raise invalid(f"{name} and {other} differ; give one of them", other, "conflicting_fields")

@@ -64,7 +64,7 @@ def engine_request(
 ) -> GenerationRequest:
     """Return the backend's request for token ids at a place in the queue, with seed 0.
 
-    The request uses the unsalted blocks of the prefix cache.
+    The request has no cache salt, so it shares prefix-cache blocks with all such requests.
     """
     return GenerationRequest(
         request_id=exchange.request_id,
@@ -133,8 +133,12 @@ def session_digest(caller: str, name: bytes) -> bytes:
 
 
 def _header_seconds(header: bytes, most: float | None) -> float:
-    """Return the seconds in the header `x-deadline-seconds`, at most `most`. Raises ApiError
-    400."""
+    """Return the seconds in the header `x-deadline-seconds`, at most `most`.
+
+    most: the deadline in the request's body; None: the body has none
+
+    Raises ApiError 400.
+    """
     name = DEADLINE_HEADER
     try:
         seconds = float(header[:32])

@@ -55,7 +55,8 @@ MAX_NODES = 700_000
 MAX_STRINGS = 100_000
 MAX_CONTAINERS = 50_000  # maximum number of lists and objects
 _SLICE = 64 * 1024  # bytes that are counted before other threads may run
-# Digits of the longest integer; longer ones are read as infinity, which no field accepts.
+# Digits of the longest integer that `_careful` accepts; a longer one becomes inf, which no field
+# accepts.
 _MAX_DIGITS = 400
 
 _ESCAPED_COLON = re.compile(rb"\\u003[aA]")
@@ -66,10 +67,11 @@ _INSIDE = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,1024}+("?)', re.DOTALL)  # par
 def parse_json(body: bytes) -> Any:
     """Parse UTF-8 JSON (a BOM is allowed) into objects, without recursion beyond MAX_DEPTH.
 
-    Integers of any size stay integers; floats beyond double precision become inf, so that the check
-    of their field can name the field in its error. Raises ApiError 400: invalid_json,
-    invalid_encoding, duplicate_key, json_too_deep,
-        json_too_large.
+    Integers beyond 64 bits stay integers. Integers of thousands of digits, and floats beyond the
+    range of a double, become inf, so that the check of their field can name the field in its error.
+
+    Raises ApiError 400: invalid_json, invalid_encoding, duplicate_key, json_too_deep,
+    json_too_large.
     """
     if body.startswith(b"\xef\xbb\xbf"):
         body = body[3:]
@@ -148,7 +150,7 @@ def _end_of_string(body: bytes, at: int) -> int:
     unterminated."""
     while True:
         piece = _INSIDE.match(body, at)
-        # The pattern also matches an empty piece.
+        # The pattern also matches an empty piece, so there always is a match.
         assert piece is not None
         if piece.group(1) or piece.end() == at:
             return piece.end() if piece.group(1) else len(body)

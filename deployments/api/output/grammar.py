@@ -191,8 +191,13 @@ class _Builder:
     def _limited(
         self, name: str, content: str, starts: tuple[str, ...], ends: tuple[str, ...]
     ) -> str:
-        """Return the rule for content that does not begin with a text of `starts` nor end with one
-        of `ends`. JSON content is unchanged, as it never does either."""
+        """Return the grammar expression for content with forbidden beginnings and ends.
+
+        JSON content is returned unchanged, as it never has such a beginning or end.
+
+        name: name for the new terminal
+        starts, ends: the texts that the content must not begin or end with
+        """
         if content.startswith(_JSON) or not (starts or ends):
             return content
         self._rules.append(f"{name.upper()}: {_without((), starts, ends, '', f'({content})')}")

@@ -45,7 +45,7 @@ _pool = ThreadPoolExecutor(CHILDREN, thread_name_prefix="grammars")
 
 @functools.lru_cache(maxsize=4)
 def sandbox_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) -> GrammarSandbox:
-    """Return the grammar sandbox of one model."""
+    """Return the pool of child processes that compiles the grammars of one model; cached."""
     special = {i: tokenizer.token_text(i) for i in tokenizer.mark_ids}
     return GrammarSandbox(special, num_tokens, end_ids)
 

@@ -233,8 +233,8 @@ class OutputFormat:
     separator; closing.
 
     trigger: a prefix of opening + begin that marks a call, and that no other text may contain; "":
-        a message with calls has no other text, by which it is recognised.
-    NUMBER may occur in begin and in middle.
+        a message whose text begins with `begin` has calls, and no other text.
+    begin, middle: may contain NUMBER, which stands for the call's index in the conversation.
     tagged, dialect: how arguments are written; neither: as one JSON object.
     indented: templates print the JSON object on several lines, indented by this many columns; 0: on
         one line.

@@ -104,8 +104,12 @@ def _ranking(
     *,
     cohere: bool = False,
 ) -> JsonObject:
-    """Return the JSON answer with a ranking. documents: texts to repeat in the answer; None:
-    none."""
+    """Return the JSON answer with a ranking.
+
+    documents: texts to repeat in the answer; None: none
+    tokens: number of computed tokens
+    cohere: whether `meta` states version 2 of Cohere's API instead of 1
+    """
     results = [
         {
             "index": i,

@@ -123,8 +123,10 @@ def _base(context: ApiContext, record: AdapterRecord, model: str) -> str:
 
 
 def _shown(record: AdapterRecord, base: str) -> JsonObject:
-    """Return an adapter as JSON. base: name of its base model. Its revision is null until a first
-    request has made a replica read the files."""
+    """Return an adapter as JSON. base: name of its base model.
+
+    The adapter's revision is null until a first request has made a replica read the files.
+    """
     return {
         "id": record.name,
         "object": "adapter",

@@ -64,7 +64,7 @@ class ChoiceProgress:
 class EventIds:
     """The generator of the event ids of one streamed answer.
 
-    shown: the progress of each choice; for a resumed stream it begins with that in `Last-Event-ID`
+    shown: the progress of each choice; for a resumed stream at first that in `Last-Event-ID`
     told: 1 after usage was sent, else 0; for answers in items, the number of events sent
     """
 

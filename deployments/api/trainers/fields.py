@@ -98,6 +98,7 @@ class FromDisk(Struct, kw_only=True, gc=False):
 class InitGroup(Struct, kw_only=True, gc=False):
     """The body of SGLang's route /init_weights_update_group, which sets up a torch process group.
 
+    rank_offset: the first replica's rank; the other replicas have the next ranks.
     world_size: the number of ranks of trainer and replicas together.
     backend: nccl for engines on CUDA, gloo for those on CPUs.
     """

@@ -2,7 +2,8 @@
 call.
 
 SGLang's messages with tensors do not mark the last one. An update ends when all tensors of the
-checkpoint have arrived. During a pause, and after /begin_weight_update, a route may also end it.
+checkpoint have arrived. An update also ends by /continue_generation after a pause, and by
+/end_weight_update after /begin_weight_update.
 """
 
 from base64 import b64encode

@@ -57,8 +57,11 @@ _BYTE_AS_TEXT = r"\A<(?=0x[0-9A-F]{2}>\z)"
 
 @dataclass
 class _Vocabulary:
-    """The texts of all tokens by id, and the tokens that are matched before the SentencePiece model
-    runs."""
+    """The vocabulary of a converted SentencePiece model.
+
+    texts: {id: text} of all tokens.
+    added: the tokens that are matched in a text before the SentencePiece model runs.
+    """
 
     texts: dict[int, str]
     added: dict[int, bool]  # id -> whether it is special

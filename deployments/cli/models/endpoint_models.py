@@ -71,7 +71,7 @@ def add(
 
 @app.command()
 def remove(name: _Name, server: UrlArgument = None, url: Url = None, key: AdminKey = None) -> None:
-    """Serve a model no longer. Its running requests may finish, and its files stay."""
+    """Stop serving a model: its running requests may finish, and its files stay."""
     path = f"/models/{quote(name, safe='')}"
     ask(server_url(server, url), key, "DELETE", path, None, _CHANGE_SECONDS)
     print(f"{name} is removed")

@@ -74,8 +74,8 @@ def join(address: str) -> None:
 
     address: host:port, ray://host:port, or "auto" for the cluster that runs on this machine.
 
-    Raises ConfigError for a malformed address, and ClusterError if there is no answer within 8 s or
-    the cluster refuses the token.
+    Raises ConfigError for a malformed address. Raises ClusterError if the probe gets no answer
+    within 8 s, if `ray.init` fails or takes more than 60 s, or if the cluster refuses the token.
     """
     there = sys.modules.get("ray")
     if there is not None and there.is_initialized():

@@ -19,7 +19,7 @@ _LONGEST = 107 - 66
 def ray_folder(parents: Sequence[Path] | None = None) -> Path:
     """Return Ray's default folder if it is usable, otherwise a folder of this user.
 
-    parents: folders to try; None: temporary_folders().
+    parents: folders in which this user's folder may be, in order; None: temporary_folders().
 
     Raises ConfigError with the problem of each folder.
     """

@@ -49,6 +49,8 @@ ROUTES.post(
     f"{PATH}/count_tokens", "Tokens of the prompt of a message", COUNTED, ("input_tokens",)
 )
 async def count(context: ApiContext, exchange: HttpExchange) -> object:
-    """Answer with the number of tokens of a request's prompt. Clients compact conversations by
-    it."""
+    """Answer with the number of tokens of a request's prompt.
+
+    Clients decide by this number when to compact a conversation.
+    """
     return {"input_tokens": await count_prompt(context, exchange, MessagesDialect(counts=True))}

@@ -68,7 +68,9 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
 def ollama_generate(
     body: Mapping[str, Any], ignored: list[str], *, strict: bool, template: bool
 ) -> ChatRequest | TextRequest | None:
-    """Convert a body of /api/generate; return None if it has no prompt and only loads the model.
+    """Convert a body of /api/generate; return None if the body only asks to load the model.
+
+    Such a body has no prompt, no suffix and no images. Raises ApiError 400.
 
     template: whether the model has a chat template. If so, the prompt becomes a user message,
         unless the request sets `raw` or a suffix

@@ -229,8 +229,8 @@ class OpenAIResponse:
     def usage(self, generation: Generation) -> JsonObject:
         """Return the object `usage` of the answer.
 
-        A prompt counts once, however many choices it has. Its cached tokens are those found in the
-        prefix cache by all of its choices.
+        A prompt counts once, however many choices it has. The prompt's cached tokens are the fewest
+        that any of its choices found in the prefix cache.
         """
         call, n = self.call, self.call.common.params.n
         prompt = sum(map(len, call.prompts))

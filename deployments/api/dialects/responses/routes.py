@@ -205,8 +205,10 @@ async def input_items(context: ApiContext, exchange: HttpExchange) -> object:
 
 
 def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
-    """Return a conversation's items in the format of OpenAI's list: contents are lists of parts,
-    and each item has a type, an id and, unless it is reasoning, a status."""
+    """Return a conversation's items in the format of OpenAI's list.
+
+    Contents are lists of parts. Each item has a type, an id and, unless it is reasoning, a status.
+    """
     listed = []
     for i, item in enumerate(items):
         kind = item.get("type") or "message"
