@@ -66,7 +66,7 @@ def _head(size: int, programs: int) -> int:
 
 @triton.jit
 def _region(peers, rank, dtype: tl.constexpr):
-    """Return a rank's region as a pointer."""
+    """Return a rank's region as a pointer to elements of `dtype`."""
     return tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(dtype)), 16)
 
 
@@ -399,7 +399,7 @@ class PeerMemory:
 
 
 def _block(x: Tensor, among: int) -> int:
-    """Return the elements of a tile, small enough that all `among` programs have work."""
+    """Return the number of elements of a tile, so that all `among` programs have work."""
     least, most = 512 // x.itemsize, TILE // x.itemsize
     return max(least, min(most, triton.next_power_of_2(triton.cdiv(x.numel(), among))))
 

@@ -143,7 +143,7 @@ def assemble(
     deltas: Tensor | None = None,  # [num_rows] int32: rotary position minus position
     rotary_rows: Tensor | None = None,  # out [num_tokens] int32: position + delta of the row
 ) -> None:
-    """Fill the `out` tensors with a step's layout (see AttentionMeta).
+    """Write a step's layout (see AttentionMeta) to the tensors marked "out" above.
 
     Tokens of pad_row get slot -1: their keys are not written.
     """

@@ -1,7 +1,8 @@
 """Cuda: the CUDA back end, in Triton where that is faster than torch and its libraries.
 
-Each module of Triton kernels takes milliseconds to import. So operations that dense models lack
-(latents, recurrent layers, experts, adapters, bidirectional attention) import their kernels.
+Each module of Triton kernels takes milliseconds to import. So methods for operations that dense
+models lack import their kernels when called: latents, recurrent layers, experts, adapters,
+bidirectional attention.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ hash_callees_first()
 class Cuda(Kernels):
     """The operations of a step on CUDA, all of which a CUDA graph may capture.
 
-    They launch on the current stream and read nothing back. Where several kernels serve an
+    All methods launch on the current stream and read nothing back. Where several kernels serve an
     operation, class attributes list them in order of preference.
     """
 

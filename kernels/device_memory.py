@@ -65,7 +65,10 @@ def _call(name: str, *arguments: Any) -> None:
 
 def reaches(device: int, peer: int) -> bool:
     """Whether kernels of `device` may read, write and use atomics in the memory of `peer`, as over
-    NVLink. Both are torch's device indices. Raises RuntimeError."""
+    NVLink.
+
+    device, peer: torch's device indices.
+    Raises RuntimeError."""
     if device == peer:
         return True
     able = ctypes.c_int()

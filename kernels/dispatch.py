@@ -10,8 +10,8 @@ from kernels.reference import Kernels
 
 __all__ = ["Kernels", "kernels_for"]
 
-# (device type, deterministic) -> module and class of the back end. It is imported when it is
-# needed, because only CUDA's back ends need Triton.
+# (device type, deterministic) -> module and class of the back end. The module is imported
+# when it is needed, because only CUDA's back ends need Triton.
 _BACK_ENDS = {
     ("cpu", False): ("kernels.cpu.native", "Native"),
     ("cpu", True): ("kernels.cpu.deterministic", "Deterministic"),

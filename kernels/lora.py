@@ -353,7 +353,7 @@ def _rank_block(max_rank: int, most: int = 64) -> int:
 def _expand_rank_block(step: LoraStep) -> int:
     """Return the number of ranks per iteration of the expand kernel.
 
-    It is smaller for small tiles, as these have many splits, all of which are held in registers.
+    The number is smaller for small tiles, whose many splits are all held in registers.
     """
     return _rank_block(step.max_rank, 32 if step.block_m <= 32 else 64)
 

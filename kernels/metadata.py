@@ -120,13 +120,13 @@ class StateRuns:
     back: int64 [num_tokens], each token's index in the concatenation of `others` and `tokens`.
     in_place: whether `others_meta` is the layout of the whole step, in which the entries of runs
         have no tokens (`kv_len` 0). Kernels that write no state of a run then need no copies.
-    replays: for each layer computed so far, a function that computes `tokens` again. It takes the
-        layout of the accepted tokens. Layers in `settles` are not among them.
+    replays: for each layer computed so far that is not in `settles`, a function that computes the
+        accepted ones of `tokens` again. Its argument is the layout of the accepted tokens.
     kept: memory in which layers may keep the updates of a step's runs.
     numbers: int32 [runs, 12], a `KeptRun` for each run; zeros where there is none.
     settles: for each layer that keeps updates in `kept`, a function that advances states by
-        accepted tokens. It takes numbers as above, of runs without tokens. A layer's kernel itself
-        advances the states of runs whose `KeptRun` has accepted tokens.
+        accepted tokens. Its argument is shaped like `numbers`, with runs of length 0. Runs of the
+        next step need no such call: the layer's kernel advances their states first.
     """
 
     others: Tensor
@@ -150,10 +150,9 @@ class KeptRun(NamedTuple):
     length: the number of tokens of the run; 0 if only accepted tokens are to be applied.
     first, draft: indices in the step of the decode and of the first draft, which others follow.
     accepted: the number of accepted tokens of the run before, to apply to the state in memory.
-    whole: 1 if no pending updates of decodes are to be applied to the state in memory before.
-    kept, kept_run: the place in `KeptRuns` of the run before: the number of its first token, and
-        that of the run.
-    own, own_run: the place of this run.
+    whole: 1 if the state in memory already includes the pending updates of decodes, else 0.
+    kept, kept_run: index of the run before in `KeptRuns`, counted in tokens and in runs.
+    own, own_run: the same indices of this run.
     """
 
     row: int
@@ -174,8 +173,8 @@ class KeptRun(NamedTuple):
 class KeptRuns:
     """Memory for the updates of the runs of two consecutive steps, of all layers that use it.
 
-    A step reads the places of the step before, and writes the others. The CUDA graphs of steps of
-    any size share it.
+    A step reads the half that the step before has written, and writes the other half. The CUDA
+    graphs of steps of any size share the memory.
 
     tokens, runs: the maximum numbers of tokens and of runs of a step.
     layers: for each layer, updates and convolution inputs, allocated by the layer's kernel.

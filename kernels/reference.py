@@ -428,7 +428,7 @@ class Kernels:
     def kimi_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
         """Compute Kimi Delta Attention (arXiv 2510.26692); update states and tails in place.
 
-        It is gated_delta with a decay for each row of a state, and with results multiplied by
+        The rule is gated_delta with a decay for each row of a state, and with results multiplied by
         sigmoid(z) instead of silu(z).
         """
         return self._gated(inputs, meta, torch.sigmoid)
@@ -487,7 +487,7 @@ class Kernels:
     def mamba2(
         self,
         x: Tensor,  # [num_tokens, channels]: x, B and C before their convolution
-        dt: Tensor,  # [num_tokens, heads]: a step is softplus(dt + dt_bias), within limits
+        dt: Tensor,  # [num_tokens, heads]: time steps before dt_bias, softplus and heads.limits
         heads: Mamba2Heads,
         tail: Tensor,  # [rows, taps - 1, channels] float32, written at meta.rows
         state: Tensor,  # [rows, heads, head_size, state_size] float32, likewise
@@ -495,16 +495,17 @@ class Kernels:
     ) -> Tensor:
         """Compute Mamba-2 over each entry's tokens; update states and tails in place.
 
-        silu(convolution) gives x, B and C. For each token: state = exp(-exp(A_log) step) state +
-        step x B^T. The result is state C + D x, [num_tokens, heads, head_size] float32.
+        silu(convolution) gives x, B and C. A token's time step s is softplus(dt + dt_bias), within
+        heads.limits. For each token: state = exp(-exp(A_log) s) state + s x B^T. The result is
+        state C + D x, [num_tokens, heads, head_size] float32.
         """
         return mamba2(x, dt, heads, tail, state, meta)
 
     def mamba1(self, inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
         """Compute Mamba-1 over each entry's tokens; update states in place.
 
-        For each token: state = exp(rates step) state + step x B. The result is
-        (state C + D x) silu(gate), [num_tokens, channels].
+        With the time step s = softplus(dt), for each token: state = exp(rates s) state + s x B.
+        The result is (state C + D x) silu(gate), [num_tokens, channels].
         """
         return self.gated_norm(mamba1(inputs, meta), inputs.gate, None, 1, 0.0)
 

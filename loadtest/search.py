@@ -198,7 +198,7 @@ class Trials:
     folder.
 
     A run in which the client was the bottleneck is repeated, up to `repeats` times. With `lenient`
-    it counts.
+    such a run counts instead.
     """
 
     def __init__(

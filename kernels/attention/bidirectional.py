@@ -22,7 +22,8 @@ def bidirectional_attention(
     q, k, v: [num_tokens, num_heads, head_dim].
     starts: the first token of each text, then num_tokens.
     window: the tokens that a token sees on each side; 0 = its whole text.
-    apart: whether each text is computed as if it were alone, on any device.
+    apart: whether each text has its own call, so that results do not depend on other texts. On
+        the CPU each text always has its own call.
     """
     if apart or q.device.type == "cpu":
         return torch.cat([_one(q[a:b], k[a:b], v[a:b], scale, window) for a, b in pairwise(starts)])

@@ -138,8 +138,8 @@ def _attend_own_keys(
 ):  # fmt: skip
     """Attend a run's queries causally to the keys of the run's later tokens.
 
-    These are the `count` keys from position `begin` on. Returns the updated (top, denominator,
-    acc).
+    begin, count: position of the first of these keys, and their number.
+    Returns the updated (top, denominator, acc).
     """
     PAGE: tl.constexpr = HEADS.num_kv_heads * HEADS.block_size * HEADS.head_dim
     offsets = tl.arange(0, 16)

@@ -7,10 +7,11 @@ product of a weight and a scale is near 1, and all products fit into float16. Th
 in float32. A tile's scales and offsets are loaded while the previous tile is multiplied, its block
 ids one tile earlier.
 
-If a byte or a pair of bytes has several elements, there is one matmul for each position in it. int4
-keys have one matmul for even elements and one for odd elements. Values have one for every second or
-fourth element. int4's offset (`least`) adds (sum of a query's elements) * offset to a score, and
-the weighted sum of the values' offsets to the result.
+If a load has several elements, there is one matmul for each position in it. Keys are loaded as
+bytes: int4 keys take a matmul for even elements and one for odd elements. Values are loaded as
+pairs of bytes: 8-bit values take two matmuls, int4 values four. int4's offset (`least`) adds (sum
+of a query's elements) * offset to a score, and the weighted sum of the values' offsets to the
+result.
 """
 
 import triton

@@ -40,8 +40,9 @@ def _words(k_words, v_words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIN
     The keys' words are in the first column of the first array, the values' words in the second
     column of the second array. The other columns are zero.
 
-    In the layout of scores, each thread would read and unpack a quarter of all words. In this
-    layout a thread reads one word or two, and Triton converts the layout through shared memory.
+    With the register layout of scores, each thread would read and unpack a quarter of all words.
+    With arrays [keys, 2] a thread reads one word or two, and Triton converts these arrays to the
+    layout of scores through shared memory.
     """
     parity = tl.arange(0, 2)[None, :]
     at = (page.to(tl.int64) * NUMBER_PAGE + in_page)[:, None] + parity

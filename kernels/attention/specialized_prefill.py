@@ -78,9 +78,9 @@ TILES = {128: PrefillTile(PREFILL_KEYS[128], 2, 2), 256: PrefillTile(PREFILL_KEY
 
 @gluon.jit
 def _entry_of(query_start, first_entry, num_entries, index, QUERIES: gl.constexpr):
-    """Return a block's entry, the entry's first token, and the block's first query in the entry.
+    """Return the entry of a block of queries, the entry's first token, and the block's first query.
 
-    It is `kernels.launch.entries.entry_of` for Gluon kernels.
+    The function is `kernels.launch.entries.entry_of` for Gluon kernels.
     """
     origin = gl.load(query_start + first_entry)
     low = first_entry

@@ -420,6 +420,7 @@ class CpuRotation:
         inputs: see `Kernels.rope_kv_write`.
 
         cos_sin, rows: the rotary table and the tokens' rows in it, see `AttentionMeta.rotation`.
+        slots: each token's place in the caches, see `AttentionMeta.slots`.
         """
         qkv, _, q_norm, k_norm, eps, k_cache, v_cache, _, _ = inputs
         assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
@@ -516,8 +517,8 @@ def attention_for(
 ) -> CpuAttention | None:
     """Return the attention kernels for a shape, or None if they cannot be generated.
 
-    This is so if head sizes are not multiples of a vector, for a float32 cache, or without a
-    compiler.
+    Kernels cannot be generated if head sizes are not multiples of a vector, for a float32 cache, or
+    without a compiler.
     """
     try:
         shape = _shape_for(
@@ -539,7 +540,7 @@ def rotation_for(
 ) -> CpuRotation | None:
     """Return the rotary kernel for a shape, or None if it cannot be generated.
 
-    This is so if head sizes are not multiples of a vector, or without a compiler.
+    No kernel can be generated if head sizes are not multiples of a vector, or without a compiler.
     rotary_dim: 0 for no rotary embeddings.
     """
     try:

@@ -216,7 +216,9 @@ def _functions() -> tuple[NativeFunction, NativeFunction, int, int]:
 class Meeting:
     """One rank's all-reduce with the other ranks' processes over shared memory.
 
-    lines, slots: addresses of the ranks' cache lines and slots. slot: bytes of one slot.
+    rank, size: this rank and the number of ranks.
+    lines: address of the ranks' counters, a cache line each.
+    slots: address of the ranks' slots for inputs. slot: bytes of one slot.
     Raises CompilerUnavailable.
     """
 
@@ -249,7 +251,8 @@ class Meeting:
     def broken(self) -> bool:
         """Whether an all-reduce since the last call of `join` was abandoned.
 
-        It is abandoned if a process has failed or has begun another round.
+        A rank abandons an all-reduce if a process has failed, or if rank 0 has begun another round,
+        which ranks enter by `join`.
         """
         return bool(self._state[_BROKEN])
 

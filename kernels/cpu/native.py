@@ -57,7 +57,7 @@ class LayerKernels:
 class PlannedByFirstLayer(Recurrent):
     """A back end that plans a step when its first layer runs.
 
-    It cannot plan earlier, as only layers know their rotary embeddings and head norms.
+    `prepare` cannot plan yet, as only layers know their rotary embeddings and head norms.
     """
 
     def prepare(
@@ -102,8 +102,8 @@ class _Chunk:
 class _NativePlan(LayerKernels):
     """The plan of a step's attention, which all its layers share.
 
-    It has the generated kernels, the prompts' chunks for generated and for reference attention, and
-    the plan of the torch reference.
+    The plan has the generated kernels, the prompts' chunks for generated and for reference
+    attention, and the plan of the torch reference.
     """
 
     def __init__(self, meta: AttentionMeta) -> None:

@@ -37,7 +37,8 @@ _MOST, _BYTES = 256, 1 << 20  # maximum rows of a block, and maximum bytes of it
 class _Shape:
     """The layout of a block of rows in a thread's scratch.
 
-    It has the input of the first two matmuls for all rows, sums, and the input of the last matmul.
+    In memory are first the input of the first two matmuls, then a matmul's float32 sums, then the
+    input of the last matmul, each for all rows of the block.
 
     kind: the kind of matmul kernel.
     hidden, attended, inner: widths of the residual, of the attention's result, and between the last
@@ -62,7 +63,7 @@ class _Shape:
     def floats(self, block: int) -> int:
         """Return the size of one thread's scratch, in float32 numbers, for blocks of `block` rows.
 
-        It includes spare rows, as kernels read whole tiles.
+        The size includes spare rows, as kernels read whole tiles.
         """
         return -(-((block + SPARE_ROWS) * self.row + 3 * 64) // 64) * 16
 

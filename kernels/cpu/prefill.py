@@ -534,7 +534,7 @@ def prefill_for(
 ) -> CpuPrefill | None:
     """Return the prefill kernel for a shape, or None if it cannot be generated.
 
-    This is so if head sizes are not multiples of a vector, or without a compiler.
+    No kernel can be generated if head sizes are not multiples of a vector, or without a compiler.
     """
     try:
         size = lanes()

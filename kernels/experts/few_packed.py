@@ -26,7 +26,7 @@ from kernels.gemm.packed.gemv8 import converted, decoder, in_words, number
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
-# Maximum tokens for which this is faster than `packed_experts`, in a sweep of
+# Maximum tokens for which `few_packed` is faster than `packed_experts`, in a sweep of
 # bench.kernels.experts on one H200, for MXFP4 with 8 of 128 and 4 of 32 experts per token.
 MOST = 8
 
@@ -117,9 +117,10 @@ def _multiply(
     TILE: tl.constexpr,  # `PairShape`
     SUMS: tl.constexpr,
 ):
-    """Return per-unit dot products [rows, units] of decoded codes and x * TILE.lift.
+    """Return dot products [rows, units] of decoded codes and x * TILE.lift.
 
-    Also returns the sums of each unit's x, which are zeros without SUMS.
+    A unit is what a thread loads at once (`PairShape`). Also returns the sums of x of each unit,
+    which are zeros without SUMS.
     """
     PTX: tl.constexpr = TILE.ptx
     total = tl.zeros(w.shape, tl.float32)
@@ -349,14 +350,14 @@ def _words_of(weight: PackedWeight) -> int:
 
 
 def _in_one(weight: PackedWeight, units: int) -> int:
-    """Return the number of 4-bit codes of a row that a program loads per step of `units` units."""
+    """Return the number of 4-bit codes in `units` units (a thread's loads) of a row."""
     return units * _words_of(weight) * 8
 
 
 def up_tile(weight: PackedWeight) -> PairTile:
     """Return the tile of the up matmul, from sweeps with one token and with eight.
 
-    A program loads 64 units of a row at a time if these divide the row, else 32.
+    A program loads 64 units (a thread's loads) of a row at a time if these divide the row, else 32.
     """
     if weight.form.bits == 8:
         return UP8

@@ -9,7 +9,7 @@ class Mixture(NamedTuple):
     size: the width between an expert's two matmuls.
     width: the hidden size.
     bias: whether this matmul has a bias.
-    weigh: whether a token's weight multiplies its input, and not its expert's output.
+    weigh: whether the router's weight multiplies an expert's input, not its output.
     chosen: experts per token. act: `gate.code` of the activation. experts: experts on this rank.
         These three are 0 for kernels that do not need them.
     """

@@ -18,7 +18,7 @@ from kernels.packed import PackedWeight
 
 # (maximum mean number of pairs per expert, tiles), like `grouped.TILES`: the fastest of a sweep of
 # bench.kernels.experts on an H200, at 1 to 4,096 tokens with 8 of 128 experts each. Even for a
-# single token this is faster than `few_packed`, which does not group pairs by expert.
+# single token these tiles are faster than `few_packed`, which does not group pairs by expert.
 TILES: tuple[tuple[float, Tiles], ...] = (
     (0.1, Tiles(Tile(16, 64, 256, 4, 4, swap=True), Tile(16, 64, 256, 4, 3, tma=True, swap=True))),
     (10, Tiles(Tile(16, 64, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, tma=True, swap=True))),

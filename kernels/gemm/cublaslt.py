@@ -86,7 +86,7 @@ def library(device: torch.device) -> CublasLt | None:
 
 
 class Matmul:
-    """The matmul y[rows, n] = x[rows, k] @ weight[n, k].T, added to y with `add`."""
+    """The matmul x[rows, k] @ weight[n, k].T, written to y[rows, n], or with `add` added to y."""
 
     def __init__(self, lib: CublasLt, rows: int, weight: Tensor, add: bool) -> None:
         n, k = weight.shape

@@ -246,7 +246,7 @@ def _kept(
 ) -> _Found | None:
     """Return the cached algorithms of all `sizes`, or None if any is missing.
 
-    Then all sizes are searched again, because other sizes need the landmarks' results.
+    After None the caller searches all sizes, because other sizes need the landmarks' results.
     """
     texts = cublaslt_cache.read(path)
     algorithms: _Found = {}

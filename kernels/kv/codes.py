@@ -79,7 +79,9 @@ def words_at(words, page, in_page, mask, NUMBER_PAGE: tl.constexpr):
 
 @triton.jit
 def numbers_in(word, KIND: tl.constexpr):
-    """Unpack words to (scale, least element) in float32; int8 and fp8 return the scale twice.
+    """Unpack words to (scale, least element) in float32.
+
+    int8 and fp8 have no least element: the scale is returned in its place.
 
     A bfloat16 is read as bits, because Triton's interpreter reads it wrongly.
     """
@@ -119,7 +121,8 @@ def exponent_of(scale):
 def parts_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Convert codes [keys, bytes] to floats in two tensors, without applying scales.
 
-    int4: the even elements and the odd elements, minus 8. 8 bits: all elements, twice.
+    int4: the first tensor has the even elements minus 8, the second the odd elements minus 8.
+    8 bits: both tensors have all elements.
     """
     if KIND == 3:
         if ASM:
@@ -216,8 +219,8 @@ def pair_parts(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
     codes: int16 [keys, pairs of bytes]. Loads for tensor cores can transpose pairs of bytes, but
         not bytes.
 
-    int4: tensor i has every fourth element from element i on, minus 8. 8 bits: the even and the odd
-    elements, twice.
+    int4: tensor i has every fourth element from element i on, minus 8. 8 bits: tensors 0 and 2 have
+    the even elements, tensors 1 and 3 the odd elements.
     """
     if KIND == 3:
         if ASM:

@@ -31,8 +31,8 @@ class QuantizedKV:
     """The quantised keys, or values, of one layer; kernels accept it in place of a plain cache.
 
     codes: [num_blocks, num_kv_heads, block_size, head_dim * bits / 8]: int8, float8_e4m3fn, uint8.
-    numbers: [num_blocks, num_kv_heads, block_size, words] bfloat16. Both are views that are
-    contiguous within a block, with any stride between blocks.
+    numbers: [num_blocks, num_kv_heads, block_size, words] bfloat16.
+    Codes and numbers are contiguous within a block, with any stride between blocks.
     """
 
     form: KVFormat

@@ -30,7 +30,7 @@ def num_sms(device: torch.device) -> int:
 def pdl(device: torch.device) -> dict[str, Any]:
     """Return launch options for programmatic dependent launch, if the device supports it.
 
-    These are the kernel's constexpr PDL, and Triton's launch attribute.
+    The options are the kernel's constexpr PDL, and Triton's launch attribute.
     """
     if device.type != "cuda" or compute_capability(device) < HOPPER:
         return {"PDL": False}

@@ -50,7 +50,7 @@ def slot_of(query_start, counts, num_tokens, index, CHUNK: tl.constexpr):
     """Find the chunk of slot `index`.
 
     Returns the entry, the entry's first token in the step, the chunk's first token in the entry,
-    and the entry's number of tokens. Padding tokens are the chunks of the entry after the last.
+    and the entry's number of tokens. Padding tokens count as an entry after the last one.
     """
     num_entries = tl.load(counts + 1)
     entry, begin, first = entry_of(query_start, tl.load(counts), num_entries, index, CHUNK)

@@ -23,7 +23,7 @@ _TICKETS = 1 << 17  # counters that are allocated at once, before any CUDA graph
 def tickets(device: torch.device, count: int) -> Tensor:
     """Return at least `count` counters for `comes_last`, int32.
 
-    They are zero between launches, as kernels reset them.
+    The counters are zero between launches, as kernels reset them.
     """
     return _zeros(device, max(_TICKETS, triton.next_power_of_2(count)))
 
@@ -230,7 +230,7 @@ def _tail_kernel(
 def keep_tails(x: Tensor, taps: int, tail: Tensor, meta: AttentionMeta) -> None:
     """Write the tails (last inputs) of all entries' convolutions.
 
-    It must be launched after all kernels that read the old tails.
+    All kernels that read the old tails must be launched before.
     """
     assert meta.rows is not None and meta.counts is not None
     channels = tail.shape[2]

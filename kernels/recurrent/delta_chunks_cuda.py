@@ -439,7 +439,7 @@ def delta_chunks(
 ) -> None:
     """Compute the gated delta rule of a step's chunks into out; update tails and states in place.
 
-    These are the entries meta.counts[0] .. meta.counts[1] - 1. Padding tokens get zeros.
+    The chunks are the entries meta.counts[0] .. meta.counts[1] - 1. Padding tokens get zeros.
     """
     x, _, a, b, heads, _, state, _ = inputs
     assert meta.rows is not None and meta.counts is not None
@@ -488,8 +488,8 @@ def convolve(
 ) -> None:
     """Launch the first kernel of a step's chunks (convolve).
 
-    It writes convolved and normed queries and keys, and convolved values. It also applies pending
-    updates to the states.
+    The kernel writes convolved and normed queries and keys, and convolved values, to the arguments
+    of these names. It also applies pending updates to the states.
     """
     x, _, _, _, heads, tail, state, late = inputs
     slots, key_heads, _, padded = keys.shape
@@ -526,7 +526,7 @@ def pass_and_norm(
 ) -> None:
     """Launch the last two kernels of a step's chunks (pass and norm).
 
-    They write the tokens' outputs to out, and each entry's new state and tail to inputs.
+    The kernels write the tokens' outputs to out, and each entry's new state and tail to inputs.
     """
     x, z, _, _, heads, tail, state, _ = inputs
     queries, keys, weights, values, totals, overlaps = handed

@@ -23,7 +23,7 @@ def pass_launch(
         return triton.cdiv(walks * triton.cdiv(values, launch.columns), sms) * _PASSES[launch]
 
     def held(launch: PassLaunch) -> int:
-        """Return the bytes of a state and of a chunk's W, keys, queries, overlaps and U."""
+        """Return the bytes of a state and of a chunk's W, keys, queries, queries @ keys^T and U."""
         chunk = CHUNK * (3 * keys + CHUNK + launch.columns)
         return (keys * launch.columns + chunk) * element_size
 
@@ -31,7 +31,7 @@ def pass_launch(
     narrow = [shape for shape in fitting if shape.columns <= values]
     best = min(narrow or fitting, key=cost) if element_size == 2 else PassLaunch(32, 4, 1)
     best = best._replace(columns=min(best.columns, values))
-    # Bytes of a chunk's W, keys, queries, overlaps and U; one such chunk per pipeline stage.
+    # Bytes of a chunk's W, keys, queries, queries @ keys^T and U, for each pipeline stage.
     chunk = CHUNK * (3 * keys + CHUNK + best.columns) * element_size
     most = (room - keys * best.columns * element_size) // chunk
     return best._replace(num_stages=max(1, min(best.num_stages, most)))

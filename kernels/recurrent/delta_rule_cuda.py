@@ -414,7 +414,7 @@ def by_token(
     meta: AttentionMeta,
     prompts: bool,
 ) -> None:
-    """Compute a step's decodes.
+    """Compute the delta rule of a step's decodes into out; update tails and states in place.
 
     prompts: whether to compute prompts token by token, too, and write zeros for padding.
     """

@@ -7,9 +7,10 @@ memory of the layer (`kernels.metadata.KeptRuns`). So a rejected token is never 
 memory. An update is a normalised key, a correction and a decay, so it is applied without the
 convolution and without sums over a state.
 
-The inputs of the convolution are kept with the updates: those before the run, and the run's own.
-The launch reads what the last step has kept, and keeps its own at another place. Programs that
-share a head or a key head therefore need not wait for each other, except for the norm of results.
+The inputs of the convolution are kept with the updates: the last inputs before the run, and the
+run's own. The launch reads what the last step has kept, and writes to the memory's other half.
+Programs that share a head or a key head therefore need not wait for each other, except for the norm
+of results.
 
 If a request has no drafts in the next step, `settle` applies its accepted tokens before the step.
 """
@@ -53,8 +54,10 @@ def _inputs_before(
 ):  # fmt: skip
     """Load the convolution's inputs before a run, one vector per tap but the last, oldest first.
 
-    inputs, behind: kept inputs, and the row of these after the accepted tokens.
-    begun: whether the request has tokens before the run; else its inputs are zero.
+    With accepted tokens these are rows of `inputs` from `behind` on, else rows of the tail.
+
+    inputs: the kept inputs of all runs.
+    begun: positive if the tail has inputs of the request; else it counts as zeros.
     """
     seen = ()
     kept = mask & (accepted + channels * 0 > 0)
@@ -104,7 +107,10 @@ def _moved(before, own, TAPS: tl.constexpr):
 @triton.jit
 def _kept_update(at, dims, key_mask, of_decay, decay_mask, columns, value_mask, KEY: tl.constexpr,
                  VALUE: tl.constexpr, there):  # fmt: skip
-    """Load a kept update: its key, correction and decay. there: whether there is one."""
+    """Load a kept update: its key, correction and decay.
+
+    there: positive if the update exists; otherwise zeros and a decay of 1 are returned.
+    """
     key = tl.load(at + dims, mask=key_mask & (there + dims * 0 > 0), other=0.0)
     value = tl.load(at + KEY + columns, mask=value_mask & (there + columns * 0 > 0), other=0.0)
     decay = tl.load(at + KEY + VALUE + of_decay, mask=decay_mask & (there > 0), other=1.0)
@@ -180,7 +186,7 @@ def _delta_verify_kernel(
     length = tl.load(runs + 2)
     first = tl.load(runs + 3).to(tl.int64)  # the decode's token in the step
     drafts = tl.load(runs + 4).to(tl.int64)  # the first draft's
-    accepted = tl.load(runs + 5)  # tokens of the last run
+    accepted = tl.load(runs + 5)  # accepted tokens of the last run
     whole = tl.load(runs + 6)  # whether the state in memory has all pending updates
     kept = tl.load(runs + 7).to(tl.int64)  # the last run's first update
     kept_inputs = kept + tl.load(runs + 8).to(tl.int64) * (SIZES.taps - 1)
@@ -188,7 +194,7 @@ def _delta_verify_kernel(
     own_inputs = own + tl.load(runs + 10).to(tl.int64) * (SIZES.taps - 1)
     if length + accepted == 0:  # no run
         return
-    begun = position - accepted  # tokens before the state in memory
+    begun = position - accepted  # tokens in the state in memory and its pending updates
     tail += row * (SIZES.taps - 1) * SIZES.channels
     state += (row * SIZES.value_heads + head) * SIZES.key_dim * SIZES.value_dim
     tile = dims[:, None] * SIZES.value_dim + columns[None, :]
@@ -359,8 +365,9 @@ def settle(
 ) -> None:
     """Advance states by the accepted tokens of their last runs, and write tails.
 
-    states: tails, states and pending updates. layer: what the runs have kept.
-    numbers: `KeptRuns.numbers`, of runs without tokens of this step.
+    states: tails, states and pending updates.
+    layer: the updates and inputs that the runs have kept, one of `KeptRuns.layers`.
+    numbers: like `StateRuns.numbers`, with runs of length 0.
     """
     nothing = layer[1][:, :1]  # no element is read
     tail, state, late = states

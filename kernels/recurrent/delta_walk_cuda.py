@@ -37,7 +37,8 @@ def head_channels(
 def decay_of(decay, bias, head, dims, KEY: tl.constexpr, BY_KEY: tl.constexpr):
     """Load a head's decay rate exp(A_log).
 
-    Returns (rate, offsets into `a`, mask, dt_bias); the last three are per key element if BY_KEY.
+    Returns (rate, offsets into `a`, mask of these, dt_bias). With BY_KEY the last three are vectors
+    over the key's elements.
     """
     rate = tl.exp(tl.load(decay + head))
     of_decay = head
@@ -306,9 +307,9 @@ def walk(
 def verify_by_walks(inputs: DeltaInputs, runs: StateRuns) -> Tensor:
     """Return the outputs of decodes and of runs of drafts, [num_tokens, value_heads * value_size].
 
-    They are bit for bit those of `walk`. One launch computes decodes without drafts and updates
-    their states. Another launch computes runs and writes no states. A function that updates the
-    runs' states by the accepted tokens is added to `runs.replays`.
+    The outputs are bit for bit those of `walk`. One launch computes decodes without drafts and
+    updates their states. Another launch computes runs and writes no states. A function that updates
+    the runs' states by the accepted tokens is added to `runs.replays`.
     """
     x, heads = inputs.x, inputs.heads
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)

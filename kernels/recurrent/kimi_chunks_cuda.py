@@ -208,7 +208,7 @@ def kimi_chunks(
 ) -> None:
     """Compute Kimi Delta Attention of a step's chunks into out; update tails and states in place.
 
-    These are the entries meta.counts[0] .. meta.counts[1] - 1. Padding tokens get zeros.
+    The chunks are the entries meta.counts[0] .. meta.counts[1] - 1. Padding tokens get zeros.
     """
     x, _, a, b, heads, _, state, _ = inputs
     assert meta.rows is not None and heads.key_heads == heads.value_heads

@@ -20,7 +20,7 @@ class Mamba1Inputs(NamedTuple):
     """The inputs of a Mamba-1 layer in one step; all except the gate are contiguous.
 
     x [num_tokens, channels] float32: results of the convolution.
-    dt [num_tokens, channels]: a step is its softplus.
+    dt [num_tokens, channels]: the time steps before their softplus.
     b, c [num_tokens, state_size]: B and C, which all channels share.
     rates [channels, state_size] float32: -exp(A_log).
     skip [channels] float32: D.

@@ -26,7 +26,7 @@ class Mamba2Heads:
     groups, state_size: groups of heads that share B and C, and the elements of these.
     conv [channels, taps], conv_bias [channels] float32: for x, B and C, in this order.
     decay, skip, bias [heads] float32: A_log, D and dt_bias.
-    limits: smallest and largest step.
+    limits: smallest and largest time step (dt after its softplus).
     """
 
     heads: int
@@ -84,7 +84,7 @@ def chunk_scan(
 ) -> tuple[Tensor, Tensor]:
     """Compute Mamba-2 of consecutive tokens of one request, in float32.
 
-    x: [n, heads, head_size], already multiplied by the steps. b, c: [n, groups, state_size].
+    x: [n, heads, head_size], already multiplied by the time steps. b, c: [n, groups, state_size].
     log_decay: [n, heads]. state: [heads, head_size, state_size], before these tokens.
     Returns the tokens' outputs, shaped like x, and the state after them.
     """

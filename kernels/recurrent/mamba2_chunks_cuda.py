@@ -1,6 +1,6 @@
 """Mamba-2 over prompts on CUDA, 64 tokens at a time on tensor cores, in three launches:
 
-    prepare   per chunk and head: convolutions and steps
+    prepare   per chunk and head: convolutions and time steps
     pass      per entry, head and some rows: updates the state chunk by chunk
     read      per chunk and head: outputs, from the state before the chunk and the chunk's tokens
 
@@ -250,7 +250,7 @@ def mamba2_chunks(
 ) -> None:
     """Compute Mamba-2 of a step's chunks into out; update tails and states in place.
 
-    These are the entries meta.counts[0] .. meta.counts[1] - 1. Padding tokens get zeros.
+    The chunks are the entries meta.counts[0] .. meta.counts[1] - 1. Padding tokens get zeros.
     """
     assert meta.rows is not None and meta.counts is not None
     num_tokens, channels = x.shape[0], heads.conv.shape[0]

@@ -1,6 +1,6 @@
 """Edits of logits before sampling, in place: bias, penalties, bans of end tokens, grammar masks.
 
-They must run in this order: add_bias, penalise, ban, apply_masks (`SamplingParams`).
+The functions must run in this order: add_bias, penalise, ban, apply_masks (`SamplingParams`).
 """
 
 import triton

@@ -96,7 +96,8 @@ def exponential(v: F32) -> F32:
 def token_exponential(words: U64) -> F32:
     """Return an Exp(1) variable for each token, to be added to its group's smallest variable.
 
-    It is not used for the token that has the smallest. words: Philox words of stream 0.
+    The token that has the group's smallest variable needs no such number.
+    words: Philox words of stream 0, one per token.
     """
     return -np.log(words.astype(np.float32) * np.float32(2**-32) + np.float32(2**-33))
 

@@ -103,8 +103,9 @@ def token_gaps(record: RequestRecord) -> tuple[list[float], list[float], list[in
 
 
 def is_good(record: RequestRecord, slo: dict[str, float]) -> bool:
-    """Whether a request kept every limit of `slo` that applies to it; ttft does not apply to unary
-    answers.
+    """Whether a request kept every limit of `slo` that applies to it.
+
+    ttft does not apply to unary (unstreamed) answers.
     """
     if not record.ok or record.verified == "different":
         return False

@@ -29,7 +29,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     never.
     connect_s: duration of connecting, 0 on an open connection.
     first_byte_s: time of the first byte of the answer's head.
-    chunks: (time, tokens) of each part of the answer with tokens; a unary answer is one chunk.
+    chunks: (time, tokens) of each part of the answer with tokens; an answer without streaming
+        (unary) is one chunk.
     chunks_exact: False if the server does not report tokens per chunk; each chunk then counts 1.
     end_s: time of the answer's last byte, of the failure, or of the client's own cancellation.
 
@@ -99,7 +100,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def ttft_s(self) -> float | None:
         """The seconds from intended send to first token. None without tokens, and for unary
-        answers.
+        (unstreamed) answers.
         """
         if not self.stream or not self.chunks:
             return None

@@ -129,7 +129,7 @@ def _comparable(
 def slips(got: Sequence[Any], want: Sequence[Any]) -> tuple[int, int]:
     """Return (tokens of `want` missing in `got`, tokens that `got` has twice).
 
-    Both are 0 if the texts differ in another way, because a diverging answer has not lost tokens.
+    Both numbers are 0 if the texts differ in another way: a diverging answer has lost no tokens.
     """
     matcher = SequenceMatcher(None, want, got, autojunk=False)
     missing = doubled = 0

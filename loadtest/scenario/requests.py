@@ -155,7 +155,8 @@ class RequestSpec(NamedTuple):
 class RequestGenerator:
     """The generator of one phase's requests.
 
-    first: whether the phase begins with the unchanged lists of workloads.py.
+    first: whether this is the first measured phase: its named list then has the scenario's seed, as
+        `workloads.build` gives it. Lists of other phases have seeds of their own.
     """
 
     def __init__(

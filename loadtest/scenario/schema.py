@@ -223,8 +223,8 @@ class Prefix(_Model):
 
 
 class Cancels(_Model):
-    """The share of requests that hang up, after a number of chunks (streams) or a time (unary
-    answers).
+    """The share of requests that hang up, after a number of chunks (streams) or a time (answers
+    without streaming).
     """
 
     share: Share

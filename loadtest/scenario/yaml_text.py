@@ -1,4 +1,4 @@
-"""YAML with the line of every key, for error messages. It accepts plain data only: no tags, no
+"""YAML with the line of every key, for error messages. Only plain data is accepted: no tags, no
 anchors, no duplicate keys.
 """
 

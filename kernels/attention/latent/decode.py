@@ -57,7 +57,7 @@ def latent_tile(
 ):  # fmt: skip
     """Add one tile of keys to a program's running softmax, with one row a head.
 
-    seen: [rows, keys] or [1, keys].
+    seen: mask of the keys that each row sees, [rows, keys] or [1, keys].
     known: see `scores_once`. Float32 scores need no branch: the matrix unit takes no float32.
     """
     if latent.dtype.primitive_bitwidth == 16:
@@ -81,7 +81,7 @@ def few_heads_tile(
 ):  # fmt: skip
     """Add one tile of keys to a program's running softmax, with one column a head.
 
-    seen: [keys, 1].
+    seen: mask of the visible keys, [keys, 1].
     acc: [elements, heads].
     """
     score = tl.dot(latent, tl.trans(query), input_precision="ieee")

@@ -9,7 +9,7 @@ from kernels.cpu.codegen.products import dot_pairs
 class Bfloat16Pairs:
     """The writer of instructions that multiply pairs of bfloat16, and of conversions to pairs.
 
-    It needs `processor.dot_bf16`.
+    `processor.dot_bf16` must be true.
     """
 
     def __init__(self, writer: IRWriter) -> None:

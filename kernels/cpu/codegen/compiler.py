@@ -33,7 +33,7 @@ _compiling = threading.Lock()
 def has_int8() -> bool:
     """Whether `gemm.PackedInt8` runs on this machine.
 
-    It needs AVX512-VNNI, or AArch64's dot products.
+    The machine must have AVX512-VNNI, or AArch64's dot products.
     """
     try:
         check()

@@ -271,8 +271,8 @@ class IRWriter:
     def store_pairs(self, value: Value, pointer: Value) -> None:
         """Store a vector as bfloat16, for `products.dot_pairs`, in one instruction instead of nine.
 
-        It rounds like `store_float`, but numbers below 1e-38 become 0. It needs
-        `processor.dot_bf16`.
+        Rounding is that of `store_float`, but numbers below 1e-38 become 0. `processor.dot_bf16`
+        must be true.
         """
         narrow = f"<{self.lanes} x bfloat>"
         self.store(self.op(f"fptrunc {self.vector} {value} to {narrow}"), pointer, narrow)
@@ -294,7 +294,7 @@ class IRWriter:
     def sums(self, vectors: Sequence[Value]) -> Value:
         """Return a vector whose lane i is the sum of the i-th vector's lanes, added pairwise.
 
-        This takes a few instructions per vector; `sum` takes a dozen that depend on each other.
+        `sums` takes a few instructions per vector, `sum` a dozen that depend on each other.
         """
         rows, stride = list(vectors), 1
         while len(rows) > 1:
@@ -379,7 +379,7 @@ class IRWriter:
     def exp(self, x: Value, small: bool = False) -> Value:
         """Return e^x with an error of at most 2 ULP; below -87 the result is 0. NaN stays NaN.
 
-        small: x is never above 88.
+        small: whether x is never above 88, which saves the test for an overflow.
         """
         kind, lanes = self.vector, self.lanes
         low = self.op(f"fcmp olt {kind} {x}, {self.all(-87.0)}")

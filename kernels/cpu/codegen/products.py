@@ -1,8 +1,8 @@
 """Functions that write instructions whose names differ by architecture.
 
-These are dot products of bytes and of pairs of bfloat16, look-ups of bytes in a table, and the
-pause of a polling thread. A vector of a kernel is two NEON registers, so AArch64's instructions are
-written once for each half.
+The instructions are dot products of bytes and of pairs of bfloat16, look-ups of bytes in a table,
+and the pause of a polling thread. A vector of a kernel is two NEON registers, so AArch64's
+instructions are written once for each half.
 """
 
 from collections.abc import Callable, Sequence

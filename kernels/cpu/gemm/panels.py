@@ -93,7 +93,8 @@ def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
 def gate_buffer(writer: IRWriter, most: int) -> Value:
     """Allocate the buffer that `products` needs for a gate; return its address.
 
-    It must be called in the function's entry block. most: rows of the largest tile.
+    The call must be in the entry block of the generated function.
+    most: rows of the largest tile.
     """
     return writer.op(f"alloca [{2 * most * 2 * writer.lanes} x float], align 64")
 
@@ -102,7 +103,7 @@ def gate_buffer(writer: IRWriter, most: int) -> Value:
 class Expansion:
     """The expansion of a panel's codes to bytes and scales to float32, for matmuls of many rows.
 
-    With it tiles of rows need not unpack the codes each time.
+    Each tile of rows would otherwise unpack the codes again.
 
     write(writer, panel, target): generates the code that expands a panel to address `target`.
     num_bytes: bytes of an expanded panel.
@@ -471,9 +472,9 @@ class Panels(ABC):
     ) -> None:
         """Allocate scratch for rounded rows, and let all threads round the rows now if that pays.
 
-        It pays with several threads and many rows, unless threads take blocks of rows. The
-        generated functions round and round_norm do it (`RoundedRows.together`). Otherwise each
-        thread rounds rows in the matmul.
+        Rounding now pays with several threads and many rows, unless threads take blocks of rows.
+        The generated functions round and round_norm round the rows (`RoundedRows.together`).
+        Otherwise each thread rounds rows in the matmul.
 
         num_bytes: bytes of a rounded row.
         behind: bytes for expanded panels, which follow the rounded rows in scratch memory.

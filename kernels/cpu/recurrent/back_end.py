@@ -1,7 +1,7 @@
 """Recurrent: the base class of both CPU back ends, for recurrent layers, norms, activations and
 gates.
 
-It uses generated kernels if the machine supports them, and torch otherwise.
+The class uses generated kernels if the machine supports them, and torch otherwise.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,11 @@ def _gated(name: str, gate_up: Tensor) -> Tensor | None:
 
 class Recurrent(Kernels):
     def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
-        """Return step(rows, meta), a layer in plain torch, if no kernel can be generated for it.
+        """Return step(rows, meta): a layer in plain torch, for which no kernel can be generated.
 
-        rows: the layer's input tensors, [num_tokens, ...] each. Deterministic mode overrides this
-            method.
+        Deterministic mode overrides this method, and calls `step` for one token at a time.
+
+        rows: the layer's input tensors, [num_tokens, ...] each.
         """
         return step(rows, meta)
 

@@ -68,7 +68,7 @@ class Convolution:
     ) -> None:
         """Generate the convolution of an entry's tokens, and the update of the tail.
 
-        It covers channels [first, first + size).
+        The generated code covers channels [first, first + size).
 
         found(token, vectors): called to generate the use of a token's convolved channels; token is
             the token's index in the step.

@@ -63,7 +63,8 @@ class DeltaShape:
     def sides(self) -> int:
         """The number of vectors that `mix` writes per token and key head.
 
-        These are a query and a key, and with a decay per key element also decays and a decayed key.
+        The vectors are a query and a key. With a decay per key element, decays and a decayed key
+        are added.
         """
         return 4 if self.by_key else 2
 
@@ -237,8 +238,8 @@ class _Walk:
     def _looking(self, key_head: Value, token: Value) -> Value:
         """Return the address of the vector to multiply by the state before the token's decay.
 
-        It is the key, or with a decay per key element the decayed key. The product is the `known`
-        of `_correction`.
+        The vector is the key, or with a decay per key element the decayed key. Its product with the
+        state is the argument `known` of `_correction`.
         """
         return self._mixed.key(key_head, token, 3 if self._shape.by_key else 1)
 

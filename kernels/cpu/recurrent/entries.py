@@ -38,7 +38,7 @@ def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, token
 def threads_for(numbers: int) -> int:
     """Return the number of threads for a kernel whose result has `numbers` elements.
 
-    It is one for few elements, as waking other threads would take longer.
+    The number is one for few elements, as waking other threads would take longer.
     """
     return torch.get_num_threads() if numbers >= _MANY else 1
 

@@ -68,8 +68,8 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
         ) -> list[Value]:
             """Generate one token's results; return the elements of the new states.
 
-            update(step, step * x, address of B): yields the elements of the new states in order.
-                Results are summed in this order, so both layouts of states give the same bits.
+            update(time step, time step * x, address of B): yields the elements of the new states in
+                order. Results are summed in this order, so both layouts give the same bits.
             """
             row = w.add(entry.begin, index)
             x, dt, b, c, gate = (

@@ -1,6 +1,6 @@
 """Mamba-2 (arXiv 2405.21060), as two kernels generated for a shape of heads.
 
-    mix     convolutions, steps and decays; a work item is a head, or a group of B or C
+    mix     convolutions, time steps and decays; a work item is a head, or a group of B or C
     walk    recurrent states; a work item is a head
 
 Rows of a head's state are independent. `walk` processes as many rows at a time as a vector has
@@ -68,7 +68,7 @@ class Mamba2Shape:
 class _Mixed:
     """The layout of the output of `mix` for all tokens of the step.
 
-    In memory are x by head, then B and C by group, then steps and decays by token.
+    In memory are x by head, then B and C by group, then time steps and decays by token.
     """
 
     def __init__(self, w: IRWriter, shape: Mamba2Shape, tokens: Value) -> None:

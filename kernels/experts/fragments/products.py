@@ -76,7 +76,10 @@ LOWERED = gl.constexpr(2.0**40)
 
 @gluon.constexpr_function
 def layout(SHARES, ROWS):
-    """Return the register layout of [shares, rows of warps, lanes, elements of a lane]."""
+    """Return the register layout of [shares, rows of warps, lanes, elements of a lane].
+
+    A row of warps computes its own outputs. Its SHARES warps divide the inputs among them.
+    """
     return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [SHARES, ROWS, 1, 1], [3, 2, 1, 0])
 
 
@@ -164,7 +167,7 @@ def products(words, scales, codes_at, scales_at, x_at, share, limit,
               STEPS: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr,
               SHARES: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
               EVEN: gl.constexpr):  # fmt: skip
-    """Multiply COUNT tiles by COLUMNS times eight columns of x, over this share's inputs.
+    """Multiply COUNT tiles by COLUMNS times eight columns of x, over the inputs of a warp's share.
 
     Returns COUNT * COLUMNS tensors of partial sums, each [SHARES, ROWS, 32, 4].
     """

@@ -26,7 +26,7 @@ class LinearCall(NamedTuple):
 
     norm: weight [in] of an RMS norm of x, or None; eps: its epsilon.
     gate: key of `Kernels.GATES` for the result, or None.
-    residual: [tokens, out], which the result is added to and written over, or None.
+    residual: [tokens, out], to which the result is added in place, or None.
     x_gate: key of `Kernels.GATES` for x, or None.
     """
 

@@ -124,7 +124,7 @@ def fits(weight: PackedWeight, x: Tensor) -> bool:
 
 
 def tile(tokens: int) -> tuple[int, int, int, int, int]:
-    """Return (TOKENS, ROWS, STEP, warps, stages). They were not tuned on a device."""
+    """Return (TOKENS, ROWS, STEP, warps, stages), which were not tuned on a device."""
     if tokens <= 64:
         return max(16, triton.next_power_of_2(tokens)), 64, 128, 4, 4
     if tokens <= 256:
