@@ -52,7 +52,10 @@ def three_to_one(i: int) -> str:
 
 
 def rotary_layers(config: Reader, layers: int) -> list[bool]:
-    """Return for each layer whether it has rotary embeddings; by default every fourth has none."""
+    """Return for each layer whether it has rotary embeddings, by no_rope_layers.
+
+    Without this key every no_rope_layer_interval-th layer, by default every fourth, has none.
+    """
     interval = config.size("no_rope_layer_interval", 4)
     flags = of_layers(config, "no_rope_layers", layers, int)
     return [bool(flag) for flag in flags or ((i + 1) % interval != 0 for i in range(layers))]
@@ -61,7 +64,8 @@ def rotary_layers(config: Reader, layers: int) -> list[bool]:
 def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] | None:
     """Return the list under `key` in config.json, cut to one value for each layer.
 
-    None if there is none. Raises ConfigError if it is too short, or a value has another type.
+    The result is None if config.json lacks the list. Raises ConfigError for a list that is too
+    short, or a value of another type.
 
     layers: the number of layers.
     kinds: the types of the values.

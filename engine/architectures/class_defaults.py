@@ -17,7 +17,9 @@ FILE = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True, slots=True)
 class ClassDefaults:
-    """The defaults of one configuration class of transformers. A wrapper is a multimodal model's.
+    """The defaults of one configuration class of transformers.
+
+    A wrapper is the configuration class of a multimodal model, with a text_config.
 
     values: key of config.json -> default; for a wrapper the keys of a missing text_config.
     aliases: alternative name of a key -> the key.

@@ -218,7 +218,7 @@ class Wrapper:
     models: the models' names for users.
     flat: the text model's model_type in flat files, which have no text_config.
     renames: the prefixes of the text model's tensor names.
-    ignored: patterns of the checkpoint's names of other parts' tensors.
+    ignored: patterns of the names of tensors outside of the text model, such as the tower's.
     images: the family of vision encoder and image processor: a key of
         `engine.config.towers.FAMILIES`, `engine.images.processor.FAMILIES` and
         `engine.models.vision.registry.TOWERS`; "" = images are not supported.

@@ -29,7 +29,7 @@ def check_capability(quantization: str, name: str, capability: tuple[int, int]) 
 
 
 def check_regions(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for `allocation: contiguous` if some layers keep only a part of the KV."""
+    """Raise ConfigError for `allocation: contiguous` unless all layers keep all tokens' KV."""
     if config.allocation == "contiguous" and kv_groups(model).kinds != (Full(),):
         raise ConfigError(
             "allocation: contiguous needs layers that keep the keys of the whole text, and "

@@ -56,7 +56,7 @@ class KVKind(Protocol):
         ...
 
     def most(self, tokens: int, size: int) -> int:
-        """Return the peak number of blocks of a request of this length, before its next token."""
+        """Return the peak number of blocks of a request until it has `tokens` tokens."""
         ...
 
     def describe(self) -> str:
@@ -150,8 +150,9 @@ class KVGroup:
 class KVView:
     """Layers of a group whose caches are indexed by the same block ids.
 
-    If several small layers share a place in blocks, each has `parts` times as many blocks of 1 /
-    parts of the size. The pool's block b is block b * parts + part of such a layer.
+    If several small layers share a place in blocks (`KVGroups.slots`), each has `parts` times as
+    many blocks of 1 / parts of the size. The pool's block b is block b * parts + part of such a
+    layer.
     """
 
     group: int

@@ -155,8 +155,8 @@ class LayerAttention:
 class ModelConfig:
     """The network's sizes (in elements) and switches, independent of the device.
 
-    architecture: the name of its record.
-    wrapper: the name of the multimodal model around it; "" = none.
+    architecture: the name of the model's record (`engine.architectures`).
+    wrapper: the name of the multimodal model around the text model; "" = none.
     attention: the attention of each layer.
     num_heads, num_kv_heads, head_dim, rope: the values for a layer with plain attention.
     embedding_size: width of embedding and head, which is projected to hidden_size and back.
@@ -230,8 +230,8 @@ class ModelConfig:
     experts: Experts | None = None
     # MLP width of each layer, 0 = no MLP; () = intermediate_size in all layers
     mlp_sizes: tuple[int, ...] = ()
-    layer_input_size: int = 0  # elements of each token's extra input to each layer; 0 = none
-    layer_input_rows: int = 0  # the number of tokens in the table of these inputs
+    layer_input_size: int = 0  # elements of a token's per-layer embedding; 0 = none
+    layer_input_rows: int = 0  # the number of tokens in the table of per-layer embeddings
     generates: bool = True  # False: an embedding model, whose checkpoint has no head
     # whether the head computes a logit for each label of a text: engine/pooling.py
     classifies: bool = False
@@ -307,9 +307,10 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: Path, rope_scaling: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """Read a config.json of any file name, and the files in its folder.
+        """Read a model's configuration as `from_folder`, from a config.json of any file name.
 
-        Raises as `from_folder`.
+        Other files, such as generation_config.json, are read from the same folder. Raises as
+        `from_folder`.
         """
         folder = path.parent
         generation = folder / "generation_config.json"

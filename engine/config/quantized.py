@@ -45,12 +45,11 @@ class Scheme:
     zeros_less_one: whether zero points are stored less one (kind "gptq").
     ordered: whether a tensor has the group index of each input (act-order).
     weight, scale, total: the suffixes of the tensor names of codes, scales and the scale of the
-        whole matrix, which differ among files of one kind; total "" = there is no scale of the
-        whole
-    matrix.
+        whole matrix, which differ among files of one kind. total "" = the whole matrix has no
+        scale.
     divides: whether weights are divided by the scale of the whole matrix (kind "nvfp4").
     nested: whether scales are quantised to 8 bits themselves (kind "nf4").
-    activations: bits of matmul inputs in the file; inputs are quantised only for 8.
+    activations: bits of matmul inputs; 8 = inputs are quantised, 16 = they are not.
     sparse: whether only two of each four weights are stored, with a bit mask (2:4 sparsity). With
         kind "sparse" the stored weights are numbers of 16 or 32 bits.
     """
@@ -93,8 +92,7 @@ class Quantized:
     method: the name in config.json.
     rules: (patterns of names without ".weight", format or None for unquantised). The first rule
         with a matching pattern applies; a matrix without a rule is unquantised. `modules` and
-    `expression`
-        create patterns.
+        `expression` create patterns.
     types: name of a quantised matrix -> its GGUF block type (method "gguf").
     """
 
@@ -112,7 +110,7 @@ class Quantized:
 
     @property
     def unit(self) -> int:
-        """The number of inputs by which matrices can be split among ranks."""
+        """The unit, in inputs, by which matrices can be divided among ranks."""
         if self.method == "gguf":
             return 256 if any("K" in kind or "XS" in kind for kind in self.types.values()) else 32
         schemes = [scheme for _, scheme in self.rules if scheme is not None]

@@ -12,9 +12,10 @@ _MANY_RANKS, _THIN = 8, 64
 def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
     """Whether each rank has some whole experts instead of a part of each.
 
-    asked: expert_parallel of the configuration.
     Splitting each expert gives all ranks equal work, but narrow matmuls. The limits, about 8 ranks
     or 64 columns, are those of vLLM and SGLang.
+
+    asked: expert_parallel of the configuration.
     """
     if ranks == 1 or model.experts is None:
         return False

@@ -33,7 +33,7 @@ class VisionConfig:
         pictures have one-dimensional positions.
     interleaved: whether the axes' rotary frequencies alternate.
     bidirectional: whether the text model's attention among a picture's tokens is bidirectional.
-    windows_alone: whether this holds only in layers with a sliding window.
+    windows_alone: whether `bidirectional` holds only in layers with a sliding window.
     largest: the maximum number of tokens of a picture; required if `bidirectional`.
     padding_id: the token whose per-layer inputs are used for image tokens (`LayerInputs`), if the
         model has such inputs.

@@ -1,7 +1,7 @@
 """PictureFile: a picture's file, of which first the header is read; the pixels are decoded later.
 
 Files come from any client. So the first bytes select the only decoder that is used, the size in the
-header is checked before any pixel is decoded, and errors contain no text of the library.
+header is checked before any pixel is decoded, and errors do not quote Pillow's messages.
 """
 
 import io

@@ -257,7 +257,11 @@ def _tiles(
     index: int,
     layout: ImageLayout,
 ) -> "NDArray[np.uint8]":
-    """Return the pixels of one frame. Raises InvalidRequest, which names the frame of a clip."""
+    """Return the pixels [tiles, height, width, 3] of a picture, or of one frame of a clip.
+
+    index: the frame's index, which the error names for a clip.
+    Raises InvalidRequest for a file that cannot be decoded.
+    """
     picture = frames[index]
     if isinstance(picture, PictureFile):
         try:

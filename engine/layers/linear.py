@@ -108,7 +108,7 @@ class RowParallelLinear(Linear):
         self.then: RMSNorm | None = None  # see `add_reduced`
 
     def takes_gate(self, x: Tensor, lora: LoraStep | None) -> bool:
-        """Whether `inner` should fuse the gate before this layer into it, for x's number of rows.
+        """Whether `inner`, which fuses the preceding gate, should be used for x's number of rows.
 
         A step with adapters cannot fuse the gate, because adapters read the gate's output.
         """
@@ -123,7 +123,7 @@ class RowParallelLinear(Linear):
             return self.method.apply_inner(self.state, both, gate, residual)
         return self._summed(self.method.apply_inner(self.state, both, gate, None), residual)
 
-    def forward(  # type: ignore[override]  # nothing stands before it that could ride along
+    def forward(  # type: ignore[override]  # without a fused norm or gate
         self, x: Tensor, lora: LoraStep | None = None, *, residual: Tensor | None = None
     ) -> Tensor:
         """Return self(x), summed over all ranks.

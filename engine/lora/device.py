@@ -75,8 +75,8 @@ class LoraDevice:
     num_parts: the number of parts of the `LoraLayout`.
     deterministic: see `LoraStep`.
     steps: the number of steps in flight at once.
-    layouts: the number of metadata layouts that a step needs: 2 if some of its tokens also need a
-        separate layout.
+    layouts: the number of metadata layouts that a step needs: 2 with data-parallel attention, for
+        all tokens and for those of this rank's requests.
     """
 
     def __init__(

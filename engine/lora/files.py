@@ -57,7 +57,9 @@ def read_tensors(
 def check_finite(stored: Sequence[StoredTensor], values: Sequence[Tensor], copied: Tensor) -> None:
     """Raise AdapterError naming the tensor that holds a NaN or infinity.
 
-    copied: all values, in the dtype in which they will be used.
+    The error names the file if values become infinite only by LoRA's scale.
+
+    copied: all values as they will be used, in the final dtype and with LoRA's scale.
     """
     if not torch.isfinite(copied).all():
         for tensor, value in zip(stored, values, strict=True):

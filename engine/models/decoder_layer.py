@@ -90,7 +90,7 @@ class DecoderLayer:
 
     @property
     def ends_with_block(self) -> bool:
-        """Whether the residual is not changed after the last block."""
+        """Whether the last block's output is the layer's, without per-layer inputs or a scale."""
         return self.input is None and self.scale is None
 
     @property

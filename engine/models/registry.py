@@ -46,7 +46,7 @@ class Model(Protocol):
     routes: RouteTap  # records the experts that routers choose, if a request asks for them
     modules_elsewhere: set[str]  # modules of other stages' layers that adapters may change
     num_parameters: int  # number of parameters on this rank
-    num_active_parameters: int  # number of these that one token uses
+    num_active_parameters: int  # number of the parameters that one token uses
     # The peak bytes of weights and tables while loading: unpacked parameters, all packed ones, and
     # open_bytes.
     loading_bytes: int
@@ -130,8 +130,10 @@ class Model(Protocol):
     def expert_specs(self) -> list[ExpertsSpec]: ...
 
     def one_layer(self) -> "Model":
-        """Return a view of the model with one layer of each kind, whose layers launch equal
-        kernels."""
+        """Return a view of the model with one layer of each kind.
+
+        Layers of one kind launch the same kernels.
+        """
         ...
 
     def parameters(self) -> Iterator[Parameter]:

@@ -1,7 +1,7 @@
 """Connections between rank 0 and the ranks on other nodes of a cluster.
 
-They carry pickled Python objects, like the pipes inside a machine. So both sides first prove that
-they have the same key. Nothing is encrypted.
+The connections carry pickled Python objects, like the pipes inside a machine. So both sides first
+prove that they have the same key. Nothing is encrypted.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def accept(listener: socket.socket, key: bytes) -> "Connection[Any, Any]":
 
 
 def hang_up(connection: "Connection[Any, Any]", how: int = socket.SHUT_WR) -> None:
-    """Shut down a connection, so that the other side reads its end.
+    """Shut down a connection, so that the other side reads the end of the stream.
 
     how: SHUT_WR ends only sending; SHUT_RDWR also wakes threads of this process that wait for data.
     """
@@ -85,8 +85,8 @@ def hang_up(connection: "Connection[Any, Any]", how: int = socket.SHUT_WR) -> No
 def use_interface(address: str) -> None:
     """Make gloo and NCCL use the interface with an address, here and in child processes.
 
-    Nothing changes if the environment names an interface, or if the address is no interface's
-    first.
+    Nothing changes if the environment names an interface, or if no interface has the address as
+    its first one.
     """
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

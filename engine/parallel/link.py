@@ -126,8 +126,8 @@ class SharedMemoryLink:
                 raise RankFailed(f"the step has failed on stage {rank} of {self._size}")
 
     def stragglers(self) -> list[tuple[int, int]]:
-        """Return [(first stage that delays rank 0, number of steps it has finished)]; [] without a
-        wait."""
+        """Return [(first stage that delays rank 0, number of steps it has finished)], or [] if
+        rank 0 does not wait."""
         sent = [self._words[rank * LINE_WORDS + _SENT] for rank in range(self._size)]
         behind = [(rank, done) for rank, done in enumerate(sent) if rank and done < self._waiting]
         return behind[:1]

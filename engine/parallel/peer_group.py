@@ -97,7 +97,7 @@ class PeerGroup(DistributedGroup):
     def _beyond(self, x: Tensor, exact: bool = False) -> bool:
         """Whether x goes through NCCL: it is large and NCCL is allowed.
 
-        exact: NCCL is not allowed.
+        exact: whether NCCL is forbidden, as by the field `exact`.
         """
         library = not exact and dist.get_backend(self.process_group) == "nccl"
         return library and x.nbytes > self.crossings[1]

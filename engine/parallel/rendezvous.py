@@ -80,7 +80,11 @@ class Place:
                 meeting.join_round()
 
     def stragglers(self) -> list[tuple[int, int]]:
-        """Return (rank, progress) of the ranks that rank 0 waits for in a step."""
+        """Return (rank, progress) of the ranks that rank 0 waits for in a step.
+
+        The progress is a number of all-gathers, or of a stage's finished steps. It changes unless
+        the rank or stage hangs.
+        """
         world, link, per_stage = self.world, self.link, self.group.size
         assert isinstance(world, SharedMemoryGroup)
         if not isinstance(link, SharedMemoryLink):
@@ -115,7 +119,10 @@ Open = Callable[[torch.device, Activations, bool], Place]
 
 
 def alone(device: torch.device, handed_on: Activations, exact: bool) -> Place:
-    """Return the place of the only rank, which has the whole model; an `Open` function."""
+    """Return the place of the only rank, which has the whole model.
+
+    The function has the signature `Open`.
+    """
     return Place()
 
 

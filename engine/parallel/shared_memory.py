@@ -254,7 +254,7 @@ class SharedMemoryGroup(TensorParallelGroup):
             raise RankFailed(f"the step has failed on rank {rank} of {self.size}")
 
     def behind(self) -> list[tuple[int, int]]:
-        """Return (rank, number of its meetings) of the ranks that have joined fewer than others.
+        """Return (rank, number of its meetings) of the ranks with fewer meetings than others.
 
         The list is empty if no rank waits in a meeting.
         """

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ExpertsApart:
-    """The states of a layer's experts, one of the linear method for each expert.
+    """The experts of a layer, each with two states of the linear method.
 
-    Other fields are as in `ExpertWeights`.
+    gate_up, down: the states, by expert.
+    act, limit, weigh_input: as in `ExpertWeights`.
     """
 
     gate_up: list[Any]

@@ -39,7 +39,7 @@ TRIM_EVERY = 32 << 20
 
 
 class Loadable(Protocol):
-    """The interface of models.registry.Model that loading needs."""
+    """The part of the interface `models.registry.Model` that loading needs."""
 
     @property
     def device(self) -> torch.device: ...
@@ -250,7 +250,7 @@ def _jobs(
     *,
     checks: bool = False,
 ) -> list[Job]:
-    """Return a job for each unit.
+    """Return, for each unit, a job that reads and packs the unit's parameters.
 
     checks: whether transient units are checked for NaN and infinity before they are packed.
     """

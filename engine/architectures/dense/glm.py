@@ -38,9 +38,9 @@ def _kv_heads(config: Reader) -> int:
 
 
 def _stretched(config: Reader) -> dict[str, object]:
-    """Convert rope_ratio to rope_parameters: it means a larger base.
+    """Convert rope_ratio, a factor on the rotary base, to rope_parameters.
 
-    In ChatGLM2's long model it divides positions instead.
+    In ChatGLM2's long model rope_ratio divides positions instead.
     """
     ratio = config.number("rope_ratio", 1.0)
     if ratio != 1 and "chatglm2" in str(config.get("_name_or_path", "")).lower():

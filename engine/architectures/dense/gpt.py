@@ -108,7 +108,7 @@ def _one_key_head(config: Reader) -> int:
 
 
 def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the stored rows of qkv, which are grouped by KV head unless there is only one."""
+    """Return the stored rows of qkv, which are grouped by KV head if there are several."""
     import numpy as np
 
     rows = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim

@@ -7,7 +7,10 @@ from engine.architectures.gguf.record import NORMED, Gguf, Make, Metadata, own
 
 
 def _scores(default: int) -> Make:
-    """Return a function that computes scoring_func. default: the number for files without one."""
+    """Return a function that computes scoring_func, such as "softmax".
+
+    default: the value of expert_gating_func for files without the key.
+    """
     names = {1: "softmax", 2: "sigmoid"}
 
     def scores(file: Metadata) -> str:
@@ -46,9 +49,12 @@ def _rotary(file: Metadata) -> int:
 
 
 def _of_head(kind: str) -> Make:
-    """Return a function that computes the elements of a head's key or value.
+    """Return a function that computes the number of elements of a head's key or value.
 
-    In newer files the keys without "_mla" have the sizes of what is cached.
+    Newer files store this number with "_mla" in the metadata key. Without "_mla" they store the
+    number of cached elements.
+
+    kind: "key" or "value".
     """
     return lambda file: int(
         file.own(f"attention.{kind}_length_mla") or file.need(f"attention.{kind}_length")
@@ -59,7 +65,7 @@ _key_size = _of_head("key")
 
 
 def _mscale(file: Metadata) -> float | None:
-    """Return yarn's mscale, of which files have a tenth; None without the key."""
+    """Return yarn's mscale, of which files store a tenth; None if the metadata lack it."""
     tenth = file.own("rope.scaling.yarn_log_multiplier")
     return round(10 * tenth, 6) if tenth else None
 

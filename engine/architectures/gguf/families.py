@@ -215,8 +215,8 @@ GGUFS: tuple[Gguf, ...] = (
         eps="layer_norm_eps",
     ),
     Gguf("Starcoder2ForCausalLM", "starcoder2", eps="norm_epsilon"),
-    # GLM-4 has several names, of which this is the newer. Older files have q, k and v in one
-    # tensor.
+    # GLM-4's checkpoints have several class names, of which this is the newest. Older GGUF files
+    # have q, k and v in one tensor.
     Gguf(
         "GlmForCausalLM",
         "chatglm",

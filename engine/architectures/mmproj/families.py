@@ -102,8 +102,13 @@ def _scale(file: Tower) -> int:
 
 
 def _neighbours(heads: int, count: int) -> "NDArray[np.int64]":
-    """Return the order of queries or keys whose rotary pairs are adjacent in the file, as
-    llama.cpp stores those of a Llama."""
+    """Return the file's rows of queries or keys in the folder's order.
+
+    Rotary pairs are adjacent in the file, as in llama.cpp's files of Llama, and half a head apart
+    in the folder.
+
+    heads, count: the numbers of heads and of rows.
+    """
     return half_pairs(heads, count // heads)
 
 

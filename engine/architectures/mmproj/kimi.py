@@ -63,7 +63,7 @@ def _kimi_k25(file: Tower) -> Values:
 
 
 def _sizes(file: Tower, before: str) -> Values:
-    """Return the keys of the encoder's sizes. before: the prefix of their names."""
+    """Return the encoder's sizes by their keys in vision_config. before: the keys' prefix."""
     return {
         f"{before}hidden_size": size(file, "embedding_length"),
         f"{before}intermediate_size": inner(file),
@@ -73,7 +73,10 @@ def _sizes(file: Tower, before: str) -> Values:
 
 
 def _patches(file: Tower, default: int) -> int:
-    """Return the most patches of a picture. default: the number for files without a limit."""
+    """Return the maximum number of patches of a picture.
+
+    default: the number for files without a limit.
+    """
     patch = size(file, "patch_size") ** 2
     return int(file.own("vision.image_max_pixels", default * patch)) // patch
 
@@ -100,6 +103,8 @@ def _alternating(heads: int, count: int) -> "NDArray[np.int64]":
 
     In the folder rotary pairs of columns and of rows alternate. In the file a head has all pairs
     of columns first.
+
+    heads, count: the numbers of heads and of rows.
     """
     import numpy as np
 
@@ -109,7 +114,11 @@ def _alternating(heads: int, count: int) -> "NDArray[np.int64]":
 
 
 def _entry(projector: str, wrapper: str, names: Mapping[str, str], **others: Any) -> Mmproj:
-    """Return an entry. names: the projector's tensors. others: see Mmproj."""
+    """Return the entry of a projector behind MoonViT.
+
+    names: the projector's tensors, as in `Mmproj.tensors`.
+    others: further fields of Mmproj.
+    """
     return Mmproj(
         projector,
         wrapper,

@@ -39,7 +39,7 @@ class Mmproj:
 
     projector: the value of clip.projector_type.
     wrapper: transformers' class name in the converted folder's config.json.
-    text: values of general.architecture of the text models for which the encoder is.
+    text: values of general.architecture of the text models that use the encoder.
     tensors: tensor name in the file, complete or without ".weight" -> name in the folder; {i} is
         the layer. Tensors with the same name in the folder are concatenated, in this order.
     tokens: key of config.json -> possible texts of the token; the first that the vocabulary has is
@@ -50,8 +50,9 @@ class Mmproj:
     outer: returns further keys of config.json.
     optional: names of `tensors` that some models of the family lack.
     plus_one: a norm whose weights in the file have one added.
-    permuted: name of a matrix -> the order of its rows, where it differs from the folder's.
-    grid: a table of positions of a square picture, which has an axis for rows in the folder.
+    permuted: name of a matrix -> the file's row for each row of the folder, where they differ.
+    grid: the name of a table of learned positions; "" = none. Its shape is [side * side, width] in
+        the file, and [side, side, width] in the folder.
     sections: whether the text model has M-RoPE.
     levels: returns the layers after which further embeddings are computed (DeepStack).
     when: returns whether the entry is for a file; among entries of one projector the first match

@@ -79,7 +79,10 @@ def read_gemma4(config: Reader, settings: Reader) -> Gemma4Vision | None:
 
 
 def _from_minus_one(colours: Any) -> dict[str, Any]:
-    """Return `mean` and `deviation` for a tower that scales pixels x from 0..1 to 2x - 1."""
+    """Return `mean` and `deviation` for a tower that scales pixels x from 0..1 to 2x - 1.
+
+    colours: the mean and deviation that the processor applies before this scaling.
+    """
     mean, deviation = colours["mean"], colours["deviation"]
     pairs = zip(mean, deviation, strict=True)
     return {

@@ -38,7 +38,7 @@ class InternVision(TileVision):
 
 
 def read_internvl(config: Reader, settings: Reader) -> InternVision | None:
-    """Read the tower's configuration; None if config.json selects another layer than the last.
+    """Read the tower's configuration; None if config.json selects an inner layer's output.
 
     Raises ConfigError naming file and key.
     """

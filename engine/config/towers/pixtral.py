@@ -35,7 +35,7 @@ class PixtralVision(VisionConfig):
 
 
 def read_pixtral(config: Reader, settings: Reader) -> PixtralVision | None:
-    """Read the tower's configuration; None if config.json selects another layer than the last.
+    """Read the tower's configuration; None if config.json selects an inner layer's output.
 
     Raises ConfigError naming file and key.
     """

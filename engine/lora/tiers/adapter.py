@@ -109,7 +109,7 @@ class Adapter:
         self.failed_at = 0.0
         self.slot: Slot | None = None
         self.users = 0  # number of accepted requests that have not ended
-        # number of these that have started, which need the same weights again after a preemption
+        # number of these requests that have started; after a preemption they need the same weights
         self.started = 0
         self.retired = False  # whether this revision was replaced or removed
 

@@ -49,12 +49,15 @@ class HostMemory:
 
     @property
     def has_unused(self) -> bool:
-        """Whether `drop_unused` would drop or touch an adapter."""
+        """Whether some adapter was not used for UNUSED_SECONDS."""
         oldest = next(iter(self._adapters.values()), None)
         return oldest is not None and self._clock() - oldest > UNUSED_SECONDS
 
     def drop_unused(self) -> None:
-        """Drop adapters that were not used for UNUSED_SECONDS."""
+        """Drop adapters that were not used for UNUSED_SECONDS.
+
+        An adapter with requests, or one that is being uploaded, is marked as used instead.
+        """
         while self.has_unused:
             adapter = next(iter(self._adapters))
             if adapter.users or (adapter.slot is not None and not adapter.slot.ready):
@@ -65,9 +68,10 @@ class HostMemory:
     def evict(self, wanted: Container[Adapter]) -> None:
         """Drop the least recently used adapters until the budget is met.
 
-        The newest adapter is kept in any case, so that it can be uploaded.
+        The newest adapter is kept in any case, so that it can be uploaded. Adapters that are being
+        uploaded, or that started requests may need again, are kept too.
 
-        wanted: adapters that wait for a slot.
+        wanted: adapters that wait for a slot, which are kept.
         """
         newest = next(reversed(self._adapters), None)
         for adapter in list(self._adapters):

@@ -71,8 +71,8 @@ class DeviceSlots:
     def _worth(self, slot: Slot) -> tuple[bool, bool, float, int]:
         """Return the slot's value as a sort key; the slot of least value is replaced first.
 
-        The key is (whether the slot has an adapter, whether requests run or wait on it, the
-        adapter's popularity or 0 if they do, last use).
+        The key is (whether the slot has an adapter, whether the adapter has requests, the
+        adapter's popularity, last use). The popularity of an adapter with requests counts as 0.
         """
         adapter = slot.adapter
         if adapter is None:
@@ -103,7 +103,8 @@ class DeviceSlots:
         """Promise a slot to an adapter, which gets it when the requests that use the slot have
         ended.
 
-        At most half of the slots are promised, so that new requests can start on the other slots.
+        At most half of the slots (but at least one) are promised, so that new requests can start on
+        the other slots.
         """
         if any(slot.promised is adapter for slot in self._slots):
             return

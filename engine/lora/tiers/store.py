@@ -212,8 +212,8 @@ class AdapterStore:
     def ask(self, adapter: Adapter) -> bool:
         """Return whether a request may start on the adapter now.
 
-        If not, the adapter is being loaded, and `poll` returns the adapter once the request should
-        ask again.
+        If not, the adapter is being loaded or waits for a slot. `poll` returns the adapter once the
+        request should ask again.
         Raises AdapterError if the adapter cannot be loaded.
         """
         if adapter.error is not None:

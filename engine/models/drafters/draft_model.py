@@ -47,8 +47,7 @@ class DraftModel:
         return self.model.tensor_name(stored)
 
     def ignores(self, stored: str) -> bool:
-        """Whether loading skips the checkpoint's tensor `stored`, as the draft model has no such
-        one."""
+        """Whether loading skips the checkpoint's tensor `stored`, which the draft model lacks."""
         return self.model.ignores(stored)
 
     def parameters(self) -> Iterator[Parameter]:

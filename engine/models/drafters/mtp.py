@@ -64,7 +64,7 @@ class MtpDrafter:
         self._project = Linear(spec, dense)
 
     def _ours(self, name: str) -> str:
-        """Return the name in `Source.name` of a tensor or module of the layer.
+        """Return the name that parameters use (`Source.name`) for a tensor or module of the layer.
 
         name: the name in the checkpoint, with "{layers}" or the layer's number.
         """

@@ -374,6 +374,5 @@ def _fill_words(bits: int, field: int, tensor: Tensor, generator: torch.Generato
 
 
 def _fill_order(groups: int, first: int, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill a table of group indices: consecutive inputs belong to groups in turn, from input
-    `first`."""
+    """Fill a table with the group of each input from `first` on: i % groups for input i."""
     tensor.copy_(torch.arange(first, first + len(tensor), device=tensor.device) % groups)

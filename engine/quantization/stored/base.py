@@ -346,8 +346,8 @@ class Stored(LinearMethod):
 class _StoredEmbedding(EmbeddingTable):
     """The embedding of a quantised checkpoint, packed if possible so that a tied head can use it.
 
-    It is dequantised if adapters have rows after the vocabulary, or if a rank's rows of the head
-    are not whole panels.
+    The table is dequantised if adapters have rows after the vocabulary, or if this rank's rows of
+    the head cannot be a separate packed matrix (`Stored.packs_rows`).
     """
 
     def __init__(

@@ -36,7 +36,7 @@ Header = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def num_bytes(header: Header) -> int:
-    """Return the bytes of a tensor."""
+    """Return the bytes of the tensor that a header describes."""
     _, dtype, shape = header
     return math.prod(shape) * dtype.itemsize
 
@@ -420,7 +420,7 @@ class WeightTransfer:
                 for (name, dtype, shape), raw in zip(chunk, buffer.split(sizes), strict=True):
                     yield name, raw.clone().view(dtype).view(shape)
         except UpdateFailed:
-            # left, as the group's ranks are out of step after a failed broadcast
+            # the group is left, as its ranks are out of step after a failed broadcast
             self._leave(message.group_name)
             raise
 
