@@ -385,7 +385,7 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> bool:
-        """Whether the model is recurrent or hybrid. It then reuses a prefix only at a snapshot."""
+        """Whether the model is recurrent or hybrid, and reuses a prefix only at a snapshot."""
         return any(layer.mixer is not None for layer in self.attention)
 
     @property
@@ -514,9 +514,9 @@ def _dtype_key(config: Reader) -> str:
 
 
 def _stored_dtype(folder: Path) -> str | None:
-    """Return the most frequent dtype of a folder's safetensors weights, if it is one of DTYPES.
+    """Return the dtype of most bytes in a folder's safetensors files, of the dtypes in CODES.
 
-    None if there is none, or if files cannot be read: the engine that loads them reports that.
+    The result is None without such tensors, or if files cannot be read, which loading reports.
     """
     sizes = dict.fromkeys(CODES, 0)
     try:

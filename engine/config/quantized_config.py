@@ -17,7 +17,7 @@ Rules = tuple[tuple[tuple[str, ...], Scheme | None], ...]
 def read_quantized(config: Reader) -> Quantized | None:
     """Read quantization_config; return None where config.json has none.
 
-    Raises ConfigError naming what is not supported.
+    Raises ConfigError naming the key whose value is not supported.
     """
     values = config.get(KEY)
     if values is None:

@@ -11,9 +11,9 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     start: index in token_ids of the first placeholder.
     length: number of tokens from the first to the last placeholder, which may include ordinary
         tokens such as row separators.
-    size: the number of embeddings. They replace, in order, those tokens of this span that equal its
-        first token: the model's placeholder for images or clips. Outside of spans such tokens are
-        ordinary tokens.
+    size: the number of embeddings. The embeddings replace, in order, those tokens of this span that
+        equal its first token: the model's placeholder for images or clips. Outside of spans such
+        tokens are ordinary tokens.
     grid: (height, width) in embeddings for M-RoPE; (0, 0) with one-dimensional positions. A span of
         a clip has one such grid for each temporal patch, in order.
     shape: (tiles, height, width) of pixels; the tiles of a clip's span are its frames.

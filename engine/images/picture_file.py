@@ -1,7 +1,7 @@
 """PictureFile: a picture's file, of which first the header is read; the pixels are decoded later.
 
-Files come from any client. So the first bytes select the only decoder that is used, the size in the
-header is checked before any pixel is decoded, and errors do not quote Pillow's messages.
+Files come from any client. So the first bytes select the only decoder that is used, and the size in
+the header is checked before any pixel is decoded. Errors do not quote Pillow's messages.
 """
 
 import io

@@ -312,6 +312,7 @@ class Builder:
         The checkpoint stores an expert's matrix as one tensor, or its pieces as separate tensors.
 
         here: the indices of this rank's experts.
+        columns: the range of an expert's columns that this rank has; None = all.
         """
         assert self.config.experts is not None
         count, stored = self.config.experts.count, self.stored(ours)

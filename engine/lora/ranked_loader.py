@@ -19,7 +19,7 @@ class _OnRanks:
 class RankedLoader:
     """A `Loader` (`engine.lora.tiers.adapter`) for a model that is divided among ranks.
 
-    Ranks other than rank 0 read an adapter when it gets a slot. They refuse files whose digest
+    Ranks other than rank 0 read an adapter when it gets a slot, and refuse files whose digest
     differs from rank 0's.
     """
 

@@ -305,7 +305,7 @@ class Decoder:
     ) -> Tensor:
         """Run this stage's layers as `through` does, and store the inputs of the layers `taps`.
 
-        They are stored in `tapped` for the drafter. Returns the residual.
+        The drafter reads these inputs from `tapped`. Returns the residual.
         """
         self.tapped, scale = [], self.config.residual_scale
         for layer in self.layers:

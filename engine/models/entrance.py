@@ -1,6 +1,7 @@
 """Entrance: the computation between the embedding and the first layer.
 
-It is one or more of these: a scale factor, a projection, learned positions, token types, a norm.
+The computation has one or more of these: a scale factor, a projection, learned positions, token
+types, a norm.
 """
 
 from collections.abc import Iterator

@@ -1,14 +1,14 @@
 """Link: sends a pipeline's activations from each stage to the next, and from the last to the first.
 
-`SharedMemoryLink` is for processes on one machine. Its memory has a cache line of counters and some
-slots for each stage:
+`SharedMemoryLink` is for processes on one machine. The shared memory of a link has a cache line of
+counters and some slots for each stage:
 
  counters | stage 0: sent, failed | stage 1: sent, failed | ...
  slots    | stage 0: step 0, 1, ... | stage 1: step 0, 1, ... | ...
 
 A stage has as many slots as there are steps in flight. The first stage launches a further step only
 after it has the oldest step's result, which has then passed all stages. So a slot is free when it
-is written again. If a stage has several ranks, all have the same activations, and each sends them
+is written again. If a stage has several ranks, all have the same activations. Each rank sends them
 over a separate link to the rank with the same number in the next stage.
 """
 

@@ -32,8 +32,7 @@ class PeerGroup(DistributedGroup):
     exact: whether an element's sum must have the same bits for any message size. All-reduces then
         do not use NCCL, whose order of additions depends on the size.
 
-    NCCL is not used either if process_group has another backend, as it does when ranks share a
-    device.
+    NCCL is not used either if process_group has another backend, as for ranks that share a device.
     """
 
     memory: Any = None

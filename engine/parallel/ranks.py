@@ -1,6 +1,6 @@
 """Ranks: the worker processes with the other parts of a model, and rank 0's calls to them.
 
-Rank 0 is the engine process. It calls methods of the other ranks (`engine.process.rank.RankLoop`)
+Rank 0, the engine process, calls methods of the other ranks (`engine.process.rank.RankLoop`)
 through a pipe, or through a connection to another node of the cluster. A successful call has no
 reply, as ranks wait for each other in a step's all-reduces. When a rank exits, its report pipe
 closes and rank 0 stops the engine. The ranks end with rank 0.
@@ -302,6 +302,7 @@ class Ranks(RankProcesses):
     def load_adapter(self, path: str, digest: str, slot: int) -> None:
         """Load an adapter into an unused slot of every rank. Thread-safe.
 
+        digest: rank 0's digest of the files, which every rank's files must have.
         Raises AdapterError.
         """
         refusals = []

@@ -82,8 +82,8 @@ class Place:
     def stragglers(self) -> list[tuple[int, int]]:
         """Return (rank, progress) of the ranks that rank 0 waits for in a step.
 
-        The progress is a number of all-gathers, or of a stage's finished steps. It changes unless
-        the rank or stage hangs.
+        The progress, a number of all-gathers or of a stage's finished steps, changes unless the
+        rank hangs.
         """
         world, link, per_stage = self.world, self.link, self.group.size
         assert isinstance(world, SharedMemoryGroup)

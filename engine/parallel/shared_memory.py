@@ -1,7 +1,7 @@
 """SharedMemoryGroup: ranks that are processes on one machine, with all-reduce in shared memory.
 
-The memory is an unnamed file that rank 0 creates and the others inherit. It has a cache line of
-counters for each rank, and two slots for each rank, used alternately:
+The memory is an unnamed file that rank 0 creates and the others inherit. The file has a cache line
+of counters for each rank, and two slots for each rank, used alternately:
 
  counters | rank 0: meetings, failed | rank 1: meetings, failed | ...
  slots    | turn 0: rank 0, rank 1, ... | turn 1: rank 0, rank 1, ...
@@ -237,7 +237,7 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     @property
     def round(self) -> int:
-        """The number of failed steps that this rank has recovered from."""
+        """The number of this rank's round: of failed steps that the rank has recovered from."""
         assert self.state is not None
         return self.state.round
 
@@ -281,12 +281,15 @@ class SharedMemoryGroup(TensorParallelGroup):
             self.state.words[FAILED] = self.state.round + 1
 
     def begin_round(self) -> None:
-        """Release the ranks that wait in this round; only rank 0 calls this."""
+        """Begin the next round, which releases ranks that wait in this one; rank 0 calls this."""
         assert self.state is not None and self.rank == 0
         self.state.words[ROUND] += 1
 
     def join_round(self) -> None:
-        """Reset the counters; no other rank may be in a meeting or about to enter one."""
+        """Join the round that rank 0 has begun, and reset this rank's counter of meetings.
+
+        No other rank may be in a meeting or about to enter one.
+        """
         state = self.state
         assert state is not None
         state.round = state.words[ROUND]

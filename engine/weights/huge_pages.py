@@ -26,7 +26,7 @@ _ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0\s*(?:\[heap\]
 def collapse() -> int:
     """Move large regions of memory to large pages; return the bytes of these regions.
 
-    This takes about a second per GB, without the GIL. It does nothing without Linux and glibc.
+    The call takes about a second per GB, without the GIL, and does nothing without Linux and glibc.
     """
     trim()  # returns memory that loading has freed, which need not be moved
     try:

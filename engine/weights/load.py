@@ -68,8 +68,8 @@ def load_weights(
     """Fill every parameter from the folder's files, or with random weights if folder is None.
 
     ranks: the number of ranks that divide this model. With several ranks a parameter's random
-        weights depend only on its name, so that copies on all ranks are equal. They differ from
-        those of a model on a single rank.
+        weights depend only on its name, so that copies on all ranks are equal. A model on a single
+        rank gets other random weights.
     progress: called from this thread some ten times a second.
     owns: returns whether a stored tensor belongs to this model, if the model is only a part of the
         folder's; None = all do.

@@ -114,8 +114,8 @@ class Parameter:
         shape.
     std: the standard deviation of normally distributed random weights; 0 = ones (norms).
     fill: a function that fills the tensor with random weights instead, where not every number is a
-        weight. It must not refer to the object that has the parameter: such a reference cycle would
-        keep packed weights in memory twice until garbage collection.
+        weight. The function must not refer to the object that has the parameter: such a reference
+        cycle would keep packed weights in memory twice until garbage collection.
     offset, scale: each value becomes (value + offset) * scale.
     changed: a function that changes the tensor in place, after offset and scale.
     """

@@ -4,8 +4,9 @@ Threads are effective, because positional reads and device copies both release t
 bytes are read directly into the parameter if no conversion is necessary, and checked while they are
 in the processor's cache. Parameters are packed as soon as they are complete. On CUDA each thread
 has two pinned buffers and a stream. One buffer is filled while the other is copied to the device.
-Transient parameters have memory from their first part until they are packed. Their parts are read
-together, wherever they are in the files. Readers wait while too much of this memory is in use.
+Transient parameters have memory from their first part until they are packed. So all parts of such a
+parameter are read together, wherever they are in the files. Readers wait while too much of this
+memory is in use.
 """
 
 import os

@@ -4,9 +4,9 @@ import math
 
 
 def slopes(heads: int) -> tuple[float, ...]:
-    """Return BLOOM's ALiBi slopes: 2^(-8 h / n) for heads h = 1 .. n, where n is a power of two.
+    """Return BLOOM's ALiBi slopes: 2^(-8 h / n) for heads h = 1 .. n.
 
-    If there are more than n heads, the others have slopes in between.
+    n is the largest power of two up to the number of heads. Further heads have slopes in between.
     """
     whole = 1 << int(math.log2(heads))
     first = [2 ** (-8 * (h + 1) / whole) for h in range(whole)]
@@ -17,7 +17,8 @@ def slopes(heads: int) -> tuple[float, ...]:
 def mpt_slopes(heads: int, largest: float) -> tuple[float, ...]:
     """Return the ALiBi slopes of MPT.
 
-    These are the slopes for the next power of two, with every second slope moved to the front.
+    If heads is no power of two, these are the first of the next power's slopes, of which every
+    second one is moved to the front.
 
     largest: alibi_bias_max; the smallest slope is 2^-largest.
     """

@@ -1,6 +1,6 @@
 """Models before Llama, such as GPT-2, Falcon and BLOOM: layer norms with biases and plain MLPs.
 
-They have learned positions, partly rotary embeddings, or ALiBi.
+These models have learned positions, partly rotary embeddings, or ALiBi.
 """
 
 from collections.abc import Mapping, Sequence

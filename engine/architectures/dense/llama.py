@@ -1,6 +1,6 @@
 """Llama and similar models, and their checkpoints' tensor names, which most models share.
 
-They have rotary embeddings, RMS norms before attention and MLP, and a gated MLP.
+These models have rotary embeddings, RMS norms before attention and MLP, and a gated MLP.
 """
 
 from collections.abc import Mapping, Sequence

@@ -33,7 +33,7 @@ class QwenVision(VisionConfig):
 class Qwen25Vision(QwenVision):
     """The configuration of Qwen2.5-VL's vision tower.
 
-    window: the side, in embeddings, of the square attention window of the other layers.
+    window: the side, in embeddings, of the square window of layers with window attention.
     full_layers: the layers with full attention among all patches of a picture.
     """
 

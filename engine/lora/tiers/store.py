@@ -7,7 +7,7 @@ budgets and drop the least recently used adapter. Host memory also drops adapter
 for a day. The device slot (slots.py) with the fewest recent requests is replaced. All methods
 belong to the step loop's thread, and `poll` applies the results of other threads. A load never
 stalls a step, and only requests that need that adapter wait. Additions and removals of one name are
-done in order. They do not wait for other names, nor for reads that requests began.
+done in order, without waiting for those of other names, nor for reads that requests began.
 """
 
 import logging

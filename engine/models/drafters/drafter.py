@@ -1,7 +1,7 @@
 """ModelDrafter: the interface of networks that draft next tokens for a target model.
 
 Most drafters have one layer. Row i of its input is the target model's hidden state of token i and
-the embedding of token i + 1. Its KV blocks have the same ids as the target model's:
+the embedding of token i + 1. The drafter's KV blocks have the same ids as the target model's:
 
  step     states and next tokens of all tokens -> rows; the last accepted row gives the first draft
  pass     previous row, last draft -> a row, which gives the next draft; and so on

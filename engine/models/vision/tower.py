@@ -241,7 +241,7 @@ def turns(
     rows, columns: [n], positions.
     dim: the number of elements of a head.
     theta: the base of the frequencies.
-    apart: whether columns have frequencies between those of rows; otherwise the same ones.
+    apart: whether columns have frequencies between those of rows; otherwise both have the same.
     """
     steps = torch.arange(0, dim // 2, 2, dtype=torch.float32, device=rows.device)
     frequencies = theta ** -(steps / (dim // 2))

@@ -1,7 +1,7 @@
 """TrainerGroup: the process group of a trainer and the engines that get its weights.
 
-The trainer is rank 0 and hosts the TCPStore by which the processes connect. It broadcasts through
-NCCL on CUDA, and through gloo on CPUs.
+The trainer, rank 0, hosts the TCPStore by which the processes connect. Its broadcasts use NCCL on
+CUDA, and gloo on CPUs.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 The messages are vLLM's: `init_info`, and `update_info` with names, dtypes and shapes. Tensors are
 broadcast (`trainer_group`), or shared by a trainer on the same machine (`handles`), also in the
-format of SGLang's trainers. They are collected in a folder, from which the engine loads the update
-like any other model folder.
+format of SGLang's trainers. The tensors are collected in a folder, from which the engine loads the
+update like any other model folder.
 """
 
 import contextlib
@@ -207,6 +207,8 @@ class WeightTransfer:
         """Begin an update of several messages, and drop an abandoned earlier one.
 
         Raises UpdateFailed, also during another trainer's update.
+
+        info: not used, like that of `finish` and `drop`.
         """
         busy = self._stage is not None and self._explicit
         if busy and time.monotonic() - self._heard < ABANDONED_SECONDS:
@@ -226,6 +228,8 @@ class WeightTransfer:
         Returns "" during an update that `start` began and `finish` will end. Otherwise the message
         is a complete update, whose folder is returned. Raises UpdateFailed, after which the update
         is dropped.
+
+        info: the fields of UpdateInfo.
         """
         if self._stage is None:
             self.start({})
@@ -237,7 +241,10 @@ class WeightTransfer:
         """Receive the tensors of a message, during an update that `start` began.
 
         Returns the update's folder once all tensors of the checkpoint were received, "" before
-        that. Raises UpdateFailed, after which the update is dropped.
+        that. Without `checkpoint` the result is always "". Raises UpdateFailed, after which the
+        update is dropped.
+
+        info: the fields of UpdateInfo.
         """
         if self._stage is None:
             raise UpdateFailed("no update of the weights was started", code=NOT_JOINED)
@@ -305,7 +312,10 @@ class WeightTransfer:
         self._folders = [stage for stage in self._folders if str(stage.folder) == self._placed]
 
     def in_place(self, folder: str) -> None:
-        """Record which folder the engine has loaded, release its tensors and drop other updates."""
+        """Record which folder the engine has loaded, and release the folder's tensors.
+
+        Other updates are dropped, unless an update is in progress.
+        """
         self._placed = folder
         for stage in self._folders:
             if str(stage.folder) == folder:
