@@ -241,7 +241,8 @@ def decide(
         budget = max(budget, max_model_len)
     budget = max(budget, max_num_seqs)  # each running request decodes one token in every step
     dtype = _dtype(config, model, cuda, without(BFLOAT16))
-    # In deterministic mode results must not depend on the number of pending updates.
+    # Results depend on how many updates of a delta-rule state are pending, so deterministic mode
+    # keeps none.
     pending = _PENDING_UPDATES if cuda and not config.deterministic else 0
     return Resolved(
         config=config,

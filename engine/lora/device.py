@@ -192,7 +192,8 @@ class LoraDevice:
     def upload_step(self, slots: "np.ndarray[Any, np.dtype[np.int16]]", num_tokens: int) -> None:
         """Upload the metadata that a CUDA graph of num_tokens tokens reads.
 
-        slots: the slots of the batch's tokens, which come first.
+        slots: the adapter slot of each of the batch's tokens, -1 = no adapter. The graph's further
+            tokens are padding.
         """
         padded_slots = np.full(num_tokens, -1, dtype=np.int16)
         padded_slots[: len(slots)] = slots

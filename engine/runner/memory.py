@@ -68,7 +68,7 @@ def kv_ways_out(cuda: bool, has_states: bool) -> str:
 def outline(resolved: Resolved, stage: int = 0, *, whole: bool = False) -> Model:
     """Build the model of `resolved` on the meta device, without allocating memory.
 
-    With several ranks the result is the part of the largest rank.
+    With several ranks the result is the part of the last rank, which has the most heads.
 
     stage: the pipeline stage.
     whole: whether to build the model of all ranks and stages.

@@ -30,7 +30,10 @@ GRAPHED = 64  # decodes of the largest captured step; more would keep gigabytes 
 
 
 class _Numbers:
-    """The int32 numbers of a step's layout in fixed memory: arrays on the host, device tensors."""
+    """The int32 inputs of a step's kernels, in memory whose address never changes.
+
+    The caller fills `arrays` on the host, and `upload` copies them to `tensors` on the device.
+    """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -68,7 +71,7 @@ class _Layout:
 
 @dataclass(slots=True)
 class _Run:
-    """A run of the newest step with drafts.
+    """A run, which is a request's decode and its drafts, of the newest step that has drafts.
 
     start, length: the position of the first token, and the number of tokens.
     number, begin: the run's index in the step, and its first token's index among all runs' tokens.

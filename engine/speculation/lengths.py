@@ -196,8 +196,8 @@ class _StepCosts:
                 self.rest = min(longer, _REST if few else _LONGEST_REST)
         else:
             self.on = True
-            # Blocks without drafts lose the speed-up of drafts, so they are rarer for a larger
-            # speed-up.
+            # Each block of steps without drafts loses the speed-up of drafts. So the blocks with
+            # drafts between them are longer if the speed-up is larger.
             long = 128 if self.value < 1.1 else 512
             self.left = long if pays else _SETTLING + _MEASURED
             if not pays:  # another trial, with new measurements

@@ -64,8 +64,9 @@ class Waking:
         self._was_there |= count > 0
 
     def opened(self, start_seconds: float) -> None:
-        """Record that a replica accepts requests and how long its start took; cancel the pending
-        call.
+        """Record that a replica accepts requests and how long its start took.
+
+        A call by which `wake` asks Serve for a replica is cancelled if the call is still pending.
 
         start_seconds: duration of the replica's start as it reports; 0: unknown.
         """

@@ -70,7 +70,10 @@ class CachedFolder:
         self._cache.keep(self, digest)
 
     def become(self, folder: Path) -> None:
-        """Switch to the folder's new path after it was renamed, and allow other readers."""
+        """Switch to the folder's new path after it was renamed, and make the lock shared.
+
+        From then on other threads and engines can find and read the folder.
+        """
         self.folder, self.filled = folder, True
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 

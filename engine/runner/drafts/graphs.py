@@ -42,7 +42,10 @@ def chain_sizes(most: int) -> list[int]:
 
 
 def graph_bytes(most: int, vocab: int) -> int:
-    """Return the bytes to reserve for a drafter's graphs: logits in 16 and 32 bits, and objects.
+    """Return the bytes to reserve for a drafter's CUDA graphs.
+
+    The largest graph's logits are counted in 16 and 32 bits. Graph objects and small buffers are
+    estimated.
 
     most: the maximum number of proposals of a step.
     """

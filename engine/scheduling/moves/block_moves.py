@@ -322,7 +322,10 @@ class BlockMoves:
             order.answer.put(Offer("", order.ticket, export.indices, size, proof))
 
     def _stage(self, export: Export) -> None:
-        """Begin to copy blocks of an export to the free slots, in pieces."""
+        """Begin to copy blocks of an export, in pieces, to free slots of host or device memory.
+
+        Further calls copy the blocks for which no slot was free.
+        """
         plan, on_device = self.plan, export.order.on_device
         free = self._free_on_device if on_device else self._free
         size = plan.device_slots // _DEVICE_PIECES if on_device else plan.slots // _PIECES
@@ -492,7 +495,11 @@ class BlockMoves:
         imported.pool.adopt(load.blocks, names)
 
     def _release(self, number: int, imported: Import) -> None:
-        """Let a request go on whose last loads are in flight. Idempotent."""
+        """Let a request start before its last loads have ended. Idempotent.
+
+        number: the request's id.
+        imported: the request's import, all of whose loads have been enqueued.
+        """
         if not imported.released:
             imported.released = True
             for load in imported.loads.values():

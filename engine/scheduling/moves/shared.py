@@ -92,7 +92,10 @@ class OwnSlots(SharedSlots):
         self._key[:] = secrets.token_bytes(_KEY_BYTES)
 
     def place(self) -> Place:
-        """Return the place by which other processes on this machine open the memory."""
+        """Return the process id, file descriptor, sizes and CUDA IPC handle of the memory.
+
+        Other processes on this machine open the memory by this Place.
+        """
         sizes = self.count, self.slot_bytes, self.device_count
         return Place(os.getpid(), self._file, *sizes, self.handle)
 
